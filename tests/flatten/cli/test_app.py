@@ -192,3 +192,12 @@ def test_a_reader_that_goes_away_is_no_error():
     command = f"{sys.executable} -m yobx_flatten list --json | head -n 1"
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=root, timeout=240)
     assert (shown.stdout, shown.stderr) == ("[\n", "")
+
+
+def test_completion_is_offered():
+    """What a shell asks for is answered with the names of the commands."""
+    asked = {"_YOBX_FLATTEN_COMPLETE": "complete_bash", "COMP_WORDS": "yobx-flatten e", "COMP_CWORD": "1"}
+    import os
+
+    shown = run(env={**os.environ, **asked})
+    assert shown.stdout.split() == ["export", "explain", "env"]

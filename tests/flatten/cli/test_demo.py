@@ -68,6 +68,13 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, 
     assert not (tmp_path / "made").exists()
 
 
+def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, capsys):
+    """A file in the place of the folder: exit status 2, and the path."""
+    (tmp_path / "taken").touch()
+    assert main(["demo", "--output", str(tmp_path / "taken")]) == 2
+    assert f"{tmp_path / 'taken'}: it cannot be written: taken is not a folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("made", "left"), [(0, "nothing was written"), (1, "llama.onnx in {} is complete")])
 def test_ctrl_c_says_what_is_there(made, left, tmp_path, capsys, monkeypatch):
     """Exit status 130; a folder that was made for nothing is gone again."""

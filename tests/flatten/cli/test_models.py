@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 
 from tests import fresh_process
 from tests.flatten.model_folder.exported_folders import exported, saved
@@ -242,6 +243,18 @@ def test_a_file_that_differs_is_status_1_and_leaves_nothing(tmp_path, monkeypatc
     assert "differs from the model" in shown
     assert "FAIL generate" in shown
     assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_tells_a_changed_file(copied, capsys):
+    """The file of another model in its place: status 1, and which cases differ."""
+    model = onnx.load(copied / "model.onnx")
+    weights = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
+    weights.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weights) * 1.5, weights.name))
+    onnx.save(model, copied / "model.onnx")
+    assert main(["verify", str(copied), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert not any(check["ok"] for check in found["checks"])
 
 
 # -- verify and generate -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from tests.cases import cases
 from tests.flatten.generate.keywords import KEYWORDS, ONE_ROW, same_tokens
 from tests.flatten.model_folder.exported_folders import exported
 from yobx_flatten import InvalidArgumentError, Sampling, export_folder, open_generator, open_model
+from yobx_flatten.generate.file_cache import FileCache
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.model_folder.pieces.grid_images import grid_image
 from yobx_flatten.model_folder.source.classes import small_model
@@ -95,6 +96,22 @@ def test_a_generator_takes_the_same_keywords(pair):
 def llama():
     model, folder = exported("llama")
     return model, open_generator(folder, threads=1), open_model(folder, threads=1)
+
+
+def test_the_cache_of_a_call_goes_on_with_more_tokens(llama):
+    """A second turn reads what is new, and the keys of the first one stay where they are."""
+    model, _, files = llama
+    prompt, more = torch.tensor([[7, 8, 9, 10]]), torch.tensor([[11, 12, 13]])
+    texts, counts = [], []
+    for door in (model, files):
+        first = door.generate(prompt, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+        cache = cache_of(first)
+        counts.append(cache.get_seq_length())
+        text = torch.cat([first["sequences"], more], dim=1)
+        texts.append(door.generate(text, **{installed_name(): cache}, max_new_tokens=5, do_sample=False).tolist())
+    assert texts[0] == texts[1]
+    assert counts == [8, 8]
+    assert isinstance(cache, FileCache)
 
 
 def test_logits_of_a_padded_call_and_of_a_further_one_are_those_of_the_model(llama):

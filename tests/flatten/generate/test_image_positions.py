@@ -38,6 +38,19 @@ def small(name):
     return model
 
 
+def test_positions_are_those_of_the_model(qwen):
+    """A row with two pictures, one with padding and a picture, one of text only."""
+    tokens = torch.randint(4, 258, (3, 18), generator=torch.Generator().manual_seed(0))
+    tokens[0, 2:8] = tokens[0, 9:15] = tokens[1, 9:13] = PICTURE
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    kinds = torch.eq(tokens, PICTURE).long()
+    wanted, _ = qwen.model.get_rope_index(tokens, kinds, image_grid_thw=GRIDS, attention_mask=mask)
+    assert image_positions(tokens, mask, [PICTURES], 2).tolist() == wanted.tolist()
+    plain = image_positions(tokens, mask, [], 2)
+    assert plain.tolist() == [((mask.cumsum(1) - 1) * mask).tolist()] * 3
+
+
 @needs_transformers("5.23", "the model leaves out seconds of a video")
 def test_frames_of_a_video_are_seconds_apart_as_in_the_model(qwen):
     """A picture and a video, then padding and a longer video; Qwen2.5-VL has positions for each second."""

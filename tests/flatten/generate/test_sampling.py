@@ -26,6 +26,11 @@ def test_what_is_drawn_from_is_what_transformers_draws_from(temperature, top_k, 
     torch.testing.assert_close(found, expected.softmax(-1))
 
 
+def test_greedy_takes_the_likeliest_and_ignores_the_rest():
+    """A temperature without sampling changes nothing."""
+    assert TokenChooser(Sampling(temperature=9.0))(scores()).tolist() == scores().argmax(-1).tolist()
+
+
 def test_a_seed_makes_draws_repeatable_and_leaves_the_global_generator_alone():
     """Twice the same; other with another seed; torch's own state is not touched."""
     state = torch.random.get_rng_state()
@@ -37,6 +42,13 @@ def test_a_seed_makes_draws_repeatable_and_leaves_the_global_generator_alone():
     assert drawn(3) == drawn(3)
     assert drawn(3) != drawn(4)
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_draws_have_the_probabilities():
+    """Of 4000 draws, a token of probability 1/4 is drawn about 1000 times."""
+    choose = TokenChooser(Sampling(do_sample=True, seed=0))
+    row = torch.tensor([[0.25, 0.75]]).log().expand(4000, 2)
+    assert abs(int((choose(row) == 0).sum()) - 1000) < 120
 
 
 @pytest.mark.parametrize(

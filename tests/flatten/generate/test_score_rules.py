@@ -49,6 +49,13 @@ def test_folders_whose_last_token_is_forced_are_written(name, to, tmp_path):
     assert found == wanted
 
 
+def test_the_second_token_may_be_the_language(tmp_path):
+    """`forced_bos_token_id`, as of mBART."""
+    wanted, found = generated("mbart", {"forced_bos_token_id": 77}, tmp_path, "onnx")
+    assert [row[1] for row in wanted] == [77] * 3
+    assert found == wanted
+
+
 @pytest.mark.parametrize(
     ("name", "rules"),
     [

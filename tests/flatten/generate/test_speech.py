@@ -6,6 +6,7 @@ import torch
 from tests.flatten.generate.listeners import listener, rows_that_end, sound
 from tests.flatten.model_folder.exported_folders import exported
 from yobx_flatten import InvalidArgumentError, OnnxGenerator, Sampling, export_folder, open_generator
+from yobx_flatten.generate.settings import settings_of
 
 pytestmark = pytest.mark.slow
 
@@ -90,6 +91,19 @@ def test_a_model_without_languages_refuses_them_and_sound_longer_than_its_window
     long = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions + 1)
     with pytest.raises(InvalidArgumentError, match="reads windows of"):
         heard.generate(input_features=long)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_language_of_a_translation_is_the_token_of_the_call(beams):
+    """As `forced_bos_token_id=` of `model.generate`, also where tokens are suppressed at the beginning."""
+    model, folder = exported("t5")
+    settings = settings_of(model.config.to_dict(), {**model.generation_config.to_dict(), "begin_suppress_tokens": [9]})
+    prompt = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    asked = {"forced_bos_token_id": 7, "max_new_tokens": 8, "num_beams": beams}
+    wanted = model.generate(prompt, do_sample=False, begin_suppress_tokens=[9], **asked)
+    found = OnnxGenerator(folder, settings=settings).generate(prompt, **asked)
+    assert torch.equal(found, wanted)
+    assert set(found[:, 1].tolist()) == {7}
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.flatten.generate.listeners import listener, stated
-from yobx_flatten import export_folder, open_generator
+from yobx_flatten import InvalidArgumentError, export_folder, open_generator
 
 SOUND = torch.randn(6, 16, 100, generator=torch.Generator().manual_seed(1)) * 3
 
@@ -52,3 +52,13 @@ def test_what_is_stated_is_the_prompt(entries, exported):
     limit = {} if "max_length" in entries else {"max_new_tokens": 9}
     found = open_generator(folder).generate(input_features=SOUND, **limit)
     assert torch.equal(found, model.generate(SOUND, **limit))
+
+
+@pytest.mark.slow
+def test_a_language_that_the_model_does_not_have_is_refused(exported):
+    """As it is by the model."""
+    model, folder = exported
+    model.generation_config = stated(language="xx")
+    model.generation_config.save_pretrained(folder)
+    with pytest.raises(InvalidArgumentError, match="xx"):
+        open_generator(folder).generate(input_features=SOUND)

@@ -136,6 +136,12 @@ def test_without_an_end_rows_go_on_as_in_the_model():
     assert torch.equal(generator.generate(prompt, max_new_tokens=30), wanted)
 
 
+def test_the_end_pads_where_no_other_token_does():
+    """As in transformers, which does not look for one in config.json."""
+    assert settings_of({"pad_token_id": 0, "eos_token_id": 4}, {"eos_token_id": [2, 3]}).pad_token_id == 2
+    assert settings_of({"pad_token_id": 0, "eos_token_id": 4}, {}).pad_token_id == 0
+
+
 @pytest.mark.parametrize(
     "rules",
     [
@@ -213,6 +219,12 @@ def test_the_generation_configuration_comes_first():
     assert settings_of({"eos_token_id": 5}, {"eos_token_id": [6, 7]}).eos_token_ids == (6, 7)
     assert settings_of({"eos_token_id": 5}, {}).pad_token_id == 5
     assert settings_of({"eos_token_id": 0, "pad_token_id": 0}, {}).eos_token_ids == (0,)
+
+
+def test_special_tokens_of_a_text_model_in_a_larger_model_are_found():
+    """A model for text and images states the end of a text in `text_config`."""
+    found = settings_of({"text_config": {"eos_token_id": 4}, "image_token_index": 9}, {})
+    assert (found.eos_token_ids, found.image_token_id) == ((4,), 9)
 
 
 def test_a_damaged_configuration_is_named(tmp_path):

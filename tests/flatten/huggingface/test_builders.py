@@ -42,6 +42,14 @@ def test_the_tensors_are_held_as_they_are(form):
         assert layer.values is values
 
 
+def test_no_pairs_make_an_empty_cache_that_grows():
+    """As `DynamicCache()`."""
+    cache = make_dynamic_cache([])
+    assert cache.layers == []
+    cache.update(*pairs(1)[0], 0)
+    assert cache.get_seq_length() == 3
+
+
 @pytest.mark.parametrize(
     "classes",
     ["DynamicSlidingWindowLayer", cache_utils.DynamicSlidingWindowLayer, ["DynamicSlidingWindowLayer"] * 2],
@@ -92,6 +100,15 @@ def test_static_keys_of_full_length_are_held_as_they_are():
     assert cache.layers[0].keys is given[0][0]
     assert int(getattr(cache.layers[0], "cumulative_length", 3)) == 3
     assert cache.layers[0].max_cache_len == 16
+
+
+def test_shorter_static_keys_are_followed_by_zeros():
+    """The room that is left."""
+    given = pairs(1, 3)
+    keys = make_static_cache(given, 5).layers[0].keys
+    assert keys.shape == (2, 2, 5, 4)
+    assert torch.equal(keys[:, :, :3], given[0][0])
+    assert torch.equal(keys[:, :, 3:], torch.zeros(2, 2, 2, 4))
 
 
 @pytest.mark.parametrize("past", [WINDOW - 3, WINDOW + 4])

@@ -1,5 +1,7 @@
 """The next decode call goes on with what the last one returned."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -44,6 +46,12 @@ def test_every_cache_that_comes_out_goes_in_again():
     assert following["use_cache"] is True
     assert following["input_ids"].shape == (2, 3)
     assert following["attention_mask"].shape == (2, 11)
+
+
+def test_a_call_without_a_cache_is_the_last():
+    """Nothing says what came before."""
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    assert next_inputs({"input_ids": tokens}, SimpleNamespace(logits=torch.zeros(1, 1, 7))) is None
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,12 @@ from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPast,
     BaseModelOutputWithPastAndCrossAttentions,
+    CausalLMOutputWithPast,
 )
 from transformers.utils.generic import ModelOutput
 
 from tests import fresh_process
-from tests.cache_words import cache_of
+from tests.cache_words import WORD, cache_of
 from tests.models import start
 from yobx_flatten import dynamic_shapes, export_program, register_flattening_functions
 from yobx_flatten.huggingface.outputs import (
@@ -49,6 +50,15 @@ def test_only_the_fields_that_are_set_come_apart():
     assert type(unflatten_base_model_output(values, names, BaseModelOutputWithPast)) is BaseModelOutputWithPast
 
 
+@pytest.mark.parametrize("placeholder", ["leaf", 7, object()])
+def test_an_output_may_hold_anything_for_a_while(placeholder):
+    """Names and numbers that stand for leaves."""
+    with register_flattening_functions(patch_transformers=True):
+        leaves, spec = pytree.tree_flatten(output())
+        filled = pytree.tree_unflatten([placeholder] * len(leaves), spec)
+        assert pytree.tree_flatten(filled) == ([placeholder] * len(leaves), spec)
+
+
 def test_transformers_registration_stays_where_it_is_right():
     """Taken away it would be gone for the rest of the process: transformers registers an output class once."""
     theirs = pytree.SUPPORTED_NODES[BaseModelOutput]
@@ -70,6 +80,28 @@ def test_every_output_class_has_keys_inside_the_block():
         assert pytree.SUPPORTED_NODES[cls].flatten_fn is theirs.flatten_fn
     assert paths == ["['last_hidden_state']"]
     assert pytree.SUPPORTED_NODES[cls] is theirs
+
+
+@pytest.mark.skipif(not THEIRS_HAS_KEYS, reason="transformers 4.56 registers outputs without keys")
+def test_ours_and_theirs_name_the_same_leaves():
+    """Whichever is in force, a program's outputs have the same names."""
+    theirs = pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn(output())
+    ours = flatten_with_keys_base_model_output(output())
+    assert [str(key) for key, _ in theirs[0]] == [str(key) for key, _ in ours[0]]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "t5"])
+def test_a_models_whole_output_comes_back(name):
+    """Logits and the cache in it."""
+    started = start(name, past=12)
+    one = CausalLMOutputWithPast(logits=torch.ones(2, 3), **{WORD: started.cache})
+    with register_flattening_functions(patch_transformers=True):
+        leaves, spec = pytree.tree_flatten(one)
+        rebuilt = pytree.tree_unflatten(leaves, spec)
+        assert all(isinstance(leaf, torch.Tensor | int) for leaf in leaves)
+    assert type(rebuilt) is CausalLMOutputWithPast
+    assert type(cache_of(rebuilt)) is type(started.cache)
+    assert cache_of(rebuilt).get_seq_length() == 12
 
 
 def test_every_wrong_registration_says_why_and_is_one_we_replace():

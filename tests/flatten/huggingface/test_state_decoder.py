@@ -5,10 +5,11 @@ import torch
 import torch.utils._pytree as pytree
 from transformers.cache_utils import Cache
 
-from tests.cache_words import WORD
+from tests.cache_words import WORD, cache_of
 from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functions
 from yobx_flatten.huggingface.cache_names import argument_of
 from yobx_flatten.huggingface.decoders import StateDecoder
+from yobx_flatten.model_folder.pieces.text import decoder_pieces
 from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.trees.walk import leaf_names
 
@@ -45,3 +46,18 @@ def test_zeros_are_the_state_before_the_first_token(name):
         found = decoder(input_ids=ids, attention_mask=mask, **{word: cache}, use_cache=True)
         wanted = model(input_ids=ids, attention_mask=mask, use_cache=True)
     torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_without_attention_takes_what_other_decoders_take():
+    """The mask of all tokens, of which it needs the last ones; its scores are those of the text in one call."""
+    model = small_model("mamba")
+    (piece,) = decoder_pieces(model)
+    assert list(piece.kwargs) == ["input_ids", "attention_mask", "cache"]
+    ids = torch.randint(3, 259, (2, 8), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        wanted = model(input_ids=ids, attention_mask=mask).logits[:, -1]
+        read = piece.module(ids[:, :7], mask[:, :7])
+        found = piece.module(ids[:, 7:], mask, cache_of(read))
+    torch.testing.assert_close(found["logits"][:, -1], wanted, atol=1e-4, rtol=1e-4)

@@ -111,6 +111,27 @@ NEEDS_NODE = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
+@NEEDS_NODE
+def test_transformers_js_writes_the_text_of_the_model(llama, tmp_path):
+    """In node, with nothing done by hand; TRANSFORMERS_JS is the path of its ``transformers.node.mjs``."""
+    model, folder = llama
+    script = tmp_path / "run.mjs"
+    library = json.dumps(os.path.abspath(os.environ["TRANSFORMERS_JS"]))
+    script.write_text(
+        f"""import {{ AutoModelForCausalLM, Tensor, env }} from {library};
+env.allowRemoteModels = false; env.localModelPath = {json.dumps(str(folder.parent) + "/")};
+const model = await AutoModelForCausalLM.from_pretrained("out");
+const ids = new Tensor("int64", [7n, 8n, 9n, 10n], [1, 4]), ones = new Tensor("int64", [1n, 1n, 1n, 1n], [1, 4]);
+const found = await model.generate({{ input_ids: ids, attention_mask: ones, max_new_tokens: 8, do_sample: false }});
+console.log(JSON.stringify(found.tolist()[0].map(Number)));
+"""
+    )
+    done = subprocess.run(["node", str(script)], capture_output=True, text=True, check=True)
+    expected = model.generate(torch.tensor([[7, 8, 9, 10]]), max_new_tokens=8, do_sample=False)[0].tolist()
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
 def lively(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A small encoder-decoder model that does not repeat one token, and its input."""
     model = small_model(name)

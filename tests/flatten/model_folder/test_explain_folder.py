@@ -171,6 +171,18 @@ def test_weights_in_a_second_file_room_for_adapters_and_half_precision_are_expla
 
 
 @pytest.mark.slow
+def test_another_model_differs_at_its_first_weight(made):
+    """The embedding, which is the first that computes with weights."""
+    _, _, folder = made
+    other = small_model("llama")
+    with torch.no_grad():
+        other.model.embed_tokens.weight[7:] += 1.0
+    explained = explain_folder(folder, other)
+    first = next(one.first for one in explained.files.values() if one.first is not None)
+    assert first.operator == "Gather"
+
+
+@pytest.mark.slow
 def test_what_is_not_compared_node_by_node_is_refused(tmp_path):
     """Quantised weights are others in every node; programs have no nodes of onnxruntime."""
     model = small_model("llama")

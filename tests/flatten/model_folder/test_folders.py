@@ -87,6 +87,12 @@ def test_a_fixed_batch_stays_fixed(tmp_path):
         generator.generate(ids, max_new_tokens=9)
 
 
+def test_half_precision_generates_as_its_model_does(tmp_path):
+    """In float16, with the model's own rounding."""
+    done = export_folder(small_model("llama").half(), tmp_path / "out")
+    assert done.verified.ok
+
+
 def test_a_small_configuration_keeps_the_kinds_of_its_layers():
     """Of five sliding layers and a full one, one of each is left."""
     config = small_config("gemma3_text")

@@ -77,6 +77,15 @@ def test_the_library_writes_the_tokens_of_the_model(whisper, rows):
     assert len(wanted[0]) == LONGEST
 
 
+def test_other_types_and_bits_are_opened(tmp_path):
+    """Weights in 8 bits, whose scores decide near ties another way; the first tokens are the model's."""
+    model = small_whisper()
+    export_folder(model, tmp_path / "int8", layout="genai", quantize="int8")
+    wanted, found = of_model(model, 1, 1)[0], of_library(model, tmp_path / "int8", 1)[0]
+    assert found[: len(PROMPT) + 1] == wanted[: len(PROMPT) + 1]
+    assert len(found) == LONGEST
+
+
 @pytest.mark.parametrize(("rows", "beams"), [(2, 1), (2, 3)])
 def test_this_package_runs_the_same_files(whisper, rows, beams):
     """Its own loop, and that of transformers, whose beams repeat the keys of the sound."""

@@ -9,7 +9,7 @@ from tests.flatten.model_folder.words import made
 from tests.models import SIZES
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, export_onnx, open_generator, open_model
 from yobx_flatten.model_folder.pieces.tasks import pieces_for, task_of
-from yobx_flatten.model_folder.source.classes import small_config
+from yobx_flatten.model_folder.source.classes import small_config, small_model
 
 pytestmark = pytest.mark.slow
 
@@ -50,12 +50,21 @@ def decoder_of_mbart(width):
     return transformers.MBartConfig(**sizes, decoder_ffn_dim=48, max_position_embeddings=64)
 
 
-def reader_of_speech():
-    """Its encoder reads samples, which the model calls `inputs`; the decoder is wider, so features are projected."""
+def reader_of_speech(decoder):
+    """Its encoder reads samples, which the model calls `inputs`."""
     layers = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
     places = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "feat_extract_norm": "layer"}
     sound = transformers.Wav2Vec2Config(**SIZES, **layers, **places)
-    return encoder_decoder(transformers.SpeechEncoderDecoderModel, sound, decoder_of_mbart(48))
+    return encoder_decoder(transformers.SpeechEncoderDecoderModel, sound, decoder)
+
+
+def reader_of_speech_with_bert():
+    return reader_of_speech(transformers.BertConfig(**SIZES, vocab_size=96, initializer_range=0.3))
+
+
+def reader_of_speech_with_mbart():
+    """The decoder is wider than the encoder, so features are projected."""
+    return reader_of_speech(decoder_of_mbart(48))
 
 
 def encoder_decoder(kind, encoder, decoder):
@@ -72,7 +81,8 @@ def encoder_decoder(kind, encoder, decoder):
         (moonshine, "automatic-speech-recognition", "input_values", [(2, 4000), (1, 7300)]),
         (reader_of_pictures, "image-to-text", "pixel_values", [(1, 3, 32, 32), (3, 3, 32, 32)]),
         (reader_of_documents, "image-to-text", "pixel_values", [(2, 3, 32, 48)]),
-        (reader_of_speech, "automatic-speech-recognition", "input_values", [(1, 1300)]),
+        (reader_of_speech_with_bert, "automatic-speech-recognition", "input_values", [(2, 900)]),
+        (reader_of_speech_with_mbart, "automatic-speech-recognition", "input_values", [(1, 1300)]),
     ],
 )
 def test_an_encoder_of_samples_or_pictures_generates_as_its_model(tmp_path, model, task, name, shapes):
@@ -122,6 +132,12 @@ def test_rows_with_several_pictures_generate_as_their_model(tmp_path):
     given = {"attention_mask": mask, "pixel_values": pixels, "max_new_tokens": 8}
     found = open_generator(tmp_path / "out").generate(ids, **given)
     assert torch.equal(found, model.generate(ids, **given, do_sample=False))
+
+
+def test_pictures_whose_size_is_stated_by_two_numbers_are_of_one_size(tmp_path):
+    """InternVL was refused for them; its folder generates 40 tokens as `model.generate` before it appears."""
+    done = export_folder(small_model("internvl"), tmp_path / "out", to="program")
+    assert (done.task, done.verified.ok) == ("image-text-to-text", True)
 
 
 def test_a_model_of_choices_is_one_file(tmp_path):
@@ -256,10 +272,46 @@ def test_a_model_that_generates_is_no_folder_of_features_unasked(tmp_path):
     assert (done.task, done.verified.ok) == ("feature-extraction", True)
 
 
+def test_data_that_a_file_does_not_take_are_named_in_the_report(tmp_path):
+    """LayoutLM reads where words are on a page (`bbox`); without, all are at one place."""
+    model = made(transformers.LayoutLMForTokenClassification, small_config("layoutlm"))
+    done = export_folder(model, tmp_path / "out", to="program", proof="sample")
+    assert "LayoutLMForTokenClassification also takes bbox" in str(done.reports["model.pt2"])
+    bert = made(transformers.BertForTokenClassification, small_config("bert"))
+    assert "also takes" not in str(export_folder(bert, tmp_path / "bert", to="program", proof="sample"))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "task"),
+    [
+        ("bart", "BartForSequenceClassification", "text-classification"),
+        ("rt_detr", "RTDetrForObjectDetection", "object-detection"),
+        ("detr", "DetrForSegmentation", "image-segmentation"),
+    ],
+)
+def test_a_model_with_a_decoder_that_does_not_generate_has_the_task_of_its_class(name, kind, task):
+    """These were taken for models that write."""
+
+    class Named(torch.nn.Module):
+        config = transformers.AutoConfig.for_model(name)
+        main_input_name = "input_ids"
+
+    Named.__name__ = kind
+    assert Named.config.is_encoder_decoder
+    assert task_of(Named()) == task
+
+
 def longformer(task):
     sizes = {"vocab_size": 259, "num_hidden_layers": 2, "attention_window": [8, 4], "pad_token_id": 1}
     config = transformers.LongformerConfig(**SIZES | sizes, max_position_embeddings=200, initializer_range=0.5)
     return made(getattr(transformers, f"Longformer{task}"), config)
+
+
+def led():
+    layers = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    places = {"max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64, "attention_window": 8}
+    sizes = {"vocab_size": 259, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.3}
+    return made(transformers.LEDForConditionalGeneration, transformers.LEDConfig(**sizes, **layers, **places))
 
 
 def text_and_mask(length):
@@ -279,6 +331,18 @@ def test_longformer_scores_texts_below_and_above_its_window(tmp_path, task):
         expected = model(ids, attention_mask=mask).logits
         found = scores(input_ids=ids, attention_mask=mask).logits
         torch.testing.assert_close(found[-2:], expected[-2:], rtol=0, atol=1e-4)
+
+
+def test_led_generates_from_texts_below_and_above_its_window(tmp_path):
+    """The files of the encoder-decoder with Longformer's attention generate the tokens of the model."""
+    model = led()
+    export_folder(model, tmp_path / "out", proof="sample")
+    generator = open_generator(tmp_path / "out")
+    for length in (2, 8, 9, 61):
+        ids, mask = text_and_mask(length)
+        options = {"attention_mask": mask, "max_new_tokens": 12}
+        expected = model.generate(ids, **options, do_sample=False, num_beams=1)
+        assert torch.equal(generator.generate(ids, **options), expected)
 
 
 class BranchingForMaskedLM(transformers.BertForMaskedLM):

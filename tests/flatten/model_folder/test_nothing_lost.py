@@ -91,6 +91,18 @@ def test_what_is_drawn_and_not_used_is_no_reason(monkeypatch):
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_a_video_has_frames(tmp_path):
+    """Numbers of videos that no case has; they were given pictures, and refused."""
+    config = transformers.VideoMAEConfig(**SIZES, **PICTURE, num_frames=4, num_labels=3)
+    model = made(transformers.VideoMAEForVideoClassification, config)
+    done = export_folder(model, tmp_path / "out", to="program")
+    assert (done.task, done.verified.ok) == ("video-classification", True)
+    videos = torch.randn(5, 4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = model(videos).logits
+    torch.testing.assert_close(open_model(tmp_path / "out", trust=True)(videos).logits, wanted, atol=1e-4, rtol=1e-4)
+
+
 def test_a_classifier_that_reads_its_end_token_is_a_file_of_any_number_of_rows(tmp_path):
     """BART's: the example had no end token; its program asserted for one row what follows from two."""
     layers = dict.fromkeys(("encoder_layers", "decoder_layers"), 1)
@@ -122,6 +134,18 @@ def test_a_decoder_that_reads_one_token_at_a_time_generates_as_its_model(tmp_pat
     ids = torch.randint(3, 90, (4, 11), generator=torch.Generator().manual_seed(1))
     wanted = model.generate(ids, max_new_tokens=9, do_sample=False)
     assert torch.equal(open_generator(tmp_path / "out", trust=True).generate(ids, max_new_tokens=9), wanted)
+
+
+def test_sound_in_patches_is_a_spectrogram(tmp_path):
+    """AST was given samples."""
+    config = transformers.ASTConfig(**SIZES, max_length=32, num_mel_bins=16, patch_size=8, num_labels=3)
+    model = made(transformers.ASTForAudioClassification, config)
+    done = export_folder(model, tmp_path / "out", to="program")
+    assert (done.task, done.verified.ok) == ("audio-classification", True)
+    sound = torch.randn(5, 32, 16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        wanted = model(sound).logits
+    torch.testing.assert_close(open_model(tmp_path / "out", trust=True)(sound).logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 _LAYERS = {"layers": 1, "attention_heads": 4}

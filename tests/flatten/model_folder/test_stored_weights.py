@@ -1,6 +1,7 @@
 """A folder whose weights are not those of its class is refused with their names, wherever a model is loaded from it."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
+    BertForSequenceClassification,
+    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -94,6 +97,16 @@ def test_a_bert_as_it_was_published_is_exported_with_the_line_of_its_error(tmp_p
         torch.testing.assert_close(loaded(ids).logits, model.eval()(ids).prediction_logits)
 
 
+def test_a_head_that_only_the_configuration_states_is_refused(tmp_path):
+    """A base model whose configuration names a class with a head."""
+    BertModel(BertConfig(**SIZES)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    stated = {**config, "architectures": ["BertForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(stated), "utf-8")
+    with pytest.raises(ModelSourceError, match=r"lacks 2 weights, classifier\.bias, classifier\.weight of BertFor"):
+        find_model(str(tmp_path)).load()
+
+
 @pytest.mark.parametrize("name", ["tf_model.h5", "flax_model.msgpack", "consolidated.00.pth", "model.bin"])
 def test_weights_in_another_form_are_not_replaced_by_random_ones(name, llama):
     """Their folder would look like one without weights."""
@@ -150,6 +163,13 @@ def test_what_older_versions_stored_and_ties_are_no_differences(weights, tmp_pat
     _rewrite(tmp_path, lambda held: held.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     opened = open_model(find_model(str(tmp_path)), dtype="float32", weights=weights, to="onnx")
     assert not [remark for remark in opened.remarks if "inv_freq" in remark]
+
+
+def test_a_loaded_model_takes_no_such_option(llama, tmp_path):
+    """Its weights are what they are."""
+    model = BertForSequenceClassification(BertConfig(**SIZES)).eval()
+    with pytest.raises(InvalidArgumentError, match="unmatched_weights='random' is for a model given by name"):
+        export_folder(model, tmp_path / "out", unmatched_weights="random")
 
 
 def test_an_unknown_choice_names_the_choices(llama):

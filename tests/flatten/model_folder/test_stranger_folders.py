@@ -6,10 +6,12 @@ import os
 import pathlib
 
 import pytest
+import torch
 import transformers
 
 from tests.flatten.model_folder.words import restate
 from tests.runtime import tiny_training as tiny
+from yobx_flatten import load_nested, save_nested
 from yobx_flatten.errors import DamagedFileError, FlattenError, ModelSourceError
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.source.tokenizer_files import open_tokenizer
@@ -161,6 +163,14 @@ def test_a_link_to_another_file_is_not_copied_next_to_the_export(folder, tmp_pat
     (snapshot / "notes.txt").symlink_to("../../blobs/0123")
     write_companions(tmp_path / "out", model, snapshot)
     assert (tmp_path / "out" / "notes.txt").read_text() == "theirs"
+
+
+def test_the_values_of_a_good_configuration_come_back(tmp_path):
+    """With its attention: what is refused is a name with a slash."""
+    config = tiny.config()
+    config._attn_implementation = "sdpa"
+    save_nested(tmp_path / "values.onnx", {"config": config, "x": torch.zeros(1)})
+    assert load_nested(tmp_path / "values.onnx")["config"].to_dict() == config.to_dict()
 
 
 # what transformers reads of a folder, or an export copies

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from tests.flatten.model_folder.exported_folders import saved
 from tests.flatten.model_folder.words import restate
 from tests.transformers_versions import is_older_than, needs_transformers
 from yobx_flatten import export_folder
@@ -50,6 +51,15 @@ def test_a_streamed_model_is_the_one_that_transformers_loads(name, dtype, tmp_pa
     assert buffers.keys() == dict(expected.named_buffers()).keys()
     assert all(torch.equal(buffers[key], tensor) for key, tensor in expected.named_buffers())
     assert found.config.to_dict() == expected.config.to_dict()
+
+
+@on_meta
+def test_a_streamed_model_generates_the_same_tokens():
+    """transformers' `generate`, on weights that are read for each call of a layer."""
+    model, folder = saved("llama")
+    found = open_model(find_model(str(folder)), dtype="float32", weights="stream", to="onnx").model
+    prompt = {"input_ids": torch.arange(10).reshape(2, 5), "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(found.generate(**prompt), model.generate(**prompt))
 
 
 @pytest.fixture

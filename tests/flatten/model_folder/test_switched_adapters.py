@@ -32,6 +32,8 @@ from yobx_flatten.__main__ import main
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.model_folder.source import adapter
 from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.runners.open import open_runner
+from yobx_flatten.storage.nested import load_case
 
 # PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
@@ -108,6 +110,20 @@ def test_tokens_are_those_of_peft(name, root, folder):
     assert torch.equal(found, _generate(_adapted(root, name)))
     others = [_generate(_adapted(root, other)) for other in NAMES if other != name]
     assert not any(torch.equal(found, other) for other in others)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_without_an_adapter_the_scores_have_the_bits_of_a_file_without_adapters(root, folder, tmp_path):
+    """Each layer adds zeros."""
+    optimize = "onnxruntime" if "onnxruntime" in folder.name else None
+    export_folder(root / "base", tmp_path / "plain", optimize=optimize, proof="sample")
+    cases_ = [load_case(path) for path in (folder / "cases").glob("model-*.case")]
+    plain, switched_ = (open_runner(place / "model.onnx") for place in (tmp_path / "plain", folder))
+    for case in cases_:
+        first, second = plain.run(case.inputs), switched_.run(case.inputs)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert len(cases_) > 2
 
 
 @pytest.mark.slow
@@ -418,6 +434,21 @@ def test_an_unknown_name_lists_those_that_there_are(folder, capsys):
     for command in (["generate", str(folder), "--prompt", "x"], ["chat", str(folder), "--message", "x"]):
         assert main([*command, "--adapter", "three"]) == 2
         assert "found: one, two" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_the_command_line_writes_what_peft_writes(command, root, folder, capsys):
+    """One text, or a conversation, with the adapter that is named."""
+    tokenizer, model = ByT5Tokenizer.from_pretrained(root / "base"), _adapted(root, "two")
+    ids = tokenizer("Yes", add_special_tokens=command == "generate", return_tensors="pt")["input_ids"]
+    mask = torch.ones_like(ids)
+    wanted = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
+    option = "--prompt" if command == "generate" else "--message"
+    assert main([command, str(folder), option, "Yes", "--tokens", "9", "--adapter", "two", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    text = shown["rows"][0]["text"] if command == "generate" else shown["messages"][-1]["content"]
+    assert text == tokenizer.decode(wanted, skip_special_tokens=True)
 
 
 FIRST = "model.layers.0.self_attn.q_proj.lora_A"

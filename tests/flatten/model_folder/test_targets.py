@@ -1,5 +1,6 @@
 """Folders for every runtime: written, proven, verified again, and opened with the runtime that they name."""
 
+import json
 import os
 import shutil
 
@@ -17,6 +18,7 @@ from yobx_flatten import (
     open_generator,
     verify_folder,
 )
+from yobx_flatten.__main__ import main
 from yobx_flatten.errors import UntrustedFileError, dependencies
 from yobx_flatten.model_folder.manifest import read_manifest
 
@@ -88,6 +90,21 @@ def test_the_tokens_are_those_of_generate(exported, model):
     assert generator.parts.decoder.runtime == runtime
     expected = model.generate(**prompts(), max_new_tokens=12, do_sample=False)
     assert torch.equal(generator.generate(**prompts(), max_new_tokens=12), expected)
+
+
+def test_the_command_line_verifies_and_generates(exported, model, capsys):
+    """Bytes as tokens; the texts are those of the model."""
+    _, folder, _ = exported
+    transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(folder)  # the model is from no folder, and has none
+    assert main(["verify", str(folder), "--trust"]) == 0
+    assert "ok   generate" in capsys.readouterr().out
+    command = ["generate", str(folder), "--prompt", "Hello", "--prompt", "Hi", "--tokens", "8", "--json", "--trust"]
+    assert main(command) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    tokenizer = transformers.ByT5Tokenizer(extra_ids=0, padding_side="left")
+    given = tokenizer(["Hello", "Hi"], padding=True, return_tensors="pt")
+    made = model.generate(**given, max_new_tokens=8, do_sample=False)[:, given["input_ids"].shape[1] :]
+    assert [row["text"] for row in rows] == tokenizer.batch_decode(made, skip_special_tokens=True)
 
 
 def test_machine_code_needs_trust(exported):

@@ -27,6 +27,7 @@ def stored(tmp_path, kind, config):
         ("BertForMaskedLM", "BertConfig", "BertModel", {}, {"task": "feature-extraction"}),
         ("RobertaForTokenClassification", "RobertaConfig", "RobertaModel", {}, {"task": "feature-extraction"}),
         ("BertForPreTraining", "BertConfig", "BertModel", {}, {}),
+        ("ElectraForPreTraining", "ElectraConfig", "ElectraModel", {"embedding_size": 32}, {}),
         ("AlbertForPreTraining", "AlbertConfig", "AlbertModel", {"embedding_size": 16}, {}),
     ],
 )

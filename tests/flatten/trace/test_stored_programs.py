@@ -1,13 +1,15 @@
 """A stored program that is loaded inside the block is the one that torch loads, in less time."""
 
 import sys
+import typing
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.export import Dim
 
 from yobx_flatten import register_flattening_functions
-from yobx_flatten.trace.remembering_program import importing_classes
+from yobx_flatten.trace.remembering_program import importing_classes, remembering_expressions, remembering_hints
 
 
 class Joined(torch.nn.Module):
@@ -37,6 +39,45 @@ def test_a_program_is_the_one_that_torch_loads(tmp_path):
         assert torch.equal(one, other)
     with pytest.raises(AssertionError, match="Guard failed"):
         found.module()(torch.ones(130, 3), torch.ones(6, 3))
+
+
+def test_a_text_is_parsed_once_for_a_program_and_an_example_size():
+    """Again for the next program, whose symbols are its own."""
+    parsed = []
+
+    class Deserializer:
+        @remembering_expressions
+        def parse(self, text, hint=None):
+            parsed.append((text, hint))
+            return object()
+
+    loader = Deserializer()
+    loader.symbol_name_to_symbol = {}
+    first = loader.parse("s0 + 1", 5)
+    assert loader.parse("s0 + 1", 5) is first
+    loader.parse("s0 + 1")
+    assert parsed == [("s0 + 1", 5), ("s0 + 1", None)]
+    loader.symbol_name_to_symbol = {}
+    assert loader.parse("s0 + 1", 5) is not first
+
+
+def test_the_types_of_fields_are_read_once_for_a_class():
+    """With the same globals; other calls, and other names of the module, are those of Python."""
+    asked = []
+
+    def get_type_hints(obj, *given, **options):
+        asked.append(obj)
+        return typing.get_type_hints(obj, *given, **options)
+
+    pair = type("Pair", (), {"__annotations__": {"left": "int", "right": "list[Left]"}})
+    remembering = remembering_hints(SimpleNamespace(**{**vars(typing), "get_type_hints": get_type_hints}))
+    names = {"Left": str}
+    for _ in range(2):
+        assert remembering.get_type_hints(pair, globalns=names) == {"left": int, "right": list[str]}
+    assert asked == [pair]
+    assert remembering.get_type_hints(pair, {"Left": bytes})["right"] == list[bytes]
+    assert remembering.get_type_hints(get_type_hints) == {}
+    assert remembering.get_origin is typing.get_origin
 
 
 def test_the_modules_of_unknown_classes_are_imported_whatever_torch_says_of_them(tmp_path, monkeypatch):

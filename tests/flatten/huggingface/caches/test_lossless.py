@@ -1,5 +1,7 @@
 """A cache that was flattened and unflattened goes on as the original would."""
 
+import contextlib
+
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache
@@ -39,6 +41,21 @@ def test_left_padding_and_chunks_go_on_alike(block, name, static, past):
     assert continued_alike(started, round_trip(started.cache), steps=2, chunk=chunk)
 
 
+@pytest.mark.parametrize("past", [BELOW, PAST])
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
+def test_the_comparison_notices_a_wrong_length(block, name, past):
+    """The tests above mean something: a sliding layer that counts wrong gives other logits."""
+    started = start(name, past=past)
+    rebuilt = round_trip(started.cache)
+    for layer in rebuilt.layers:
+        if type(layer) is not DynamicLayer:
+            layer.cumulative_length += 2
+        else:
+            layer.keys = layer.keys.roll(1, dims=-2)
+    with contextlib.suppress(RuntimeError):  # masks and keys of different lengths
+        assert not continued_alike(started, rebuilt, steps=3)
+
+
 @real_caches
 def test_every_attribute_comes_back(block, name, static, past):
     """The same attributes with the same values, tensors the very same objects, in each layer and in the cache."""
@@ -75,6 +92,13 @@ def test_a_partly_filled_dynamic_cache_still_grows(block, filled):
     assert rebuilt.layer_class_to_replicate is DynamicLayer
     rebuilt.update(*states(), filled + 1)
     assert len(rebuilt.layers) == filled + 2
+
+
+def test_a_configured_mixed_cache_does_not_grow(block):
+    """A cache made from a configuration has all its layers; a further one is an error, as before."""
+    cache = start("gemma2", past=5).cache
+    assert cache.layer_class_to_replicate is None
+    assert round_trip(cache).layer_class_to_replicate is None
 
 
 @needs_recording
@@ -122,6 +146,14 @@ def test_a_fresh_encoder_decoder_cache_keeps_its_flags(block):
     """Made of two empty caches it has no flags, made from configurations one per layer."""
     assert round_trip(EncoderDecoderCache(DynamicCache(), DynamicCache())).is_updated == {}
     assert round_trip(new_cache("t5")).is_updated == {0: False, 1: False}
+
+
+def test_encoder_and_decoder_may_have_other_layers(block):
+    """Sliding self-attention over full cross-attention: the two lengths do not mix."""
+    cache = made("WW|D", length=12)
+    rebuilt = round_trip(cache)
+    assert [layer.cumulative_length for layer in rebuilt.self_attention_cache.layers] == [12, 12]
+    assert rebuilt.cross_attention_cache.get_seq_length() == 6
 
 
 def test_full_layers_may_hold_different_lengths():

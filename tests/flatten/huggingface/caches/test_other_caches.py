@@ -1,5 +1,7 @@
 """Every other cache: subclasses of `Cache`, models' own, those that do not inherit it, and the user's."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -7,7 +9,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from tests import fresh_process
-from tests.flatten.huggingface.caches.every_cache import CACHES, equal, filled
+from tests.flatten.huggingface.caches.every_cache import CACHES, equal, filled, minimax, states
 from yobx_flatten import register_flattening_functions
 from yobx_flatten.errors import StaticDataError
 
@@ -113,6 +115,17 @@ def test_a_cache_that_the_user_registered_with_torch_keeps_hers(monkeypatch):
         assert len(pytree.tree_leaves(NotedCache())) == 1
     assert NotedCache not in undo
     assert pytree.SUPPORTED_NODES[NotedCache] is hers
+
+
+def test_a_cache_goes_on_where_the_original_would():
+    """Linear states beside keys and values: the next update gives the same."""
+    cache = minimax()
+    with register_flattening_functions(patch_transformers=True):
+        rebuilt = pytree.tree_unflatten(*pytree.tree_flatten(copy.deepcopy(cache)))
+    for expected, found in zip(cache.update(*states(1), 0), rebuilt.update(*states(1), 0), strict=True):
+        assert torch.equal(expected, found)
+    assert torch.equal(rebuilt.get_linear_cache(2), cache.get_linear_cache(2))
+    assert len(rebuilt) == len(cache) == 3
 
 
 IMPORTED_INSIDE = """

@@ -55,6 +55,13 @@ def test_tensors_of_any_shape_may_be_filled_in(block, layout):
         assert pytree.tree_structure(mapped) == spec
 
 
+def test_too_few_leaves_are_refused():
+    """A wrong number of values says which names were expected."""
+    leaves, names = flatten_dynamic_cache(made("DW"))
+    with pytest.raises(SpecMismatchError, match=r"key_W8_1.* was given 3 values instead of 4"):
+        unflatten_dynamic_cache(leaves[:3], names)
+
+
 @pytest.mark.parametrize("count", [3, 5, 6])
 def test_a_wrong_number_of_plain_leaves_is_refused(count):
     """A cache of full layers is no exception."""

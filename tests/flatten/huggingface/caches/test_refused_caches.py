@@ -41,6 +41,14 @@ def test_a_half_initialised_layer_is_named_with_the_way_out(layout, broken, foun
     assert "layer.reset()" in message
 
 
+def test_sliding_layers_that_disagree_are_named():
+    """One count serves the cache, so two different ones cannot be kept."""
+    cache = made("WWW")
+    cache.layers[2].cumulative_length = 9
+    with pytest.raises(CacheStructureError, match=r"3 and, in layers\[2\] \(W8\), 9"):
+        flatten_dynamic_cache(cache)
+
+
 def test_a_sliding_layer_that_disagrees_with_the_full_one_is_named():
     """The full layer holds every token; a sliding one that has seen others cannot go on beside it."""
     cache = made("DWW")

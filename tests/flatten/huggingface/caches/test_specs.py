@@ -18,6 +18,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from tests.flatten.huggingface.caches.cache_cases import (
     LAYOUTS,
+    PAST,
     cache_differences,
     made,
     names_of,
@@ -49,6 +50,15 @@ def test_a_spec_says_nothing_about_the_data(data, layout):
     first, second = (made(layout, **data.draw(one())) for _ in range(2))
     with register_flattening_functions(patch_transformers=True):
         assert pytree.tree_structure(first) == pytree.tree_structure(second)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mistral", "t5", "bart"])
+def test_real_caches_of_one_model_have_one_spec(block, name, static):
+    """Whatever the model was run over."""
+    cases = [(2, 2), (1, WINDOW - 1), (3, WINDOW), (2, PAST)]
+    specs = [pytree.tree_structure(start(name, static=static, batch=batch, past=past).cache) for batch, past in cases]
+    assert all(spec == specs[0] for spec in specs)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own copying of leaf specs warns

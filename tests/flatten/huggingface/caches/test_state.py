@@ -8,6 +8,8 @@ import types
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from transformers import LlamaConfig, cache_utils
 from transformers.cache_utils import DynamicCache
@@ -80,6 +82,20 @@ def test_an_empty_layer_that_was_rebuilt_can_be_filled(name):
     assert found[1] == expected[1]
     for a, b in zip(found[0], expected[0], strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+@every_layer
+@given(
+    batch=st.integers(2, 4),
+    length=st.integers(1, 12),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    device=st.sampled_from(["cpu", "meta"]),
+)
+@settings(max_examples=12)
+def test_the_names_do_not_depend_on_what_a_layer_holds(name, batch, length, dtype, device):
+    """Batch, length, tokens seen, dtype and device are no part of the structure."""
+    _, names = flatten_layers([layer_of(name, length, batch=batch, dtype=dtype, device=device)], plain=False)
+    assert names == flatten_layers([layer_of(name, 3)], plain=False)[1]
 
 
 @every_layer

@@ -43,6 +43,15 @@ def export_encoder(model, made):
         return export(PictureEncoder(model), (copy.deepcopy(made),), dynamic_shapes=(shapes,))
 
 
+def test_an_encoder_that_loops_over_pictures_is_exported_inside_a_block(qwen2_vl):
+    """The program computes what the model does, of other pictures too."""
+    with register_flattening_functions(patch_transformers=True):
+        program = export_encoder(qwen2_vl, pictures(qwen2_vl, 1))
+    other = pictures(qwen2_vl, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(other), PictureEncoder(qwen2_vl)(other), rtol=1e-4, atol=1e-5)
+
+
 def test_norms_of_queries_and_keys_are_computed():
     """Upstream's version leaves them out."""
     model = make_model("image:glm_ocr")
@@ -91,6 +100,12 @@ def test_the_original_comes_back_when_a_trace_fails(attention):
     with pytest.raises(ZeroDivisionError), TRANSFORMERS_TRACING.traceable():
         _ = 1 / 0
     assert vars(attention)["forward"] is found
+
+
+def test_a_block_alone_replaces_nothing(attention):
+    found = vars(attention)["forward"]
+    with register_flattening_functions(patch_transformers=True):
+        assert vars(attention)["forward"] is found
 
 
 def test_caches_and_torch_are_left_alone(qwen2_vl):

@@ -13,7 +13,7 @@ from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.flatten.huggingface.tracing.one_graph import steps_of
 from tests.models import WINDOW, make_model
-from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, make_dynamic_cache, register_flattening_functions
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +92,39 @@ def test_no_layer_of_the_program_keeps_more_than_its_window(exported):
     assert [layer.keys.shape[-2] for layer in cache.layers] == kept
 
 
+@pytest.mark.parametrize("name", cases(["gemma2", "mistral"], quick=["gemma2"]))
+def test_an_example_below_the_window_serves_lengths_past_it(name):
+    """The example's side of the window does not matter, nor does the way torch is asked to guard."""
+    kwargs = decode_inputs(make_model(name), DecodeSizes(batch=2, past=3, new=2))
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(
+            make_model(name),
+            (),
+            kwargs,
+            dynamic_shapes=dynamic_shapes(kwargs),
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+        module = program.module()
+        for sizes in SIZES.values():
+            case = decode_inputs(make_model(name), sizes)
+            expected = steps_of(make_model(name), case)
+            for found, wanted in zip(steps_of(module, case), expected, strict=True):
+                torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_position_ids_may_be_given():
+    """A program exported with `position_ids` takes those of a padded row."""
+    model = make_model("gemma2")
+    like = dict.fromkeys(("input_ids", "attention_mask", "position_ids", WORD))
+    kwargs = decode_inputs(model, EXAMPLE, like=like)
+    case = decode_inputs(model, SIZES["past the window, a padded row"], like=like)
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
+        found = steps_of(program.module(), case)
+    for logits, expected in zip(found, steps_of(model, case), strict=True):
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", cases(["llama", "mistral", "gemma3"], quick=["mistral"]))
 def test_prefill_is_exported_without_a_cache(name):
     """A model that makes its own cache in the trace: the program serves every length, and its cache goes on."""
@@ -115,6 +148,25 @@ def test_prefill_is_exported_without_a_cache(name):
                 after = model(**following, **{WORD: cache_of(found)}).logits
                 wanted = model(**following, **{WORD: cache_of(expected)}).logits
             torch.testing.assert_close(after, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_program_exported_from_a_built_cache_takes_a_real_one():
+    """A cache made by hand and one filled by the model are the same kind of cache: same spec, same program."""
+    model = make_model("llama")
+    config = model.config
+    shape = (2, config.num_key_value_heads, 5, config.head_dim)
+    built = make_dynamic_cache([(torch.randn(shape), torch.randn(shape)) for _ in range(config.num_hidden_layers)])
+    kwargs = {
+        "input_ids": torch.randint(3, 90, (2, 3)),
+        "attention_mask": torch.ones(2, 8, dtype=torch.int64),
+        WORD: built,
+    }
+    case = decode_inputs(model, DecodeSizes(batch=3, past=11, new=1))
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
+        found = steps_of(program.module(), case)
+    for logits, expected in zip(found, steps_of(model, case), strict=True):
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):

@@ -1,13 +1,16 @@
 """One program for all lengths, for models whose own functions loop over tokens, experts, windows or queries."""
 
 import pytest
+import torch
+from transformers import ProphetNetConfig, ProphetNetForCausalLM
 from transformers.cache_utils import Cache
 
 from matrix.models import make_model
+from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.flatten.huggingface.tracing.one_graph import WINDOW, assert_serves, export_decode, small_model, some_sizes
 from tests.models import SIZES
-from yobx_flatten import DecodeSizes, register_flattening_functions
+from yobx_flatten import Case, DecodeSizes, export_onnx, register_flattening_functions
 
 pytestmark = [
     pytest.mark.skipif(
@@ -80,3 +83,25 @@ def test_positions_from_the_mask_have_one_program():
     model = small_model("OPTConfig", "OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32})
     with register_flattening_functions(patch_transformers=True):
         assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
+
+
+def test_a_model_that_takes_one_token_at_a_time_keeps_its_example(tmp_path):
+    """ProphetNet refuses several tokens beside a cache, and adds up positions: one program, one token, any past."""
+    sizes = {"vocab_size": 32, "hidden_size": 16, "decoder_ffn_dim": 16, "encoder_ffn_dim": 16}
+    layers = {"num_decoder_layers": 1, "num_encoder_layers": 1, "num_decoder_attention_heads": 2}
+    torch.manual_seed(0)
+    config = ProphetNetConfig(**sizes, **layers, num_encoder_attention_heads=2, add_cross_attention=False)
+    model = ProphetNetForCausalLM(config).eval()
+    tokens = torch.randint(4, 32, (3, 9))
+
+    def after(batch, past):
+        cache = None
+        for step in range(past):
+            cache = cache_of(model(tokens[:batch, step : step + 1], **{WORD: cache}, use_cache=True))
+        return {"input_ids": tokens[:batch, past : past + 1], WORD: cache, "use_cache": True}
+
+    with torch.no_grad():
+        example, other = after(2, 5), after(3, 8)
+    exported = export_onnx(model, (), example, tmp_path / "model.onnx", cases=[Case("other", (), other)])
+    assert len(exported.report.cases) == 4
+    assert any("input_ids axis 1" in remark for remark in exported.report.remarks)

@@ -127,6 +127,22 @@ def test_another_signature_is_a_warning_with_its_name_once(mixer):
     replacement._warned.clear()
 
 
+def test_a_parameter_that_is_not_known_is_a_warning():
+    """It could change the result: a version without it does not stand for the original."""
+
+    def original(self, hidden, cache, scale): ...
+
+    def make(original):
+        def forward(self, hidden, cache): ...
+
+        return forward
+
+    replacement._warned.clear()
+    with pytest.warns(errors.ReplacedFunctionWarning, match=r"it takes scale, whose meaning is not known here"):
+        assert replacement.replacement(make)(original) is original
+    replacement._warned.clear()
+
+
 def test_a_changed_release_is_named_in_a_trace(monkeypatch):
     """The tables are read through the same check: a model whose function changed keeps its own."""
     changed = types.ModuleType("transformers.models.dbrx.modeling_dbrx")

@@ -38,7 +38,7 @@ class PinnedModel:
         self.update()
 
     def update(self) -> None:
-        """Pin tensors that are not pinned yet: first the whole model, later those that ``load_state_dict`` replaced."""
+        """Pin tensors that are not pinned yet: first all tensors, later tensors that ``load_state_dict`` replaced."""
         if self._how == "off" or not self._devices:
             return
         found = {_key(tensor): tensor for tensor in self._tensors()}

@@ -95,7 +95,7 @@ class Engine(RunLifecycle):
         config: RoundPipeRunConfig,
         join: Callable[[list[PyTree]], PyTree],
     ) -> PyTree:
-        """Run all layers except the last one microbatch by microbatch, and the last layer once for all rows.
+        """Run all layers but the last microbatch by microbatch, and the last layer once for all rows.
 
         ::
 

@@ -18,7 +18,7 @@ from .draws import traits_of
 
 @dataclasses.dataclass(slots=True)
 class Values:
-    """A nested value on the device: its detached tensors, and whether gradients flow through each of them."""
+    """A nested value on the device: its detached tensors, and whether gradients flow through each tensor."""
 
     structure: TreeStructure
     tensors: list[torch.Tensor]

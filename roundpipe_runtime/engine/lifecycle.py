@@ -195,7 +195,7 @@ class RunLifecycle:
         return Run(spec, self.store, self.table, self.version(), *how)
 
     def _partial_plan(self, spec: RunSpec, config: RoundPipeRunConfig, size: int) -> PartialPlan:
-        """Return which parameters a run copies to devices on demand, such as the experts that tokens are routed to."""
+        """Return which parameters a run copies to devices on demand, such as experts to which tokens are routed."""
         # compiled code reads parameters without the calls by which a layer requests them
         if config.upload_experts == "all" or spec.trial is not None or not spec.compiled.is_empty:
             return NOTHING_PARTIAL

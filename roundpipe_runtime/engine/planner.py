@@ -118,7 +118,7 @@ class Planner:
         return on_cpu and self.measured(kind).share_below(_BRIEF) > 0.5
 
     def fits(self) -> bool:
-        """Return whether every device has room for all parameters and gradients at once.
+        """Return whether every device has memory for all parameters and gradients at once.
 
         True for a virtual device without a limit. False for an accelerator that does not report its memory.
         """

@@ -329,7 +329,7 @@ def _gradients(
 
 
 def _of_each_number(leaf: torch.Tensor) -> torch.Tensor:
-    """Return a sum over the elements of a leaf whose gradients differ by element, and stay small for large elements."""
+    """Return a scalar function of a tensor whose gradient differs by element, and stays small for large elements."""
     values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
     finite = (values if values.isfinite().all() else torch.where(values.isfinite(), values, 0.0)).float()
     return finite.sum() + finite.square().log1p().sum()
@@ -372,7 +372,7 @@ class _Comparison:
         return mixes_rows(first, [again], [trial.count], _coarsest())
 
     def _depends_on_others(self, trial: RowTrial, number: int) -> bool:
-        """Whether rows give different results when combined with different rows."""
+        """Whether results for some rows change when the other rows of the batch are replaced."""
         last = trial.count - 1
         order = [[*range(last), last - 1], [last, *range(1, trial.count)]]
         whole, part, *found = self._run([trial.whole, trial.parts[-1], *map(trial.in_order, order)], number, "others")
@@ -494,7 +494,7 @@ _CHOSEN = 0.02
 def mixes_rows(
     whole: Sequence[object], parts: Sequence[Sequence[object]], rows: Sequence[int], coarsest: torch.dtype | None = None
 ) -> bool:
-    """Report whether results for all rows together differ from results for parts of the rows by more than rounding.
+    """Report whether results for all rows together differ by more than rounding from results for parts of the rows.
 
     >>> x = torch.arange(6.0).reshape(3, 2)
     >>> mixes_rows([x], [[x[:2]], [x[2:]]], [2, 1]), mixes_rows([x.roll(1, 0)], [[x[:2].roll(1, 0)], [x[2:]]], [2, 1])

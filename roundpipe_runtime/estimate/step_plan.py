@@ -53,7 +53,7 @@ class StepPlan:
     def expert_bytes(self) -> tuple[int, int]:
         """Bytes of all experts of the model, and the bytes of experts that one pass is expected to copy to devices.
 
-        The estimate assumes that tokens are routed evenly, and that devices have room for all experts of a stage.
+        The estimate assumes that tokens are routed evenly, and that devices have memory for all experts of a stage.
         """
         whole = sum(layer.expert_bytes for layer in self.layers)
         unread = sum(unread_bytes(layer, self.tokens, self.num_microbatch)[0] for layer in self.layers)

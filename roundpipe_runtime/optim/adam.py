@@ -19,7 +19,7 @@ class Adam(torch.optim.Adam):
         lr: learning rate.
         betas: coefficients of the two averages.
         eps: term added to the denominator.
-        weight_decay: L2 penalty, or decay of the weights if ``decoupled_weight_decay``.
+        weight_decay: factor of the L2 penalty, or of the decay of weights if ``decoupled_weight_decay``.
         amsgrad: whether to use the AMSGrad variant.
         foreach: no effect here; if given, it is ignored with a warning.
         maximize: whether to maximize instead of minimize.

@@ -301,7 +301,7 @@ class ParameterStore(InMemory):
             self._masters[name].show(parameter, copies=True)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Return the master weights by name, without those of parameters that were always frozen."""
+        """Return the master weights by name, except master weights of parameters that were always frozen."""
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
@@ -368,7 +368,7 @@ class ParameterStore(InMemory):
         return name not in self._masters
 
     def _listed(self) -> list[tuple[str, nn.Parameter]]:
-        """Return names and parameters; during a run those from before it, because modules may hold device copies."""
+        """Return names and parameters, during a run from before the run, because modules may contain device copies."""
         return self._before or list(self.model.named_parameters(remove_duplicate=False))
 
     def _names(self) -> dict[int, str]:

@@ -344,7 +344,7 @@ class LandingQueue:
 
 
 class HasParameters(Protocol):
-    """A layer of which only the index and the parameters are needed."""
+    """The interface of a layer with an index and parameters."""
 
     @property
     def index(self) -> int:

@@ -1,4 +1,4 @@
-"""Decide when a layer's parameters may be read and when they may be replaced.
+"""Decide when stages may read a layer's parameters, and when an optimizer step may replace the parameters.
 
 :class:`LayerReadiness` has the rules, without threads, so that a test can try every order of events.
 :class:`ReadinessTable` has one instance per layer, and adds a lock and waiting.
@@ -45,7 +45,7 @@ class LayerReadiness:
         self.readers += 1
 
     def end_read(self) -> None:
-        """Count one reader less."""
+        """Count one reader of the layer less."""
         _require(self.readers > 0, "no stage reads it", self)
         self.readers -= 1
 
@@ -129,7 +129,7 @@ class ReadinessTable:
             self._layers[layer].start_read(version)
 
     def end_read(self, layer: int) -> None:
-        """Count one reader less."""
+        """Count one reader of the layer less."""
         self._each([layer], LayerReadiness.end_read)
 
     def write(self, layer: int, version: int, fill: Callable[[], None], *, done: bool = True) -> None:

@@ -221,7 +221,7 @@ class StepRunner:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the step in the background is one that the next run waits for, layer by layer."""
+        """Whether the next run waits, layer by layer, for the step in the background."""
         ahead = self._ahead
         return ahead is not None and ahead.is_ahead
 
@@ -361,7 +361,7 @@ _LOG = logging.getLogger("roundpipe_runtime")
 
 @atexit.register
 def _report_failures() -> None:
-    """Log an error of the last step that no call has raised, so that the process does not seem to succeed."""
+    """Log an error of the last step that no call has raised, so that the failure of the process is visible."""
     for runner in list(_RUNNERS):
         for what, future in (("function given to", runner._update), ("publication of", runner._publication)):
             error = None if future is None else error_of(future)

@@ -1,4 +1,4 @@
-"""Detect changes of the wrapped model: its modules are read before each call, and compared with those of earlier calls.
+"""Detect changes of the wrapped model: before each call, its modules are compared with the modules of earlier calls.
 
 The pipeline runs the layers of the model, and copies of the modules around the layers. Modules, classes and forwards
 are compared; for the modules around the layers, also attributes and names of parameters. Objects are compared by

@@ -22,7 +22,7 @@ from .engine_handle import EngineHandle
 
 
 class OptimizedModel(EngineHandle):
-    """The part of a pipeline that an optimizer uses: parameters, steps and gradients."""
+    """Base class of a pipeline with the methods that an optimizer needs: parameters, steps and gradients."""
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """Yield each parameter that the optimizer updates, once.
@@ -188,7 +188,7 @@ class OptimizedModel(EngineHandle):
         self._rp_engine.store.show_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including those of the optimizer's parameters."""
+        """Clear all gradients, including the gradients of the optimizer's parameters."""
         self._rp_engine.zero_grad(set_to_none)
 
 
@@ -201,7 +201,7 @@ class _Holder(nn.Module):
 
 
 class SavedModel(EngineHandle):
-    """The part of a pipeline that saves and loads its state."""
+    """Base class of a pipeline with the methods that save and load the training state."""
 
     def progress(self) -> PipelineProgress:
         """Return the training state after the last step, except for the state dict.

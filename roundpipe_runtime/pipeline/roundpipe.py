@@ -44,7 +44,7 @@ def _identity(outputs: Any, labels: Any) -> Any:
 class RoundPipe(OptimizedModel, SavedModel):
     """Train a model larger than device memory: the pipeline copies a few layers at a time to the devices.
 
-    Parameters, buffers, names, ``state_dict``, ``train`` and ``eval`` are those of the model. Attributes that a
+    Parameters, buffers, names, ``state_dict``, ``train`` and ``eval`` come from the model. Attributes that a
     pipeline does not have are read from the model, written to it and deleted from it.
 
     Args:
@@ -179,7 +179,7 @@ class RoundPipe(OptimizedModel, SavedModel):
 
         Args:
             *args: positional arguments of the model.
-            roundpipe_run_config: settings of this call, which override those of the model.
+            roundpipe_run_config: settings of this call, which override the settings of the model.
             **kwargs: keyword arguments of the model.
 
         Returns:
@@ -215,7 +215,7 @@ class RoundPipe(OptimizedModel, SavedModel):
                 a pair ``(sum, weight)`` (default: the outputs are the loss). The loss of the batch equals the loss
                 without a pipeline, unless the setting ``loss_reduction`` states otherwise.
             return_outputs: whether to also return the outputs, joined and detached.
-            run_config: settings of this call, which override those of the model.
+            run_config: settings of this call, which override the settings of the model.
 
         Returns:
             The loss of the batch, detached, in CPU memory; or the list of losses if ``loss_fn`` returns several. With

@@ -208,7 +208,7 @@ def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, nu
 
 
 def _of_copy(load: StageLoad, copy: int) -> StageLoad:
-    """Return the work of one copy of a stage; only the last copy downloads the sums."""
+    """Return the load of one copy of a stage; only the last copy downloads the summed gradients."""
     is_sum = not load.share or copy + 1 == load.copies
     return dataclasses.replace(load, copy=copy, download=load.download if is_sum else 0)
 

@@ -1,4 +1,4 @@
-"""Draw a timeline on the terminal, and sum it up: how long each device computed, copied and waited."""
+"""Draw a timeline on the terminal, and summarize the timeline: how long each device computed, copied and waited."""
 
 from __future__ import annotations
 

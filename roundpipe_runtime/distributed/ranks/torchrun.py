@@ -28,7 +28,7 @@ _PERIOD = 0.02  # seconds between two reads of the store
 
 
 def is_one_of_many() -> bool:
-    """Report whether torchrun, or a similar launcher, started this process as one of several."""
+    """Report whether torchrun, or a similar launcher, started this process as one of several processes."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 

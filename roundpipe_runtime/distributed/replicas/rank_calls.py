@@ -186,7 +186,7 @@ class RankCalls(OneGroup[Engine]):
         size, replicas = self.ranks.size, self.replicas
         groups = [said[group % size].rows[group // size] for group in range(replicas)]
         if not any(groups):
-            raise errors.ConfigError("The batch has no rows on any rank.")
+            raise errors.ConfigError("The batch has no rows on any rank. Pass at least one row.")
         # Microbatches are numbered across all groups, so that seeds do not depend on the number of processes.
         firsts = [sum(len(group) for group in groups[:number]) for number in range(replicas)]
         counts = [count for group in groups for count in group]
@@ -378,7 +378,7 @@ def describe_call(
 
 @torch.no_grad()
 def share_weights(model: nn.Module, ranks: Ranks) -> None:
-    """Overwrite weights and buffers that differ between ranks with those of rank 0."""
+    """Overwrite weights and buffers that differ between ranks with the weights and buffers of rank 0."""
     if ranks.size == 1:
         return
     tensors = _tensors(model)

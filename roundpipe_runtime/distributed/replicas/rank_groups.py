@@ -38,7 +38,7 @@ class BatchLoss(Protocol):
     """The interface of a loss that is computed once for the whole batch, since it is not a sum over microbatches."""
 
     def state(self, group: Sequence[Any]) -> Any:
-        """Return what other ranks need to know of a group's outputs, as plain values and CPU tensors."""
+        """Return the data of a group's outputs that the loss of other ranks needs, as plain values and CPU tensors."""
 
     def compute(self, groups: Sequence[Sequence[Any]], own: Sequence[int], stated: Sequence[Any]) -> tuple[Any, Any]:
         """Return the loss of the whole batch and the joined output of this rank."""

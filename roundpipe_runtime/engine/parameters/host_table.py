@@ -64,7 +64,7 @@ class PartsDevice(Protocol):
 
 
 class HostTable(torch.Tensor):
-    """A tensor without memory that stands for a large parameter, of which parts are copied to the device if needed."""
+    """A tensor without memory that stands for a large parameter; operations copy parts of the data to the device."""
 
     access: TableAccess
 
@@ -193,7 +193,7 @@ class TableAccess:
                 computed.append(torch.accelerator.current_stream(self.torch_device).record_event())
 
     def whole(self) -> nn.Parameter:
-        """Return a copy of the whole table on the device, for functions that cannot compute on parts of it."""
+        """Return a copy of the whole table on the device, for functions that cannot compute on parts of the table."""
         if self._whole is None:
             self._copy = self._up_part(self.source)
             self._whole = nn.Parameter(self._copy, requires_grad=self.requires_grad)
@@ -243,7 +243,7 @@ def rows_of_table(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    """Compute ``functional.embedding`` with a table on the host, of which only the rows in ``input`` are copied."""
+    """Compute ``functional.embedding`` with a table on the host; only the rows in ``input`` are copied."""
     if not isinstance(weight, HostTable) or max_norm is not None or scale_grad_by_freq or sparse:
         return NotImplemented  # these write the table, count in it, or make another kind of gradient
     return _Rows.apply(weight, input, padding_idx, weight.access)  # type: ignore[no-untyped-call] # torch's

@@ -359,7 +359,7 @@ class LayerOnDevice:
         return {number: self.device.copy_out(self._buffers[number]) for number in changed}
 
     def set_buffers(self, values: Mapping[int, tuple[torch.Tensor, Event]]) -> None:
-        """Set buffers to these values, such as those from before the forward of a microbatch that is recomputed."""
+        """Set buffers to these values, such as the values before the forward of a microbatch that is recomputed."""
         for number, (value, ready) in values.items():
             self._buffers[number] = self.device.copy_in(value, ready)
 

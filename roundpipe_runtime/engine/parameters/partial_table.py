@@ -63,7 +63,7 @@ class PartialTable:
         return tensor.detach() if self.by_rows else tensor.detach().unsqueeze(0)
 
     def copy(self, rows: set[int], source: torch.Tensor) -> None:
-        """Copy those of ``rows`` that are not on the device yet; later computations wait for the copies."""
+        """Copy the rows in ``rows`` that are not on the device yet; later computations wait for the copies."""
         with self._lock:  # another thread may iterate over the model's parameters meanwhile
             missing = rows - self.present
             if missing:

@@ -29,7 +29,7 @@ _DOWNLOAD = "the download of its gradients"
 
 
 class StageLayers:
-    """The copies of a stage's layers on its device, plus layers of the following stage if there is room."""
+    """The copies of a stage's layers on its device, plus layers of the following stage if there is free memory."""
 
     def __init__(self, run: Run, stage: Stage, device: Device, following: Stage | None, place: Place) -> None:
         self.run, self.stage, self.device, self._following, self._place = run, stage, device, following, place
@@ -84,7 +84,7 @@ class StageLayers:
             return LayerOnDevice(contents, self.device, *how)
 
     def _upload_ahead(self) -> None:
-        """Upload the available layers of the following stage, if there is room for them now.
+        """Upload the available layers of the following stage, if the device has free memory for them now.
 
         Without this, the upload would begin after the current stage: a layer that reads a value back from the device
         makes the host wait, so the host reaches the next stage no earlier than the device.

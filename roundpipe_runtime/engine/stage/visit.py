@@ -1,6 +1,6 @@
 """Run one stage on one device: copy its parameters, run every microbatch through its layers, copy gradients back.
 
-Every layer has a separate autograd graph, in whatever stage it is: its inputs are detached, and its backward
+Every layer has a separate autograd graph, whichever stage contains the layer: its inputs are detached, and its backward
 starts from the gradients of its outputs. So gradients are summed in the same order for any plan, and the result
 is bitwise identical.
 

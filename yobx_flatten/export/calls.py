@@ -84,7 +84,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
     Raises:
         InvalidArgumentError, NotRegisteredError, DynamicShapesError: when an argument is invalid.
         MissingDependencyError, NoRoomError: when a library, disk or memory is missing; raised before the trace.
-        ReplayError: when a case fails or differs by more than ``tolerance``, or quantised weights change too much.
+        ReplayError: when a test case fails or differs by more than ``tolerance``, or quantised weights change too much.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +175,7 @@ def export_program(
         InvalidArgumentError: when the module does not take these arguments, or another argument is invalid.
         NotRegisteredError: when an input holds an object of a class that is not registered.
         DynamicShapesError: when ``dynamic_shapes`` or ``bounds`` does not fit the inputs or the model.
-        ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
+        ReplayError: when a test case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
 
     >>> class Scale(torch.nn.Module):
     ...     def forward(self, pair):
@@ -236,7 +236,7 @@ def prove_program(
         InvalidArgumentError: when ``program`` is not a program, or has no example inputs.
         SpecMismatchError: when the program was exported under another registration.
         StaticDataError: when a dynamic size is part of the static data of an output.
-        ReplayError: when a case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
+        ReplayError: when a test case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
 
     >>> linear = torch.nn.Linear(3, 2)
     >>> rows = {0: torch.export.Dim.AUTO}

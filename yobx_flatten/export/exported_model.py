@@ -180,20 +180,20 @@ class ExportedModel:
         """Write the program as an ONNX file, and check the file in onnxruntime on the test inputs of this export.
 
         Args:
-            path: the file to write, with the suffix ``.onnx``. The file appears when the replay has passed.
+            path: the file to write, with the suffix ``.onnx``. The file is created only if the replay passes.
             opset_version: see :func:`export_onnx`.
             quantize: see :func:`export_onnx`; ``None``, the default, stores all weights as they are.
             optimize: see :func:`export_onnx`; ``None``, the default, uses standard ONNX operators.
             translations: see :func:`export_onnx`; none by default.
 
         Returns:
-            The report: one result per case.
+            The report: one result per test case.
 
         Raises:
             InvalidArgumentError: when an argument is invalid.
             MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+            ReplayError: when a test case fails or differs by more than the tolerance of this export; nothing is written.
         """
         return self._write(
             "onnxruntime",
@@ -211,18 +211,18 @@ class ExportedModel:
         The file contains machine code, which runs when the file is loaded: load only files from authors you trust.
 
         Args:
-            path: the file to write, with the suffix ``.pt2``. The file appears when the replay has passed.
+            path: the file to write, with the suffix ``.pt2``. The file is created only if the replay passes.
             cache: ``"in_place"``, the default, for code that writes keys and values into buffers, or, if the replay of
                 this code fails, for ``"returned"``: a package that takes and returns keys and values.
 
         Returns:
-            The report: one result per case.
+            The report: one result per test case.
 
         Raises:
             InvalidArgumentError: when ``path`` has another suffix, or an input is a number that varies.
             MissingDependencyError: when there is no C++ compiler.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+            ReplayError: when a test case fails or differs by more than the tolerance of this export; nothing is written.
         """
         return self._write("aotinductor", path, "to_aotinductor", cache=cache)
 
@@ -240,7 +240,7 @@ class ExportedModel:
         export, or a ``Dim`` with ``max=`` in ``dynamic_shapes``.
 
         Args:
-            path: the file to write, with the suffix ``.pte``. The file appears when the replay has passed.
+            path: the file to write, with the suffix ``.pte``. The file is created only if the replay passes.
             backend: ``"xnnpack"`` for the kernels of XNNPACK, for all operators that XNNPACK has; ``"portable"`` for
                 ExecuTorch's own kernels, which are slower. ``"auto"``, the default, is ``"xnnpack"`` if the replay
                 passes, else ``"portable"``: XNNPACK approximates GELU, with an error of 1e-3 in a small Gemma 3.
@@ -252,14 +252,14 @@ class ExportedModel:
                 returns keys and values, for all rows at once.
 
         Returns:
-            The report: one result per case, and the memory that is planned.
+            The report: one result per test case, and the memory that is planned.
 
         Raises:
             InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
             DynamicShapesError: when a size that varies has no bound.
             MissingDependencyError: when ExecuTorch is not installed, or does not fit the installed torch.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+            ReplayError: when a test case fails or differs by more than the tolerance of this export; nothing is written.
         """
         return self._write("executorch", path, "to_executorch", quantize=quantize, backend=backend, cache=cache)
 
@@ -284,13 +284,13 @@ class ExportedModel:
                 and values as inputs and outputs, also if OpenVINO would copy the state or the replay fails.
 
         Returns:
-            The report: one result per case.
+            The report: one result per test case.
 
         Raises:
             InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
             MissingDependencyError: when openvino, onnx, onnxscript, or NNCF for ``quantize``, is not installed.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a case fails or differs by more than the tolerance of this export; nothing is written.
+            ReplayError: when a test case fails or differs by more than the tolerance of this export; nothing is written.
         """
         return self._write("openvino", path, "to_openvino", quantize=quantize, cache=cache)
 

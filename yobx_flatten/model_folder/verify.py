@@ -50,7 +50,7 @@ class FolderCheck:
 
     Attributes:
         file: name of the exported file; ``"generate"`` for generation with all files.
-        case: name of the case.
+        case: name of the test case.
         difference: largest absolute difference; for tokens, the number of tokens that differ from ``model.generate``.
         ok: whether the difference is small enough.
         seconds: duration of the case.
@@ -88,7 +88,7 @@ class FolderReport(Report):
     Attributes:
         path: the folder.
         manifest: the folder's own description.
-        checks: one result per case.
+        checks: one result per test case.
     """
 
     path: pathlib.Path

@@ -33,7 +33,7 @@ class CaseResult:
     """How the outputs of an export differ from the eager model's on one set of inputs (a case).
 
     Attributes:
-        case: name of the case.
+        case: name of the test case.
         runtime: library that ran the program: ``"torch.export"`` or ``"onnxruntime"``.
         steps: number of calls.
         differences: largest absolute difference to the eager model over all steps, by output name.

@@ -60,7 +60,7 @@ class ExportReport(Report):
         onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without an ONNX file.
         opset: version of ONNX's operators in the file; ``None`` without an ONNX file.
         operators: number of uses of each attention and normalization operator in the file.
-        cases: one result per case and runtime.
+        cases: one result per test case and runtime.
         tolerance: largest absolute difference allowed; 1e-4 by default.
         proof: what was replayed: ``"full"``, ``"standard"``, ``"sample"``, or ``"none"``.
         processor_seconds: CPU time of each step, in seconds, by name of the step.

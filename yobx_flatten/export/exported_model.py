@@ -193,7 +193,7 @@ class ExportedModel:
             InvalidArgumentError: when an argument is invalid.
             MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a test case fails or differs by more than the tolerance of this export; nothing is written.
+            ReplayError: when a test case fails or differs by more than the export tolerance; nothing is written.
         """
         return self._write(
             "onnxruntime",
@@ -222,7 +222,7 @@ class ExportedModel:
             InvalidArgumentError: when ``path`` has another suffix, or an input is a number that varies.
             MissingDependencyError: when there is no C++ compiler.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a test case fails or differs by more than the tolerance of this export; nothing is written.
+            ReplayError: when a test case fails or differs by more than the export tolerance; nothing is written.
         """
         return self._write("aotinductor", path, "to_aotinductor", cache=cache)
 
@@ -259,7 +259,7 @@ class ExportedModel:
             DynamicShapesError: when a size that varies has no bound.
             MissingDependencyError: when ExecuTorch is not installed, or does not fit the installed torch.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a test case fails or differs by more than the tolerance of this export; nothing is written.
+            ReplayError: when a test case fails or differs by more than the export tolerance; nothing is written.
         """
         return self._write("executorch", path, "to_executorch", quantize=quantize, backend=backend, cache=cache)
 
@@ -290,7 +290,7 @@ class ExportedModel:
             InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
             MissingDependencyError: when openvino, onnx, onnxscript, or NNCF for ``quantize``, is not installed.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a test case fails or differs by more than the tolerance of this export; nothing is written.
+            ReplayError: when a test case fails or differs by more than the export tolerance; nothing is written.
         """
         return self._write("openvino", path, "to_openvino", quantize=quantize, cache=cache)
 

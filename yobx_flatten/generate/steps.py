@@ -192,12 +192,12 @@ class Steps:
         return TextState(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
 
     def _check_read(self, given: dict[str, torch.Tensor], pictures: Sequence[Pictures]) -> None:
-        assert self.parts.encoder is not None
-        unread = [name for name in given if name not in self.parts.encoder.ports]
+        assert (encoder := self.parts.encoder) is not None
+        unread = [name for name in given if name not in encoder.ports]
         unread += [name for one in pictures for name in one.names if name not in given]
         if unread:
-            reads = next((name for name in ("input_ids", *_READ) if name in self.parts.encoder.ports), "nothing")
-            raise InvalidArgumentError(f"{self.parts.encoder.name} reads {reads}, not {unread[0]}: leave that out.")
+            reads = next((name for name in ("input_ids", *_READ) if name in encoder.ports), "nothing")
+            raise InvalidArgumentError(f"{encoder.name} reads {reads}, not {unread[0]}: leave {unread[0]} out.")
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id

@@ -192,12 +192,12 @@ class Steps:
         return TextState(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
 
     def _check_read(self, given: dict[str, torch.Tensor], pictures: Sequence[Pictures]) -> None:
-        assert (encoder := self.parts.encoder) is not None
-        unread = [name for name in given if name not in encoder.ports]
+        assert self.parts.encoder is not None
+        unread = [name for name in given if name not in self.parts.encoder.ports]
         unread += [name for one in pictures for name in one.names if name not in given]
         if unread:
-            reads = next((name for name in ("input_ids", *_READ) if name in encoder.ports), "nothing")
-            raise InvalidArgumentError(f"{encoder.name} reads {reads}, not {unread[0]}: leave {unread[0]} out.")
+            reads = next((name for name in ("input_ids", *_READ) if name in self.parts.encoder.ports), "nothing")
+            raise InvalidArgumentError(f"{self.parts.encoder.name} reads {reads}, not {unread[0]}: remove {unread[0]}.")
 
     def _start_tokens(self, batch: int) -> torch.Tensor:
         start = self.settings.decoder_start_token_id
@@ -219,7 +219,7 @@ class Steps:
         if reads is not None:
             (what, shape), value = _READ[reads], given.get(reads)
             if input_ids is not None:
-                raise InvalidArgumentError(f"{encoder.name} reads {reads}, not input_ids: leave input_ids out.")
+                raise InvalidArgumentError(f"{encoder.name} reads {reads}, not input_ids: remove input_ids.")
             if value is None or value.ndim != shape.count(",") + 1:
                 raise InvalidArgumentError(f"{encoder.name} reads {what}. Pass {reads} of shape {shape}.")
             source = feeds[reads] = _padded_sound(encoder, value) if reads == "input_features" else value

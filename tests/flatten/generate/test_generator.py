@@ -196,7 +196,7 @@ def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
         with pytest.raises(InvalidArgumentError, match=r"reads sound\. Pass input_features of shape"):
             sound.generate(input_features=features)
     features, film = torch.ones(1, 8, 16), {"pixel_values_videos": torch.ones(1, 3, 4, 4)}
-    with pytest.raises(InvalidArgumentError, match="reads input_features, not input_ids: leave input_ids out"):
+    with pytest.raises(InvalidArgumentError, match="reads input_features, not input_ids: remove input_ids"):
         sound.generate(tokens[:1], input_features=features)
     with pytest.raises(InvalidArgumentError, match="reads input_features, not pixel_values_videos"):
         sound.generate(input_features=features, **film)

@@ -87,6 +87,15 @@ class Shown:
 
     pictures: Sequence[Pictures]  # pictures and videos
     rows: int  # number of rows of the prompt, before a loop repeats rows
+    seen: int  # number of tokens in the cache when the pictures were passed
+
+    def check_new(self, tokens: torch.Tensor) -> None:
+        """Raise InvalidArgumentError if tokens that follow a filled cache stand for these pictures."""
+        if any(one.names and bool(torch.eq(tokens, one.token_id or 0).any()) for one in self.pictures):
+            raise InvalidArgumentError(
+                f"The files read pictures only in the first call, but the cache has {self.seen} tokens. Pass the whole "
+                f"conversation and all of its pictures:\n    generate(**inputs, {installed_name()}=None)"
+            )
 
 
 class FileModel(ModelWithoutWeights):
@@ -222,9 +231,7 @@ class FileModel(ModelWithoutWeights):
     def _returns_all(self) -> bool:
         """Return whether the file returns the logits of every token; only text models may return the last logits."""
         parts = self.steps.parts
-        if parts.encoder is not None or parts.vision is not None:
-            return True
-        return self._scores_of_two.shape[1] == 2
+        return parts.encoder is not None or parts.vision is not None or self._scores_of_two.shape[1] == 2
 
     @functools.cached_property
     def _scores_of_two(self) -> torch.Tensor:
@@ -240,7 +247,8 @@ class FileModel(ModelWithoutWeights):
         if prompt is None or not any(one.names for one in pictures):
             return kwargs
         kwargs.pop("prefill_chunk_size", None)  # the files read a prompt with pictures in one call
-        return {**kwargs, "pixel_values": Shown(pictures, len(prompt))}
+        seen = getattr(kwargs.get(installed_name()), "seen", 0)
+        return {**kwargs, "pixel_values": Shown(pictures, len(prompt), seen)}
 
     def _pictures(self, given: Mapping[str, Any]) -> Sequence[Pictures]:
         mask, pixels = given.get("pixel_attention_mask"), given.get("pixel_values")
@@ -286,8 +294,10 @@ class FileModel(ModelWithoutWeights):
         shown = None
         if isinstance(pixel_values, Shown):
             shown = pixel_values
-        elif self.steps.parts.vision is not None and cache.seen == 0:
-            shown = Shown(self._pictures({"pixel_values": pixel_values, **pictures}), len(input_ids))
+        elif self.steps.parts.vision is not None:
+            shown = Shown(self._pictures({"pixel_values": pixel_values, **pictures}), len(input_ids), cache.seen)
+        if shown is not None and shown.seen == cache.seen > 0:
+            shown.check_new(input_ids)
         self._check_counted("cache_position", cache_position, cache, input_ids)
         total, rows, ports = cache.seen + input_ids.shape[1], len(input_ids), self.steps.parts.decoder.ports
         mask = torch.ones(rows, total, dtype=torch.int64) if attention_mask is None else attention_mask.long()

@@ -178,9 +178,9 @@ def _opened(
 def _find(path: pathlib.Path, runtime: str) -> dict[str, pathlib.Path]:
     """Return the files in the runtime's own format, else files in another format that the runtime also reads."""
     own, *others = RUNTIMES[runtime]
-    for suffix in others:
-        try:
-            return find_parts(path, own, None)
-        except GenerationError:
-            return find_parts(path, suffix, None)
-    return find_parts(path, own, None)
+    try:
+        return find_parts(path, own, None)
+    except GenerationError:
+        if not others:
+            raise
+        return find_parts(path, others[0], None)

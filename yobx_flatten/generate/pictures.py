@@ -65,7 +65,11 @@ class Pictures:
         if vision is None:
             raise InvalidArgumentError(f"{decoder.name} reads text only: leave {self.names[0]} out.")
         found = [vision.step(typed(vision, inputs), {})[0] for inputs in self._calls(vision)]
-        features = self._joined(found)
+        if self.tiles is None or self.sizes is None:
+            features = torch.cat([outputs["image_features"].flatten(0, -2) for outputs in found])
+        else:
+            newline = found[0]["image_newline"][0]
+            features = self.tiles.packed([outputs["image_features"] for outputs in found], newline, self.sizes)
         token = self.token_id or 0
         places = int(torch.eq(tokens, token).sum())
         if places != len(features):
@@ -75,12 +79,6 @@ class Pictures:
             )
         between = [outputs["deepstack_features"] for outputs in found if "deepstack_features" in outputs]
         return [Seen(token, features, torch.cat(between) if between else None)]
-
-    def _joined(self, found: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        if self.tiles is None or self.sizes is None:
-            return torch.cat([outputs["image_features"].flatten(0, -2) for outputs in found])
-        newline = found[0]["image_newline"][0]
-        return self.tiles.packed([outputs["image_features"] for outputs in found], newline, self.sizes)
 
     def _calls(self, vision: Runner) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the inputs of each call of the file, which reads one picture, or one frame of a video, at a time."""

@@ -128,13 +128,12 @@ class GenerationSettings:
             together: the number of images of each prompt, for a model that cuts images into tiles.
 
         Raises:
-            InvalidArgumentError: when ``sizes`` or ``together`` is passed for a model without image tiles.
+            InvalidArgumentError: when ``sizes``, ``together`` or ``grids`` is given for a model that does not read it.
         """
-        if self.tiles is None and (sizes is not None or together is not None):
-            raise InvalidArgumentError(
-                "image_sizes and batch_num_images are for models that cut pictures into tiles (LLaVA-NeXT, "
-                "LLaVA-OneVision): leave them out."
-            )
+        if self.tiles is None:
+            _refuse("cut pictures into tiles (LLaVA-NeXT)", image_sizes=sizes, batch_num_images=together)
+        else:
+            _refuse("read patches of pictures (Qwen2-VL)", image_grid_thw=grids)
         stated = grids if self.tiles is None else sizes
         return Pictures("image", pixel_values, stated, self.image_token_id, tiles=self.tiles, together=together)
 
@@ -157,6 +156,8 @@ class GenerationSettings:
                 f"second_per_grid_ts has {len(seconds)} numbers, but video_grid_thw {count} rows. Pass one per row."
             )
         of_second, times = self.tokens_per_second, [1] * count if seconds is None else seconds
+        if of_second is None:
+            _refuse("count the seconds of videos (Qwen2.5-VL)", second_per_grid_ts=seconds)
         spacing = [] if of_second is None else [of_second * one for one in times]
         return Pictures("video", pixel_values, sizes, self.video_token_id, spacing)
 
@@ -172,6 +173,13 @@ class GenerationSettings:
     def generated_type(self) -> int:
         """The ``token_type_id`` of generated tokens, which use causal attention."""
         return int(self.sees_prompt)
+
+
+def _refuse(readers: str, **given: object) -> None:
+    """Raise InvalidArgumentError for an input of a call that only other models read."""
+    for name, value in given.items():
+        if value is not None:
+            raise InvalidArgumentError(f"{name} is for models that {readers}: leave {name} out.")
 
 
 def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any]) -> Any:

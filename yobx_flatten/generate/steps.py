@@ -158,12 +158,21 @@ class Steps:
         seen: list[Seen] = []
         positions = types = None
         if self.parts.encoder is not None:
-            self._check_read(encoded, pictures)
+            encoder = self.parts.encoder
+            unread = [name for name in encoded if name not in encoder.ports]
+            unread += [name for one in pictures for name in one.names if name not in encoded]
+            if unread:
+                reads = next((name for name in ("input_ids", *_READ) if name in encoder.ports), "nothing")
+                raise InvalidArgumentError(f"{encoder.name} reads {reads}, not {unread[0]}: remove {unread[0]}.")
             context, batch = self.encode(input_ids, attention_mask, encoded)
             if decoder_input_ids is not None:
                 tokens = tokens_of("decoder_input_ids", decoder_input_ids)
+            elif self.settings.decoder_start_token_id is None:
+                raise InvalidArgumentError(
+                    "No decoder_start_token_id is known for this model. Pass decoder_input_ids of shape (batch, 1)."
+                )
             else:
-                tokens = self._start_tokens(batch)
+                tokens = torch.full((batch, 1), self.settings.decoder_start_token_id)
             if len(tokens) != batch:
                 raise InvalidArgumentError(
                     f"decoder_input_ids has {len(tokens)} rows, but the encoder's input has {batch}. Pass {batch} rows."
@@ -183,29 +192,15 @@ class Steps:
                     'left:\n    tokenizer.padding_side = "left"'
                 )
             seen = [s for one in pictures for s in one.seen_by(self.parts.vision, self.parts.decoder, tokens)]
-            positions = self._positions(tokens, mask, pictures)
+            port = self.parts.decoder.ports.get("position_ids")
+            if port is not None and len(port.shape) == 3:  # positions in time, height and width
+                positions = image_positions(tokens, mask, pictures, self.settings.spatial_merge_size or 1)
             if "token_type_ids" in self.parts.decoder.ports:
                 types = self.settings.token_types(tokens)
         cache = {} if self.parts.prefill is not None else self._empty_cache(len(tokens), context)
         source = tokens if self.parts.encoder is None else None if encoded else input_ids
         of_types = (types, self.settings.generated_type)
         return TextState(tokens, mask, tokens, cache, context, seen, source, positions, *of_types)
-
-    def _check_read(self, given: dict[str, torch.Tensor], pictures: Sequence[Pictures]) -> None:
-        assert self.parts.encoder is not None
-        unread = [name for name in given if name not in self.parts.encoder.ports]
-        unread += [name for one in pictures for name in one.names if name not in given]
-        if unread:
-            reads = next((name for name in ("input_ids", *_READ) if name in self.parts.encoder.ports), "nothing")
-            raise InvalidArgumentError(f"{self.parts.encoder.name} reads {reads}, not {unread[0]}: remove {unread[0]}.")
-
-    def _start_tokens(self, batch: int) -> torch.Tensor:
-        start = self.settings.decoder_start_token_id
-        if start is None:
-            raise InvalidArgumentError(
-                "No decoder_start_token_id is known for this model. Pass decoder_input_ids of shape (batch, 1)."
-            )
-        return torch.full((batch, 1), start)
 
     def encode(
         self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, given: dict[str, torch.Tensor]
@@ -214,7 +209,7 @@ class Steps:
         encoder = self.parts.encoder
         assert encoder is not None
         check_ports(encoder.ports, _SOURCES, encoder.name)
-        feeds = {}
+        feeds = {} if mask is None else {"attention_mask": mask}
         reads = next((name for name in _READ if name in encoder.ports), None)
         if reads is not None:
             (what, shape), value = _READ[reads], given.get(reads)
@@ -246,13 +241,6 @@ class Steps:
             made = {name: context[present] for name, present in kept.items()}
         empty = empty_cache([slot for slot in decoder.slots if slot.port.name not in made], rows)
         return decoder.cache({**empty, **made})
-
-    def _positions(self, tokens: torch.Tensor, mask: torch.Tensor, pictures: Sequence[Pictures]) -> torch.Tensor | None:
-        """Return the prompt's positions in time, height and width; ``None`` for one position per token."""
-        port = self.parts.decoder.ports.get("position_ids")
-        if port is None or len(port.shape) != 3:
-            return None
-        return image_positions(tokens, mask, pictures, self.settings.spatial_merge_size or 1)
 
     def pass_switch(self, sequence: TextState) -> None:
         """Make the next call read all tokens with an empty cache, if the model's own loop does so at this length."""

@@ -66,7 +66,8 @@ def check_cache_outputs(
     """
     # where: name of the file that returns the outputs
     # of: name of the file that takes the inputs, if another file takes them
-    lost = {name: present for name in inputs if (present := _grown(name)) is not None and present not in outputs}
+    grown = {name: present_of(name) for name in inputs if ".encoder." not in name}  # an encoder's keys do not grow
+    lost = {name: present for name, present in grown.items() if present is not None and present not in outputs}
     if lost:
         name, present = next(iter(lost.items()))
         takes, returns = f"{of or where} takes", "does not return" if of is None else f"{where} does not return"
@@ -75,10 +76,6 @@ def check_cache_outputs(
             f"{takes} {name} and {returns} {present}{more}: the next call would not get the updated cache. It "
             f"returns {', '.join(outputs)}. {remedy}"
         )
-
-
-def _grown(name: str) -> str | None:
-    return None if ".encoder." in name else present_of(name)  # the keys of an encoder do not grow
 
 
 def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = "") -> list[CacheSlot]:

@@ -20,10 +20,10 @@ from yobx_flatten import (
     open_generator,
     register_flattening_functions,
 )
-from yobx_flatten.export import CaseResult
+from yobx_flatten.export import CaseResult, quantization
 from yobx_flatten.export.exported_model import source_of
 from yobx_flatten.export.flat_program import flat_program, signature_of
-from yobx_flatten.export.runtimes import file_options
+from yobx_flatten.export.runtimes import executorch, file_options
 from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.export.runtimes.executorch_cache import with_row_buffers
 from yobx_flatten.runners.executorch_runner import Rows
@@ -107,7 +107,7 @@ def written(monkeypatch):
     """Every file that was written, in order, as kernels and form of the cache; some of them differ when replayed."""
     found, differing = [], set()
 
-    def write(traced, path, *, backend, in_place):
+    def write(traced, path, *, backend, in_place, quantized):
         found.append((backend, in_place))
         path.write_text("file", encoding="utf-8")
         return runtimes.Written(64, ["past_key_values.0.key"] if in_place else [])
@@ -168,6 +168,26 @@ def test_portable_kernels_of_quantized_weights_are_refused(exported, written, tm
     with pytest.raises(InvalidArgumentError, match=r'contradicts quantize=.*\n    backend="xnnpack"'):
         exported.to_executorch(tmp_path / "model.pte", backend="portable", quantize="int8")
     assert written[0] == []
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_an_error_of_xnnpack_advises_what_can_be_written(exported, written, tmp_path, monkeypatch, quantize):
+    """Portable kernels, and float weights, since no portable kernel reads quantized weights."""
+    advice = "Leave quantize= out, and try the plain kernels" if quantize else r"\. Try the plain kernels"
+    monkeypatch.setattr(executorch, "flat_program", lambda program: torch.ones(1) @ torch.ones(2))
+    monkeypatch.setattr(runtimes, "write_pte", executorch.write_pte)
+    monkeypatch.setattr(quantization, "require", lambda *_, **__: None)  # torchao
+    with pytest.raises(FlattenError, match=advice + r'.*\n    backend="portable"'):
+        exported.to_executorch(tmp_path / "model.pte", backend="xnnpack", cache="returned", quantize=quantize)
+
+
+def test_the_remark_names_the_file_in_float_when_weights_are_quantized(exported, written, tmp_path, monkeypatch):
+    """The quantized file has the kernels of XNNPACK, also if its file in float has portable kernels."""
+    written[1].update(ORDER[:2])
+    monkeypatch.setattr(runtimes._Job, "quantize", lambda job, rewrite: None)
+    monkeypatch.setattr(quantization, "require", lambda *_, **__: None)  # torchao
+    report = exported.to_executorch(tmp_path / "model.pte", cache="returned", quantize="int8")
+    assert report.remarks == [KERNELS.replace(":", " of the file before its weights were quantized:", 1)]
 
 
 # -- with ExecuTorch ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Every keyword of `model.generate` does the same with files: the loop is transformers' own, over their cache."""
 
 import contextlib
+import copy
 import os
 import shutil
 
@@ -148,6 +149,26 @@ def test_what_files_cannot_do_is_refused_with_what_to_do(llama, tmp_path):
     assert files.to("cpu").device.type == "cpu"
     with pytest.raises(InvalidArgumentError, match="max_new_token"):
         generator.generate(ids, max_new_token=3)
+
+
+def test_new_pictures_after_a_filled_cache_are_refused():
+    """The second turn of a chat: text alone continues the cache; a picture would be embedded as text."""
+    model, folder = exported("qwen2_vl")
+    files, inputs, tokens = open_model(folder, threads=1), {}, []
+    for door in (model, files):
+        inputs = first_row(given(model, "qwen2_vl"), "qwen2_vl")
+        inputs["image_grid_thw"] = inputs["image_grid_thw"][:1]
+        first = door.generate(**inputs, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+        cache, text = copy.deepcopy(cache_of(first)), torch.cat([first.sequences, torch.tensor([[9, 8, 7]])], dim=1)
+        tokens.append(door.generate(text, **{installed_name(): cache_of(first)}, max_new_tokens=4, do_sample=False))
+    assert torch.equal(*tokens)
+    shown = text.clone()
+    shown[0, -2:] = PICTURE
+    new = {**grid_image(model, 1, 2), installed_name(): cache}
+    with pytest.raises(InvalidArgumentError, match=r"the cache has 19 tokens.*\n.* generate\(\*\*inputs"):
+        files.generate(shown, **new, max_new_tokens=4)
+    with pytest.raises(InvalidArgumentError, match="Pass the whole conversation"):
+        files(shown[:, 19:], **new)
 
 
 def test_drafts_are_refused_by_a_file_that_returns_the_last_scores_only(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pathlib
 import threading
 import types
+from typing import Any
 
 import onnxruntime
 import pytest
@@ -27,7 +28,9 @@ from yobx_flatten import (
 )
 from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.layout import find_parts
+from yobx_flatten.generate.steps import Parts, Steps
 from yobx_flatten.model_folder.manifest import read_manifest
+from yobx_flatten.runners.ports import Port
 
 pytestmark = pytest.mark.slow
 
@@ -160,15 +163,24 @@ def test_a_row_that_has_ended_is_padded_and_the_others_go_on(mistral):
         ),
         (
             {"input_ids": torch.ones(1, 3).long(), "image_grid_thw": torch.tensor([[1, 4, 4]])},
-            "image_grid_thw describes images, but there are none",
+            "image_grid_thw describes images, but none were passed",
         ),
         (
             {"input_ids": torch.ones(1, 3).long(), "video_grid_thw": torch.tensor([[1, 4, 4]])},
-            "video_grid_thw describes videos, but there are none",
+            "video_grid_thw describes videos, but none were passed",
         ),
         (
             {"input_ids": torch.ones(1, 3).long(), "second_per_grid_ts": [1.0]},
             "second_per_grid_ts has 1 numbers, but video_grid_thw 0 rows",
+        ),
+        (
+            {
+                "input_ids": torch.ones(1, 3).long(),
+                "pixel_values_videos": torch.ones(1, 3, 4, 4),
+                "video_grid_thw": torch.tensor([[1, 4, 4]]),
+                "second_per_grid_ts": [1.0],
+            },
+            "second_per_grid_ts is for models that count the seconds of videos",
         ),
     ],
 )
@@ -217,6 +229,22 @@ def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
     settings = dataclasses.replace(text.settings, decoder_start_token_id=None)
     with pytest.raises(InvalidArgumentError, match=r"No decoder_start_token_id .* Pass decoder_input_ids"):
         Generator(text.parts, settings).generate(tokens)
+
+
+def test_the_mask_of_sound_is_fed_to_an_encoder_that_reads_it():
+    """A file that returns the samples which its mask shows."""
+    ports = {
+        "input_values": Port("input_values", (None, None), torch.float32),
+        "attention_mask": Port("attention_mask", (None, None), torch.int64),
+    }
+
+    def step(feeds, cache):
+        return {"last_hidden_state": (feeds["input_values"] * feeds["attention_mask"])[..., None]}, cache
+
+    encoder: Any = types.SimpleNamespace(name="encoder_model.onnx", ports=ports, step=step)
+    steps = Steps(Parts(encoder, encoder=encoder, postnet=encoder), GenerationSettings())
+    context, _ = steps.encode(None, torch.tensor([[1, 1, 0, 0]]), {"input_values": torch.ones(1, 4)})
+    assert context["encoder_hidden_states"].flatten().tolist() == [1, 1, 0, 0]
 
 
 def test_a_file_for_the_first_call_is_used_with_a_folder(tmp_path):

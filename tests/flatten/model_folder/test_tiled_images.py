@@ -118,12 +118,14 @@ def test_pictures_that_do_not_fit_their_sizes_are_refused(exported):
         generator.generate(**given, batch_num_images=torch.tensor([2]))
     with pytest.raises(InvalidArgumentError, match="The prompt has 4 image tokens"):
         generator.generate(**given)
+    with pytest.raises(InvalidArgumentError, match="image_grid_thw is for models that read patches"):
+        generator.generate(**given, image_grid_thw=torch.tensor([[1, 4, 4]]))
 
 
 def test_sizes_for_a_model_that_cuts_nothing_are_refused(tmp_path):
     """They would be ignored: LLaVA has pictures of one size."""
     export_folder(small_model("llava"), tmp_path / "out", to="program", proof="none")
-    with pytest.raises(InvalidArgumentError, match="image_sizes and batch_num_images are for models that cut"):
+    with pytest.raises(InvalidArgumentError, match="image_sizes is for models that cut pictures into tiles"):
         open_generator(tmp_path / "out", trust=True).generate(torch.tensor([[5]]), image_sizes=torch.tensor([[8, 8]]))
 
 

@@ -62,20 +62,25 @@ class Written:
     in_place: list[str]  # names of the cache inputs
 
 
-def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack", in_place: bool = False) -> Written:
+def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend, in_place: bool, quantized: bool) -> Written:
     """Lower a program to ExecuTorch and write the file. Needs ``register_flattening_functions``."""
     # in_place: whether the file writes a growing cache in place; else calls take and return the cache
+    # quantized: whether the export was asked for quantized weights
     signature = signature_of(traced, ("executorch",))
     check_bounds(signature)
 
     def failure(error: Exception) -> FlattenError:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        return FlattenError(f"ExecuTorch cannot lower the program ({reason}){_advice(error, backend)}")
+        return FlattenError(f"ExecuTorch cannot lower the program ({reason}){_advice(error, backend, quantized)}")
 
     # without no_grad, loops over trainable weights would also return values for a backward pass
     with raised_as(failure), quietly("executorch"), torch.no_grad():
         exir: Any = importlib.import_module("executorch.exir")
         passes: Any = importlib.import_module("executorch.exir.passes")
+        partitioners = []
+        if backend == "xnnpack":
+            xnnpack = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
+            partitioners.append(xnnpack.XnnpackPartitioner())
         program, rows = written_out(flat_program(traced.program)), None
         texts = {SIGNATURE: signature.to_json()}
         if in_place:
@@ -83,7 +88,7 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
             texts[ROWS] = rows.to_json()
         edge = exir.to_edge_transform_and_lower(
             {METHOD: program},
-            partitioner=_partitioners(backend),
+            partitioner=partitioners,
             compile_config=exir.EdgeCompileConfig(_check_ir_validity=False),
             constant_methods=texts,
         )
@@ -104,13 +109,6 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend = "xnnpack
     return Written(int(sum(plan.non_const_buffer_sizes)), [] if rows is None else [*rows.in_place])
 
 
-def _partitioners(backend: Backend) -> list[Any]:
-    if backend != "xnnpack":
-        return []
-    xnnpack: Any = importlib.import_module("executorch.backends.xnnpack.partition.xnnpack_partitioner")
-    return [xnnpack.XnnpackPartitioner()]
-
-
 def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
     """Give the sizes of a lowered program the bounds that they have in the program.
 
@@ -125,11 +123,12 @@ def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
             environment.var_to_range[symbol] = found & known.get(str(symbol), found)
 
 
-def _advice(error: Exception, backend: Backend) -> str:
+def _advice(error: Exception, backend: Backend, quantized: bool) -> str:
     missing = re.search(r"Missing out variants: \{(.*)\}", str(error))
     if missing is not None:
         return f". {_without_kernel(missing[1])}"
-    return '. Try the plain kernels:\n    backend="portable"' if backend == "xnnpack" else ""
+    first = "Leave quantize= out, and try" if quantized else "Try"
+    return f'. {first} the plain kernels:\n    backend="portable"' if backend == "xnnpack" else ""
 
 
 def _without_kernel(operators: str) -> str:
@@ -160,9 +159,10 @@ def with_sizes(plan: Any) -> None:
     if copy is not None:
         plan.operators[copy].name, plan.operators[copy].overload = "aten::copy", "out"
         for chain in plan.chains:
-            for call in _calls(chain, copy):
-                target, source, blocking, _ = call.args
-                call.args = [source, source, blocking, target, target]
+            for call in (instruction.instr_args for instruction in chain.instructions):
+                if getattr(call, "op_index", None) == copy:
+                    target, source, blocking, _ = call.args
+                    call.args = [source, source, blocking, target, target]
     stack = _index(plan, "executorch_prim::et_copy_index", "tensor")
     if stack is not None:
         for chain in plan.chains:
@@ -172,11 +172,6 @@ def with_sizes(plan: Any) -> None:
 def _index(plan: Any, name: str, overload: str) -> int | None:
     found = (i for i, operator in enumerate(plan.operators) if (operator.name, operator.overload) == (name, overload))
     return next(found, None)
-
-
-def _calls(chain: Any, operator: int) -> list[Any]:
-    calls = (instruction.instr_args for instruction in chain.instructions)
-    return [call for call in calls if getattr(call, "op_index", None) == operator]
 
 
 def _size_stacks(plan: Any, chain: Any, stack: int) -> None:

@@ -178,7 +178,7 @@ class _Job:
         logger.info("quantizing %s to %s", self.file.path.name, asked.weights, extra=STEP)
         report.quality = rewrite(asked)
         if self.source.cases:
-            report.remark("the table shows the file before its weights were quantised.")
+            report.remark("the table shows the file before its weights were quantized.")
 
     def measured(self, write: Callable[[Quantization], object], asked: Quantization) -> Quality | None:
         """Write the quantized file, and return how much its outputs differ from the model's outputs."""
@@ -243,7 +243,8 @@ def _pte(job: _Job) -> None:
                 return
             reason = f"{failed.case}: {failed.error or f'it differs by {failed.max_difference:.1e}'}"
         report.remarks = remarks
-        report.remark(f"kernels of {backend} were left out: {reason}")
+        which = "" if job.options.quantization is None else " of the file before its weights were quantized"
+        report.remark(f"kernels of {backend} were left out{which}: {reason}")
         report.cases.clear()
 
 
@@ -251,7 +252,8 @@ def _pte_of(job: _Job, backend: Backend) -> None:
     """Write a file with the kernels of one backend, and replay it, first with the cache in place if possible."""
 
     def write(traced: Traced = job.source.traced, kernels: Backend = backend, *, in_place: bool = False) -> list[str]:
-        written: Written = write_pte(traced, job.file.path, backend=kernels, in_place=in_place)
+        asked = job.options.quantization is not None
+        written: Written = write_pte(traced, job.file.path, backend=kernels, in_place=in_place, quantized=asked)
         job.report.planned_bytes = written.planned_bytes
         return written.in_place
 

@@ -396,7 +396,7 @@ def _run_check(recipe: Recipe, f_check: Callable[[], Any]) -> None:
     if sample is None or sample is True:
         return
     if sample is False:
-        raise RoundTripError(f"f_check of {recipe.cls.__qualname__} returned False; the registration is undone.")
+        raise RoundTripError(f"f_check of {recipe.cls.__qualname__} returned False. Return an instance to check.")
     check_round_trip(recipe, sample)
 
 

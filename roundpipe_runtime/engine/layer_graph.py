@@ -45,10 +45,22 @@ class LayerGraph:
                 starts.append(exit_)
                 seeds.append(gradient)
         if starts and run is None:
-            torch.autograd.backward(starts, seeds)
+            _go_back(starts, seeds)
         elif starts and run is not None:
-            run(partial(torch.autograd.backward, starts, seeds))
+            run(partial(_go_back, starts, seeds))
         return [None if entry is None else entry.grad for entry in self.entries]
+
+
+# The core of `torch.autograd.backward`. The function itself would run without the caller's `TorchFunctionMode`, and a
+# trial turns dropout off by such a mode, also in the forward that a reentrant checkpoint repeats in the backward.
+_run_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+def _go_back(starts: list[torch.Tensor], seeds: list[torch.Tensor]) -> None:
+    if _run_engine is None or {type(start) for start in starts} != {torch.Tensor}:
+        torch.autograd.backward(starts, seeds)
+    else:
+        _run_engine(tuple(starts), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _Enter(torch.autograd.Function):

@@ -53,7 +53,7 @@ def test_a_sample_still_finds_a_wrong_file(tmp_path, monkeypatch):
     module = torch.nn.Linear(3, 2)
 
     def wrong(converted, *args, **kwargs):
-        initializer = converted.model.graph.initializers["bias"]
+        initializer = converted.graph.initializers["bias"]
         initializer.const_value = type(initializer.const_value)(torch.full((2,), 7.0), name="bias")
 
     from yobx_flatten.errors import ReplayError

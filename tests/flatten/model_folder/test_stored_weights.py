@@ -118,7 +118,7 @@ def test_weights_in_another_form_are_not_replaced_by_random_ones(name, llama):
 def test_a_gguf_file_in_a_folder_is_named_as_the_model_to_export(llama):
     """It has its own configuration and tokenizer, which may be others than the folder's."""
     (llama / "model.safetensors").rename(llama / "model.gguf")
-    with pytest.raises(ModelSourceError, match=r"holds model\.gguf\. Name that file: .*model\.gguf"):
+    with pytest.raises(ModelSourceError, match=r"holds model\.gguf\. Pass the file: .*model\.gguf"):
         find_model(str(llama)).load()
 
 

@@ -34,7 +34,7 @@ def test_compiled_layers_learn_what_a_plain_trainer_learns(tmp_path, name):
     ours = make_trainer(name, args, RoundPipeTrainer)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         ours.train()
-    assert not ours.pipeline._rp_engine._compiled.is_empty
+    assert not ours.pipeline._rp_engine._options.compiled.is_empty
     for key in ("loss", "eval_loss", "grad_norm"):
         assert history(ours, key) == pytest.approx(history(plain, key), rel=10 * TOLERANCE)
     ours.pipeline.close()

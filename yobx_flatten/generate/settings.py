@@ -156,8 +156,6 @@ class GenerationSettings:
                 f"second_per_grid_ts has {len(seconds)} numbers, but video_grid_thw {count} rows. Pass one per row."
             )
         of_second, times = self.tokens_per_second, [1] * count if seconds is None else seconds
-        if of_second is None:
-            _refuse("count the seconds of videos (Qwen2.5-VL)", second_per_grid_ts=seconds)
         spacing = [] if of_second is None else [of_second * one for one in times]
         return Pictures("video", pixel_values, sizes, self.video_token_id, spacing)
 

@@ -111,7 +111,7 @@ def test_a_file_in_blocks_states_them(written):
     shown = str(report)
     assert f"{bits}, {'one scale per output' if bits == 'int8' else 'blocks of 32'}: max difference" in shown
     assert f"{'NNCF' if runtime == 'openvino' else 'torchao'} stored the weights" in shown
-    assert "the table shows the file before its weights were quantised" in shown
+    assert "the table shows the file before its weights were quantized" in shown
 
 
 @pytest.mark.slow  # the import of NNCF takes 3 seconds

@@ -173,15 +173,6 @@ def test_a_row_that_has_ended_is_padded_and_the_others_go_on(mistral):
             {"input_ids": torch.ones(1, 3).long(), "second_per_grid_ts": [1.0]},
             "second_per_grid_ts has 1 numbers, but video_grid_thw 0 rows",
         ),
-        (
-            {
-                "input_ids": torch.ones(1, 3).long(),
-                "pixel_values_videos": torch.ones(1, 3, 4, 4),
-                "video_grid_thw": torch.tensor([[1, 4, 4]]),
-                "second_per_grid_ts": [1.0],
-            },
-            "second_per_grid_ts is for models that count the seconds of videos",
-        ),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(mistral, inputs, words):

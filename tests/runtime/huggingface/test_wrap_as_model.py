@@ -42,7 +42,7 @@ def test_a_pipeline_is_not_wrapped_again_and_a_model_may_be():
     batch = hf_batch()
     losses = [pipeline.forward_backward(input_kwargs=batch) for pipeline in pair]
     assert torch.equal(*losses)
-    with pytest.raises(ConfigError, match="is a RoundPipe already: do not wrap the model again"):
+    with pytest.raises(ConfigError, match="is a RoundPipe already: use it as it is"):
         wrapped(pair[0])
     for pipeline in pair:
         pipeline.close()

@@ -29,6 +29,7 @@ from ..runners.ports import is_present
 from .file_cache import FileCache
 from .own_class import ModelWithoutWeights, config_from, exported_class, generation_of, named_class
 from .pictures import Pictures
+from .sampling import other_loops
 from .settings import refusals_named
 from .steps import OF_IMAGES, OF_VIDEOS, Steps, TextState, check_given
 
@@ -170,7 +171,7 @@ class FileModel(ModelWithoutWeights):
             self.config.vocab_size = self._scores_of_two.shape[2]
         given = args if inputs is None and not args else (inputs, *args)  # Whisper's first parameter has another name
         generate = super().generate
-        return refusals_named("generate", lambda: generate(*given, **kwargs), kwargs)
+        return refusals_named("generate", lambda: generate(*given, **kwargs), kwargs, other_loops(config.to_dict()))
 
     def _heads_in_files(self, kwargs: Mapping[str, Any]) -> list[list[int]]:
         """Return the heads for word times, each as its layer and its index among the heads that the files return."""
@@ -294,7 +295,10 @@ class FileModel(ModelWithoutWeights):
         shown = None
         if isinstance(pixel_values, Shown):
             shown = pixel_values
-        elif self.steps.parts.vision is not None:
+        # assisted generation passes the sizes of pictures in every call, and the pictures in the first call
+        elif self.steps.parts.vision is not None and (
+            cache.seen == 0 or pixel_values is not None or pictures.get("pixel_values_videos") is not None
+        ):
             shown = Shown(self._pictures({"pixel_values": pixel_values, **pictures}), len(input_ids), cache.seen)
         if shown is not None and shown.seen == cache.seen > 0:
             shown.check_new(input_ids)

@@ -189,6 +189,12 @@ def other_loops(generation: Mapping[str, Any]) -> tuple[str, ...]:
     return _stated(generation, {**_OF_LOOPS, **(_OF_DRAWS if generation.get("do_sample") else {})})
 
 
+def plain_loop_entries(generation: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the value without effect of each entry for which transformers runs another generation loop."""
+    plain = {**_OF_LOOPS, **_OF_DRAWS}
+    return {name: plain[name] or None for name in other_loops(generation)}  # 0 drafted tokens would still be drafts
+
+
 def _stated(generation: Mapping[str, Any], plain: Mapping[str, float | None]) -> tuple[str, ...]:
     return tuple(name for name, value in plain.items() if generation.get(name) and generation[name] != value)
 

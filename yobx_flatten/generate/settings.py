@@ -180,9 +180,10 @@ def _refuse(readers: str, **given: object) -> None:
             raise InvalidArgumentError(f"{name} is for models that {readers}: leave {name} out.")
 
 
-def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any]) -> Any:
+def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any], sets: Sequence[str] = ()) -> Any:
     """Call transformers, and convert errors about arguments to errors of this package."""
     # given: the keywords of the call; the message lists them if the error of transformers names no keyword
+    # sets: entries of the call or of generation_config.json for which transformers has another loop
     try:
         return call()
     except FlattenError:
@@ -193,7 +194,8 @@ def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any])
             from transformers import GenerationConfig
 
             near = did_you_mean(re.findall(r"'(\w+)'", str(error)), vars(GenerationConfig()))
-            raise InvalidArgumentError(f"{what} refuses this call: {error}{near}") from error
+            of = "".join(f", which sets {name}" for name in sets)
+            raise InvalidArgumentError(f"{what} refuses this call{of}: {error}{near}") from error
         if not innermost.f_globals.get("__name__", "").startswith("transformers."):  # a user's streamer, for example
             raise
         plain = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor | None)}

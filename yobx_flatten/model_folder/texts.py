@@ -17,6 +17,7 @@ from ..errors import ModelSourceError
 from ..errors.failures import STEP, result_or
 from ..export.proof.eager_runs import Case
 from ..files.document import read_text
+from ..generate.sampling import plain_loop_entries
 from ..recipe.aliases import TransformersModel
 from .source.tokenizer_files import open_tokenizer
 
@@ -188,9 +189,9 @@ def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> l
 
 def plain_loop(model: TransformersModel) -> dict[str, Any]:
     """Return keywords that make ``generate`` return one text per row, with a plain dynamic cache."""
-    asked = getattr(model.generation_config, "cache_implementation", None)
-    own = {} if asked is None else {"cache_implementation": "dynamic"}
-    return {"max_length": None, "num_beams": 1, "num_return_sequences": 1, **own}
+    stated: dict[str, Any] = {} if model.generation_config is None else model.generation_config.to_dict()
+    own = {} if stated.get("cache_implementation") is None else {"cache_implementation": "dynamic"}
+    return {"max_length": None, "num_beams": 1, "num_return_sequences": 1, **own, **plain_loop_entries(stated)}
 
 
 def in_rows(texts: list[torch.Tensor], length: int, multiple: int = 1) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -416,7 +417,9 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
     # each of the two scores may be off by the tolerance
     ties = torch.zeros_like(read) if margins is None else margins <= 2 * tolerance
     if share is None:
-        differs, first = _apart(generator.generate(**case.inputs, **how), expected, read)
+        with _settings(generator, other_loops=()):
+            found = generator.generate(**case.inputs, **how)
+        differs, first = _apart(found, expected, read)
         excused = differs & (first & ties).any(1, keepdim=True)
         return TokenCount(int(read.sum()), int(differs.sum()), int(excused.sum()))
     new = expected.shape[1] - _start(case)
@@ -466,10 +469,17 @@ def _forced(generator: Generator, case: StoredCase, how: dict[str, Any]) -> torc
         chosen[:, place] = scores.argmax(-1)
         return torch.full_like(scores, -torch.inf).scatter(1, expected[:, place, None], 0.0)
 
-    before = generator.settings
-    generator.settings = dataclasses.replace(before, processors=(*before.processors, follow))
-    try:
+    with _settings(generator, processors=(*generator.settings.processors, follow), other_loops=()):
         generator.generate(**case.inputs, **how)
+    return chosen
+
+
+@contextlib.contextmanager
+def _settings(generator: Generator, **changes: Any) -> Iterator[None]:
+    """Change settings of a generator in a ``with`` block; the model's tokens were stored with the plain loop."""
+    before = generator.settings
+    generator.settings = dataclasses.replace(before, **changes)
+    try:
+        yield
     finally:
         generator.settings = before
-    return chosen

@@ -9,7 +9,7 @@ from transformers.generation import logits_process as warpers
 
 from tests.flatten.generate.eager_runner import EagerRunner
 from tests.models import SIZES
-from yobx_flatten import GenerationError, InvalidArgumentError, Sampling
+from yobx_flatten import GenerationError, InvalidArgumentError, Sampling, export_folder, open_generator
 from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.sampling import probabilities
 from yobx_flatten.generate.settings import read_settings, settings_of
@@ -198,10 +198,27 @@ def test_other_loops_are_those_of_transformers(entries):
     "entry", [{"stop_strings": ["end"]}, {"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}]
 )
 def test_what_needs_more_than_files_is_refused_as_by_the_model(entry):
-    """The texts of a tokenizer, hidden states; by transformers' own words."""
+    """The texts of a tokenizer, hidden states; by the name of the entry, in transformers' own words."""
     _, generator = _pair(**entry)
-    with pytest.raises(InvalidArgumentError, match="generate refuses this call"):
+    with pytest.raises(InvalidArgumentError, match=f"generate refuses this call, which sets {next(iter(entry))}: "):
         generator.generate(PROMPT, MASK, max_new_tokens=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_a_folder_whose_entries_ask_for_another_loop_is_checked_in_the_plain_one(quantize, tmp_path):
+    """Drafts take one row, and the checks of a folder have two; the folder then drafts as the model does."""
+    model, _ = _pair(prompt_lookup_num_tokens=3)
+    done = export_folder(model, tmp_path / "out", proof="sample", quantize=quantize)
+    assert done.verified.ok
+    if quantize is None:
+        prompt = torch.tensor([[5, 6, 5, 6, 5]])
+        wanted = _tokens(model, prompt, torch.ones_like(prompt), max_new_tokens=12)
+        assert torch.equal(open_generator(tmp_path / "out").generate(prompt, max_new_tokens=12), wanted)
+    model, _ = _pair(stop_strings=["end"])
+    assert export_folder(model, tmp_path / "out", proof="sample", overwrite=True).verified.ok
+    with pytest.raises(InvalidArgumentError, match="which sets stop_strings"):
+        open_generator(tmp_path / "out").generate(PROMPT, MASK, max_new_tokens=3)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_the_standard_proof_finds(fault, tmp_path, monkeypatch):
 
     def faulty(self, converted):
         if fault != "none":
-            _PLANTED[fault](converted.model)
+            _PLANTED[fault](converted)
             planted.append(fault)
         return save(self, converted)
 

@@ -84,6 +84,7 @@ def undescribed(documented: Documented) -> list[str]:
 @pytest.mark.parametrize("documented", [*functions(), *methods()], ids=lambda found: found.path)
 def test_every_parameter_is_described(documented):
     """One that stands alone may be described by the first line."""
+    assert documented.doc
     assert len(documented.parameters) < 2 or undescribed(documented) == []
 
 

@@ -149,13 +149,13 @@ class Runner(Protocol):
     name: str  # the name of the file or program, for messages
 
     @property
-    def ports(self) -> Mapping[str, Port]: ...  # noqa: D102 # see the class
+    def ports(self) -> Mapping[str, Port]: ...  # see the class
 
     @property
-    def outputs(self) -> Sequence[str]: ...  # noqa: D102 # see the class
+    def outputs(self) -> Sequence[str]: ...  # see the class
 
     @property
-    def slots(self) -> Sequence[CacheSlot]: ...  # noqa: D102 # see the class
+    def slots(self) -> Sequence[CacheSlot]: ...  # see the class
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run one call."""

@@ -281,14 +281,17 @@ def test_a_checkpoint_in_the_background_is_refused(tmp_path, folder_on_disk):
 
 
 @pytest.mark.slow
-def test_memory_holds_two_fifths_of_the_state_at_most(folder_on_disk):
-    """A training of 600 MB of state, in a process of its own: its making, its steps, a checkpoint and its load."""
-    found = {}
-    for host in ("memory", "disk"):
-        program = ("-m", "tests.runtime.pipeline.beyond_memory", folder_on_disk, "--host", host)
-        printed = fresh_process.run(*program, "--layers", "16", timeout=600, imported=fresh_process.TRAINER).stdout
-        found[host] = json.loads(printed.splitlines()[-1])
-    state = found["disk"].pop("state")
-    assert found["disk"].pop("losses") == found["memory"].pop("losses")
-    assert max(found["disk"].values()) <= 0.4 * state
-    assert found["memory"]["step"] > 0.9 * state  # the bound is one that a training in memory breaks
+def test_memory_grows_by_a_third_of_an_added_state_at_most(folder_on_disk):
+    """Two sizes of a model: the memory of the libraries, the same for both, would hide a bound at one size."""
+
+    def printed(host, layers):
+        program = ("-m", "tests.runtime.pipeline.beyond_memory", folder_on_disk, "--host", host, "--layers", layers)
+        done = fresh_process.run(*program, timeout=600, imported=fresh_process.TRAINER)
+        return json.loads(done.stdout.splitlines()[-1])
+
+    disk, large_disk, memory = printed("disk", "16"), printed("disk", "32"), printed("memory", "16")
+    assert disk.pop("losses") == memory.pop("losses")
+    state, large_state = disk.pop("state"), large_disk.pop("state")
+    grown = {what: large_disk[what] - bytes_ for what, bytes_ in disk.items()}
+    assert max(grown.values()) <= 0.3 * (large_state - state), grown
+    assert memory["step"] > 0.9 * state  # a training in memory breaks the bound

@@ -64,7 +64,7 @@ class RuntimeTrial:
         from yobx_flatten import load_case
         from yobx_flatten.model_folder.manifest import read_manifest
         from yobx_flatten.runners.open import open_runner
-        from yobx_flatten.storage.replay import run_case
+        from yobx_flatten.storage.cases import run_case
 
         folder = self.place / runtime
         if not folder.exists():  # this column alone was asked for

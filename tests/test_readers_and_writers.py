@@ -16,10 +16,9 @@ OWN = "files that this process has just written in a hidden folder"
 # Files of both packages that open files by themselves, and why they may
 READERS = {
     "yobx_flatten/errors/dependencies.py": "what pip noted of the installed package",
-    "yobx_flatten/files/document.py": "the way to a file",
+    "yobx_flatten/files/document.py": "the way to a file; safetensors opens what `open_regular` has opened before",
     "yobx_flatten/files/limited.py": SYSTEM,
     "yobx_flatten/files/scratch.py": "the list in a hidden folder, which is read under its lock",
-    "yobx_flatten/files/tensors.py": "safetensors opens what `open_regular` has opened before",
     "yobx_flatten/export/onnx/compare_nodes.py": "onnx_ir opens what `read_onnx` has read before",
     "yobx_flatten/export/onnx/quantized.py": OWN,
     "yobx_flatten/export/onnx/rounding.py": OWN,
@@ -39,7 +38,7 @@ HIDDEN = "it is given a place in a hidden folder, which its caller publishes"
 # Files of both packages that write, rename or save by themselves, and why they may
 WRITERS = {
     "yobx_flatten/files/scratch.py": "the way to the disk",
-    "yobx_flatten/files/tensors.py": HIDDEN,
+    "yobx_flatten/files/document.py": HIDDEN,
     "yobx_flatten/export/onnx/file.py": HIDDEN,
     "yobx_flatten/export/onnx/rounding.py": "a temporary file that is read at once",
     "yobx_flatten/export/onnx/weights.py": HIDDEN,

@@ -7,7 +7,7 @@ import dataclasses
 import pathlib
 
 from yobx_flatten.model_folder.source.find import find_model
-from yobx_flatten.terminal.failures import UserError
+from yobx_flatten.terminal.running import UserError
 
 from ..fine_tune import ModelSource, Tokenizer, model_source
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 import typer
 
-from yobx_flatten.terminal.failures import UserError
+from yobx_flatten.terminal.running import UserError
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ import torch
 import typer
 
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
-from yobx_flatten.terminal.failures import CHECK_FAILED, UserError
 from yobx_flatten.terminal.output import progress, say, say_json
+from yobx_flatten.terminal.running import CHECK_FAILED, UserError
 
 from ..device.disk import HOST_IN_MEMORY
 from . import train_options

@@ -15,7 +15,7 @@ from yobx_flatten.errors.dependencies import require
 from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.files.document import read_text
 from yobx_flatten.model_folder.source.find import MODEL_NAMES
-from yobx_flatten.terminal.failures import UserError, meant_option
+from yobx_flatten.terminal.running import UserError, meant_option
 
 from ..device.accelerator import parse_devices
 from ..device.disk import HOST_IN_MEMORY, check_host

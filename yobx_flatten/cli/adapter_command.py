@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ..model_folder.added_adapters import add_adapter
-from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json
+from ..terminal.running import UserError
 from .options import Folder
 
 

@@ -14,8 +14,8 @@ from ..generate.sampling import Sampling
 from ..model_folder.chat import chat_tokenizer, message_tokens, text_pieces
 from ..model_folder.generators import open_generator
 from ..model_folder.source.find import require_transformers
-from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
+from ..terminal.running import UserError
 from .options import AdapterName, Device, Folder, Runtime, Seed, Temperature, Threads, TopK, TopP, Trust
 
 

@@ -13,8 +13,8 @@ from ..declare.scopes import register_flattening_functions
 from ..diagnose.inputs import Findings, check_inputs
 from ..model_folder.pieces.tasks import pieces_for
 from ..model_folder.source.find import MODEL_NAMES, find_model
-from ..terminal.failures import CHECK_FAILED, UserError
 from ..terminal.output import printable, say, say_json
+from ..terminal.running import CHECK_FAILED, UserError
 from .targets import call_of, is_object_name, object_of
 
 

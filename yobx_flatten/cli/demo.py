@@ -33,8 +33,8 @@ from ..files.scratch import check_writable
 from ..huggingface.cache_names import CACHE, PRESENT, cache_of
 from ..huggingface.caches.layers import code_of
 from ..huggingface.cases import DecodeSizes, decode_inputs
-from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json, table
+from ..terminal.running import UserError
 
 WINDOW = 8
 STEPS = 6

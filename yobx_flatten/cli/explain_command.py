@@ -17,9 +17,10 @@ from ..record.files import call_files
 from ..runners.onnx_session import open_session
 from ..runners.ports import Port
 from ..runners.program_runner import ProgramRunner, open_program
-from ..storage.nested import load_case, load_nested
-from ..terminal.failures import UserError
+from ..storage.cases import load_case
+from ..storage.nested import load_nested
 from ..terminal.output import say, say_json
+from ..terminal.running import UserError
 from .targets import call_of, is_object_name, object_of
 
 

@@ -13,8 +13,8 @@ from ..export.quantization import Quantization
 from ..model_folder.pieces.tasks import TASKS
 from ..model_folder.source.find import MODEL_NAMES, FoundModel, find_model
 from ..model_folder.write import ExportedFolder, check_target, export_folder
-from ..terminal.failures import UserError
 from ..terminal.output import progress, say, say_json
+from ..terminal.running import UserError
 from .adapter_command import named_folders
 
 # tasks for which `yobx-flatten generate` runs the folder

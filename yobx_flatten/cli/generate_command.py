@@ -15,8 +15,8 @@ from ..model_folder.chat import chat_text, text_pieces
 from ..model_folder.generators import open_generator
 from ..model_folder.source.find import require_transformers
 from ..model_folder.source.tokenizer_files import open_tokenizer, readable
-from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
+from ..terminal.running import UserError
 from .options import AdapterName, Device, Folder, Runtime, Seed, Temperature, Threads, TopK, TopP, Trust
 
 

@@ -9,8 +9,8 @@ import typer
 
 from ..declare.listing import flattening_list
 from ..model_folder.source.find import require_transformers
-from ..terminal.failures import UserError
 from ..terminal.output import say, say_json, table
+from ..terminal.running import UserError
 from .targets import import_module
 
 _KINDS = ("layer", "cache", "output", "container")

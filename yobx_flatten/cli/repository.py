@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from ..terminal.failures import UserError
 from ..terminal.output import say, say_json
+from ..terminal.running import UserError
 
 
 def is_installed_copy() -> bool:

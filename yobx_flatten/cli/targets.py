@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors.failures import raised_as
-from ..terminal.failures import UserError
+from ..terminal.running import UserError
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 

@@ -11,8 +11,8 @@ import typer
 from ..generate.layout import MANIFEST
 from ..model_folder.explain import FolderExplanation, explain_folder
 from ..model_folder.verify import verify_folder
-from ..terminal.failures import CHECK_FAILED, REFUSED, UserError
 from ..terminal.output import progress, say, say_json
+from ..terminal.running import CHECK_FAILED, REFUSED, UserError
 from ..verify.verify_file import verify_file
 from .options import Device, Trust
 

@@ -36,8 +36,7 @@ from .onnx.attempts import ConversionRefusedError
 from .onnx.file import unproven_file
 from .proof.eager_runs import Case, Proof, clone
 from .quantization import Quantization, WeightBits
-from .runtimes.file_options import FileOptions
-from .runtimes.write import write_file
+from .runtimes.write import FileOptions, write_file
 from .source import Asked, noted, prove, shapes_taken, traced_example
 from .traced import described, fill, write_single_values
 

@@ -23,8 +23,8 @@ from ..errors import (
     describe_class,
 )
 from ..errors.failures import raised_as, result_or
+from ..files.document import file_for_torch
 from ..files.scratch import publish_files, scratch_for
-from ..files.tensors import file_for_torch
 from ..private_names.of_torch import pytree
 from ..runners.program_runner import ProgramRunner
 from ..trees.arguments import inputs_by_name
@@ -33,8 +33,7 @@ from .example import Example
 from .proof.report import ExportReport
 from .quantization import Quantization, WeightBits
 from .runtimes.executorch import Backend
-from .runtimes.file_options import CacheForm, FileOptions
-from .runtimes.write import write_for
+from .runtimes.write import CacheForm, FileOptions, write_for
 from .source import Source
 
 

@@ -13,14 +13,14 @@ import torch
 from ..errors import FolderExistsError, InvalidArgumentError, ReplayError
 from ..errors.failures import table
 from ..export.proof.eager_runs import sampled
+from ..files.document import write_tensor_file
 from ..files.scratch import check_writable, copy_links, publish_folder, scratch_for
-from ..files.tensors import write_tensor_file
 from ..generate.layout import MANIFEST
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import ADAPTERS, Adapter, adapter_names, check_matrices
 from ..runners.folder_adapters import rooms_of_files
 from ..runners.ports import ELEMENTS
-from ..storage.nested import load_case
+from ..storage.cases import load_case
 from .explain import load_model, pieces_of_folder
 from .manifest import FolderManifest, StoredAdapter, read_manifest, write_manifest
 from .pieces.tasks import GENERATES

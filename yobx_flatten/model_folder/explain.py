@@ -15,14 +15,13 @@ import torch
 from ..errors import DamagedFileError, InvalidArgumentError
 from ..export.onnx.compare_nodes import Compared, compare_nodes
 from ..export.onnx.rewrite.group_query_attention import shared_inputs
-from ..files.document import inside
-from ..files.tensors import read_onnx
+from ..files.document import inside, read_onnx
 from ..generate.layout import located
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import FIRST, SECOND, leave_room
 from ..runners.folder_adapters import rooms_of_files
 from ..runners.open import open_runner
-from ..storage.nested import load_case
+from ..storage.cases import load_case
 from .export_piece import FolderOptions, export_piece
 from .manifest import FolderManifest, check_folder, read_manifest
 from .pieces.tasks import pieces_for

@@ -21,8 +21,7 @@ from ..export.onnx.file import check_opset
 from ..export.proof.eager_runs import Case, Proof, sampled
 from ..export.proof.report import ExportReport
 from ..export.quantization import Quantization, WeightBits
-from ..export.runtimes.file_options import FileOptions, check_libraries
-from ..export.runtimes.write import write_for
+from ..export.runtimes.write import FileOptions, check_libraries, write_for
 from ..export.source import left_out, shortened
 from ..runners.adapters import Adapter
 from ..runners.open import RUNTIMES, check_runtime

@@ -16,9 +16,8 @@ from ..export.model_facts import ModelFacts
 from ..export.onnx.stored_matrix import holds_integers
 from ..export.proof.eager_runs import Proof, choose_proof
 from ..export.proof.report import ExportReport
-from ..export.quantization import Quantization, WeightBits, choose_quantization
-from ..export.quantized_answers import reads_once
-from ..export.runtimes.file_options import check_room, has_kernels
+from ..export.quantization import Quantization, WeightBits, choose_quantization, reads_once
+from ..export.runtimes.write import check_room, has_kernels
 from ..generate.settings import settings_of
 from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel

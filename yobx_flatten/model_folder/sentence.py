@@ -24,8 +24,7 @@ import torch
 
 from ..errors import ModelSourceError
 from ..export.proof.quality import EMBEDDING
-from ..files.document import check_own, inside, own_files, read_document
-from ..files.tensors import read_tensors
+from ..files.document import check_own, inside, own_files, read_document, read_tensors
 from ..recipe.aliases import TransformersModel
 from .pieces.text import Piece
 

@@ -13,13 +13,13 @@ import torch
 from ..core.effects import undisturbed
 from ..declare.scopes import register_flattening_functions
 from ..export.proof.eager_runs import Case, EagerRuns, Texts, clone, in_one_thread
-from ..export.quantized_answers import read_by_model
+from ..export.quantization import read_by_model
 from ..generate.generator import Generator
 from ..generate.settings import settings_of
 from ..generate.spectrogram import drawn_masks, speak
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
-from ..storage.nested import StoredCase, save_case
+from ..storage.cases import StoredCase, save_case
 from ..trees.walk import leaf_names, output_names
 from .chat import CHATS
 from .pieces.grid_images import (

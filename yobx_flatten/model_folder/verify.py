@@ -18,8 +18,7 @@ from ..errors.failures import first_line, table
 from ..export.proof.quality import Distance, Quality, text_losses
 from ..export.proof.replay import Padding
 from ..export.proof.report import PART_OF_FLOAT32, explained
-from ..export.quantization import CHAT_SHARES, TOKEN_SHARES
-from ..export.quantized_answers import text_scores
+from ..export.quantization import CHAT_SHARES, TOKEN_SHARES, text_scores
 from ..files.document import inside
 from ..generate.generator import Generator
 from ..generate.layout import SUBFOLDER, located
@@ -31,8 +30,7 @@ from ..runners.folder_adapters import rooms_of_files
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.open import open_runner
 from ..runners.ports import Runner
-from ..storage.nested import StoredCase, load_case
-from ..storage.replay import OutputDifference, run_case
+from ..storage.cases import OutputDifference, StoredCase, load_case, run_case
 from .chat import CHATS
 from .manifest import FolderManifest, StoredAdapter, check_digests, check_folder, read_manifest
 from .pieces.tasks import SPEAKS

@@ -21,9 +21,8 @@ import torch
 
 from ..errors import RecordError
 from ..errors.dependencies import require
-from ..files.document import damage_as, parse_document
+from ..files.document import damage_as, opened_tensors, parse_document, write_tensor_file
 from ..files.scratch import publish_files, scratch_for
-from ..files.tensors import opened_tensors, write_tensor_file
 from ..private_names.of_torch import pytree
 from ..recipe.static_codec import check_spec, dump_static, load_static
 from .call import About, Fact, Snapshot, libraries_in_use

@@ -12,7 +12,7 @@ import torch
 
 from ..errors import DamagedFileError, GenerationError
 from ..errors.dependencies import require
-from ..files.tensors import read_tensors
+from ..files.document import read_tensors
 from .ports import Port
 
 ADAPTERS = "adapters"

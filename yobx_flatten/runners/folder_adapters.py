@@ -10,7 +10,7 @@ import torch
 
 from ..errors import DamagedFileError, InvalidArgumentError
 from ..errors.dependencies import require
-from ..files.tensors import read_onnx
+from ..files.document import read_onnx
 from .adapters import FIRST, SECOND, adapter_file, adapter_names, read_adapter
 from .onnx_runner import OnnxRunner
 from .ports import Port, Runner

@@ -23,7 +23,7 @@ from ..errors import (
 )
 from ..errors.dependencies import require
 from ..errors.failures import first_line, raised_as
-from ..files.tensors import read_onnx
+from ..files.document import read_onnx
 
 
 def require_onnxruntime(caller: str) -> Any:

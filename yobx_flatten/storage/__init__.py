@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .builder import MiniOnnxBuilder, create_input_tensors_from_onnx_model, create_onnx_model_from_input_tensors
-from .nested import StoredCase, load_case, load_nested, save_case, save_nested
-from .replay import CaseReport, OutputDifference, replay_case
+from .cases import CaseReport, OutputDifference, StoredCase, load_case, replay_case, save_case
+from .nested import load_nested, save_nested
 
 __all__ = [
     "CaseReport",

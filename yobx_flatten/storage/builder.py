@@ -16,8 +16,7 @@ from ..runners.onnx_session import open_session
 from ..runners.ports import ELEMENTS, STRING, Element, pack
 from .nested import open_model, read, structure_of
 from .onnx_write import OnnxWriter, check_size
-from .structure import Structure, flatten_tree, unflatten_tree
-from .values import Payload
+from .structure import Payload, Structure, flatten_tree, unflatten_tree
 
 if TYPE_CHECKING:
     import onnx

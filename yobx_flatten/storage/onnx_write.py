@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..errors import InvalidArgumentError
+from ..files.document import data_files_of
 from ..files.scratch import data_path, publish_files, scratch_for
-from ..files.tensors import data_files_of
 from ..runners.ports import UINT8, require_onnx
-from .structure import Structure, unique
-from .values import Payload
+from .structure import Payload, Structure, unique
 
 if TYPE_CHECKING:
     import onnx

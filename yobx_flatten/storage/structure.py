@@ -1,28 +1,38 @@
-"""Convert a nested object to JSON that names its classes and its leaves, and back.
+"""Convert a nested object to JSON that names its classes and its leaves, and to the data of an ONNX graph, and back.
 
 {"node": "builtins:dict", "static": ["x", "cache"], "children": [
     {"leaf": "torch", "name": "x", "dtype": "bfloat16", "shape": [2, 3], "crc32": 2768625435},
     {"node": "transformers.cache_utils:DynamicCache", "static": ["key_0", "value_0"], "children": [...]}]}
+
+A leaf is converted to a *record*, a part of the JSON, and, if the leaf has data, to a *payload*, from which an
+initializer is made. The bytes of a payload are read when they are written, one payload at a time.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
+import math
+import struct
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from ..errors import DamagedFileError, FlattenError, NotRegisteredError, StaticDataError
+from ..diagnose.opaque import find_unregistered
+from ..errors import DamagedFileError, FlattenError, InvalidArgumentError, NotRegisteredError, StaticDataError
 from ..errors.failures import raised_as
 from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import Device, PyTree, Static
 from ..recipe.safe_names import import_known
-from ..recipe.static_codec import dump_static
+from ..recipe.static_codec import dump_static, load_static
+from ..runners.ports import BOOL, DOUBLE, ELEMENTS, INT64, STRING, UINT8, Element, pack, unpack
 from ..trees.walk import check_no_cycles, leaf_names, recipe_for
-from .values import Payload, Source, load_trusted, read_leaf, write_leaf
+
+if TYPE_CHECKING:
+    import numpy
 
 
 class Structure(NamedTuple):
@@ -166,3 +176,332 @@ def _node_named(name: str) -> _Functions:
             f"import. Register the class first:\n    {where}register_class_flattening({qualified}, ...)"
         )
     return found
+
+
+Record = dict[str, Any]
+
+_DRAWN = 10**9  # bytes; a small file could otherwise request any amount of memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Payload:
+    """The data of one leaf, for an initializer of an ONNX file."""
+
+    record: Record  # the leaf's metadata; the writer adds a checksum
+    element: Element  # the type of the elements
+    dims: tuple[int, ...]  # the shape of the initializer
+    nbytes: int  # the size of the data; 0 for strings
+    data: Callable[[], memoryview]  # returns the bytes, possibly of a copy of the leaf
+    strings: Sequence[bytes] | None = None  # the elements of a leaf with strings, else `None`
+
+
+class Source(Protocol):
+    """The interface for reading the stored data of leaves, from initializers or from the outputs of a run."""
+
+    def check(self, record: Record, element: Element, dims: tuple[int, ...], nbytes: int) -> None:
+        """Raise an error if a leaf's record does not match its stored data, before memory is allocated for the leaf."""
+
+    def fill(self, record: Record, element: Element, view: memoryview) -> None:
+        """Copy the stored bytes of a leaf into ``view``."""
+
+    def strings(self, record: Record) -> list[bytes]:
+        """Return the elements of a leaf that contains strings."""
+
+
+# -- to a file -------------------------------------------------------------------------------------------------------
+
+
+def write_leaf(leaf: object, name: str, *, where: str) -> tuple[Record, Payload | None]:
+    """Convert a leaf to a record for the file's metadata, and to the data of an initializer if the leaf needs one."""
+    if isinstance(leaf, torch.Tensor):
+        return _write_tensor(leaf, name, where)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(leaf, (numpy.ndarray, numpy.generic)):
+        return _write_array(leaf, name, where)
+    if type(leaf) in _SCALARS:
+        written = _write_scalar(leaf, name)
+        if written is not None:
+            return written
+    return _write_static(leaf, where), None
+
+
+def _write_tensor(leaf: torch.Tensor, name: str, where: str) -> tuple[Record, Payload]:
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    obstacle = obstacle_of(leaf)
+    if obstacle is not None:
+        raise InvalidArgumentError(
+            f"{where} is a tensor of type {leaf.dtype}, {obstacle.what}. Store instead:\n    {obstacle.line}"
+        )
+
+    def data() -> memoryview:
+        plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        # not reshape: a tensor with one element may be contiguous with any stride, and `view` refuses such a stride
+        return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+
+    record = {"leaf": "torch", "name": name, "dtype": dtype, "shape": list(leaf.shape)}
+    element = ELEMENTS[dtype]
+    return record, Payload(record, element, _dims(element, leaf.shape), leaf.nbytes, data)
+
+
+def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where: str) -> tuple[Record, Payload]:
+    import numpy
+
+    scalar = isinstance(leaf, numpy.generic)
+    array = leaf if isinstance(leaf, numpy.ndarray) else numpy.asarray(leaf)
+    dtype = array.dtype
+    record: Record = {
+        "leaf": "numpy_scalar" if scalar else "numpy",
+        "name": name,
+        "dtype": dtype.name if dtype.hasobject or dtype.type.__module__ != "numpy" else dtype.str,
+        "shape": list(array.shape),
+    }
+    plain_class = scalar or type(array) in (numpy.ndarray, numpy.memmap)  # a subclass has more data, such as a mask
+    texts = _texts_of(array) if plain_class and dtype.kind in "UO" else None
+    if texts is not None:
+        return record, Payload(record, STRING, array.shape, 0, _nothing, texts)
+    if dtype.kind == "U":
+        record["text"] = False
+    stored = _array_element(dtype)
+    if stored is None or not plain_class:
+        raise InvalidArgumentError(
+            f"{where} is a {type(array).__name__} of type {dtype}, which has no counterpart in ONNX. Store an array of "
+            "numbers or of text."
+        )
+    element, dims = stored[0], _dims(stored[0], (*array.shape, *stored[1]))
+
+    def data() -> memoryview:
+        plain = numpy.ascontiguousarray(array, _low_byte_first(dtype)).reshape(-1)
+        # NumPy exports no buffer for dates and for the types of ml_dtypes
+        codes = plain.view(numpy.uint8)
+        return (codes if element.packed == 1 else pack(codes, element.packed)).data
+
+    return record, Payload(record, element, dims, element.nbytes(array.size, dtype.itemsize), data)
+
+
+def _array_element(dtype: numpy.dtype[Any]) -> tuple[Element, tuple[int, ...]] | None:
+    """Return the element type for an array without text, and the axes to add to the shape; else ``None``."""
+    if dtype.hasobject or dtype.subdtype is not None or dtype.names is not None:
+        return None
+    if dtype.kind in "mM":
+        return INT64, ()
+    if dtype.kind == "S":
+        return UINT8, (dtype.itemsize,)
+    if dtype.kind == "U":  # text that UTF-8 cannot encode
+        return ELEMENTS["uint32"], (dtype.itemsize // 4,)
+    return (ELEMENTS[dtype.name], ()) if dtype.name in ELEMENTS else None
+
+
+def _low_byte_first(dtype: numpy.dtype[Any]) -> numpy.dtype[Any]:
+    return dtype.newbyteorder("<") if dtype.byteorder == ">" else dtype
+
+
+def _texts_of(array: numpy.ndarray[Any, Any]) -> list[bytes] | None:
+    """Return the elements of an array of text; ``None`` if an element is not text that UTF-8 can encode."""
+    try:
+        return [text.encode() for text in array.reshape(-1).tolist()]
+    except (AttributeError, UnicodeEncodeError):
+        return None
+
+
+def _write_scalar(leaf: object, name: str) -> tuple[Record, Payload] | None:
+    record: Record = {"leaf": type(leaf).__name__, "name": name}
+    if isinstance(leaf, str):
+        try:
+            return record, Payload(record, STRING, (), 0, _nothing, [leaf.encode()])
+        except UnicodeEncodeError:
+            return None
+    if isinstance(leaf, bytes):
+        record["shape"] = [len(leaf)]
+        return record, Payload(record, UINT8, (len(leaf),), len(leaf), lambda: memoryview(leaf))
+    element, format_, dims = _SCALARS[type(leaf)]
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        return None
+    numbers = [leaf.real, leaf.imag] if isinstance(leaf, complex) else [leaf]
+    data = struct.pack(format_, *numbers)
+    return record, Payload(record, element, dims, len(data), lambda: memoryview(data))
+
+
+def _write_static(leaf: object, where: str) -> Record:
+    try:
+        return {"leaf": "static", "value": dump_static(leaf, where=where)}
+    except StaticDataError as error:
+        found = find_unregistered(leaf, name=where)
+        if found:
+            raise NotRegisteredError(str(found[0])) from error
+        if type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib"):
+            raise InvalidArgumentError(
+                f"{where} is an array of JAX. Store a NumPy array:\n    numpy.asarray(array)"
+            ) from error
+        raise
+
+
+def _dims(element: Element, shape: Sequence[int]) -> tuple[int, ...]:
+    return (*shape, 2) if element.pair else tuple(shape)
+
+
+def _nothing() -> memoryview:
+    return memoryview(b"")
+
+
+# -- from a file -----------------------------------------------------------------------------------------------------
+
+
+def read_leaf(record: Record, source: Source, device: Device) -> Any:
+    """Rebuild a leaf that :func:`write_leaf` stored."""
+    kind = record["leaf"]
+    if kind == "static":
+        return load_trusted(record["value"])
+    if kind == "torch":
+        return _read_tensor(record, source).to(device)
+    if kind in ("numpy", "numpy_scalar"):
+        array = _read_array(record, source)
+        return array[()] if kind == "numpy_scalar" else array
+    return _read_scalar(kind, record, source)
+
+
+def _read_tensor(record: Record, source: Source) -> torch.Tensor:
+    name, kind, shape = record["name"], record["dtype"], record["shape"]
+    dtype = getattr(torch, kind, None)
+    if not isinstance(dtype, torch.dtype) or kind not in ELEMENTS:
+        raise DamagedFileError(f"{name!r} is of type {kind!r}, which this torch does not have.")
+    if "seed" in record:
+        if math.prod(shape) * 4 > _DRAWN:
+            raise DamagedFileError(f"{name!r} needs random numbers of shape {shape}, more than 1 GB.")
+        return torch.rand(shape, generator=torch.Generator().manual_seed(record["seed"])).to(dtype)
+    element = ELEMENTS[kind]
+    nbytes = math.prod(shape) * dtype.itemsize
+    source.check(record, element, _dims(element, shape), nbytes)
+    data = torch.empty(nbytes, dtype=torch.uint8)
+    source.fill(record, element, data.numpy().data)
+    return data.view(dtype).reshape(shape)
+
+
+def _read_array(record: Record, source: Source) -> Any:
+    import numpy
+
+    dtype, shape = _numpy_dtype(record["dtype"]), tuple(record["shape"])
+    if dtype.kind in "UO" and record.get("text", True):
+        source.check(record, STRING, shape, 0)
+        texts = [text.decode() for text in source.strings(record)]
+        widest = 4 * max(map(len, texts), default=0) * len(texts)  # NumPy reserves the longest length for each text
+        if dtype.kind == "U" and dtype.itemsize * len(texts) > max(widest, _DRAWN):
+            raise DamagedFileError(f"{record['name']!r} needs texts of {dtype.itemsize // 4} letters, more than 1 GB.")
+        return numpy.array(texts, dtype).reshape(shape)
+    stored = _array_element(dtype)
+    if stored is None:
+        raise DamagedFileError(f"{record['name']!r} is an array of type {record['dtype']!r}, which is never stored.")
+    element, dims = stored[0], _dims(stored[0], (*shape, *stored[1]))
+    count = math.prod(shape)
+    nbytes = element.nbytes(count, dtype.itemsize)
+    source.check(record, element, dims, nbytes)
+    if element.packed > 1:
+        data = numpy.empty(nbytes, numpy.uint8)
+        source.fill(record, element, data.data)
+        return unpack(data, element.packed, count).view(dtype).reshape(shape)
+    array = numpy.empty(shape, _low_byte_first(dtype))
+    source.fill(record, element, array.reshape(-1).view(numpy.uint8).data)
+    return array.astype(dtype, copy=False)
+
+
+def _numpy_dtype(name: str) -> Any:
+    import numpy
+
+    try:
+        if name in ELEMENTS and not hasattr(numpy, name):
+            import ml_dtypes  # comes with onnx
+
+            return numpy.dtype(getattr(ml_dtypes, name))
+        return numpy.dtype(name)
+    except (TypeError, AttributeError, ImportError):
+        raise DamagedFileError(f"An array is of type {name!r}, which this NumPy does not have.") from None
+
+
+def _read_scalar(kind: str, record: Record, source: Source) -> Any:
+    if kind == "str":
+        source.check(record, STRING, (), 0)
+        return source.strings(record)[0].decode()
+    if kind == "bytes":
+        element, dims, nbytes = UINT8, tuple(record["shape"]), math.prod(record["shape"])
+    else:
+        cls = next((cls for cls in _SCALARS if cls.__name__ == kind), None)
+        if cls is None:
+            raise DamagedFileError(f"A leaf is of kind {kind!r}, which this version of yobx_flatten does not know.")
+        element, format_, dims = _SCALARS[cls]
+        nbytes = struct.calcsize(format_)
+    source.check(record, element, dims, nbytes)
+    data = bytearray(nbytes)
+    source.fill(record, element, memoryview(data))
+    if kind == "bytes":
+        return bytes(data)
+    numbers = struct.unpack(format_, data)
+    return complex(*numbers) if kind == "complex" else numbers[0]
+
+
+# by class of a Python scalar: element type, format for `struct`, shape
+_SCALARS: dict[type, tuple[Element, str, tuple[int, ...]]] = {
+    bool: (BOOL, "<?", ()),
+    int: (INT64, "<q", ()),
+    float: (DOUBLE, "<d", ()),
+    complex: (DOUBLE, "<dd", (2,)),
+    str: (STRING, "", ()),
+    bytes: (UINT8, "", ()),
+}
+
+
+class Obstacle(NamedTuple):
+    """The reason why a tensor cannot be stored directly, and an expression that can be stored instead."""
+
+    what: str  # description of the tensor and the reason, for the message
+    line: str  # the expression
+
+
+def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
+    """Describe why a tensor cannot be stored directly; ``None`` if nothing prevents direct storage.
+
+    >>> obstacle_of(torch.eye(2).to_sparse()).line
+    'tensor.to_dense()'
+    >>> obstacle_of(torch.eye(2)) is None
+    True
+    """
+    cls, dtype = type(tensor), str(tensor.dtype).removeprefix("torch.")
+    bases = {base.__name__ for base in cls.__mro__}  # by name: some of these modules are slow to import
+    if "FakeTensor" in bases:
+        return Obstacle(
+            f"a FakeTensor, {_NO_DATA}", "torch.zeros(tensor.shape, dtype=tensor.dtype)  # outside its mode"
+        )
+    if tensor.is_nested:
+        return Obstacle(f"nested, with rows of several lengths, {_NO_DATA}", "list(tensor.unbind())")
+    if tensor.is_meta or "UninitializedTensorMixin" in bases:
+        return Obstacle(f"on the meta device or not initialized, {_NO_DATA}", "torch.zeros_like(tensor, device='cpu')")
+    if tensor.is_quantized:
+        return Obstacle(f"quantized, with a scale, {_NO_DATA}", "tensor.dequantize()")
+    if "DTensor" in bases:
+        return Obstacle(f"a DTensor in several processes, {_NO_DATA}", "tensor.full_tensor()")
+    # a subclass with its own operators stores its data elsewhere
+    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        own: Any = cls
+        knows_how = own.dequantize is not torch.Tensor.dequantize
+        parts = "[getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]"
+        return Obstacle(f"a {cls.__name__} of other tensors, {_NO_DATA}", "tensor.dequantize()" if knows_how else parts)
+    if tensor.layout is not torch.strided:
+        return Obstacle(f"of layout {tensor.layout}, {_NO_DATA}", "tensor.to_dense()")
+    if dtype not in ELEMENTS or ELEMENTS[dtype].packed > 1:
+        return Obstacle("which ONNX does not have", "tensor.view(torch.uint8)")
+    if cls not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return Obstacle(
+            f"a {cls.__name__}, which would come back as a plain tensor", "tensor.as_subclass(torch.Tensor)"
+        )
+    return None
+
+
+_NO_DATA = "which has no plain data to store"
+
+
+def load_trusted(data: Static) -> Static:
+    """Load static data with :func:`.load_static`; raise ``DamagedFileError`` if the data cannot be read."""
+    with raised_as(_damaged, NotRegisteredError):
+        return load_static(data)
+
+
+def _damaged(error: Exception) -> DamagedFileError:
+    return DamagedFileError(f"Static data cannot be read ({type(error).__name__}: {error}).")

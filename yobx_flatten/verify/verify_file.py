@@ -32,7 +32,7 @@ from ..export.proof.quality import Distance
 from ..export.proof.replay import CaseResult, Padding, replay, side_by_side
 from ..export.proof.report import ExportReport, Yardstick
 from ..export.quantization import PERPLEXITY_RATIOS
-from ..files.tensors import read_onnx
+from ..files.document import read_onnx
 from ..model_folder.source.find import find_model
 from ..private_names.of_torch import pytree
 from ..runners.open import RUNTIMES, open_runner

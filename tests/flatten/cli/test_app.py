@@ -19,8 +19,7 @@ from yobx_flatten.cli import repository
 from yobx_flatten.cli.app import app
 from yobx_flatten.cli.reference import reference
 from yobx_flatten.errors.dependencies import install_line
-from yobx_flatten.terminal import failures
-from yobx_flatten.terminal.failures import Terminated
+from yobx_flatten.terminal.running import Terminated, explain_failure
 
 COMMANDS = [
     "demo", "export", "verify", "adapter", "generate", "chat", "check", "explain", "list", "env", "bench", "matrix",
@@ -92,7 +91,7 @@ def test_debug_shows_the_stack_trace_wherever_it_stands(capsys):
 )
 def test_every_error_has_a_line_and_a_status(error, status, words, capsys):
     """Also those that nobody foresaw."""
-    assert failures.explain_failure(error, debug=False) == status
+    assert explain_failure(error, debug=False) == status
     assert words in capsys.readouterr().err
 
 

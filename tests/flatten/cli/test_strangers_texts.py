@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from yobx_flatten import save_nested
 from yobx_flatten.cli.app import app
-from yobx_flatten.terminal.failures import UserError, explain_failure
 from yobx_flatten.terminal.output import printable, say, say_json, table
+from yobx_flatten.terminal.running import UserError, explain_failure
 
 # clears the screen, sets the title, a bell, a line that covers another one, C1, and text that reads backwards
 ATTACK = "a\x1b[2J\x1b]0;title\x07\rok\x9b31m\u202egnp"

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests import fresh_process
-from yobx_flatten.terminal.failures import Terminated, terminable
+from yobx_flatten.terminal.running import Terminated, terminable
 
 if os.name != "posix":
     pytest.skip("Windows has no SIGTERM", allow_module_level=True)

@@ -22,7 +22,7 @@ from yobx_flatten.errors.tried_versions import (
     untried_versions,
     without_cause,
 )
-from yobx_flatten.terminal.failures import UserError, explain_failure
+from yobx_flatten.terminal.running import UserError, explain_failure
 
 ROOT = Path(__file__).parents[3]
 LINE = "transformers 99.1.0 is newer than the newest tried (5.24.0): it may be the cause"

@@ -11,8 +11,7 @@ import torch
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
 from yobx_flatten.export.proof.quality import Quality
-from yobx_flatten.export.quantization import Quantization
-from yobx_flatten.export.quantized_answers import Budget, Role
+from yobx_flatten.export.quantization import Budget, Quantization, Role
 
 ROLES = {
     "up": Role("up", 2, 100, False),

@@ -23,7 +23,7 @@ from yobx_flatten import (
 from yobx_flatten.export import CaseResult, quantization
 from yobx_flatten.export.exported_model import source_of
 from yobx_flatten.export.flat_program import flat_program, signature_of
-from yobx_flatten.export.runtimes import executorch, file_options
+from yobx_flatten.export.runtimes import executorch
 from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.export.runtimes.executorch_cache import with_row_buffers
 from yobx_flatten.runners.executorch_runner import Rows
@@ -116,7 +116,7 @@ def written(monkeypatch):
         difference = 1.0 if found[-1] in differing else 1e-6
         job.report.cases.append(CaseResult("the example", "executorch", 1, {"logits": difference}, 0.0))
 
-    monkeypatch.setattr(file_options, "require_executorch", lambda caller: None)
+    monkeypatch.setattr(write, "require_executorch", lambda caller: None)
     monkeypatch.setattr(runtimes, "write_pte", write)
     monkeypatch.setattr(runtimes._Job, "replay", replayed)
     return found, differing

@@ -3,7 +3,7 @@
 import onnx_ir as ir
 import pytest
 
-from yobx_flatten.export.onnx.rewrite.repair import copy_type, input_of, insert_before, type_of
+from yobx_flatten.export.onnx.rewrite.graph import copy_type, input_of, insert_before, type_of
 
 
 def test_an_input_that_is_left_out_is_named():

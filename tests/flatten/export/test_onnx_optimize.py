@@ -9,7 +9,7 @@ from onnxscript import optimizer, rewriter
 
 from tests.models import make_model
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
-from yobx_flatten.export.onnx.rewrite.optimize import _RuleOfOperator, optimize_graph
+from yobx_flatten.export.onnx.rewrite.graph import _RuleOfOperator, optimize_graph
 
 pytestmark = pytest.mark.slow
 

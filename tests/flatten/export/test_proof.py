@@ -13,7 +13,7 @@ from yobx_flatten.errors import InvalidArgumentError, NoRoomError
 from yobx_flatten.export.model_facts import ModelFacts, weight_bytes
 from yobx_flatten.export.proof import eager_runs
 from yobx_flatten.export.proof.eager_runs import Case
-from yobx_flatten.export.runtimes import file_options
+from yobx_flatten.export.runtimes import write
 
 pytestmark = pytest.mark.slow
 
@@ -111,7 +111,7 @@ def test_tied_weights_are_counted_once():
 
 def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
     """The message names the folder, what is needed and what is free."""
-    monkeypatch.setattr(file_options.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10}))
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10}))
     module = torch.nn.Linear(3, 2)
     monkeypatch.setattr(module, "forward", lambda *args: pytest.fail("the module was called"))
     with pytest.raises(NoRoomError, match=r"the weights take 32 bytes, and 10 bytes are free"):
@@ -122,11 +122,11 @@ def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
 def test_too_little_memory_is_found_before_anything_is_traced(monkeypatch):
     """The message names what is needed, what there is, and the argument that needs less."""
     facts = dataclasses.replace(ModelFacts.of(torch.nn.Linear(3, 2)), weight_bytes=2**31)
-    monkeypatch.setattr(file_options, "memory_available", lambda: 2**30)
-    monkeypatch.setattr(file_options.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))
+    monkeypatch.setattr(write, "memory_available", lambda: 2**30)
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))
     with pytest.raises(NoRoomError, match=r"needs 2\.68 GB .* 1\.07 GB are available(?s:.*)proof=\"none\""):
-        file_options.check_room(facts, pathlib.Path("a.onnx"))
-    file_options.check_room(facts, pathlib.Path("a.onnx"), in_memory=0)
+        write.check_room(facts, pathlib.Path("a.onnx"))
+    write.check_room(facts, pathlib.Path("a.onnx"), in_memory=0)
 
 
 def test_an_opset_that_onnxruntime_lacks_is_found_before_anything_is_traced(tmp_path, monkeypatch):

@@ -14,8 +14,7 @@ from tests.flatten.export.trained_model import text_of, trained_model
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx, register_flattening_functions
 from yobx_flatten.export.onnx.file import UnprovenFile
 from yobx_flatten.export.onnx.rounding import input_moments
-from yobx_flatten.export.quantization import Quantization
-from yobx_flatten.export.quantized_answers import from_the_start, text_cases
+from yobx_flatten.export.quantization import Quantization, from_the_start, text_cases
 from yobx_flatten.runners.ports import CacheSlot, Port
 
 

@@ -145,7 +145,7 @@ def test_a_missing_tool_is_named(exported, tmp_path, monkeypatch, runtime, missi
 
 def test_blocks_that_xnnpack_lacks_are_refused(exported, tmp_path, monkeypatch):
     """With the line to type."""
-    monkeypatch.setattr("yobx_flatten.export.runtimes.file_options.require_executorch", lambda caller: None)
+    monkeypatch.setattr("yobx_flatten.export.runtimes.write.require_executorch", lambda caller: None)
     monkeypatch.setattr(dependencies, "is_installed", lambda library: True)
     with pytest.raises(InvalidArgumentError, match=r'found 16:\n    Quantization\("int4", block_size=32\)'):
         exported.to_executorch(tmp_path / "scores.pte", quantize=Quantization("int4", block_size=16))

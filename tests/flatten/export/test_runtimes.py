@@ -139,7 +139,7 @@ def test_a_file_that_differs_is_not_left(tmp_path):
 
 def test_a_size_without_a_bound_is_refused_for_executorch(tmp_path, monkeypatch):
     """The message names every axis, before ExecuTorch is asked."""
-    monkeypatch.setattr("yobx_flatten.export.runtimes.file_options.require_executorch", lambda caller: None)
+    monkeypatch.setattr("yobx_flatten.export.runtimes.write.require_executorch", lambda caller: None)
     free = export_program(make_step(), (), inputs(2, 3, 2), dynamic_shapes=shapes(bounded=False), cases=[])
     with pytest.raises(DynamicShapesError, match="input_ids axis 0, input_ids axis 1, attention_mask axis 0"):
         free.to_executorch(tmp_path / "step.pte")

@@ -18,6 +18,7 @@ from tests.flatten.files import writers
 from tests.flatten.files.writers import write_file, write_folder, write_with_data
 from yobx_flatten.errors import StoredFileError
 from yobx_flatten.files import scratch
+from yobx_flatten.files.document import write_tensor_file
 from yobx_flatten.files.scratch import (
     check_writable,
     copy_links,
@@ -30,7 +31,6 @@ from yobx_flatten.files.scratch import (
     whole_file,
     write_text,
 )
-from yobx_flatten.files.tensors import write_tensor_file
 
 
 def read(write, target):
@@ -352,7 +352,7 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
         pytest.skip("there is no full disk here")
     program = (
         "import pathlib, resource, signal, torch\n"
-        "from yobx_flatten.files.tensors import write_tensor_file\n"
+        "from yobx_flatten.files.document import write_tensor_file\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "try:\n"

@@ -7,7 +7,7 @@ import torch
 
 from tests import fresh_process
 from yobx_flatten.errors import DamagedFileError
-from yobx_flatten.files.tensors import file_for_torch, opened_tensors, read_onnx, read_tensors, write_tensor_file
+from yobx_flatten.files.document import file_for_torch, opened_tensors, read_onnx, read_tensors, write_tensor_file
 
 
 def names_of(path, *, failure):

@@ -91,7 +91,7 @@ def test_values_of_the_first_node_are_those_of_the_model(made, tmp_path):
     copied, _ = _changed(folder, tmp_path / "out", _add_to_weight(-1))
     first = next(one.first for one in explain_folder(copied, model).files.values() if one.first is not None)
     assert "lm_head, modeling_llama.py" in first.source
-    from yobx_flatten.storage.nested import load_case
+    from yobx_flatten.storage.cases import load_case
 
     name = json.loads((folder / "yobx_flatten.json").read_text())["cases"]["model.onnx"][0]
     wanted = load_case(folder / name).outputs["logits"]

@@ -10,7 +10,7 @@ from tests.flatten.model_folder.exported_folders import exported
 from yobx_flatten import InvalidArgumentError, export_folder, open_generator, open_model, verify_folder
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.model_folder.pieces.spoken import FrameDecoder
-from yobx_flatten.storage.nested import load_case, save_case
+from yobx_flatten.storage.cases import load_case, save_case
 
 pytestmark = pytest.mark.slow
 

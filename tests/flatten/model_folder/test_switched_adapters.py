@@ -33,7 +33,7 @@ from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.model_folder.source import adapter
 from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.runners.open import open_runner
-from yobx_flatten.storage.nested import load_case
+from yobx_flatten.storage.cases import load_case
 
 # PEFT 0.21 asks models of transformers 5.23 for an attribute by its old name
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")

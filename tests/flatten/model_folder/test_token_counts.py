@@ -16,7 +16,7 @@ from yobx_flatten.generate.settings import GenerationSettings
 from yobx_flatten.model_folder.chat import CHATS, chat_prompts
 from yobx_flatten.model_folder.source.classes import small_model
 from yobx_flatten.model_folder.verify import count_tokens
-from yobx_flatten.storage.nested import StoredCase, load_case
+from yobx_flatten.storage.cases import StoredCase, load_case
 
 MODEL = torch.tensor([[7, 1, 2, 3, 0, 9], [7, 4, 5, 6, 4, 5]])  # a prompt of one token; 0 ends a row, 9 fills it
 CLEAR, TIE = 5.0, 1e-5

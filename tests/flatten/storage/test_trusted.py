@@ -11,7 +11,7 @@ import torch
 from tests.flatten.storage.storage_values import Access, Mode, Pair
 from yobx_flatten import DamagedFileError, NotRegisteredError
 from yobx_flatten.recipe.static_codec import dump_static
-from yobx_flatten.storage.values import load_trusted
+from yobx_flatten.storage.structure import load_trusted
 
 
 @pytest.mark.parametrize(

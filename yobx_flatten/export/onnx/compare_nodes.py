@@ -20,8 +20,7 @@ import torch
 
 from ...core.compare import compare
 from ...errors import DamagedFileError
-from ...files.document import damage_as
-from ...files.tensors import read_onnx
+from ...files.document import damage_as, read_onnx
 from ...runners.onnx_runner import OnnxRunner, row_by_row
 from ...runners.onnx_session import open_session, session_options
 

@@ -16,18 +16,16 @@ from torch.export.graph_signature import ConstantArgument
 
 from ...errors import FlattenError, InvalidArgumentError
 from ...errors.failures import without_records
+from ...files.document import data_files_of
 from ...files.scratch import data_path, move_in, publish_files, scratch_for
-from ...files.tensors import data_files_of
 from ...huggingface.cache_names import CACHE, PRESENT
 from ...huggingface.layer_weights import Reader
 from ...private_names.of_torch import OpOverload
 from ...runners.adapters import FIRST
 from ..flat_program import decompose_untranslated, flat_program
-from .rewrite.attention import fuse_attention
+from .rewrite.attention import fuse_attention, put_tokens_first
+from .rewrite.graph import join_projections, keep_last_scores, optimize_graph, repair_graph, sizes_of, text_of_size
 from .rewrite.group_query_attention import share_cache
-from .rewrite.heads import put_tokens_first
-from .rewrite.optimize import join_projections, keep_last_scores, optimize_graph
-from .rewrite.repair import repair_graph, sizes_of, text_of_size
 from .weights import read_lazily, write_weights
 
 if TYPE_CHECKING:

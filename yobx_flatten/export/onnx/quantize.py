@@ -19,9 +19,8 @@ import numpy
 
 from ...errors import InvalidArgumentError
 from ..proof.report import ExportReport
-from ..quantization import Quantization, nothing_kept, remark_of_kept
-from ..quantized_answers import Bits, Role
-from .rewrite.repair import attribute
+from ..quantization import Bits, Quantization, Role, nothing_kept, remark_of_kept
+from .rewrite.graph import attribute
 from .rounding import RoundedMatrices
 from .stored_matrix import (
     Grids,

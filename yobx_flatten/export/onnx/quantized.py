@@ -22,8 +22,7 @@ from ...runners.onnx_session import open_session, session_options
 from ..proof.eager_runs import Texts
 from ..proof.quality import Quality
 from ..proof.report import ExportReport
-from ..quantization import Quantization
-from ..quantized_answers import Bits, Budget, measure, reads_once, rounding_calls
+from ..quantization import Bits, Budget, Quantization, measure, reads_once, rounding_calls
 from ..source import Source
 from .file import UnprovenFile
 from .quantize import QuantizedWeights, products_of, quantize_model, remark_quantized

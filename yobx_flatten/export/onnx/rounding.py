@@ -27,8 +27,7 @@ from ...private_names.of_torch import pytree
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import mapped_options, open_session
 from ..proof.eager_runs import Case, clone
-from ..quantization import Quantization
-from ..quantized_answers import from_the_start, rounding_calls
+from ..quantization import Quantization, from_the_start, rounding_calls
 from ..source import Source
 from .file import UnprovenFile
 from .stored_matrix import Grids, InputSplit, InputSplits

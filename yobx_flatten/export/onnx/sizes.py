@@ -31,7 +31,7 @@ from ..example import Example, arguments_with, resized_leaves
 from ..proof.eager_runs import REFUSALS, Case, clone
 from ..proof.left import written_parameters
 from ..traced import Traced
-from .rewrite.repair import copy_type, text_of_size
+from .rewrite.graph import copy_type, text_of_size
 
 if TYPE_CHECKING:
     import onnx_ir as ir

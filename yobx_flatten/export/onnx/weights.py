@@ -17,7 +17,7 @@ import torch
 from ...errors import FlattenError
 from ...errors.failures import STEP, format_bytes
 from ...huggingface.layer_weights import Reader
-from .rewrite.repair import attribute, sizes_of
+from .rewrite.graph import attribute, sizes_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir

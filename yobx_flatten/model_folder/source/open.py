@@ -18,7 +18,7 @@ from ...errors import InvalidArgumentError, ModelSourceError, NoRoomError
 from ...errors.failures import first_line, format_bytes
 from ...export.model_facts import memory_available
 from ...export.onnx.stored_matrix import holds_integers
-from ...files.tensors import opened_tensors
+from ...files.document import opened_tensors
 from ...huggingface.layer_weights import Reader, stream_layers
 from ...registry.patches import AttributePatch
 from .classes import class_for

@@ -18,8 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from ...errors import InvalidArgumentError, ModelSourceError
-from ...files.document import damage_as
-from ...files.tensors import read_tensors
+from ...files.document import damage_as, read_tensors
 from .configuration import stated_weights
 
 Tensors = dict[str, torch.Tensor]

@@ -20,11 +20,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ....errors import DamagedFileError
-from ....files.tensors import read_onnx
+from ....files.document import read_onnx
 from ....runners.onnx_runner import SHARED_CACHE
-from .attention import match_scores, take_cache, unrepeated
-from .heads import SWAP, heads_first, heads_of, tokens_first
-from .repair import attribute, copy_type, input_of, number_of, only_reader, producer, replace_value, type_of
+from .attention import SWAP, heads_first, heads_of, match_scores, take_cache, tokens_first, unrepeated
+from .graph import attribute, copy_type, input_of, number_of, only_reader, producer, replace_value, type_of
 
 if TYPE_CHECKING:
     import onnx_ir as ir

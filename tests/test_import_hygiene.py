@@ -111,12 +111,12 @@ with torch.{block}():
     for package in (roundpipe_runtime, yobx_flatten):
         for name in package.__all__:
             getattr(package, name)
-    from roundpipe_runtime.engine.checks import _LOOSE
+    from roundpipe_runtime.engine.layer_graph import _LOOSE
 print(_LOOSE)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    from roundpipe_runtime.engine.checks import _LOOSE
+    from roundpipe_runtime.engine.layer_graph import _LOOSE
 
     assert int(done.stdout) == _LOOSE  # as it is where gradients are computed
 

@@ -13,7 +13,7 @@ from torch import nn
 from ..device.composite import is_composite, parts_of, plain_numbers, states_of
 from ..device.disk import HOST_IN_MEMORY, disk_of, leave, page_out
 from ..device.transfer import shapes_of
-from ..engine.compiled import PipelineProgress
+from ..engine.lifecycle import PipelineProgress
 from ..errors import CheckpointError, ConfigError
 from ..pipeline import RoundPipe, wrapped_model
 from .tensor_files import encode, open_tensors

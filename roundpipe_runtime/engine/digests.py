@@ -1,4 +1,4 @@
-"""Keep enough of a gradient for a later comparison: all values, or sixteen random projections of a large gradient.
+"""Keep enough of gradients and outputs for a later comparison: all values, or some random projections.
 
 The gradients of a model take as much memory as the model, so a large gradient is not kept. Each projection is a
 weighted sum of the gradient's values with random factors, which are the same for all gradients of one size. The mean
@@ -16,8 +16,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
+
+from yobx_flatten.core.compare import tolerance
+
+from ..errors import StageError
 
 _SUMS = 16
 _COLUMNS = 4096
@@ -151,3 +156,64 @@ def _factors(count: int, seed: int = 0) -> torch.Tensor:
     """Return random numbers with mean 0 and variance 1, always the same for the same arguments."""
     made = torch.rand((count, _SUMS), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return made.sub_(0.5).mul_(12**0.5)
+
+
+# Check that a recomputation gives the same outputs as the forward.
+
+# Sums of an output, which are compared with those of its recomputation.
+_OUTPUT_SUMS = 4
+# Tensors are multiplied by these factors before they are summed: a mask is filled with the minimum of its dtype, and
+# the sum of two minima overflows.
+_FACTORS = {torch.float16: 2.0**-10}
+_USUAL_FACTOR = 2.0**-40
+
+
+def digest_outputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return digests of a layer's outputs that require a gradient, to compare the outputs with a recomputation.
+
+    The digests stay on the device of the outputs, because a copy to the host would wait for the device.
+    """
+    found = []
+    with torch.no_grad():
+        for tensor in tensors:
+            if is_digested(tensor):
+                rows = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+                factor = _FACTORS.get(rows.dtype, _USUAL_FACTOR)
+                within = rows @ (_signs(rows.shape[1], _OUTPUT_SUMS, rows) * factor)
+                sums = (within * _signs(rows.shape[0], _OUTPUT_SUMS, rows)).sum(0, dtype=torch.float64) / factor
+                norm = torch.linalg.vector_norm(rows, dtype=torch.float64).reshape(1)
+                found.append(torch.cat([sums, norm]))
+    return found
+
+
+def is_digested(tensor: torch.Tensor) -> bool:
+    """Report whether :func:`digest_outputs` includes an output."""
+    has_numbers = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
+    return tensor.requires_grad and has_numbers
+
+
+def _signs(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+    """Return random signs, always the same for the same sizes; no random generator is used."""
+    numbers = torch.arange(rows * columns, device=like.device).reshape(rows, columns)
+    mixed = (numbers * 2654435761 + 40503) % 4294967296
+    mixed = ((mixed >> 15) ^ mixed) * 2246822519 % 4294967296
+    return ((mixed >> 13) % 2 * 2 - 1).to(like.dtype)
+
+
+def check_repeated(
+    title: str, before: Sequence[torch.Tensor], now: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+) -> None:
+    for one, other, dtype in zip(before, now, dtypes, strict=False):
+        norm = float(one[-1])
+        # an accelerator may add in a different order
+        if norm < float("inf") and not (one - other).abs().max() <= tolerance("rows", dtype) * norm:
+            break
+    else:
+        if len(before) == len(now):
+            return
+    raise StageError(
+        f"{title} computed different values in its recomputation than in its forward, so the gradient would be wrong. "
+        "If the layer draws from a random generator, make the generator an attribute of the layer. If it counts calls "
+        "or reads a clock, save the value that differs:\n    if doing_recompute():\n        (mask,) = "
+        "get_recompute_data()\n    else:\n        mask = ...; save_for_recompute(mask)"
+    )

@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -37,7 +37,6 @@ _LOCK = threading.Lock()
 
 
 def run_base() -> int:
-    """Return the seed of a run: a digest of the state of torch's generator."""
     with generator_lock():
         state = torch.default_generator.get_state()
     return int.from_bytes(hashlib.blake2b(bytes(state.numpy()), digest_size=7).digest())
@@ -72,7 +71,6 @@ class Draws:
 
     @property
     def seeds(self) -> int:
-        """The seed from which the seeds of the run's calls are derived."""
         return self.base if self.place == 0 else _mixed(self.base, self.place, 0)
 
     def commit(self) -> None:
@@ -187,7 +185,6 @@ class ProcessState:
         self.others = process_marks()
 
     def is_now(self) -> bool:
-        """Return whether the process's random generators are still in this state."""
         return self.mark == _mark(torch.default_generator.get_state()) and self.others == process_marks()
 
     def is_moved(self) -> bool:
@@ -226,21 +223,17 @@ class Generator(Protocol):
 
     key: int
 
-    def get(self) -> object:
-        """Return the state of the generator."""
+    def get(self) -> object: ...
 
-    def set(self, state: object) -> None:
-        """Set the state of the generator."""
+    def set(self, state: object) -> None: ...
 
-    def seed(self, number: int) -> None:
-        """Seed the generator."""
+    def seed(self, number: int) -> None: ...
 
     def draw(self) -> int:
         """Draw a random number of up to 56 bits."""
 
 
 def is_same(one: object, other: object) -> bool:
-    """Return whether two states of a random generator are equal."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(is_same(value, other[key]) for key, value in one.items())
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -339,7 +332,6 @@ class _OldNumPy:
 
 
 def process_generators() -> list[Generator]:
-    """Return the global random generators of Python and, if it is imported, NumPy."""
     found: list[Generator] = [_Python(random.random.__self__)]  # type: ignore[attr-defined]  # a bound method
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -411,19 +403,14 @@ def held_generators(code: object) -> list[Generator]:
     for module in code.modules() if isinstance(code, nn.Module) else ():
         for name, value in vars(module).items():
             if name not in _OF_MODULES:
-                for one in _values(value):
+                values = value.values() if isinstance(value, dict) else value
+                for one in values if isinstance(value, (dict, list, tuple)) else (value,):
                     generator = _as_generator(one)
                     if generator is not None:
                         found[generator.key] = generator
     for one in process_generators():
         found.pop(one.key, None)
     return [one for one in found.values() if one.key != id(torch.default_generator)]
-
-
-def _values(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _as_generator(value: object) -> Generator | None:
@@ -463,7 +450,7 @@ def traits_of(code: Any) -> LayerTraits:
     """Return the :class:`LayerTraits` of a layer or a loss function; repeated calls return the same object.
 
     An object that cannot be weakly referenced, such as a tuple, gets a new record in every call. This record assumes
-    that the backward calls forward code again. This record assumes that the backward calls forward code again.
+    that the backward calls forward code again.
 
     >>> from torch import nn
     >>> layer = nn.Linear(1, 1)

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,16 +19,15 @@ from yobx_flatten.recipe.aliases import PyTree
 
 from ..batch.entries import FlatBatch, FlatMicrobatch, check_labels
 from ..batch.joining import join
-from ..batch.loss import LossContract, warn_if_uneven
+from ..batch.loss import LossContract, Reduction, warn_if_uneven
 from ..batch.splitting import split, split_flat
-from ..device.protocol import Device
+from ..device.protocol import NOW, Device
 from ..device.transfer import HostValue
-from ..errors import ConfigError, SplitError
+from ..errors import ConfigError, SplitError, StageError
+from ..optim.parameters import added
 from ..schedule.plan import ModelExecutePlan
-from .autograd import call
-from .caller_state import gradient_mode_kept
-from .compiled import NOT_COMPILED
-from .config import RoundPipeRunConfig
+from .code_state import gradient_mode_kept
+from .config import NOT_COMPILED, RoundPipeRunConfig
 from .lifecycle import EngineOptions, RunLifecycle
 from .loss_check import LossChecks, Sample, on_host
 from .one_group import Call, Cutting, OneGroup, host_value, merge_outputs, outputs_of
@@ -68,7 +67,6 @@ class Engine(RunLifecycle):
     def forward(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig, *, is_checked: bool = False
     ) -> Any:
-        """Run the layers forward; if gradients are computed, the outputs are part of the caller's autograd graph."""
         # is_checked: whether the rows of this call were checked
         self.check_can_run()
         with self.lock, gradient_mode_kept(), torch.set_grad_enabled(bool(config.requires_grad)), self._noting_ends():
@@ -79,7 +77,6 @@ class Engine(RunLifecycle):
                 self.row_check = checked
 
     def forward_here(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
-        """Run all rows of this process forward, as one group; see :meth:`forward`."""
         microbatches = self.cut_group(FlatBatch.of(args, kwargs, None), config)
         rows = [microbatch.rows for microbatch in microbatches]
         run, host_values = self.prepare_forward(microbatches, config)
@@ -126,7 +123,6 @@ class Engine(RunLifecycle):
             return output
 
     def wait_exact_step(self) -> None:
-        """Wait for an optimizer step in the background whose weights the next run needs, and raise the step's error."""
         if self.steps.is_exact:
             self.steps.wait_update()
 
@@ -185,9 +181,8 @@ class Engine(RunLifecycle):
                 self.round_robin.cursor = cursor
 
     def _forward_outputs(self, run: Run, host_values: Sequence[HostValue]) -> list[PyTree]:
-        """Run the forward of a run, and return the output of each microbatch."""
         if run.spec.kind == "train":
-            return call(self, run, host_values)
+            return _as_node(self, run, host_values)
         run.start_all(host_values)
         self.execute(run, run.spec.stages)
         return outputs_of(run)
@@ -201,20 +196,31 @@ class Engine(RunLifecycle):
         return_outputs: bool,
         config: RoundPipeRunConfig,
     ) -> Any:
-        """Run forward, loss and backward of a batch, and return the loss, with the outputs if requested."""
         self.check_can_run()
         with self.lock, gradient_mode_kept(), self._noting_ends():
             outputs = None
 
+            def cut() -> Cutting:  # in the collective call: an error of one rank must reach the others
+                batch = FlatBatch.of(args, kwargs, label)
+                parts = self.cut_to_train(batch, config)
+                return Cutting(parts, self._reduction(batch, parts, loss_fn, config))
+
             def work(call: Call) -> None:
                 nonlocal outputs
                 self._run_groups(call, loss_fn, return_outputs, config)
+                kind = call.contract.kind
                 if return_outputs and call.runs:
-                    outputs = _outputs_of_groups(call, config)
-                self._warn_of_rows(call, config)
+                    runs = [run for run, _ in call.runs]
+                    rows = [count for run in runs for count in run.contract.rows]
+                    weights: list[float | None] = [weight for run in runs for weight in run.contract.weights]
+                    each = [output for run in runs for output in outputs_of(run)]
+                    outputs = merge_outputs(each, weights if kind == "pair" else rows, rows, config)
+                # losses of microbatches with different numbers of rows may be means, which do not add up
+                is_sum = config.loss_reduction == "sum" and kind not in ("pair", None)
+                if is_sum and self.groups.is_first and not self._warned:
+                    number = (config.num_microbatch or 1) * self.groups.replicas
+                    self._warned = warn_if_uneven(call.contract.rows, number)
 
-            # Split inside the collective call: an error of one rank must reach the others.
-            cut = partial(self._cut_for_loss, args, kwargs, label, loss_fn, config)
             total = self.groups.run_call(self, "forward_backward", cut, config, work)
             self.loss_checks.warn()
             return (total, outputs) if return_outputs else total
@@ -243,41 +249,31 @@ class Engine(RunLifecycle):
                 for layer in range(len(self.layers)):
                     call.land(turn, layer, {})
 
-    def _warn_of_rows(self, call: Call, config: RoundPipeRunConfig) -> None:
-        """Warn once if microbatches of different sizes are summed, because their losses may be means."""
-        is_sum = config.loss_reduction == "sum" and call.contract.kind not in ("pair", None)
-        if is_sum and self.groups.is_first and not self._warned:
-            number = (config.num_microbatch or 1) * self.groups.replicas
-            self._warned = warn_if_uneven(call.contract.rows, number)
-
     # -- splitting a batch ---------------------------------------------------------------------------------------------
 
     def cut_to_train(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
-        """Split a batch like :meth:`cut`, for a call that computes gradients."""
         if not config.requires_grad:
             raise ConfigError("forward_backward computes gradients, but gradients are switched off here. Use forward.")
         return self.cut(batch, config)
 
-    def _cut_for_loss(
+    def _reduction(
         self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        label: Any,
+        batch: FlatBatch,
+        parts: Sequence[Sequence[FlatMicrobatch]],
         loss_fn: Callable[[Any, Any], Any],
         config: RoundPipeRunConfig,
-    ) -> Cutting:
-        batch = FlatBatch.of(args, kwargs, label)
-        parts = self.cut_to_train(batch, config)
+    ) -> Reduction | None:
+        """Find how the losses of microbatches add up to the loss of the batch; ``None`` if one row proves nothing."""
         microbatches = [one for part in parts for one in part]
         stated = config.loss_reduction or "auto"
         is_split = len(microbatches) > 1 or (
             self.groups.replicas > 1 and sum(one.rows or 0 for one in microbatches) > 1
         )
         if not is_split:  # one microbatch needs no weights, and one row proves nothing; other ranks may have more rows
-            return Cutting(parts, None if stated == "auto" else "mean" if stated == "mean" else "sum")
+            return None if stated == "auto" else "mean" if stated == "mean" else "sum"
         samples = partial(self._samples, batch, microbatches, config)
         is_nonlinear = self.row_check is not None and self.row_check.is_nonlinear
-        return Cutting(parts, self.loss_checks.reduction(loss_fn, stated, microbatches, samples, is_nonlinear))
+        return self.loss_checks.reduction(loss_fn, stated, microbatches, samples, is_nonlinear)
 
     def _samples(
         self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
@@ -353,19 +349,118 @@ class Engine(RunLifecycle):
             self.row_check.check(self, batch, rows, config)
 
     def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
-        """Split arguments and labels into microbatches."""
         number = config.num_microbatch or 1
         return split_flat(batch, number, split_input=config.split_input, split_label=config.split_label)
 
 
-def _outputs_of_groups(call: Call, config: RoundPipeRunConfig) -> Any:
-    outputs = [output for run, _ in call.runs for output in outputs_of(run)]
-    rows = [count for run, _ in call.runs for count in run.contract.rows]
-    weights: list[float | None] = [weight for run, _ in call.runs for weight in run.contract.weights]
-    return merge_outputs(outputs, weights if call.contract.kind == "pair" else rows, rows, config)
-
-
 def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-    """Return the settings with a plan that has separate forward and backward stages."""
     plan = config.execute_plan
     return config if plan is None else dataclasses.replace(config, execute_plan=plan.for_two_passes())
+
+
+# A run is one node of the caller's autograd graph, and the node's backward runs the backward stages.
+#
+# The inputs of the node are the model's inputs and parameters. So torch sums the gradients in `grad`, runs hooks, and
+# returns gradients from `torch.autograd.grad`. The engine adds only gradients of a dtype other than the parameter's.
+
+
+def _as_node(engine: Engine, run: Run, host_values: Sequence[HostValue]) -> list[Any]:
+    """Run the forward, and return the outputs as part of the caller's graph."""
+    inputs = [t for on_host in host_values for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if flag]
+    # A node has a backward only if an input of the node requires a gradient, and parameters whose gradients have
+    # another dtype are not inputs of the node.
+    anchor = torch.empty(0, requires_grad=True)
+    # trained parameters whose gradients have the dtype of the parameter; torch sums and hands out these gradients
+    held = [parameter for layer in run.spec.span for parameter in run.spec.contents[layer].parameters()]
+    store = run.store
+    own = {id(p): p for p in held if p.requires_grad and store.gradient_dtype(p) == store.dtype_between(p) == p.dtype}
+    learned = list(own.values())
+    results = iter(_apply(engine, run, host_values, learned, anchor, *inputs, *learned))
+    outputs = []
+    for number in range(run.spec.num_microbatch):
+        on_host = run.collected.outputs.pop(number)
+        outputs.append(on_host.structure.rebuild([next(results) for _ in on_host.tensors]))
+    return outputs
+
+
+def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor, ...]:
+    """Return the output tensors of an autograd node, and mark tensors without a gradient as non-differentiable."""
+    ctx.set_materialize_grads(False)
+    pairs = [pair for on_host in values for pair in zip(on_host.tensors, on_host.needs_grad, strict=True)]
+    ctx.mark_non_differentiable(*(tensor for tensor, needs_grad in pairs if not needs_grad))
+    return tuple(tensor for tensor, _ in pairs)
+
+
+class _Pipeline(torch.autograd.Function):
+    """The node of a run in the caller's autograd graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        engine: Engine,
+        run: Run,
+        host_values: Sequence[HostValue],
+        learned: Sequence[torch.Tensor],
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        run.start_all(host_values)
+        engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
+        ctx.engine, ctx.run, ctx.learned = engine, run, learned
+        ctx.backward_stages = [stage for stage in run.spec.stages if stage.kind == "backward"]
+        ctx.flags = [on_host.needs_grad for on_host in host_values]
+        ctx.sizes = [len(run.collected.outputs[number].tensors) for number in range(run.spec.num_microbatch)]
+        run.remember_versions()
+        engine.commit_forward(run)
+        return return_outputs(ctx, [run.collected.outputs[number] for number in range(run.spec.num_microbatch)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        engine, run = ctx.engine, ctx.run
+        if torch.is_grad_enabled():
+            raise StageError(
+                "create_graph=True asks for second-order gradients, and a pipeline supports one backward. Use the "
+                "model itself:\n    model = pipeline.model"
+            )
+        if run is None:
+            raise StageError(
+                "backward() already ran through this forward of the pipeline and freed its saved tensors; "
+                "retain_graph has no effect. Call backward once for the sum of several losses, or call forward again:\n"
+                "    (loss + other_loss).backward()"
+            )
+        ctx.run = None
+        run.check_unchanged()
+        run.version = engine.table.latest
+        copies = iter([None if gradient is None else (gradient, NOW) for gradient in gradients])
+        for number, size in enumerate(ctx.sizes):
+            run.mailbox.put(("gradient", run.spec.span.stop, number), [next(copies) for _ in range(size)])
+        with engine.lock:
+            engine.execute(run, ctx.backward_stages)
+            found_here = _take_gradients(run, ctx.learned)
+            engine.commit_backward(run)
+        return (None, None, None, None, None, *input_gradients(run, ctx.flags), *found_here)
+
+
+def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, learned))
+    for layer in sorted(run.collected.gradients, reverse=True):
+        for parameter in [parameter for parameter in run.collected.gradients[layer] if id(parameter) in totals]:
+            gradient = arrived(run.collected.gradients[layer].pop(parameter))
+            before = totals[id(parameter)]
+            totals[id(parameter)] = gradient if before is None else added(before, gradient)
+    return [totals[id(parameter)] for parameter in learned]
+
+
+def input_gradients(run: Run, flags: Sequence[Sequence[bool]]) -> list[torch.Tensor | None]:
+    # flags: for each microbatch, whether each input requires a gradient
+    copies = run.collected.input_gradients
+    pairs = [pair for number, own in enumerate(flags) for pair in zip(own, copies[number], strict=True)]
+    return [None if copy is None else arrived(copy) for flag, copy in pairs if flag]
+
+
+def arrived(copy: tuple[torch.Tensor, Any]) -> torch.Tensor:
+    gradient, ready = copy
+    ready.result()
+    return gradient
+
+
+_apply = cast(Callable[..., tuple[torch.Tensor, ...]], _Pipeline.apply)

@@ -7,12 +7,16 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
+from yobx_flatten.private_names.of_torch import tensor_use_count
+
 from ..device.generator import generator_alone
 from ..device.transfer import TreeStructure
+from ..errors import StageError
+from ..optim.parameters import LayerContents
 from .draws import traits_of
 
 
@@ -36,7 +40,6 @@ class LayerGraph:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], run: Callable[[Callable[[], None]], None] | None = None
     ) -> list[torch.Tensor | None]:
-        """Run the backward of a layer from the gradients of its outputs, and return the gradients of its inputs."""
         # gradients: gradients of the outputs, `None` for an output without one
         # run: function that calls its argument, which runs the backward. Default: the backward runs directly.
         starts, seeds = [], []
@@ -121,7 +124,6 @@ def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor 
 
 
 def is_refused_write(error: Exception) -> bool:
-    """Return whether torch has refused an in-place write to a leaf or to a view of a leaf."""
     return "leaf Variable that requires grad" in str(error)
 
 
@@ -172,7 +174,7 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
 
 
 def watch_forward(call: Callable[[], T], code: Any, device: torch.device) -> T:
-    """Run a forward and return its result; on an accelerator, detect whether it uses activation checkpointing."""
+    """Run a forward; on an accelerator, detect whether the forward uses activation checkpointing."""
     return call() if device.type == "cpu" or not torch.is_grad_enabled() else _watch(call, code)
 
 
@@ -202,3 +204,71 @@ def _watch(call: Callable[[], T], code: Any) -> T:
     if is_alone or seen:
         reenters[mode] = bool(seen)
     return result
+
+
+# Check that no gradient is lost: the graph of a layer ends in its inputs and parameters, and starts at its outputs.
+
+# Attribute of the device copy of a parameter: the original parameter.
+HOST_PARAMETER = "_roundpipe_parameter"
+
+
+def check_leaves(
+    layer: LayerContents,
+    exits: Sequence[torch.Tensor],
+    entries: Sequence[torch.Tensor | None],
+    own: Sequence[torch.Tensor],
+    layers: Sequence[LayerContents],
+) -> None:
+    # exits: outputs of the layer; entries: inputs of the layer, `None` for an input without a gradient
+    # own: parameters of the layer on the device
+    known = {id(tensor) for tensor in own}
+    for leaf in other_leaves(exits, entries):
+        # a leaf that nothing else references was created inside the layer, and no code can read its gradient
+        if id(leaf) in known or sys.getrefcount(leaf) <= _LOOSE:
+            continue
+        held = ((slot, other) for other in layers for slot in other.slots)
+        parameter = getattr(leaf, HOST_PARAMETER, leaf)  # the other layer may be running, with device copies
+        owner = next(((slot.name, other.title) for slot, other in held if slot.parameter is parameter), None)
+        if owner is not None:
+            raise StageError(
+                f"{layer.title} uses {owner[0]!r} of {owner[1]}. The parameter's gradient would be wrong, because the "
+                "backward of a layer reaches its own parameters only. Register the parameter in both layers:\n"
+                "    layer.other = parameter"
+            )
+        names = [
+            f"{type(part).__name__}.{name}"
+            for part in layer.module.modules()
+            for name, value in vars(part).items()
+            if isinstance(value, torch.Tensor) and value.requires_grad
+        ]
+        what = f"reads {names[0]}, which requires a gradient" if names else "reads a tensor that requires a gradient"
+        raise StageError(
+            f"{layer.title} {what}, of shape {tuple(leaf.shape)}, which is neither an input nor a parameter of the "
+            "layer. The gradient would be wrong, because each layer call has its own backward. Pass the tensor to "
+            "the model, or make it a parameter:\n    model(x, delta)\n    layer.delta = torch.nn.Parameter(delta)"
+        )
+
+
+def _references() -> int:
+    with torch.inference_mode(False), torch.enable_grad():  # this module may be imported under `torch.no_grad()`
+        tensor = torch.ones((), requires_grad=True) * 1
+        return max(sys.getrefcount(leaf) for leaf in other_leaves([tensor], []))
+
+
+# Reference count of a graph leaf, in a loop over the result of `other_leaves`, if nothing else refers to it.
+_LOOSE = _references()
+
+
+def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
+    """Make a later backward to these leaves raise an error, because a tensor has left the layer as a non-output."""
+    # leaves: inputs or parameters of a call that has ended; only an escaped tensor can still refer to them
+    for leaf in leaves:
+        if leaf is not None and leaf.requires_grad and tensor_use_count(leaf) > 1:
+            leaf.register_hook(partial(_refuse, title))
+
+
+def _refuse(title: str, gradient: torch.Tensor) -> NoReturn:
+    raise StageError(
+        f"A tensor left {title} as an attribute or in a hook, not as an output. The gradient would be lost, because "
+        "the backward of a layer begins at its outputs. Also return the tensor:\n    return outputs, auxiliary_loss"
+    )

@@ -11,13 +11,15 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from yobx_flatten.private_names.of_torch import transforms_are_active
 
 from ..batch.entries import FlatMicrobatch
 from ..batch.loss import LossContract
@@ -37,16 +39,13 @@ from ..schedule.costs import MeasuredCosts
 from ..schedule.plan import RunType
 from ..schedule.round_robin import RoundRobin, Stage, stages_within
 from ..timeline.record import current_timeline
-from .autograd import check_not_transformed
-from .caller_state import CallerState
-from .checks import is_due
-from .compiled import NOT_COMPILED, CompiledLayers, PipelineProgress
-from .config import RoundPipeRunConfig
+from .code_state import CallerState, is_due
+from .config import NOT_COMPILED, CompiledLayers, RoundPipeRunConfig
 from .draws import Draws, run_base
 from .one_group import OneGroup, PinnedCopies, host_value
 from .parameters.kept import GradientMemory, KeptParameters
 from .parameters.on_device import setting_nothing_to_itself
-from .parameters.partial_table import NOTHING_PARTIAL, PartialPlan, RoutedParameters
+from .parameters.partial_table import NOTHING_PARTIAL, RoutedParameters
 from .planner import Planner
 from .run import Run, RunSpec, Timer
 from .stage.visit import CopyVisit, Visit, run_stage
@@ -65,6 +64,23 @@ class EngineOptions:
     large_tables: LargeTables = "whole"  # how tables of large vocabularies are copied
     disk: DiskMemory | None = None  # disk storage that replaces host memory for the training; `None` for host memory
     update: Update = "masters"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelineProgress:
+    """The training progress of a pipeline, which a checkpoint stores with its parameters and buffers.
+
+    Attributes:
+        runs: Number of completed runs, from which the seeds of random layers are derived.
+        masters: Master weights: copies of parameters in the optimizer's dtype, by parameter name (default: none).
+        gradients: Accumulated gradients that no optimizer step has used yet, by parameter name (default: none).
+        replicas: Number of groups that batches were split into (default: not known).
+    """
+
+    runs: int
+    masters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    gradients: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    replicas: int | None = None
 
 
 class RunLifecycle:
@@ -121,7 +137,6 @@ class RunLifecycle:
     def prepare_forward(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, **of_spec: Any
     ) -> tuple[Run, list[HostValue]]:
-        """Return a new run of the forward that has not started yet, and the inputs of its microbatches."""
         rows = [microbatch.rows for microbatch in microbatches]
         kind: RunType = "train" if config.requires_grad else "infer"
         run = self.prepare(kind, config, rows, size=_size_of(microbatches), **of_spec)
@@ -136,7 +151,6 @@ class RunLifecycle:
         loss_fn: Callable[[Any, Any], Any],
         **of_spec: Any,
     ) -> tuple[Run, list[HostValue]]:
-        """Return a new run of forward, loss and backward that has not started yet, and its microbatches' inputs."""
         pinned = self._pins()
         labels = [
             host_value(one.labels, one.label_spec, requires_grad=False, what="label", pinned=pinned)
@@ -157,7 +171,6 @@ class RunLifecycle:
         size: int = 0,
         **of_spec: Any,
     ) -> Run:
-        """Return a new run of this kind, whose stages have not started yet."""
         # kind: `"infer"`, `"train"` or `"fused"`
         # rows: rows of each microbatch, `None` if not known
         # contract: collects the losses of a fused run. Default: these microbatches are the whole batch.
@@ -181,30 +194,25 @@ class RunLifecycle:
         spec = dataclasses.replace(spec, base_seed=draws.seeds, looks=looks)
         largest = max((spec.stage_nbytes(stage) for stage in spec.stages), default=0)
         nbytes_kept = self.planner.bytes_to_keep(config.keep_parameters or 0, largest)
-        self.kept.choose(contents, self.store.source, self.version(), nbytes_kept)
-        timer = self._timer(kind, is_trial=spec.trial is not None)
+        self.kept.choose(contents, self.store.source, self.table.latest, nbytes_kept)
+        costs = self.planner.measured(kind)
+        if spec.trial is None:
+            timer = Timer(costs, current_timeline(), with_events=self.planner.wants_events(kind))
+        else:
+            timer = Timer(MeasuredCosts(costs.costs()), None, with_events=False)
         contract = LossContract("sum", rows) if contract is None else contract
         memory = self.gradient_memory
         if memory is not None and spec.requires_grad:
             memory.prepare(spec.contents, self.store.landing_dtype)
-        partial_plan = self._partial_plan(spec, config, size)
+        partial_plan = NOTHING_PARTIAL
+        # compiled code reads parameters without the calls by which a layer requests them
+        if config.upload_experts != "all" and spec.trial is None and spec.compiled.is_empty:
+            partial_plan = self._routed.plan(contents, (kind, size), self.store.source, is_look=looks)
         if kind == "fused" and spec.trial is None:  # no gradient of a trial reaches the store
             self.store.begin_run(contents)
         at_hand = self.store.at_hand(contents, [layer for stage in spec.stages for layer in stage.layers])
         how = timer, contract, self.kept, draws, at_hand, memory, self.steps.wait_cleared, partial_plan
-        return Run(spec, self.store, self.table, self.version(), *how)
-
-    def _partial_plan(self, spec: RunSpec, config: RoundPipeRunConfig, size: int) -> PartialPlan:
-        """Return which parameters a run copies to devices on demand, such as experts to which tokens are routed."""
-        # compiled code reads parameters without the calls by which a layer requests them
-        if config.upload_experts == "all" or spec.trial is not None or not spec.compiled.is_empty:
-            return NOTHING_PARTIAL
-        return self._routed.plan(spec.contents, (spec.kind, size), self.store.source, is_look=spec.looks)
-
-    def _timer(self, kind: RunType, *, is_trial: bool) -> Timer:
-        if is_trial:
-            return Timer(MeasuredCosts(self.planner.measured(kind).costs()), None, with_events=False)
-        return Timer(self.planner.measured(kind), current_timeline(), with_events=self.planner.wants_events(kind))
+        return Run(spec, self.store, self.table, self.table.latest, *how)
 
     def _read_layers(self) -> list[LayerContents]:
         """Return the layers' current parameters: the user may have replaced or frozen them, or added adapters."""
@@ -228,7 +236,6 @@ class RunLifecycle:
         span: range | None,
         loss_fn: object,
     ) -> RunSpec:
-        """Return the specification of a run, without the seed of its draws."""
         copies = config.last_stage_copies or 1
         plan = config.execute_plan or self.planner.plan(kind, self.step, copies=copies, num_microbatch=num_microbatch)
         # `take_gradient` is called from one device, for one microbatch after the other.
@@ -265,24 +272,20 @@ class RunLifecycle:
         return {} if self._is_accelerated else None
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        """Run these stages of a run on the devices, and wait until all of them have ended."""
         self.check_can_run()
         with Uninterrupted(stop=run.mailbox.fail):
-            self._execute(run, stages)
-
-    def _execute(self, run: Run, stages: Sequence[Stage]) -> None:
-        # The version is held for the whole run: a background step must not drop copies that later stages read.
-        run.version = run.table.hold_latest()
-        before = self.kept.traffic
-        try:
-            with on_error(partial(self._drop, run)), setting_nothing_to_itself():
-                self.dispatch.run(run, stages)
-                self.store.wait_landed()
-        finally:
-            run.release()
-            run.table.let_go(run.version)
-        after = self.kept.traffic
-        run.timer.add_parameters(after.uploaded - before.uploaded, after.skipped - before.skipped)
+            # The version is held for the whole run: a background step must not drop copies that later stages read.
+            run.version = run.table.hold_latest()
+            before = self.kept.traffic
+            try:
+                with on_error(partial(self._drop, run)), setting_nothing_to_itself():
+                    self.dispatch.run(run, stages)
+                    self.store.wait_landed()
+            finally:
+                run.release()
+                run.table.let_go(run.version)
+            after = self.kept.traffic
+            run.timer.add_parameters(after.uploaded - before.uploaded, after.skipped - before.skipped)
 
     def _drop(self, run: Run, error: BaseException) -> None:
         self.kept.drop()  # the run may have ended in the middle of an upload
@@ -294,7 +297,6 @@ class RunLifecycle:
             self.steps.note_raised(error)
 
     def commit(self, run: Run) -> None:
-        """Write the buffers of a completed run to the model, and also the gradients if the run had a backward."""
         if run.spec.kind != "fused":
             self.commit_forward(run)
             return
@@ -316,7 +318,6 @@ class RunLifecycle:
                 self.step += 1
 
     def commit_backward(self, run: Run) -> None:
-        """Add the gradients of a run to the gradient buffers, after :meth:`commit_forward` of the same run."""
         self.wait_step(run)
         with Uninterrupted():
             self.steps.run_ended()
@@ -329,32 +330,39 @@ class RunLifecycle:
             self.steps.wait_update()
 
     def check_can_run(self) -> None:
-        """Check that the pipeline is not closed, and that it is not called from one of its own layers."""
-        self.dispatch.check_open()
-        check_not_transformed()
+        if self.dispatch.is_closed:
+            raise DeviceError(
+                f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
+                "    RoundPipe(model, devices=...)"
+            )
+        if transforms_are_active():
+            raise StageError(
+                "A pipeline cannot be transformed by torch.func (grad, vmap, jacrev...) or forward-mode AD: its layers "
+                "run on devices and in other threads. Differentiate the output of the pipeline:\n"
+                "    loss = loss_fn(pipeline(x), y)\n"
+                "    gradients = torch.autograd.grad(loss, list(pipeline.parameters()))\n"
+                "or transform the model itself, pipeline.model."
+            )
         self.steps.check_not_here()
-        self.dispatch.check_outside()
+        if any(device.worker.is_here() for device in self.devices):
+            raise StageError(
+                "A layer called a pipeline that runs on the same device, which would be a deadlock. Give the inner "
+                "pipeline its own devices."
+            )
 
     # -- state between runs --------------------------------------------------------------------------------------------
 
-    def step_exact(self, step: Callable[[], Any]) -> None:
-        """Run an optimizer step layer by layer during the next run, which waits for the step of each layer."""
-        self.steps.run_exact(step, self.lock)
-
     def synchronize(self) -> None:
-        """Wait for the background optimizer step, and make parameters and master weights equal."""
         self.steps.synchronize()
         self.store.publish()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear all gradients, after waiting for a background optimizer step that may still read them."""
         self.groups.clear()
-        if not self.steps.is_here():
+        if not self.steps.is_here():  # a step in the background may still read the gradients
             self.steps.wait_update()
         self.store.zero_grad(set_to_none)
 
     def progress(self) -> PipelineProgress:
-        """Return the number of runs, the master weights and the gradients, after the background optimizer step."""
         self.synchronize()
         self.store.check_whole()
         masters = self.store.masters()  # before `named`, which creates master weights that no optimizer has requested
@@ -369,10 +377,6 @@ class RunLifecycle:
         self.step = progress.runs
         self.store.load_gradients(progress.gradients)
         self.kept.drop()  # another process may have written shared weights
-
-    def version(self) -> int:
-        """Return the version of the parameters that a run started now would read."""
-        return self.table.latest
 
     def close(self) -> None:
         """Finish a pending optimizer step, and end the threads of the pipeline."""
@@ -415,29 +419,12 @@ class Dispatch:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = list(devices)
         self.round_robin = RoundRobin(len(self.devices))
-        self._closed = False
+        self.is_closed = False
         with _DISPATCH:
             for device in self.devices:
                 _USERS.setdefault(device, weakref.WeakSet()).add(self)
 
-    def check_open(self) -> None:
-        """Check that the pipeline was not closed."""
-        if self._closed:
-            raise DeviceError(
-                f"{self.devices[0].name} was closed, by this pipeline. Make a new pipeline:\n"
-                "    RoundPipe(model, devices=...)"
-            )
-
-    def check_outside(self) -> None:
-        """Check that the caller does not run in a thread of one of the pipeline's devices."""
-        if any(device.worker.is_here() for device in self.devices):
-            raise StageError(
-                "A layer called a pipeline that runs on the same device, which would be a deadlock. Give the inner "
-                "pipeline its own devices."
-            )
-
     def run(self, run: Run, stages: Sequence[Stage]) -> None:
-        """Run these stages of a run on the devices, and wait until all of them have ended."""
         with on_error(partial(self._settle, self.round_robin.cursor)):
             collect(run.mailbox, self._submitted(run, stages))
             for device in self.devices:
@@ -474,11 +461,12 @@ class Dispatch:
 
     def close(self) -> list[Device]:
         """Refuse further runs, and return the devices that no other pipeline uses."""
-        self._closed = True
+        self.is_closed = True
+        alone = []
         with _DISPATCH:
-            return [device for device in self.devices if self._leaves(device)]
-
-    def _leaves(self, device: Device) -> bool:
-        users = _USERS.get(device, weakref.WeakSet())
-        users.discard(self)
-        return not users
+            for device in self.devices:
+                users = _USERS.get(device, weakref.WeakSet())
+                users.discard(self)
+                if not users:
+                    alone.append(device)
+        return alone

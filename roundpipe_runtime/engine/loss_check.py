@@ -43,8 +43,7 @@ from ..batch.loss_proof import (
 )
 from ..device.generator import generator_alone
 from ..errors import JoinError, LossError, RoundPipeWarning, SplitError, warn
-from .caller_state import function_of
-from .checks import Repeats
+from .code_state import Repeats, function_of
 from .layer_graph import other_leaves
 from .rows import RowTrial
 
@@ -96,7 +95,6 @@ class Sample:
 
     @classmethod
     def of(cls, trial: RowTrial, outputs: Sequence[Any], others: Sequence[Any] = ()) -> Sample:
-        """Return a sample made of the outputs and the labels of the rows in ``trial``."""
         # outputs: outputs for all rows, then for each part; others: leaves of the labels of the batch
         given = [trial.whole, *trial.parts]
         labels = [pytree.tree_unflatten([*map(on_host, one.labels)], one.label_spec) for one in given]
@@ -136,7 +134,6 @@ class Sample:
             return prove(partial(self._evaluate, apart, [*columns], again), values, ways, as_stated=as_stated)
 
     def _evaluate(self, loss: Loss, places: Sequence[int], again: bool, values: Sequence[torch.Tensor]) -> Evaluation:
-        """Return the loss of all rows, the losses of the parts, and the leaves whose gradients are compared."""
         # places, values: positions of leaves, and the tensors that replace these leaves
         # again: whether only gradients of outputs are compared: those of a large head take most of the time
         whole = list(self.leaves[0])
@@ -242,7 +239,6 @@ class LossChecks:
         samples: Callable[[], Iterator[Sample]],
         is_nonlinear: bool = False,
     ) -> Reduction:
-        """Return how the losses of microbatches add up to the loss of the batch."""
         if getattr(loss_fn, "has_proven_weights", False):
             return "sum"
         kind = loss_code(loss_fn), stated, tuple(map(kind_of_value, microbatches[0].labels))
@@ -259,12 +255,10 @@ class LossChecks:
         self.proofs = {kind: proof for kind, proof in self.proofs.items() if proof is not failed}
 
     def end(self) -> None:
-        """Record the values that a loss function reads after a call, because the call itself may have changed them."""
         self._unclear = None
         self.repeats.end()
 
     def warn(self) -> None:
-        """Warn, after a successful call, that the loss of the call could not be checked."""
         if self._unclear is not None:
             warn(
                 f"It could not be checked that the loss is the same for any split of a batch: {self._unclear} If the "

@@ -36,14 +36,11 @@ from .run import Run
 class GroupEngine(Protocol):
     """The methods of an engine that :class:`OneGroup` calls to run one group of rows and commit the results."""
 
-    def forward_here(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
-        """Run the forward for the rows of this process, and return the output."""
+    def forward_here(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any: ...
 
-    def wait_step(self, run: Run) -> None:
-        """Wait for the optimizer step that runs in the background, before ``run`` writes anything."""
+    def wait_step(self, run: Run) -> None: ...
 
-    def commit(self, run: Run) -> None:
-        """Write the results of a completed run to the model."""
+    def commit(self, run: Run) -> None: ...
 
 
 AnyEngine = TypeVar("AnyEngine", bound=GroupEngine, contravariant=True)
@@ -63,13 +60,11 @@ class OneGroup(Generic[AnyEngine]):
     # -- parts of the engine -------------------------------------------------------------------------------------------
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
-        """Return the store of the model's parameters."""
         return ParameterStore(model, optim_dtype)
 
     def make_steps(
         self, store: ParameterStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]
     ) -> StepRunner:
-        """Return the object that runs the optimizer steps of the pipeline."""
         return StepRunner(store, table, scan)
 
     def begin(self, engine: AnyEngine, model: nn.Module) -> None:
@@ -96,7 +91,6 @@ class OneGroup(Generic[AnyEngine]):
     def forward(
         self, engine: AnyEngine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
     ) -> Any:
-        """Run the forward for the rows of this process, and return the output."""
         return engine.forward_here(args, kwargs, config)
 
     def run_call(
@@ -125,25 +119,24 @@ class OneGroup(Generic[AnyEngine]):
     def clear(self) -> None:
         """Discard accumulated gradients that are not stored in parameters yet."""
 
-    def close(self) -> None:
-        """Release the resources of the groups."""
+    def close(self) -> None: ...
 
 
 def outputs_of(run: Run) -> list[Any]:
-    """Return the output of each microbatch of a run that has ended."""
     return [run.collected.outputs[number].rebuild() for number in range(run.spec.num_microbatch)]
 
 
 def merge_outputs(
     outputs: Sequence[Any], weights: Sequence[float | None], rows: Sequence[int | None], config: RoundPipeRunConfig
 ) -> Any:
-    """Join the outputs of the microbatches into one output, by the rule ``config.merge_output``."""
     # weights: weight of each microbatch in an average
     # rows: rows of each microbatch, `None` if not known
     # config: settings of the call: `merge_output` and `output_device`
     with noting(f"This happened while the outputs of {len(outputs)} microbatches were joined."):
-        if config.merge_output is False:
-            return _pack(outputs, rows)
+        if config.merge_output is False:  # each leaf is replaced by the leaves of all microbatches
+            spec = common_spec(outputs)  # raises an error if the structures differ
+            columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
+            return pytree.tree_unflatten([RoundPipePackedData(column, rows=rows) for column in columns], spec)
         joined = join(outputs, weights, rows=rows, merge=config.merge_output)
     device = torch.device(config.output_device or "cpu")
     if device.type == "cpu":
@@ -151,16 +144,7 @@ def merge_outputs(
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), joined)
 
 
-def _pack(outputs: Sequence[Any], rows: Sequence[int | None]) -> Any:
-    """Return the structure of one output, in which each leaf is replaced by the list of leaves of all microbatches."""
-    spec = common_spec(outputs)  # raises an error if the structures differ
-    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
-    return pytree.tree_unflatten([RoundPipePackedData(column, rows=rows) for column in columns], spec)
-
-
 class Cutting(NamedTuple):
-    """A batch, split into microbatches."""
-
     parts: list[list[FlatMicrobatch]]  # microbatches of each group of this process
     reduction: Reduction | None = "sum"  # how the losses of microbatches add up; `None` if the rows do not prove it
 
@@ -179,11 +163,10 @@ class Call:
     land: Callable[[int, int, Gradients], None] | None = None
 
     def losses(self, turn: int) -> LossContract:
-        """Return the object that collects the losses of one group of rows."""
+        """Return the object that collects the losses of the group with index ``turn`` in :attr:`parts`."""
         return self.contract
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:
-        """Add the run of a group of rows, after the run has succeeded."""
         run.collected.buffers.check()
         self.runs.append((run, inputs))
 
@@ -195,10 +178,10 @@ PinnedCopies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
 def host_value(
     leaves: Sequence[Any], spec: pytree.TreeSpec, *, requires_grad: bool, what: str, pinned: PinnedCopies | None = None
 ) -> HostValue:
-    """Return the leaves of a microbatch as a value whose tensors are in CPU memory."""
     # pinned: registry of pinned copies, to which the copies of these leaves are added. Default: no pinning.
     structure, tensors = separate(leaves, spec, what=what)
-    tensors = [_on_host(tensor) for tensor in tensors]
+    # the copy waits for the caller's work on the accelerator, in a stream that the pipeline's devices do not know
+    tensors = [tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu() for tensor in tensors]
     flags = [requires_grad and tensor.requires_grad for tensor in tensors]
     if pinned is not None:
         # A copy from pageable memory blocks the thread that launches the next microbatches.
@@ -228,8 +211,3 @@ def _pinned(tensor: torch.Tensor, pinned: PinnedCopies) -> torch.Tensor:
     if id(tensor) not in pinned:
         pinned[id(tensor)] = tensor, tensor.detach().pin_memory()
     return pinned[id(tensor)][1]
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    # the copy waits for the caller's work on the accelerator, in a stream that the pipeline's devices do not know
-    return tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu()

@@ -16,7 +16,7 @@ from ..optim.large_tables import LargeTables, TableRule, needed_bytes, rule_for
 from ..optim.parameters import scan
 from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType
-from .checks import is_due
+from .code_state import is_due
 
 # If the forward of a layer takes fewer seconds on the CPU, two threads are slower than one: torch releases the GIL at
 # each operator, so the threads would wait for each other.
@@ -33,8 +33,6 @@ _STAGES_AT_ONCE = 2.1
 
 
 class Planner:
-    """Decides the stages, threads and resident parameters of one model's runs, from measured costs of the layers."""
-
     # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed
     # is_compiled: whether torch compiles layers
     # is_host_short: whether host memory is short. Virtual devices without a limit use host memory, so a limit is set
@@ -63,7 +61,6 @@ class Planner:
         self._runs: collections.Counter[RunType] = collections.Counter()
 
     def measured(self, kind: RunType) -> MeasuredCosts:
-        """Return the costs of the layers measured in runs of this kind."""
         return self._inference if kind == "infer" else self._training
 
     def wants_events(self, kind: RunType) -> bool:
@@ -76,7 +73,7 @@ class Planner:
         return number <= _MEASURED_FIRST or is_due(number - 1) or is_due(number)
 
     def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
-        """Return the measured cost of each layer in runs of this kind, or of another kind if there were none."""
+        """Return measured costs of the layers in runs of this kind, or of another kind if there were none."""
         own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
         return (own if own.is_measured or not other.is_measured else other).costs()
 
@@ -130,7 +127,6 @@ class Planner:
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
 
     def bytes_to_keep(self, wanted: float | Literal["auto"], largest_stage: int) -> float:
-        """Return how many bytes of parameters may stay on each device between stages."""
         # wanted: GB, or `"auto"`: no limit if everything fits, else the memory for parameters that stages leave free
         # largest_stage: bytes of the parameters and gradients of the largest stage
         if wanted != "auto":

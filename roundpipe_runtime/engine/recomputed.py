@@ -56,7 +56,7 @@ def run_seeded(
     traits: LayerTraits | None = None,
     place: Callable[[], CallDraws] | None = None,
 ) -> T:
-    """Run ``call()`` with random generators seeded by ``seed()``, restore the generators, and return the result."""
+    """Run ``call()`` with random generators seeded by ``seed()``, and restore the generators."""
     # seed: function that returns the seed of this call
     # generator: generator of the call's device
     # again: function that repeats the call, if the first call unexpectedly drew without a seed
@@ -174,7 +174,6 @@ class VisitGenerator:
         self.cpu_state: ProcessState | None = None
 
     def seed(self, seed: Callable[[], int]) -> None:
-        """Seed the generator of the accelerator for one call; do nothing on the CPU."""
         if self._outside is None:
             if self._device.type == "cpu":
                 return
@@ -186,7 +185,6 @@ class VisitGenerator:
             self._seeded = self._generator.get_state()
 
     def of_device(self) -> Any:
-        """Return the default generator of the device; ``None`` for the CPU."""
         return None if self._device.type == "cpu" else _generator_of(self._device)
 
     def _look(self) -> None:
@@ -195,7 +193,6 @@ class VisitGenerator:
         self._seeded = None
 
     def restore(self) -> None:
-        """Restore the state that the generator had before the first call of the stage."""
         if self._outside is not None:
             self._look()
             self._generator.set_state(self._outside)
@@ -203,7 +200,6 @@ class VisitGenerator:
 
 
 def _generator_of(device: torch.device) -> Any:
-    """Return the default generator of an accelerator."""
     # the generator's own methods are several times faster than the functions of the module, such as `get_rng_state`
     library = torch.get_device_module(device)
     generators = getattr(library, "default_generators", None)
@@ -241,8 +237,7 @@ class CallState:
     ) -> None:
         self.kind, self.data = kind, data
 
-    def restart_generators(self) -> None:
-        """Reset the random generators to the state in which each layer of the microbatch starts."""
+    def restart_generators(self) -> None: ...
 
 
 class _Current(threading.local):

@@ -44,7 +44,7 @@ from yobx_flatten.private_names.of_torch import NormBase, pytree
 
 from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..errors import KEEPS_STATE, RoundPipeWarning, SplitError, mixes_rows_backward, mixes_rows_forward, warn
-from .checks import Repeats
+from .code_state import Repeats
 from .config import RoundPipeRunConfig
 from .digests import Digest, digest, distance, typical
 from .parameters.on_device import Gradients
@@ -82,7 +82,7 @@ class RowTrial:
         self.count = self.whole.rows or 0  # number of rows
 
     def in_order(self, order: Sequence[int]) -> FlatMicrobatch:
-        """Return a microbatch with the rows of this trial in the order ``order``, which may repeat rows."""
+        """Return a microbatch with the rows of this trial in this order; rows may be repeated."""
         inputs = [
             taken(one, rows_of(one, part, self.count), order)
             for one, part in zip(self.whole.inputs, self.parts[-1].inputs, strict=True)
@@ -95,16 +95,13 @@ class Rows(Protocol):
 
     layers: list[nn.Module]
 
-    def wait_exact_step(self) -> None:
-        """Wait for an optimizer step that runs in the background layer by layer, and raise its error before a trial."""
+    def wait_exact_step(self) -> None: ...
 
-    def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
-        """Split the arguments and labels of a batch into microbatches."""
+    def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]: ...
 
     def try_layers(
         self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
-    ) -> list[Any]:
-        """Run the layers of ``span`` as a trial, and return the output of the last of them for each microbatch."""
+    ) -> list[Any]: ...
 
     def try_backward(
         self,
@@ -175,7 +172,6 @@ class RowCheck:
         self.tried += [trial for trial in trials if trial.outputs]
 
     def warn(self) -> None:
-        """Warn, after a successful call, that layers keep a state from one microbatch to the next."""
         if self._has_state:
             warn(KEEPS_STATE, RoundPipeWarning)
 
@@ -310,7 +306,6 @@ def _gradients(
     number: int,
     types: set[torch.dtype],
 ) -> dict[nn.Parameter, Digest]:
-    """Return the gradients of ``loss`` for each parameter, as digests."""
     found: dict[nn.Parameter, Digest] = {}
     lock = threading.Lock()  # several devices have gradients
 
@@ -388,7 +383,7 @@ class _Comparison:
         return [*map(self._leaves_of, self._outputs(microbatches, number, trial, together=together))]
 
     def _outputs(self, given: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool) -> list[Any]:
-        """Return the outputs of microbatches in one run (``together``), or in one run for each from the same state."""
+        """Return outputs of one run (``together``), or of one run per microbatch, each from the same state."""
         found: list[Any] = []
         for run in [given] if together else [[one] for one in given]:
             self.restart()
@@ -445,10 +440,7 @@ def _coarsest() -> torch.dtype | None:
 
 @contextlib.contextmanager
 def set_apart(layers: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Put batch norms in evaluation mode in the with block, and undo afterwards what layers and hooks have changed.
-
-    The with block gets a function that restores the attributes of the layers, for a further run.
-    """
+    """Put batch norms in evaluation mode, undo what layers and hooks change, and yield a function that undoes now."""
     modules = list({module: None for layer in layers for module in layer.modules()})
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
     hooks = [hook for m in modules for name in _HOOKS for hook in getattr(m, name).values() if not _is_of_library(hook)]

@@ -26,8 +26,8 @@ from ..schedule.costs import MeasuredCosts
 from ..schedule.plan import RunType
 from ..schedule.round_robin import Stage
 from ..timeline.record import Timeline
-from .caller_state import CallerState
-from .compiled import NOT_COMPILED, CompiledLayers
+from .code_state import CallerState
+from .config import NOT_COMPILED, CompiledLayers
 from .draws import Draws
 from .parameters.kept import GradientMemory, KeptParameters
 from .parameters.on_device import Buffers, Gradients, LayerOnDevice
@@ -66,7 +66,6 @@ class Run:
 
     @contextlib.contextmanager
     def reading(self, layer: int) -> Iterator[None]:
-        """Wait until a layer has the parameters that this run reads, and keep them unchanged during the with block."""
         self.table.start_read(layer, self.version, check=self.mailbox.check)
         try:
             with self.at_hand(layer):
@@ -75,18 +74,15 @@ class Run:
             self.table.end_read(layer)
 
     def start_all(self, inputs: Sequence[HostValue]) -> None:
-        """Put the inputs of all microbatches into the mailbox, from which the run's first layer takes them."""
         for number, on_host in enumerate(inputs):
             self.mailbox.put(("activation", self.spec.span.start, number), on_host)
 
     def release(self) -> None:
-        """Release the device memory that this run still holds."""
         for resident in list(self.residents.values()):  # a copy, as a stage that still runs may add entries
             resident.release()
         self.residents.clear()
 
     def discard(self) -> None:
-        """Discard all results of a run that has failed."""
         self.draws.end()
         self.collected.clear()
         self.mailbox.clear()
@@ -94,13 +90,11 @@ class Run:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def remember_versions(self) -> None:
-        """Record torch's version counters of the parameters, for :meth:`check_unchanged`."""
         self._versions = {
             c.index: [self.store.source(parameter)._version for parameter in c.parameters()] for c in self.spec.contents
         }
 
     def check_unchanged(self) -> None:
-        """Check, before the backward, that no parameter has changed since the forward."""
         for contents in self.spec.contents:
             now = [self.store.source(parameter)._version for parameter in contents.parameters()]
             if now != self._versions[contents.index]:
@@ -210,7 +204,6 @@ class RunSpec:
         return sum(held + sets * gradients for held, gradients in found)
 
     def seed(self, layer: int, microbatch: int) -> int:
-        """Return the seed for the random numbers of a layer call."""
         # layer: index of the layer; the number of layers for the loss function
         number = 0 if self.trial == "others" else microbatch
         return call_seed(self.base_seed, self.tag, layer, self.first_microbatch + number)
@@ -237,7 +230,6 @@ class Timer:
         self._late: list[tuple[Span, float | torch.Event]] = []
 
     def measures(self, device: Device) -> bool:
-        """Report whether the work of a device is measured in this run."""
         return self._with_events or not self._clock(device).is_late
 
     def _clock(self, device: Device) -> Clock:
@@ -257,14 +249,12 @@ class Timer:
         return Span(self, kind, stage, device.name, self._clock(device), microbatch, layer)
 
     def add(self, span: Span, end: float | torch.Event) -> None:
-        """Record the time of a task whose with block has ended."""
         if span.clock.is_late:
             self._late.append((span, end))
         else:
             self._add(span, end)
 
     def add_parameters(self, uploaded: int, skipped: int) -> None:
-        """Add to the timeline the bytes of parameters that were uploaded, or skipped as no layer read them."""
         if self._timeline is not None:
             self._timeline.add_parameters(uploaded, skipped)
 
@@ -295,8 +285,6 @@ class Timer:
 
 
 class Span:
-    """Context manager that measures one task of a device."""
-
     __slots__ = ("clock", "device", "kind", "layer", "microbatch", "stage", "start", "timer")
 
     def __init__(
@@ -353,7 +341,6 @@ class Collected:
                 sums[parameter] = (gradient if before is None else before[0] + gradient, NOW)
 
     def clear(self) -> None:
-        """Release everything."""
         for field in dataclasses.fields(self):
             getattr(self, field.name).clear()
 
@@ -368,7 +355,6 @@ class WrittenBuffers:
         self._at_start: dict[tuple[int, int], torch.Tensor] = {}
 
     def add(self, layer: int, written: Buffers) -> None:
-        """Store the buffers that a layer has written, with their values after the last microbatch."""
         self._final[layer] = written
 
     def follow(self, layer: int, written: Buffers) -> None:
@@ -443,14 +429,11 @@ class WrittenBuffers:
         self._final.clear()
 
     def clear(self) -> None:
-        """Release everything."""
         self._final.clear()
         self._trail.clear()
 
 
 class _Place(NamedTuple):
-    """A tensor and its position in memory."""
-
     memory: int
     numbers: int  # number of elements that the storage has room for
     offset: int | torch.SymInt
@@ -475,12 +458,13 @@ def shared_views(outputs: Sequence[torch.Tensor], title: str) -> Shared:
         if tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):
             places.setdefault(tensor.untyped_storage().data_ptr(), []).append(number)
     found = [(number, memory) for memory, numbers in places.items() if len(numbers) > 1 for number in numbers]
-    return {number: _place(outputs[number], memory, title) for number, memory in found if memory}
-
-
-def _place(tensor: torch.Tensor, memory: int, title: str) -> _Place:
-    numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return _Place(memory, numbers, tensor.storage_offset(), tensor.shape, tensor.stride(), title)
+    shared: Shared = {}
+    for number, memory in found:
+        if memory:
+            one = outputs[number]
+            numbers = one.untyped_storage().nbytes() // one.element_size()
+            shared[number] = _Place(memory, numbers, one.storage_offset(), one.shape, one.stride(), title)
+    return shared
 
 
 def passed_on(shared: Shared, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Shared:
@@ -491,7 +475,6 @@ def passed_on(shared: Shared, inputs: Sequence[torch.Tensor], outputs: Sequence[
 
 
 def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:
-    """Raise an error if a layer wrote in place to an input that shared memory with another input."""
     for number in written:
         other = next((one for one in shared if one != number and _overlap(shared[one], shared[number])), None)
         if other is not None:

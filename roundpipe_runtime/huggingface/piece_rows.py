@@ -18,7 +18,7 @@ from yobx_flatten.recipe.aliases import Kwargs
 
 from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..batch.joining import join
-from ..engine.checks import Repeats
+from ..engine.code_state import Repeats
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
 from ..engine.loss_check import kind_of_value

@@ -19,7 +19,7 @@ from ..engine.config import RoundPipeRunConfig
 from ..engine.loss_check import JoinedLossError
 from ..errors import ConfigError, moved_away
 from ..optim.parameters import resized_late
-from ..pipeline.call_types import back_from, forward_backward_method
+from ..pipeline.roundpipe import back_from, forward_backward_method
 from .batches import join_outputs, loss_fn_with_weight
 from .call_ways import CutModel
 from .cutting.cut import Cut, pieces_of, whole

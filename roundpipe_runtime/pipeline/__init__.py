@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .model_proxy import layers_of, wrapped_model
+from .engine_handle import layers_of, wrapped_model
 from .roundpipe import RoundPipe
 
 __all__ = ["RoundPipe", "layers_of", "wrapped_model"]

@@ -43,7 +43,6 @@ class OtherForward:
         self.forward, self.before = forward, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
         return self.forward(*args, **kwargs)
 
 
@@ -57,7 +56,7 @@ def own_forward(module: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def with_own_forwards(model: nn.Module) -> Iterator[None]:
-    """Return a context manager in which modules of a model have the ``forward`` that a pipeline has replaced."""
+    """Set the ``forward`` of the model's modules that a pipeline has replaced, during the with block."""
     held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
     taken = [(own, forward) for own, forward in held if isinstance(forward, OtherForward)]
 
@@ -84,12 +83,10 @@ class ModelReading:
         self._seen: set[int] = set()
 
     def matches(self, other: ModelReading) -> bool:
-        """Report whether another record has the same objects with the same values."""
         one, two = self._objects, other._objects
         return len(one) == len(two) and all(map(operator.is_, one, two)) and self._values == other._values
 
     def add_layer(self, layer: nn.Module) -> None:
-        """Add the modules of a layer to the record."""
         add, seen = self._objects.append, self._seen
         waiting: list[nn.Module | None] = [layer]
         while waiting:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..engine.caller_state import gradient_mode_kept
-from ..engine.compiled import PipelineProgress
+from ..engine.code_state import gradient_mode_kept
+from ..engine.lifecycle import PipelineProgress
 from ..errors import ConfigError, RoundPipeWarning, warn
 from ..optim.in_backward import InBackwardStore
 from ..optim.step import in_optimizer_ctx
@@ -152,7 +152,7 @@ class OptimizedModel(EngineHandle):
             with gradient_mode_kept():
                 engine.steps.run(functools.partial(step_fn, *args, **kwargs))
         elif is_async == "exact":
-            engine.step_exact(functools.partial(bound_now(step_fn), *args, **kwargs))
+            engine.steps.run_exact(functools.partial(bound_now(step_fn), *args, **kwargs), engine.lock)
         else:
             engine.steps.start(functools.partial(bound_now(step_fn), *args, **kwargs))
 
@@ -290,42 +290,38 @@ def bound_now(function: Callable[..., Any]) -> Callable[..., Any]:
 
     A function that assigns such a variable is returned unchanged, because other code reads the new value.
     """
-    return _Binding().bound(function) if isinstance(function, types.FunctionType) else function
+    return _bound(function, {}, {}) if isinstance(function, types.FunctionType) else function
 
 
-class _Binding:
-    """The bound functions of one call, with one copy of each module's globals."""
-
-    def __init__(self) -> None:
-        self._globals: dict[int, dict[str, Any]] = {}
-        self._made: dict[int, types.FunctionType] = {}
-
-    def bound(self, function: types.FunctionType) -> types.FunctionType:
-        key = id(function)
-        if key in self._made:
-            return self._made[key]
-        self._made[key] = function  # the function may call itself
-        if _writes(function.__code__):
-            return function
-        space = self._globals.setdefault(id(function.__globals__), dict(function.__globals__))
-        for name in _names(function.__code__):
-            found = space.get(name)
-            if isinstance(found, types.FunctionType) and found.__globals__ is function.__globals__:
-                space[name] = self.bound(found)
-        cells = tuple(_bound_cell(cell, self) for cell in function.__closure__ or ())
-        made = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
-        made.__kwdefaults__ = function.__kwdefaults__
-        made.__dict__.update(function.__dict__)
-        self._made[key] = made
-        return made
-
-
-def _bound_cell(cell: types.CellType, binding: _Binding) -> types.CellType:
-    try:
-        found = cell.cell_contents
-    except ValueError:  # a name that has no value yet
-        return cell
-    return types.CellType(binding.bound(found) if isinstance(found, types.FunctionType) else found)
+def _bound(
+    function: types.FunctionType, spaces: dict[int, dict[str, Any]], done: dict[int, types.FunctionType]
+) -> types.FunctionType:
+    # spaces: one copy of the globals of each module; done: bound functions of this call, by identity
+    key = id(function)
+    if key in done:
+        return done[key]
+    done[key] = function  # the function may call itself
+    if _writes(function.__code__):
+        return function
+    space = spaces.setdefault(id(function.__globals__), dict(function.__globals__))
+    for name in _names(function.__code__):
+        found = space.get(name)
+        if isinstance(found, types.FunctionType) and found.__globals__ is function.__globals__:
+            space[name] = _bound(found, spaces, done)
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a name that has no value yet
+            cells.append(cell)
+        else:
+            is_function = isinstance(value, types.FunctionType)
+            cells.append(types.CellType(_bound(value, spaces, done) if is_function else value))
+    made = types.FunctionType(function.__code__, space, function.__name__, function.__defaults__, tuple(cells))
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    done[key] = made
+    return made
 
 
 def _codes(code: types.CodeType) -> list[types.CodeType]:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast, overload
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from yobx_flatten.private_names.of_torch import pytree
+from yobx_flatten.recipe.aliases import PyTree
+
 from ..batch.entries import check_call, check_loss_fn
+from ..batch.loss import WeightedLoss, terms_of_batch
 from ..device.accelerator import DeviceSpec, parse_devices
 from ..device.composite import check_copyable
 from ..device.disk import HOST_IN_MEMORY, disk_folder, memory_for
 from ..device.pinning import PinnedModel
-from ..device.transfer import send_as, sent_as, widen
-from ..engine.compiled import CompiledLayers, check_compile_options
-from ..engine.config import RoundPipeRunConfig
+from ..device.transfer import send_as, sent_as, shapes_of, widen
+from ..device.worker import noting
+from ..engine.config import CompiledLayers, RoundPipeRunConfig, check_compile_options
 from ..engine.driver import Engine, in_two_passes
 from ..engine.lifecycle import EngineOptions
 from ..engine.loss_check import JoinedLossError
@@ -27,14 +31,94 @@ from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_
 from ..optim.parameters import scan
 from ..optim.parts import widened
 from ..optim.torch_steps import take_over_always
-from .call_types import back_from, forward_backward_method
-from .engine_handle import PipelineOptions
+from .engine_handle import CALL_HOOKS, PipelineOptions, as_module, layers_of
 from .live import changed_layers, read_model
-from .model_proxy import CALL_HOOKS, as_module, layers_of
 from .optimized_model import OptimizedModel, SavedModel
 
-if TYPE_CHECKING:
-    from ..distributed.replicas.rank_groups import RankGroups
+# Types of `forward_backward`, in which the type of `loss_fn` determines the type of the result.
+
+Loss: TypeAlias = torch.Tensor | WeightedLoss | tuple[torch.Tensor | float, torch.Tensor | float]
+Outputs = TypeVar("Outputs")
+
+
+class ForwardBackward(Protocol):
+    """The type of ``forward_backward`` of a pipeline: which results it returns for which arguments."""
+
+    @overload
+    def __call__(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Loss] = ...,
+        return_outputs: Literal[False] = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> torch.Tensor: ...
+
+    @overload
+    def __call__(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        *,
+        loss_fn: Callable[[Any, Any], list[torch.Tensor]],
+        return_outputs: Literal[False] = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> list[torch.Tensor]: ...
+
+    @overload
+    def __call__(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        *,
+        return_outputs: Literal[True],
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> tuple[torch.Tensor, object]: ...
+
+    @overload
+    def __call__(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        *,
+        loss_fn: Callable[[Outputs, Any], Loss],
+        return_outputs: Literal[True],
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> tuple[torch.Tensor, Outputs]: ...
+
+    @overload
+    def __call__(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Loss | list[torch.Tensor]] = ...,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor | list[torch.Tensor], object]: ...
+
+
+def forward_backward_method(method: Callable[..., object]) -> ForwardBackward:
+    """Return a method unchanged, typed as :class:`ForwardBackward`."""
+    return cast(ForwardBackward, method)
+
+
+def back_from(outputs: PyTree, label: Any, loss_fn: Callable[[Any, Any], Any], return_outputs: bool) -> PyTree:
+    found = shapes_of([leaf for leaf in pytree.tree_leaves((outputs, label)) if isinstance(leaf, torch.Tensor)])
+    with torch.enable_grad():
+        with noting(f"In the loss, called once with the joined outputs and the labels of all rows: tensors {found}"):
+            # outputs of microbatches carry the weights of their losses, but joined outputs do not
+            own = getattr(loss_fn, "__wrapped__", loss_fn) if hasattr(loss_fn, "has_proven_weights") else loss_fn
+            loss = own(outputs, label)
+        total, terms = terms_of_batch(loss)
+    if terms:
+        torch.autograd.backward([term.tensor for term in terms], [term.seed for term in terms])
+    total = pytree.tree_map(torch.Tensor.cpu, total)
+    return (total, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)) if return_outputs else total
 
 
 def _identity(outputs: Any, labels: Any) -> Any:
@@ -146,7 +230,12 @@ class RoundPipe(OptimizedModel, SavedModel):
         self._rp_options = options
         if options.gradient_dtype is not None:
             take_over_always(widened)
-        self._rp_groups = _rank_groups(options) if options.has_groups else None
+        self._rp_groups = None
+        if options.has_groups:
+            from ..distributed.ranks.ranks import ranks_of
+            from ..distributed.replicas.rank_groups import RankGroups  # torch's DTensor takes a while to load
+
+            self._rp_groups = RankGroups(ranks_of(options.mesh), options.replicas, options.reduce_dtype)
         of_engine = EngineOptions(
             options.optim_dtype,
             tag,
@@ -355,13 +444,6 @@ class RoundPipe(OptimizedModel, SavedModel):
         self._rp_build(state["model"], state["options"], state["original"])
         self._rp_engine.step = state["step"]
         self._rp_engine.store.load_masters(state["masters"])
-
-
-def _rank_groups(options: PipelineOptions) -> RankGroups:
-    from ..distributed.ranks.ranks import ranks_of
-    from ..distributed.replicas.rank_groups import RankGroups  # torch's DTensor takes a while to load
-
-    return RankGroups(ranks_of(options.mesh), options.replicas, options.reduce_dtype)
 
 
 def _world_size() -> int:

@@ -22,9 +22,8 @@ from ...batch.entries import FlatBatch, FlatMicrobatch
 from ...device.protocol import NOW
 from ...device.transfer import HostValue
 from ...device.worker import Outcome, Uninterrupted, noting
-from ...engine.autograd import input_gradients, return_outputs
 from ...engine.config import RoundPipeRunConfig
-from ...engine.driver import Engine
+from ...engine.driver import Engine, input_gradients, return_outputs
 from ...engine.layer_graph import other_leaves
 from ...engine.one_group import Cutting, merge_outputs
 from ...engine.parameters.on_device import Gradients
@@ -289,7 +288,7 @@ class GroupPasses:
             if part:
                 run, _ = next(runs)
                 run.check_unchanged()
-                run.version = engine.version()
+                run.version = engine.table.latest
                 for number in range(run.spec.num_microbatch):
                     taken = [next(found) for _ in run.collected.outputs[number].tensors]
                     copies = [None if gradient is None else (gradient, NOW) for gradient in taken]

@@ -50,11 +50,9 @@ class PartsDevice(Protocol):
 
     torch_device: torch.device
 
-    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a host tensor in the memory of the device."""
+    def copy_in(self, tensor: torch.Tensor) -> torch.Tensor: ...
 
-    def copy_out(self, tensor: torch.Tensor, *, last: bool, parameter: bool = False) -> tuple[torch.Tensor, Event]:
-        """Return a copy of a device tensor in host memory, and the event after which the copy is complete."""
+    def copy_out(self, tensor: torch.Tensor, *, last: bool, parameter: bool = False) -> tuple[torch.Tensor, Event]: ...
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager whose computations start after all earlier copies."""
@@ -70,7 +68,6 @@ class HostTable(torch.Tensor):
 
     @staticmethod
     def __new__(cls, access: TableAccess, *, requires_grad: bool) -> HostTable:
-        """Create a placeholder without memory."""
         source = access.source
         made: HostTable = make_wrapper_subclass(
             cls, source.shape, dtype=access.dtype, device=access.torch_device, requires_grad=requires_grad
@@ -81,7 +78,6 @@ class HostTable(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer metadata queries, compute with parts of the table, or with the whole table."""
         kwargs = kwargs or {}
         if _is_about_form(func):
             with DisableTorchFunctionSubclass():
@@ -151,17 +147,14 @@ class TableAccess:
 
     @property
     def size(self) -> int:
-        """Number of rows of the table."""
         return self.source.shape[0]
 
     def up(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``part`` on the device; later computations on the device wait for the copy."""
         copy = self.device.copy_in(part)
         with self.device.computing():  # later computation waits for the copy
             return copy
 
     def down(self, part: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``part`` on the host, after waiting until the copy is complete."""
         copy, complete = self.device.copy_out(part, last=True)
         complete.result()
         return copy
@@ -172,7 +165,6 @@ class TableAccess:
         return self.up(part)
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return a copy on the device of the table rows with these indices."""
         if self.torch_device.type in ("cpu", "meta") or self.dtype != self.source.dtype:
             return self._up_part(self.source.index_select(0, numbers))
         like = torch.empty(len(numbers), self.source.shape[1], dtype=self.source.dtype, pin_memory=True)
@@ -201,7 +193,7 @@ class TableAccess:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """The tensors on the device that get gradients from autograd: the copy of the whole table, if there is one."""
+        """The tensors on the device that get gradients from autograd."""
         return [] if self._whole is None else [self._whole]
 
     # -- download ----------------------------------------------------------------------------------------------------
@@ -224,7 +216,6 @@ class TableAccess:
         return found
 
     def release(self) -> None:
-        """Release the copy of the table on the device, and drop the sum of the gradients."""
         if self._copy is not None:
             self.device.release([self._copy])
         self._whole = self._copy = None
@@ -234,6 +225,7 @@ class TableAccess:
 # Look up rows of a table, and multiply with it slice by slice.
 
 
+@on_tables(functional.embedding)
 def rows_of_table(
     input: torch.Tensor,
     weight: torch.Tensor,
@@ -250,8 +242,6 @@ def rows_of_table(
 
 
 class _Rows(torch.autograd.Function):
-    """Rows of a table, selected by index."""
-
     @staticmethod
     def forward(
         ctx: Any, table: HostTable, numbers: torch.Tensor, padding_idx: int | None, access: TableAccess
@@ -287,6 +277,7 @@ def _distinct(access: TableAccess, numbers: torch.Tensor) -> tuple[torch.Tensor,
     return found, access.up(places.to(numbers.dtype))
 
 
+@on_tables(functional.linear)
 def linear_of_table(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
     """Compute ``functional.linear`` with a table on the host, which is copied and multiplied slice by slice."""
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
@@ -297,8 +288,6 @@ def linear_of_table(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 
 
 class _Product(torch.autograd.Function):
-    """The product of rows with a table, plus the bias of each column."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, table: HostTable, bias: torch.Tensor | None, access: TableAccess, rows: int
@@ -336,12 +325,8 @@ class _Product(torch.autograd.Function):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over slices of a table are computed: at least 32 bits."""
+    """Return the dtype in which sums over slices of a table are computed."""
     return torch.promote_types(dtype, torch.float32)
-
-
-on_tables(functional.embedding)(rows_of_table)
-on_tables(functional.linear)(linear_of_table)
 
 
 # Hold the tables of a layer on a device; parts of them are copied while the layer computes.
@@ -366,7 +351,6 @@ class LayerTables:
         return id(parameter) in self._contents.tables
 
     def stand_in(self, parameter: nn.Parameter, source: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
-        """Return a new placeholder that stands for ``parameter`` while the layer runs."""
         # source: values on the host
         # dtype: dtype in which gradients are summed
         index, memory = self._contents.index, self._memory
@@ -418,7 +402,6 @@ class LayerTables:
         return gone
 
     def release(self) -> None:
-        """Release the copies of all tables on the device."""
         for table in self._tables.values():
             table.release()
         self._tables.clear()
@@ -442,7 +425,6 @@ class HostSum:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no gradient was added to the sum."""
         return self._total is None
 
     @property
@@ -462,15 +444,12 @@ class HostSum:
             self._land(waiting)
 
     def scale(self, factor: float) -> None:
-        """Multiply the sum by a factor once the sum is complete."""
         self._scale *= factor
 
     def done(self) -> bool:
-        """Report whether the sum is complete."""
         return not self._coming and self._scale == 1.0
 
     def result(self) -> None:
-        """Wait until the gradients of all parts are added and scaled, so that :attr:`total` is complete."""
         with self._lock:
             self._land(0)
             factor, self._scale = self._scale, 1.0

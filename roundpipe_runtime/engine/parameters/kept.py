@@ -48,8 +48,6 @@ class ParameterTraffic:
 
 @dataclasses.dataclass(slots=True)
 class _Copy:
-    """A copy on a device, and the tensor that it was copied from."""
-
     tensor: torch.Tensor
     own_version: int
     mark: Mark
@@ -84,7 +82,6 @@ class KeptParameters:
 
     @property
     def traffic(self) -> ParameterTraffic:
-        """The bytes that were copied so far, and the bytes of the copies that stay on devices now."""
         with self._lock:
             kept = {
                 name: sum(bytes_present(copy.tensor) for copy in list(found.values()))
@@ -99,7 +96,6 @@ class KeptParameters:
         version: int,
         nbytes: float,
     ) -> None:
-        """Choose the parameters whose copies stay on devices, and release all other and all outdated copies."""
         if nbytes <= 0:
             self._chosen = frozenset()
             self.drop()
@@ -161,13 +157,11 @@ class KeptParameters:
         return tensor, stays
 
     def count(self, uploaded: int = 0, skipped: int = 0) -> None:
-        """Count bytes of parts of parameters that were uploaded, and that were skipped as no layer read them."""
         with self._lock:
             self._uploaded += uploaded
             self._skipped += skipped
 
     def drop(self) -> None:
-        """Release all copies."""
         for copies in self._copies.values():
             copies.clear()
 
@@ -189,7 +183,6 @@ class GradientMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pinned memory that is allocated for gradients."""
         return sum(places.nbytes for places in self._sets)
 
     def prepare(self, contents: Sequence[LayerContents], dtype: Callable[[nn.Parameter], torch.dtype]) -> None:

@@ -10,7 +10,12 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import NormBase, cached_parametrizations, setter_of_parametrizations
+from yobx_flatten.private_names.of_torch import (
+    NormBase,
+    cached_parametrizations,
+    is_traceable_wrapper_subclass,
+    setter_of_parametrizations,
+)
 from yobx_flatten.registry.patches import AttributePatch
 
 from ...device.accelerator import PIECE
@@ -19,8 +24,8 @@ from ...device.protocol import Device, Event
 from ...device.transfer import as_sent, sent_dtype
 from ...errors import StageError
 from ...optim.parameters import LayerContents
-from ..checks import HOST_PARAMETER, is_compared, watch_escaped
 from ..draws import traits_of
+from ..layer_graph import HOST_PARAMETER, watch_escaped
 from .host_table import LayerTables
 from .kept import GradientMemory, KeptParameters
 from .partial_table import NOTHING_PARTIAL, PartialPlan
@@ -223,15 +228,17 @@ class LayerOnDevice:
     ) -> bool | torch.Tensor:
         """Whether a copy equals the host's values; an accelerator compares them and returns a tensor."""
         # dtype: dtype to which the copy was rounded. Default: that of the source.
-        if not is_compared(source):
-            return True
+        is_wrapper = is_traceable_wrapper_subclass(source)
+        if is_wrapper or source.is_inference() or source.layout != torch.strided:
+            return True  # such values cannot be compared
         source = source if dtype is None else as_sent(source, dtype, self.device.torch_device)
         if copy.shape != source.shape or copy.dtype != source.dtype:
             return False
         if copy.device == source.device:
             return bool(same_numbers(copy, source))
         # uploaded again: the host's values are pinned, while a download would need memory that then stays pinned
-        pieces = zip(_pieces(copy), _pieces(source), strict=True) if _has_no_gaps(copy, source) else [(copy, source)]
+        has_no_gaps = copy.is_contiguous() and source.is_contiguous()
+        pieces = zip(_pieces(copy), _pieces(source), strict=True) if has_no_gaps else [(copy, source)]
         flags = []
         for own, other in pieces:
             again = self.device.copy_in(other, parameter=True)
@@ -350,7 +357,6 @@ class LayerOnDevice:
     # -- buffers -----------------------------------------------------------------------------------------------------
 
     def buffers(self) -> list[torch.Tensor]:
-        """Return the current buffers of the layer on the device."""
         return list(self._buffers)
 
     def changed_buffers(self) -> Buffers:
@@ -359,7 +365,6 @@ class LayerOnDevice:
         return {number: self.device.copy_out(self._buffers[number]) for number in changed}
 
     def set_buffers(self, values: Mapping[int, tuple[torch.Tensor, Event]]) -> None:
-        """Set buffers to these values, such as the values before the forward of a microbatch that is recomputed."""
         for number, (value, ready) in values.items():
             self._buffers[number] = self.device.copy_in(value, ready)
 
@@ -372,11 +377,12 @@ class LayerOnDevice:
         if not self._buffers:
             return []
         owners = [buffer.owner for buffer in self.contents.buffers]
-        touched = {
-            id(owner)
-            for owner, buffer, (seen, version) in zip(owners, self._buffers, self._marks, strict=True)
-            if buffer is not seen or buffer._version != version or _tracks_statistics(owner)
-        }
+        touched = set()
+        for owner, buffer, (seen, version) in zip(owners, self._buffers, self._marks, strict=True):
+            # torch's kernels write running statistics of a norm without counting a version
+            is_counting = isinstance(owner, NormBase) and owner.training and owner.track_running_stats
+            if buffer is not seen or buffer._version != version or is_counting:
+                touched.add(id(owner))
         changed = [number for number, owner in enumerate(owners) if id(owner) in touched]
         self._marks = [(buffer, buffer._version) for buffer in self._buffers]
         self._written.update(changed)
@@ -387,7 +393,6 @@ class LayerOnDevice:
         return self._partial.complete()
 
     def release(self) -> None:
-        """Release the device memory of the copies."""
         self._partial.release(lambda nbytes: self._kept.count(skipped=nbytes))
         watch_escaped(self.parameters(), self.title)
         self.device.release(self._memory)
@@ -403,18 +408,12 @@ class LayerOnDevice:
 
 
 def _move_gradient(found: list[torch.Tensor], copy: torch.Tensor) -> None:
-    """Move the gradient of a copy from ``grad`` to a list."""
     if copy.grad is not None:
         found.append(copy.grad)
         copy.grad = None
 
 
-def _has_no_gaps(copy: torch.Tensor, source: torch.Tensor) -> bool:
-    return copy.is_contiguous() and source.is_contiguous()
-
-
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Contiguous views that cover the elements of a tensor, in order."""
     flat = tensor.detach().view(-1)
     nbytes = flat.element_size()
     return [flat[start : start + PIECE // nbytes] for start in range(0, len(flat), PIECE // nbytes)]
@@ -424,11 +423,6 @@ def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert a gradient for a sum of this dtype; a narrower gradient is returned unchanged, to save memory."""
     is_wider = gradient.layout == torch.strided and torch.promote_types(gradient.dtype, dtype) == dtype
     return gradient if is_wider else gradient.to(dtype)
-
-
-def _tracks_statistics(module: nn.Module) -> bool:
-    """Whether a norm layer updates running statistics, which torch's kernels write without counting a version."""
-    return isinstance(module, NormBase) and module.training and module.track_running_stats
 
 
 # Support layers that register parametrizations in the forward, as PEFT does to add adapters to stacked experts.

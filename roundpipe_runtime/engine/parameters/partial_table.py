@@ -63,7 +63,6 @@ class PartialTable:
         return tensor.detach() if self.by_rows else tensor.detach().unsqueeze(0)
 
     def copy(self, rows: set[int], source: torch.Tensor) -> None:
-        """Copy the rows in ``rows`` that are not on the device yet; later computations wait for the copies."""
         with self._lock:  # another thread may iterate over the model's parameters meanwhile
             missing = rows - self.present
             if missing:
@@ -104,17 +103,14 @@ class TableReader:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows of the parameter."""
         return self.rows * self.table.row_nbytes
 
     @property
     def bytes_missing(self) -> int:
-        """Bytes of the rows that are not on the device."""
         return (self.rows - len(self.table.present)) * self.table.row_nbytes
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the rows that the layer has read during this stage."""
         return len(self.read) * self.table.row_nbytes
 
     def fetch(self, rows: Iterable[int]) -> None:
@@ -129,7 +125,7 @@ class TableReader:
         self.fetch(range(self.rows))
 
     def complete(self) -> None:
-        """Copy all missing rows, without counting them as read."""
+        """Copy all missing rows, without counting the rows as read."""
         self.table.copy(set(range(self.rows)), self._source)
 
     def present_parts(self, tensor: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -140,20 +136,17 @@ class TableReader:
 
 
 def reserve_table(source: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> torch.Tensor:
-    """Allocate device memory for a parameter, without copying any of its rows yet."""
     tensor = device.reserve(source)
     setattr(tensor, _TABLE, PartialTable(tensor, device, by_rows=by_rows, count=count))
     return tensor
 
 
 def table_of(tensor: torch.Tensor) -> PartialTable | None:
-    """Return the :class:`PartialTable` of a tensor on a device; ``None`` if the tensor was copied as a whole."""
     found: PartialTable | None = getattr(tensor, _TABLE, None)
     return found
 
 
 def bytes_present(tensor: torch.Tensor) -> int:
-    """Return how many bytes of a parameter's copy have been copied to the device."""
     table = table_of(tensor)
     return tensor.nbytes if table is None else len(table.present) * table.row_nbytes
 
@@ -210,15 +203,17 @@ class RoutedParameters:
         *,
         is_look: bool,
     ) -> PartialPlan:
-        """Return the parameters that a run copies on demand."""
         # size: kind of the run and size of its inputs, since reads differ between these
         # source: function that returns the tensor that a parameter is copied from
         by_rows: dict[int, bool] = {}
         groups: dict[int, Group] = {}
         for layer in contents:
             for name, members in self._groups(layer).items():
-                group = self._ways(layer.index, name, members)
-                if group is None or (self._shares.get((group, size), 0.0) > MOST_READ and not is_look):
+                is_stacked = members[0].dim() == 3 and (layer.index, name, True) not in self._refused
+                if not is_stacked and len(members) == 1:
+                    continue  # only copied whole
+                group: Group = layer.index, name, is_stacked
+                if self._shares.get((group, size), 0.0) > MOST_READ and not is_look:
                     continue
                 if all(_is_plain(parameter, source(parameter)) for parameter in members):
                     for parameter in members:
@@ -227,12 +222,6 @@ class RoutedParameters:
         if not by_rows:
             return NOTHING_PARTIAL
         return PartialPlan(by_rows, is_look, lambda tables: self._note(tables, groups, size))
-
-    def _ways(self, layer: int, name: str, members: Members) -> Group | None:
-        """How parts of a parameter group are copied on demand; ``None`` if the group is only copied whole."""
-        if members[0].dim() == 3 and (layer, name, True) not in self._refused:
-            return layer, name, True
-        return (layer, name, False) if len(members) > 1 else None
 
     def _groups(self, layer: LayerContents) -> dict[str, Members]:
         """The parameter groups of a layer, which are searched again if the layer's parameters have changed."""

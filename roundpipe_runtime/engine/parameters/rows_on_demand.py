@@ -17,6 +17,7 @@ are the same as without a placeholder.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -65,7 +66,12 @@ class KnownRows:
 
     def of_ends(self, ends: torch.Tensor) -> list[int]:
         """Return the indices of non-empty groups, given the end of each group; the host waits for the device."""
-        return self._remembered(ends, lambda: _not_empty(ends.tolist()))
+
+        def find() -> list[int]:
+            bounds = itertools.pairwise([0, *ends.tolist()])
+            return [group for group, (start, end) in enumerate(bounds) if end > start]
+
+        return self._remembered(ends, find)
 
     def _remembered(self, of: torch.Tensor, find: Callable[[], list[int]]) -> list[int]:
         known = None if self._of is None else self._of()
@@ -103,9 +109,11 @@ def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_
 
 
 def _run(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-    """Copy the rows that an operation reads, and call it with the parameters themselves."""
+    """Copy the rows that an operation reads, and call the operation with the parameters themselves."""
     name = _name_of(func)
-    call, arguments = pytree.tree_map_only(RowsOnDemand, _real, (tuple(args), dict(kwargs)))
+    call, arguments = pytree.tree_map_only(
+        RowsOnDemand, lambda stand: stand._stands_for[0], (tuple(args), dict(kwargs))
+    )
     if name in _FACTS:
         return func(*call, **arguments)
     first = args[0] if args and isinstance(args[0], RowsOnDemand) else None
@@ -118,7 +126,9 @@ def _run(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
         if stand is first:
             rows = _rows_by_index(name, args, kwargs, table.rows, known)
         elif is_product and len(args) > 1 and stand is args[1]:
-            rows = _rows_of_product(args, kwargs, tensor, known)
+            ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
+            is_by_rows = isinstance(args[0], torch.Tensor) and args[0].dim() == 2 and tensor.dim() == 3
+            rows = known.of_ends(ends) if is_by_rows and isinstance(ends, torch.Tensor) else None
         if rows is None:
             table.fetch_all()
         else:
@@ -129,12 +139,7 @@ def _run(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
     return func(*call, **arguments)
 
 
-def _real(stand: RowsOnDemand) -> torch.Tensor:
-    return stand._stands_for[0]
-
-
 def _name_of(func: Any) -> str:
-    """The name of a function, method or property getter; empty for a setter."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return str(getattr(getattr(func, "__self__", None), "__name__", ""))
@@ -188,19 +193,6 @@ def _distinct(indices: torch.Tensor) -> list[int]:
     return sorted({int(number) for number in numbers.tolist()})
 
 
-def _rows_of_product(
-    args: Arguments, kwargs: Mapping[str, Any], tensor: torch.Tensor, known: KnownRows
-) -> Sequence[int] | None:
-    """The non-empty groups of a grouped matrix product; ``None`` for other products."""
-    ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
-    is_by_rows = isinstance(args[0], torch.Tensor) and args[0].dim() == 2 and tensor.dim() == 3
-    return known.of_ends(ends) if is_by_rows and isinstance(ends, torch.Tensor) else None
-
-
-def _not_empty(ends: Sequence[int]) -> list[int]:
-    return [group for group, end in enumerate(ends) if end > (ends[group - 1] if group else 0)]
-
-
 # -- a check -----------------------------------------------------------------------------------------------------------
 
 
@@ -226,8 +218,6 @@ def _product_alone(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> lis
 
 
 class PartialLayer:
-    """The parameters of one layer that are copied to a device only when the layer reads them."""
-
     def __init__(self, contents: LayerContents, device: Device, plan: PartialPlan) -> None:
         self._contents, self._device, self._plan = contents, device, plan
         self._tables: dict[int, tuple[TableReader, nn.Parameter]] = {}
@@ -237,14 +227,12 @@ class PartialLayer:
     def reserve(
         self, parameter: nn.Parameter, count: Callable[[int], None]
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Return a function that reserves memory for a parameter; ``None`` if it is copied as a whole."""
         by_rows = self._plan.by_rows.get(id(parameter))
         if by_rows is None:
             return None
         return partial(reserve_table, device=self._device, by_rows=by_rows, count=count)
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Report whether a parameter is copied on demand."""
         return id(parameter) in self._tables
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
@@ -309,7 +297,6 @@ class PartialLayer:
         return runs_of(table.read)
 
     def complete(self) -> bool:
-        """Copy all rows of the parameters that have placeholders, and report whether there are such parameters."""
         stood_for = [table for table, _ in self._tables.values() if table.by_rows and not table.is_read]
         for table in stood_for:
             table.fetch_all()
@@ -352,27 +339,22 @@ class ParametersOnDemand(dict[str, nn.Parameter | None]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the parameter of this name, or the default."""
         if name not in self:
             return default
         return self[name]
 
     def items(self) -> Any:
-        """Return names and parameters."""
         return [(name, self[name]) for name in self]
 
     def values(self) -> Any:
-        """Return the parameters."""
         return [self[name] for name in self]
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Remove a parameter, and return it."""
         if name in self:
             self[name]
         return super().pop(name, *default)
 
     def copy(self) -> dict[str, nn.Parameter | None]:
-        """Return the parameters as a plain dictionary."""
         return dict(self.items())
 
     def __iter__(self) -> Iterator[str]:

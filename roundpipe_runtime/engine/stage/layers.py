@@ -42,7 +42,6 @@ class StageLayers:
         self.has_room: HasRoom | None = None
 
     def measure(self, kind: str, microbatch: int = -1, layer: int = -1) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that measures the work in its with block, if this stage is measured."""
         if not self.is_measured:
             return _NOTHING
         return self.run.timer.measure(kind, self.stage.index, self.device, microbatch, layer)
@@ -50,7 +49,6 @@ class StageLayers:
     # -- upload ------------------------------------------------------------------------------------------------------
 
     def resident(self, layer: int) -> LayerOnDevice:
-        """Return a layer on the device; upload it first if it is not there."""
         if self.ahead:
             self._upload_ahead()
         if layer not in self.here:
@@ -172,7 +170,6 @@ class Place:
     tensors: Sequence[torch.Tensor] | None = None
 
     def describe(self) -> str:
-        """Return a text with the stage, layer and microbatch that is running, which is added to an error."""
         spec, layers = self.run.spec, self.stage.layers
         span = f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
         where = [f"In stage {self.stage.index} ({self.stage.kind}, {span}) on {self.device.name}, {self.doing}"]
@@ -185,7 +182,6 @@ class Place:
         return where[0] + (": " + ", ".join(where[1:]) if where[1:] else "")
 
     def memory_advice(self) -> str:
-        """Return a text with the size of the stage and with remedies, for an out-of-memory error."""
         size = sum(self.run.spec.contents[layer].nbytes() for layer in self.stage.layers)
         kept = self.run.kept.traffic.kept[self.device.name]
         stays = f" Parameters that stay on the device take {kept} bytes: keep_parameters sets how many." if kept else ""
@@ -292,7 +288,6 @@ class LayerCall(CallState):
         return self.versions == self._versions()
 
     def check_repeatable(self, what: str) -> None:
-        """Raise an error if the call cannot be repeated, because the layer has written an input or a buffer."""
         if not self.is_repeatable():
             raise StageError(
                 f"{self.contents.title} had to {what} for the first time after it had written an input or a buffer in "
@@ -314,7 +309,6 @@ class LayerCall(CallState):
             self.attempt(as_leaves=as_leaves)
 
     def attempt(self, *, as_leaves: bool) -> None:
-        """Call the layer."""
         # as_leaves: whether the layer gets leaves, which it cannot write in place
         self.entries, self.entered = enter(self.values, as_leaves=as_leaves)
         # Attempts with leaves show nothing new: torch refuses to write them.
@@ -341,7 +335,6 @@ class LayerCall(CallState):
         return self.drawing
 
     def restart_generators(self) -> None:
-        """Reset the random generators to the state in which each layer of the microbatch starts."""
         if self.drawing is not None:
             self.drawing.restart()
 
@@ -359,21 +352,14 @@ class LayerCall(CallState):
         return watch_forward(self._invoke, self.module, self.device.torch_device)
 
     def _invoke(self) -> Any:
-        with steady_draws(self.spec, self.generator):
-            return self._called()
-
-    def _called(self) -> Any:
-        if self.spec.compiled.is_empty:
-            return self._call_module()
-        with self.spec.compiled.standing(self.contents.index):
-            return self._call_module()
-
-    def _call_module(self) -> Any:
-        value = self.values.structure.rebuild(self.entered)
-        if self.contents.index == 0:  # the first layer gets the arguments of the model, the others the previous output
-            args, kwargs = value
+        compiled = self.spec.compiled
+        standing = _NOTHING if compiled.is_empty else compiled.standing(self.contents.index)
+        with steady_draws(self.spec, self.generator), standing:
+            value = self.values.structure.rebuild(self.entered)
+            if self.contents.index > 0:
+                return self.module(value)
+            args, kwargs = value  # the first layer gets the arguments of the model, the others the previous output
             return self.module(*args, **kwargs)
-        return self.module(value)
 
 
 # Compute the loss of one microbatch, and its backward to the outputs of the last layer.
@@ -407,7 +393,6 @@ class MicrobatchLoss:
         check_reaches(self._terms, result, self._outputs)
 
     def _invoke(self, labels: Any) -> Any:
-        """Call the loss function; call it again if it drew random numbers, so that only the last call counts."""
         loss_fn = self._run.spec.loss_fn
         if self._run.contract.reduction not in ("mean", "items"):  # counting waits for an accelerator
             return loss_fn(self._outputs, labels)

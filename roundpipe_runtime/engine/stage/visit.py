@@ -27,8 +27,8 @@ from ...device.transfer import HostCopies, HostValue, TreeStructure, fetch, flat
 from ...device.worker import StoppedRun, add_note_once
 from ...errors import StageError
 from ...schedule.round_robin import Stage
-from ..checks import check_leaves, check_repeated, digest, is_digested, watch_escaped
-from ..layer_graph import LayerGraph, Values, plain, run_backward
+from ..digests import check_repeated, digest_outputs, is_digested
+from ..layer_graph import LayerGraph, Values, check_leaves, plain, run_backward, watch_escaped
 from ..parameters.on_device import LayerOnDevice
 from ..recomputed import VisitGenerator
 from ..run import Copies, Run, check_writes, passed_on, shared_views
@@ -57,8 +57,6 @@ def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, k
 
 
 class Visit:
-    """Runs one stage on its device, from the upload of its parameters to the download of its gradients."""
-
     def __init__(self, run: Run, stage: Stage, device: Device, following: Stage | None) -> None:
         self.run, self.spec, self.collected = run, run.spec, run.collected
         self.stage = stage
@@ -74,7 +72,6 @@ class Visit:
     # -- the whole visit ---------------------------------------------------------------------------------------------
 
     def run_all(self, has_room: HasRoom | None) -> None:
-        """Run every microbatch, in order."""
         # has_room: function that reports whether the device has room now for this many bytes of another stage; `None`:
         # nothing is uploaded ahead
         self.layers.has_room = has_room
@@ -82,24 +79,20 @@ class Visit:
         self._is_bare = not (self.layers.is_measured or self.spec.caller)
         try:
             with torch.set_grad_enabled(self.spec.requires_grad):
-                self._run_all()
+                self.run.mailbox.check()
+                self.layers.upload_ready()
+                work = {"forward": self._forward, "fused": self._fused, "backward": self._backward}[self.stage.kind]
+                for microbatch in self.stage.microbatches(self.spec.num_microbatch):
+                    self.run.mailbox.check()
+                    self._at(None, microbatch)
+                    work(microbatch)
+                # A later error does not belong to the last microbatch.
+                self._at(None, None)
+                self._download()
         finally:
             self.generator.restore()
 
-    def _run_all(self) -> None:
-        self.run.mailbox.check()
-        self.layers.upload_ready()
-        work = {"forward": self._forward, "fused": self._fused, "backward": self._backward}[self.stage.kind]
-        for microbatch in self.stage.microbatches(self.spec.num_microbatch):
-            self.run.mailbox.check()
-            self._at(None, microbatch)
-            work(microbatch)
-        # A later error does not belong to the last microbatch.
-        self._at(None, None)
-        self._download()
-
     def leave(self) -> None:
-        """Release the memory that the stage uses on the device."""
         self.place.tensors = None
         self.layers.leave()
 
@@ -124,9 +117,11 @@ class Visit:
                 self.collected.saved[layer, microbatch] = self._send(values, copies=copies)
             values, graph = self._call(layer, microbatch, values, "forward")
             self._drop_graph(graph)  # at once
-        # The caller may write an output.
-        is_output = layer + 1 == self.spec.span.stop
-        self._hand_on(microbatch, self._send(values, last=True, copies=None if is_output else copies))
+        stop = layer + 1
+        if stop == self.spec.span.stop:  # without the known copies: the caller may write an output
+            self.collected.outputs[microbatch] = self._send(values, last=True)
+        else:
+            self.run.mailbox.put(("activation", stop, microbatch), self._send(values, last=True, copies=copies))
 
     def _fused(self, microbatch: int) -> None:
         values = self._open(self._take_input(microbatch))
@@ -169,9 +164,16 @@ class Visit:
         place.layer, place.doing, place.tensors = graph.layer, "backward", graph.exits
         self.generator.cpu_state = None
         resident = self.layers.here[graph.layer]
+        module, alone = resident.contents.module, None
+        if resident.traits.reenters.get(module.training) is not False:
+            alone = partial(self._back_alone, module)
         measured = self.layers.measure("backward", microbatch, graph.layer)
         with self.device.computing(resident.ready), measured, self._modes():
-            results = self._back_here(resident, graph, gradients)
+            # with its copies in place: checkpoints inside the layer call parts of it again
+            results = resident.call(partial(graph.backward, gradients, alone))
+            resident.take_gradients()
+            if self.spec.take_gradient is not None:
+                resident.hand_over(self.spec.take_gradient)
         place.tensors = None
         self._drop_graph(graph)
         # Gradients are downloaded during the backward of earlier layers. Those of the first layer come last: the
@@ -186,19 +188,6 @@ class Visit:
         if any(entry is not None for entry in graph.entries):
             watch_escaped(graph.entries, self.layers.here[graph.layer].title)
 
-    def _back_here(
-        self, resident: LayerOnDevice, graph: LayerGraph, gradients: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        module, back = resident.contents.module, None
-        if resident.traits.reenters.get(module.training) is not False:
-            back = partial(self._back_alone, module)
-        # with its copies in place: checkpoints inside the layer call parts of it again
-        results = resident.call(partial(graph.backward, gradients, back))
-        resident.take_gradients()
-        if self.spec.take_gradient is not None:
-            resident.hand_over(self.spec.take_gradient)
-        return results
-
     def _back_alone(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
         """Run a backward that may repeat forward code and draw random numbers, while no other thread draws."""
 
@@ -209,7 +198,6 @@ class Visit:
         return run_backward(steadily, module, self.device.torch_device)
 
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
-        """Compute the loss of a microbatch, and run the loss's backward to the outputs of the last layer."""
         place = self.place
         place.layer, place.doing, place.tensors = None, "loss", values.tensors
         on_host = self.spec.labels[microbatch]
@@ -293,18 +281,15 @@ class Visit:
         if kind == "fused" or not self.spec.preserve_rng_state:
             return
         with self.device.computing(resident.ready):
-            found = [self._digest_down(one) for one in digest(exits)]
+            found = [  # copies are not urgent: they are only read when the layer is recomputed
+                (one, NOW) if one.device.type == "cpu" else self.device.copy_out(one, last=True, parameter=True)
+                for one in digest_outputs(exits)
+            ]
         if kind == "forward":
             self.collected.digests[key] = found
         elif key in self.collected.digests:
             dtypes = [tensor.dtype for tensor in exits if is_digested(tensor)]
             check_repeated(resident.title, _complete(self.collected.digests.pop(key)), _complete(found), dtypes)
-
-    def _digest_down(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        if tensor.device.type == "cpu":
-            return tensor, NOW
-        # not urgent: it is only read when the layer is recomputed
-        return self.device.copy_out(tensor, last=True, parameter=True)
 
     def _call_here(
         self, resident: LayerOnDevice, microbatch: int, values: Values, kind: CallKind, data: tuple[Any, ...] | None
@@ -350,13 +335,6 @@ class Visit:
     def _send(self, values: Values, *, last: bool = False, copies: HostCopies | None = None) -> HostValue:
         return send(self.device, values.structure, values.tensors, values.needs_grad, last=last, copies=copies)
 
-    def _hand_on(self, microbatch: int, on_host: HostValue) -> None:
-        stop = self.stage.layers[-1] + 1
-        if stop == self.spec.span.stop:
-            self.collected.outputs[microbatch] = on_host
-        else:
-            self.run.mailbox.put(("activation", stop, microbatch), on_host)
-
     def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
         self.place.doing = "the upload of gradients"
         self.generator.cpu_state = None
@@ -383,7 +361,6 @@ class Visit:
 
 
 def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor]:
-    """Wait until copies of device tensors on the host are complete."""
     for _, complete in copies:
         complete.result()
     return [copy for copy, _ in copies]
@@ -433,7 +410,6 @@ class CopyVisit(Visit):
     # -- gradients of one microbatch ---------------------------------------------------------------------------------
 
     def _send_shares(self) -> None:
-        """Send the gradients that were computed here to the last copy of the stage, by way of the host."""
         self.place.doing = "the download of the gradients of one microbatch"
         while self._own:
             (layer, microbatch), gradients = self._own.popitem()

@@ -34,8 +34,7 @@ from ...checkpoint.folder import (
 )
 from ...device.generator import generator_kept
 from ...distributed.ranks.torchrun import own_devices
-from ...engine.compiled import check_compile_options
-from ...engine.config import RoundPipeRunConfig
+from ...engine.config import RoundPipeRunConfig, check_compile_options
 from ...errors import CheckpointError, CheckpointWarning, ConfigError, CutError, DamagedCheckpointError, warn
 from ...optim.step import OptimizerCtx
 from ..wrap import wrap_model_to_roundpipe

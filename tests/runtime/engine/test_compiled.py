@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.engine.compiled: each kind of layer is compiled once, and learns the same."""
+"""Tests of ``RoundPipe(compile=...)``: each kind of layer is compiled once, and learns the same."""
 
 import contextlib
 import copy

@@ -17,7 +17,7 @@ from roundpipe_runtime import (
     get_recompute_data,
     save_for_recompute,
 )
-from roundpipe_runtime.engine.checks import check_repeated, digest
+from roundpipe_runtime.engine.digests import check_repeated, digest_outputs
 from tests.runtime.small import all_recomputed, near_gradients
 
 F = nn.functional
@@ -129,7 +129,7 @@ def test_one_number_in_a_thousand_is_seen(dtype, width):
     output = torch.randn(1000, width, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
     other = output.detach().clone()
     other[500] = 30.0
-    first, same, changed = (digest([one.requires_grad_()]) for one in (output, output.detach().clone(), other))
+    first, same, changed = (digest_outputs([one.requires_grad_()]) for one in (output, output.detach().clone(), other))
     check_repeated("it", first, same, [dtype])
     with pytest.raises(StageError, match="it computed different values"):
         check_repeated("it", first, changed, [dtype])
@@ -139,7 +139,7 @@ def test_one_number_in_a_thousand_is_seen(dtype, width):
 def test_masks_filled_with_the_least_number_repeat_themselves(dtype):
     """Layers hand on such masks with their biases; a sum of two of these numbers is infinite in their dtype."""
     mask = torch.full((27, 27), torch.finfo(dtype).min, dtype=dtype).triu(1).requires_grad_()
-    first, same = digest([mask]), digest([mask.detach().clone().requires_grad_()])
+    first, same = digest_outputs([mask]), digest_outputs([mask.detach().clone().requires_grad_()])
     check_repeated("it", first, same, [dtype])
 
 

@@ -17,7 +17,7 @@ from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, RoundPip
 from roundpipe_runtime.batch.entries import FlatBatch
 from roundpipe_runtime.batch.splitting import split_flat
 from roundpipe_runtime.device.generator import generator_lock
-from roundpipe_runtime.engine.checks import state_of
+from roundpipe_runtime.engine.code_state import state_of
 from roundpipe_runtime.engine.loss_check import LossChecks, Sample
 from roundpipe_runtime.engine.rows import RowTrial
 from tests.runtime.small import batch, near, near_gradients

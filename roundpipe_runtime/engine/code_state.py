@@ -1,10 +1,12 @@
-"""Copy settings of the caller's thread to the threads that run layers: autocast, torch modes, thread locals.
+"""What code reads besides its arguments: settings of its thread, and values whose changes call for a new check.
 
-Python's context variables are copied with the work of a thread, but these settings are not context variables.
+The caller's autocast, torch modes and thread locals are copied to the threads that run layers. Python's context
+variables are copied with the work of a thread, but these settings are not context variables.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -13,7 +15,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +49,6 @@ class CallerState:
 
     @classmethod
     def captured(cls, device_types: Sequence[str], code: Iterable[object]) -> CallerState:
-        """Return the settings of this thread, for layers and a loss function that run in other threads."""
         autocast = [
             {
                 "device_type": kind,
@@ -66,7 +67,6 @@ class CallerState:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Apply the caller's settings to this thread during the with block."""
         with contextlib.ExitStack() as stack:
             for local, found in self.values:
                 stack.enter_context(_set(local, found))
@@ -82,7 +82,6 @@ class CallerState:
 
 
 def gradient_mode_kept() -> Undoing:
-    """Return a context manager that restores this thread's gradient mode (``torch.is_grad_enabled()``)."""
     # `torch.no_grad()` does not restore the mode if Ctrl-C is pressed while it is entered
     return Undoing(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
 
@@ -103,7 +102,6 @@ _OF_CLASSES: weakref.WeakKeyDictionary[type, tuple[threading.local, ...]] = weak
 
 
 def _locals_of(code: object) -> list[threading.local]:
-    """Return the thread locals that the code of a layer or a loss function uses."""
     found: list[threading.local] = []
     for part in code.modules() if isinstance(code, nn.Module) else [code]:
         kind = type(part)
@@ -169,3 +167,88 @@ def values_of(function: types.FunctionType) -> Iterator[Any]:
                 yield value
             elif value is not None and _is_own(value.__name__):
                 yield from (vars(value)[one] for one in code.co_names if one in vars(value))
+
+
+# Decide which calls are checked: calls 1, 2, 4, 8, ..., and those after a change of the code. So a change is found, at
+# almost no cost over a whole training.
+
+
+def is_due(count: int) -> bool:
+    """Return whether the next run is checked, given the number of earlier runs with inputs of the same structure.
+
+    >>> [count + 1 for count in range(20) if is_due(count)]
+    [1, 2, 4, 8, 16]
+    """
+    return (count + 1) & count == 0
+
+
+# A check follows each of the first 8 changes, later only the 16th, 32nd, ...: some attributes change in every call.
+_CHANGES = 8
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+
+
+class Repeats:
+    """Decides which calls are checked: it counts calls by kind, and detects changes of layers and loss functions."""
+
+    def __init__(self) -> None:
+        self._calls: collections.Counter[Hashable] = collections.Counter()
+        self._changes: collections.Counter[Hashable] = collections.Counter()
+        self._states: dict[Hashable, Hashable] = {}
+        self._open: dict[Hashable, object] = {}  # code of this call
+
+    def is_due(self, kind: Hashable, code: object = None) -> bool:
+        # changes that a call makes itself, such as a counter, are part of the state at its end
+        state = state_of(code)
+        is_changed = self._states.get(kind, state) != state
+        self._open[kind] = code
+        self._changes[kind] += is_changed
+        self._calls[kind] += 1
+        changes = self._changes[kind]
+        return is_due(self._calls[kind] - 1) or (is_changed and (changes <= _CHANGES or is_due(changes - 1)))
+
+    def failed(self, kind: Hashable) -> None:
+        self._calls[kind] = 0  # the next call of this kind is checked again
+
+    def end(self) -> None:
+        self._states |= {kind: state_of(code) for kind, code in self._open.items()}
+        self._open.clear()
+
+
+def state_of(code: object) -> Hashable:
+    """Return fingerprints of the numbers, strings and tensors that layers or a loss read, to detect changes."""
+    found: list[Hashable] = []
+    values, is_read = [*code] if isinstance(code, list) else [code], False
+    for value in values:  # grows in the loop
+        if isinstance(value, functools.partial):
+            values += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.MethodType):
+            values += [value.__func__, value.__self__]
+        elif isinstance(value, types.FunctionType) and not is_read:
+            values += values_of(value)
+            is_read = True
+        else:
+            found.append(_mark(value))
+            for one in value.modules() if isinstance(value, nn.Module) else [value]:
+                found += _held(one)
+    return tuple(found)
+
+
+def _held(value: object) -> Iterator[Hashable]:
+    attributes = getattr(value, "__dict__", None)
+    if type(attributes) is dict and not isinstance(value, torch.Tensor):
+        for name, one in attributes.items():
+            if type(one) in _PLAIN:
+                yield name, one
+            elif isinstance(one, torch.Tensor):
+                yield name, _mark(one)
+        for buffer in attributes.get("_buffers", {}).values() if isinstance(value, nn.Module) else ():
+            yield _mark(buffer)
+
+
+def _mark(value: object) -> Hashable:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor) and not value.is_inference():
+        return id(value), value._version
+    return id(value)

@@ -176,7 +176,7 @@ class OptimizedModel(EngineHandle):
             ConfigError: the exponent is not positive.
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is true.
         """
-        from ..distributed.weights.shards import clip_grad_norm  # torch's DTensor takes a while to load
+        from ..distributed.weights import clip_grad_norm  # torch's DTensor takes a while to load
 
         targets = list(self.optim_parameters())
         check_clipped(targets)

@@ -75,7 +75,6 @@ class Alarm:
             _ALARMS.add(self)
 
     def listen(self, listener: Callable[[int | None], None] | None) -> None:
-        """Set the function that is called when another rank has failed."""
         # listener: function that gets the number of the failed call; `None` if a rank is gone
         with self._lock:
             self._listener = listener
@@ -85,7 +84,6 @@ class Alarm:
         self._send({"call": call})
 
     def notify_step_failed(self, text: str) -> None:
-        """Notify the other ranks that the optimizer step of this rank has failed."""
         self._send({"step": text})
 
     def take_step_failure(self) -> tuple[int, str] | None:
@@ -125,16 +123,13 @@ class Alarm:
         return seconds if time.monotonic() - seen < _RECENT else 0.0
 
     def _neighbours(self) -> list[tuple[int, Process]]:
-        """Return the other ranks on this machine."""
         known = sorted(self._processes.items())
         return [(rank, one) for rank, one in known if rank != self._rank and not self._is_far(rank)]
 
     def _is_far(self, rank: int) -> bool:
-        """Return whether the process of a rank is known to be on another machine."""
         return rank in self._processes and self._processes[rank].machine != self._here.machine
 
     def _ended(self) -> list[int]:
-        """Return the ranks on this machine whose processes have ended."""
         return [rank for rank, one in self._neighbours() if one.has_ended()]
 
     def _end_stopped(self) -> None:
@@ -178,16 +173,12 @@ class Alarm:
             time.sleep(3 * _PERIOD)  # until the other ranks are notified, and the listener no longer uses the store
             cut_connections()
 
-    def _meet(self) -> None:
-        """Read the process ids of the other ranks that have started."""
+    def _look(self) -> None:
+        """Read the process ids of new ranks, and end a call that waits for a process that has ended."""
         for rank in range(self._size):
             key = f"{self._prefix}/process/{rank}"
             if rank not in self._processes and self._store.check([key]):
                 self._processes[rank] = Process(*json.loads(self._store.get(key)))
-
-    def _look(self) -> None:
-        """End a call that waits for a process that has ended."""
-        self._meet()
         if self._listener is not None and self._gone is None and (ended := self._ended()):
             self._gone = ended
             self._send({"gone": ended})
@@ -209,7 +200,6 @@ class Alarm:
             listener(call)
 
     def close(self) -> None:
-        """End the thread."""
         self._closed.set()
 
     def _send(self, news: dict[str, Any]) -> None:
@@ -300,20 +290,16 @@ class Process(NamedTuple):
 
     @classmethod
     def here(cls) -> Process:
-        """Return this process."""
         return cls(this_machine(), os.getpid(), _state(os.getpid())[1])
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended; the process must be on this machine."""
         state, started = _state(self.number)
         return state in _ENDED or started != self.started
 
     def is_stopped(self) -> bool:
-        """Return whether a signal (SIGSTOP, Ctrl-Z) has stopped the process; the process must be on this machine."""
         return _state(self.number) == ("T", self.started)  # "t" is a process in a debugger
 
     def end(self) -> None:
-        """Kill the process, even if it is stopped; the process must be on this machine."""
         with contextlib.suppress(OSError):
             os.kill(self.number, signal.SIGKILL)
 
@@ -403,7 +389,7 @@ class News:
             call.run = None
 
     def watch(self, summed: Future[None]) -> Future[None]:
-        """Stop the call if the summation of gradients fails; return the future of the summation."""
+        """Stop the call if the summation of gradients fails."""
         with Uninterrupted():
             summed.add_done_callback(self._call.note_sums)
         return summed

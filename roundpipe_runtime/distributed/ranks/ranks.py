@@ -75,8 +75,7 @@ class Ranks:
         """Return the ranks that hold the same shard as this rank, in the order of the copies of the model."""
         return list(range(self.rank % self.num_shards, self.size, self.num_shards))
 
-    def close(self) -> None:
-        """Release the resources of these ranks."""
+    def close(self) -> None: ...
 
 
 class MeshRanks(Ranks):
@@ -102,31 +101,26 @@ class MeshRanks(Ranks):
         self._lock = threading.Lock()
 
     def exchange(self, value: Any, channel: Channel = "control") -> list[Any]:
-        """Return the values of all ranks, in rank order (all-gather)."""
         found: list[Any] = [None] * self.size
         with self._watched(channel):
             dist.all_gather_object(found, value, group=self._group(channel))
         return found
 
     def fail_step(self, text: str) -> None:
-        """Notify the other ranks, which may wait in their optimizer step, that the step of this rank has failed."""
         with contextlib.suppress(RuntimeError):  # the store is gone: other ranks notice it at their next exchange
             self.alarm.notify_step_failed(text)
         self._close("step")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor with its values on rank 0."""
         with self._watched("control"):
             dist.broadcast(tensor, src=self._members[0], group=self._group("control"))
 
     def all_to_all(self, out: torch.Tensor, give: Sequence[int], into: torch.Tensor, take: Sequence[int]) -> None:
-        """Send each rank its part of ``out``, and receive a part from each rank in ``into`` (all-to-all)."""
         with self._watched("data"):
             dist.all_to_all_single(into, out, list(take), list(give), group=self._group("data"))
         self.sent["data"] += (sum(give) - give[self.rank]) * out.element_size()
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
-        """Fill the other members' parts of tensors with the values that they send (all-gather)."""
         count, own, group = len(members), members.index(self.rank), self._group(channel)
         ops = []
         for distance in range(1, count):
@@ -145,7 +139,6 @@ class MeshRanks(Ranks):
                     work.wait()
 
     def close(self) -> None:
-        """End the thread that listens to the other ranks."""
         self.alarm.close()
 
     @contextlib.contextmanager
@@ -193,7 +186,6 @@ def meet(mesh: DeviceMesh) -> None:
 
 
 def ranks_of(mesh: DeviceMesh | None) -> Ranks:
-    """Return the ranks of a mesh; without a mesh, or with one process, the ranks object of this process alone."""
     if mesh is None:
         return Ranks()
     check_mesh(mesh)
@@ -201,7 +193,6 @@ def ranks_of(mesh: DeviceMesh | None) -> Ranks:
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise an error if ``mesh`` is not a CPU ``DeviceMesh`` with one or two axes that contains this process."""
     line = '\n    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))'
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"mesh must be a DeviceMesh of torch.distributed, found {type(mesh).__qualname__}:{line}")

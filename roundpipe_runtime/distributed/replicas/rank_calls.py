@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,9 +22,10 @@ from torch import nn
 
 from ... import errors
 from ...batch.entries import FlatMicrobatch
-from ...batch.loss import LossContract
+from ...batch.loss import BackwardTerm, LossContract, LossValue
 from ...batch.loss import Reduction as LossReduction
 from ...device.protocol import NOW
+from ...device.transfer import HostValue
 from ...device.worker import Outcome, Uninterrupted, Worker, on_error
 from ...engine.config import RoundPipeRunConfig
 from ...engine.draws import move_generator, run_base
@@ -35,10 +37,108 @@ from ...optim.readiness import ReadinessTable
 from ...optim.step import StepRunner
 from ..ranks.alarm import News
 from ..ranks.ranks import Ranks
-from ..weights.shards import RankStore, ShardedStore
-from ..weights.steps import RankSteps
-from .call import Opening, RankCall, Verdict, report_losses, total_contract
+from ..weights import RankSteps, RankStore, ShardedStore
 from .reduction import Reduction, ReductionPlan, groups_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Opening:
+    """The message of a rank to all ranks before a call of ``forward_backward``."""
+
+    rows: list[list[int | None]]  # rows of each microbatch, for each group of the rank
+    seed: int  # seed of random layers
+    stated: Mapping[str, object]  # what all ranks must agree on
+    failure: str | None = None  # error of this rank before the call
+    reduction: LossReduction | None = None  # how losses add up; `None` if this rank has too few rows to find out
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+    """The message of a rank to all ranks after its part of a call: its losses, or its error."""
+
+    begun: int  # number of gradient exchanges that this rank has begun
+    failure: str | None  # error of this rank
+    losses: Sequence[LossReport] = ()  # losses of its microbatches
+    had: frozenset[tuple[int, int]] = frozenset()  # parameters that got a gradient
+    # buffers that its first group wrote, by layer and number
+    buffers: Mapping[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
+    feeds: bool = False  # whether the inputs of the call require gradients
+    total: Any = None  # loss of the batch, in a call in two passes
+    has_drawn: bool = False  # whether a layer has drawn from torch's generators
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Halfway:
+    """The message of a rank to all ranks between forward and backward, if one loss is computed for the whole batch."""
+
+    of_groups: Sequence[Any]  # inputs of the loss from each group of the rank
+    failure: str | None = None  # error of this rank
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class RankCall(Call):
+    """One call of ``forward_backward`` on several ranks, on which all ranks have agreed."""
+
+    plan: ReductionPlan
+    first_rank: int  # rank with the first group that has rows
+    # whether the backward of each microbatch follows its loss at once, so that the contract has all losses
+    is_one_pass: bool = True
+    total: Any = None  # loss of the batch, of a call in two passes
+    # buffers written by the first group of this rank, if the model has them already
+    written: Mapping[tuple[int, int], torch.Tensor] | None = None
+    feeds: bool = True  # whether the call continues backward from the inputs; autograd does otherwise
+
+    def losses(self, turn: int) -> LossContract:
+        return GroupLosses(self.contract, self.firsts[turn], len(self.parts[turn]))
+
+    def add(self, run: Run, inputs: list[HostValue]) -> None:
+        if len(run.spec.contents) in run.collected.gradients:
+            raise errors.DistributedError(
+                "The loss function has trainable parameters that belong to no layer, so their gradients are not "
+                "summed over the ranks. Move the parameters to a last layer that returns the inputs of the loss."
+            )
+        Call.add(self, run, inputs)  # a class with slots is created anew, so `super()` refers to another class
+
+
+# Combine the losses of a batch of which each rank computes a part.
+
+
+class GroupLosses(LossContract):
+    """Collects the losses of one group of rows for the :class:`LossContract` of the whole batch.
+
+    The first gradients of a backward depend on the rows of all groups. The summed gradients are scaled after the groups
+    are added, because the scale is known only when all ranks have their losses.
+    """
+
+    def __init__(self, whole: LossContract, first: int, count: int) -> None:
+        super().__init__(whole.reduction, whole.rows[first : first + count])
+        self._whole, self._first = whole, first
+
+    def add(self, index: int, value: Any, items: Sequence[float] = ()) -> list[BackwardTerm]:
+        return self._whole.add(self._first + index, value, items)
+
+    @property
+    def kind(self) -> str | None:
+        return self._whole.kind
+
+    @property
+    def weights(self) -> list[float]:
+        return self._whole.weights[self._first : self._first + len(self.rows)]
+
+    def gradient_scale(self) -> float:
+        """Return 1, since gradients are scaled only once, after they are summed over all groups."""
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LossReport:
+    """The loss of one microbatch, in a form that is sent to the other ranks."""
+
+    index: int  # index of the microbatch in the batch
+    value: LossValue  # the loss, with its tensors on the host
+
+
+# Run the calls.
 
 
 class RankCalls(OneGroup[Engine]):
@@ -71,13 +171,11 @@ class RankCalls(OneGroup[Engine]):
 
     @property
     def own_groups(self) -> int:
-        """The number of groups that this rank runs."""
         return len(self.own)
 
     # -- parts of the engine -------------------------------------------------------------------------------------------
 
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
-        """Make the object that stores the model's parameters and the tensors that the optimizer updates."""
         kind = ShardedStore if self.ranks.num_shards > 1 else RankStore
         self.store = kind(model, optim_dtype, self.ranks)
         return self.store
@@ -85,21 +183,21 @@ class RankCalls(OneGroup[Engine]):
     def make_steps(
         self, store: ParameterStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]
     ) -> StepRunner:
-        """Make the object that runs the steps of the optimizer."""
         return RankSteps(self.store, table, scan)
 
     def begin(self, engine: Engine, model: nn.Module) -> None:
         """Check that all ranks have the same model and settings, and copy the weights of rank 0 to all ranks."""
-        stated = describe_model(
-            model,
-            replicas=self.replicas,
-            optim_dtype=self.store.optim_dtype,
-            reduce_dtype=self.reduce_dtype,
-            gradient_dtype=self.store.kept_dtype,
-            layers=len(engine.layers),
-            large_tables=engine.planner.rule,  # may depend on device memory
-            name=engine.tag,
-        )
+        options = {
+            "replicas": self.replicas,
+            "optim_dtype": self.store.optim_dtype,
+            "reduce_dtype": self.reduce_dtype,
+            "gradient_dtype": self.store.kept_dtype,
+            "layers": len(engine.layers),
+            "large_tables": engine.planner.rule,  # may depend on device memory
+            "name": engine.tag,
+        }
+        stated: dict[str, object] = {name: f"{tuple(one.shape)} {one.dtype}" for name, one in _tensors(model)}
+        stated |= {name: str(value) for name, value in options.items()}
         if error := errors.ranks_disagree(self.ranks.exchange(stated)):
             raise error
         share_weights(model, self.ranks)
@@ -108,7 +206,6 @@ class RankCalls(OneGroup[Engine]):
     # -- a call ------------------------------------------------------------------------------------------------------
 
     def rows_of_batch(self, rows: int) -> int:
-        """Return the number of rows of the whole batch; ``rows`` is the number on this rank."""
         return rows if self._rows_of_batch is None else self._rows_of_batch
 
     @contextlib.contextmanager
@@ -223,7 +320,6 @@ class RankCalls(OneGroup[Engine]):
     def _judge(
         self, call: RankCall, reduction: Reduction, summed: Future[None] | None, failure: BaseException | None
     ) -> list[Verdict]:
-        """Return the :class:`Verdict` of each rank if all ranks succeeded; otherwise raise an error."""
         is_own = failure is not None and not isinstance(failure, errors.StoppedByRankError)
         if is_own:
             # The other ranks exchange verdicts only after their work. The alarm stops the work.
@@ -231,10 +327,14 @@ class RankCalls(OneGroup[Engine]):
         begun = reduction.stop()
         with Outcome() as exchanged:
             if failure is None:
+                losses = [
+                    LossReport(index, dataclasses.replace(value, tensors=tuple(one.cpu() for one in value.tensors)))
+                    for index, value in sorted(call.contract.values().items())
+                ]
                 verdict = Verdict(
                     begun,
                     None,
-                    report_losses(call.contract),
+                    losses,
                     frozenset(reduction.had),
                     self._written_buffers(call),
                     any(flag for run, values in call.runs for value in values for flag in value.needs_grad),
@@ -257,7 +357,6 @@ class RankCalls(OneGroup[Engine]):
         raise failure
 
     def _drop(self, call: RankCall, reduction: Reduction, summed: Future[None] | None, begun: int) -> None:
-        """Discard a call that has failed."""
         reduction.finish(begun)
         if summed is not None:
             with contextlib.suppress(Exception):  # the error is already known: a rank is gone
@@ -270,7 +369,10 @@ class RankCalls(OneGroup[Engine]):
     ) -> Any:
         total: Any
         if call.is_one_pass:
-            contract = total_contract(call.contract, [report for one in verdicts for report in one.losses])
+            # the losses of all ranks in one order, so that results are bitwise identical on every rank
+            contract = LossContract(call.contract.reduction, call.contract.rows)
+            for report in sorted((report for one in verdicts for report in one.losses), key=lambda one: one.index):
+                contract.add_value(report.index, report.value)
             total, scale = contract.total(), contract.gradient_scale()
         else:
             total, scale = next((one.total for one in verdicts if one.total is not None), None), 1.0
@@ -318,11 +420,9 @@ class RankCalls(OneGroup[Engine]):
     # -- state between calls -----------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Delete the gradients that calls in ``no_sync()`` have accumulated on this rank."""
         self._kept.clear()
 
     def close(self) -> None:
-        """End the thread that sums gradients, and the thread that listens to the other ranks."""
         self._is_closed = True
         self._worker.close()
         self.ranks.close()
@@ -341,17 +441,11 @@ def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> Lo
 
 
 def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
-    """Return the microbatches of each group of rows; an empty list for a group without rows."""
+    """Return the microbatches of each group of rows, and an empty list for a group without rows."""
     return [[] if all(microbatch.rows == 0 for microbatch in part) else part for part in parts]
 
 
 # Check that all ranks agree on the model and on each call, and start them from the weights of rank 0.
-
-
-def describe_model(model: nn.Module, **options: Any) -> dict[str, object]:
-    """Return the facts about a model and its pipeline that :func:`ranks_disagree` compares between ranks."""
-    stated: dict[str, object] = {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in _tensors(model)}
-    return stated | {name: str(value) for name, value in options.items()}
 
 
 def describe_call(
@@ -425,7 +519,6 @@ class KeptSums:
         return bool(self._sums)
 
     def clear(self) -> None:
-        """Delete all accumulated gradients."""
         self._sums.clear()
 
     def add(self, call: Call, scale: float) -> None:

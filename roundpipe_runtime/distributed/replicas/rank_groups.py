@@ -29,8 +29,7 @@ from ...engine.one_group import Cutting, merge_outputs
 from ...engine.parameters.on_device import Gradients
 from ...engine.run import Run
 from ...errors import DistributedError, StageError, StoppedByRankError, format_failure, raise_first
-from .call import Halfway, RankCall
-from .rank_calls import RankCalls, with_rows
+from .rank_calls import Halfway, RankCall, RankCalls, with_rows
 
 
 class BatchLoss(Protocol):
@@ -57,7 +56,10 @@ class RankGroups(RankCalls):
         if not config.requires_grad or self.replicas == 1:
             return super().forward(engine, args, kwargs, config)
         passes = GroupPasses(with_rows(engine.cut(FlatBatch.of(args, kwargs, None), config)), config)
-        number = self._count_forward(engine.step)
+        # forwards since the last collective call, because each forward draws different random numbers
+        step, count = self._forwarded
+        number = count if step == engine.step else 0
+        self._forwarded = engine.step, number + 1
         firsts = [group * (config.num_microbatch or 1) for group in self.own]
         # Errors of other ranks are ignored meanwhile: they may be in another call.
         tag = f"{engine.tag}|{number}" if number else engine.tag
@@ -65,9 +67,10 @@ class RankGroups(RankCalls):
         # A rank without rows still needs outputs with a graph, since the other ranks wait for its `backward`.
         if not passes.runs:
             passes.empty = self._without_rows(engine, args, kwargs, config)
-        outputs = merge_outputs(
-            join_graph(passes, partial(self.backward, engine, passes)), passes.rows(), passes.rows(), config
-        )
+        anchor = torch.empty(0, requires_grad=True)  # parameters are not inputs of the node
+        results = iter(_apply(partial(self.backward, engine, passes), passes, anchor, *passes.inputs()))
+        each = [one.structure.rebuild([next(results) for _ in one.tensors]) for one in passes.outputs()]
+        outputs = merge_outputs(each, passes.rows(), passes.rows(), config)
         for index, (run, _) in enumerate(passes.runs):
             # Only the first group updates the running statistics of the model, but each recomputation needs the
             # statistics from the start of its group.
@@ -139,13 +142,6 @@ class RankGroups(RankCalls):
             run.remember_versions()
             run.collected.buffers.check()
 
-    def _count_forward(self, now: int) -> int:
-        """Count the forwards since the last collective call, because each forward draws different random numbers."""
-        step, number = self._forwarded
-        number = number if step == now else 0
-        self._forwarded = now, number + 1
-        return number
-
     def _without_rows(
         self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
     ) -> list[Any]:
@@ -210,14 +206,18 @@ class RankGroups(RankCalls):
 
 
 def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:
-    """Return the outputs of the microbatches of each group, and all of their tensors."""
-    outputs, tensors = as_outputs(passes.outputs(), flows=flows)
+    # flows: whether the tensors require gradients where the tensors of the model do
+    outputs, tensors = [], []
+    for on_host in passes.outputs():
+        flags = zip(on_host.tensors, on_host.needs_grad, strict=True)
+        own = [tensor.detach().requires_grad_(flag and flows) for tensor, flag in flags]
+        outputs.append(on_host.structure.rebuild(own))
+        tensors += own
     found = iter(outputs)
     return [[next(found) for _ in part] for part in passes.parts], tensors
 
 
 def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return the gradients of outputs; ``None`` for outputs without a gradient."""
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     roots = [loss for loss in losses if isinstance(loss, torch.Tensor) and loss.requires_grad]
     if other_leaves(roots, wanted):
@@ -252,16 +252,13 @@ class GroupPasses:
             self.landed(turn, layer, gradients)
 
     def rows(self) -> list[int | None]:
-        """Return the number of rows of each microbatch."""
         return [microbatch.rows for part in self.parts for microbatch in part] or [0] * len(self.empty)
 
     def outputs(self) -> list[HostValue]:
-        """Return the output of each microbatch on the host."""
         found = [run.collected.outputs[number] for run, _ in self.runs for number in range(run.spec.num_microbatch)]
         return found or self.empty
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return the input tensors that require a gradient."""
         return [
             tensor
             for _, values in self.runs
@@ -271,7 +268,6 @@ class GroupPasses:
         ]
 
     def input_gradients(self) -> list[torch.Tensor | None]:
-        """Return the gradients of :meth:`inputs`, after the backward."""
         flags = [(run, [on_host.needs_grad for on_host in values]) for run, values in self.runs]
         return [gradient for run, own in flags for gradient in input_gradients(run, own)]
 
@@ -297,25 +293,6 @@ class GroupPasses:
                     engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "backward"])
             for layer in range(len(engine.layers)):  # other layers have no gradients
                 self.land(turn, layer, {})
-
-
-def as_outputs(values: Sequence[HostValue], *, flows: bool) -> tuple[list[Any], list[torch.Tensor]]:
-    """Return the microbatches' outputs, from which a loss is computed, and a list of their tensors."""
-    # flows: whether the tensors require gradients where the tensors of the model do
-    outputs, tensors = [], []
-    for on_host in values:
-        flags = zip(on_host.tensors, on_host.needs_grad, strict=True)
-        own = [tensor.detach().requires_grad_(flag and flows) for tensor, flag in flags]
-        outputs.append(on_host.structure.rebuild(own))
-        tensors += own
-    return outputs, tensors
-
-
-def join_graph(passes: GroupPasses, backward: Callable[[Sequence[torch.Tensor | None]], None]) -> list[Any]:
-    """Return the output of each microbatch as a part of the caller's autograd graph."""
-    anchor = torch.empty(0, requires_grad=True)  # parameters are not inputs of the node
-    results = iter(_apply(backward, passes, anchor, *passes.inputs()))
-    return [on_host.structure.rebuild([next(results) for _ in on_host.tensors]) for on_host in passes.outputs()]
 
 
 class _Groups(torch.autograd.Function):

@@ -23,7 +23,7 @@ from torch import nn
 from ...engine.parameters.on_device import Gradients
 from ...optim.parameters import LayerContents
 from ..ranks.ranks import Ranks
-from ..weights.shards import RankStore, is_cut, pieces, shards
+from ..weights import RankStore, is_cut, pieces, shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,21 +42,19 @@ class ReductionPlan:
         self, contents: Sequence[LayerContents], store: RankStore, replicas: int, reduce_dtype: torch.dtype | None
     ) -> None:
         self.replicas, self.reduce_dtype = replicas, reduce_dtype
-        self.buckets = [bucket for layer in reversed(contents) for bucket in _buckets(layer, store)]
+        self.buckets: list[Bucket] = []
+        for layer in reversed(contents):
+            found: dict[torch.dtype, list[nn.Parameter]] = {}
+            for parameter in layer.parameters():
+                if parameter.requires_grad:
+                    found.setdefault(store.gradient_dtype(parameter), []).append(parameter)
+            self.buckets += [Bucket(layer.index, tuple(parameters), dtype) for dtype, parameters in found.items()]
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
         """Return the dtype in which ranks send the gradients of a bucket; with one group, gradients are not rounded."""
         if self.reduce_dtype is None or self.replicas == 1 or not bucket.dtype.is_floating_point:
             return bucket.dtype
         return self.reduce_dtype
-
-
-def _buckets(layer: LayerContents, store: RankStore) -> list[Bucket]:
-    found: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in layer.parameters():
-        if parameter.requires_grad:
-            found.setdefault(store.gradient_dtype(parameter), []).append(parameter)
-    return [Bucket(layer.index, tuple(parameters), dtype) for dtype, parameters in found.items()]
 
 
 class Reduction:
@@ -102,7 +100,6 @@ class Reduction:
     # -- in its own thread --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run all exchanges with the other ranks in order, as the gradients arrive."""
         for step, (turn, number) in enumerate(self._order):
             bucket = self._plan.buckets[number]
             if not self._may_begin(step, turn, bucket.layer):
@@ -206,7 +203,6 @@ class Reduction:
         return pieces(tensor, self._ranks.num_shards, self._ranks.num_copies)
 
     def _buffer(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer that all layers reuse."""
         found = self._memory.get((name, dtype))
         if found is None or found.numel() < size:
             self._memory[name, dtype] = found = torch.empty(size, dtype=dtype)

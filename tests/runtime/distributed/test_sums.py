@@ -18,7 +18,7 @@ from roundpipe_runtime.distributed.replicas.reduction import (
     num_turns,
     rows_of_rank,
 )
-from roundpipe_runtime.distributed.weights.shards import RankStore, clip_grad_norm, pieces, shards
+from roundpipe_runtime.distributed.weights import RankStore, clip_grad_norm, pieces, shards
 from roundpipe_runtime.optim.parameters import scan
 from tests.cases import examples
 from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads

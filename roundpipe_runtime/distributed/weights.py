@@ -10,19 +10,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ...device.disk import in_groups, passing
-from ...errors import ConfigError
-from ...optim.parameters import ParameterStore, is_watched
-from ...optim.torch_steps import dtype_of_gradient
-from ..ranks.ranks import Ranks
+from ..device.disk import in_groups, passing
+from ..device.worker import Outcome, Uninterrupted
+from ..errors import ConfigError, DistributedError, RankStepError, format_failure
+from ..optim.parameters import LayerContents, ParameterStore, is_watched
+from ..optim.readiness import ReadinessTable
+from ..optim.step import OptimizerCtx, StepRunner
+from ..optim.torch_steps import dtype_of_gradient, hear_steps
+from .ranks.ranks import Ranks
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,10 +52,6 @@ class RankStore(ParameterStore):
         """Return the dtype of a gradient after the run of a group: the dtype in which groups are summed."""
         return self.gradient_dtype(parameter)
 
-    def all_targets(self) -> list[nn.Parameter]:
-        """Return the tensors that the optimizer updates, each once."""
-        return [target for _, target in self.named()]
-
     def start_publication(self) -> None:
         """Note that a step has changed the optimizer's tensors on all ranks; each layer is then refreshed once."""
 
@@ -65,7 +68,6 @@ class ShardedStore(RankStore):
         self._published: set[int] = set()
 
     def rows_of(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ``whole``, a tensor shaped like the parameter, that this rank's optimizer updates."""
         if not is_cut(parameter):
             return whole.reshape(1) if whole.dim() == 0 else whole
         return shards(whole, self.ranks.num_shards)[self._number]
@@ -89,7 +91,6 @@ class ShardedStore(RankStore):
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
-        """Add gradients to the ``grad`` of the tensors that the optimizer updates, in the order of the list."""
         # gradients: one mapping per layer, last layer first, from parameters to the rows of this rank
         names = self._names()
         watched: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -107,7 +108,6 @@ class ShardedStore(RankStore):
             torch.autograd.backward([target for target, _ in watched], [gradient for _, gradient in watched])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the parameters and of the tensors that the optimizer updates."""
         super().zero_grad(set_to_none)
         for shard in self._shards.values():
             if set_to_none:
@@ -126,7 +126,6 @@ class ShardedStore(RankStore):
     # -- masters -----------------------------------------------------------------------------------------------------
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Return the master weights by name of the parameter, as ``DTensor``s."""
         dtypes = {name: parameter.dtype for name, parameter in self._listed()}
         found = {name: shard.tensor.detach() for name, shard in self._shards.items() if shard.is_master}
         return {name: tensor for name, tensor in found.items() if tensor.dtype != dtypes.get(name)}
@@ -150,7 +149,6 @@ class ShardedStore(RankStore):
     # -- weights, after a step ---------------------------------------------------------------------------------------
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Update shards of parameters that other code changed; after a step, update parameters from all shards."""
         self.note_published()
         self.adopt()
         if stepped:
@@ -158,7 +156,6 @@ class ShardedStore(RankStore):
             self.refresh(list(self.model.parameters()))
 
     def start_publication(self) -> None:
-        """Note that a step has changed the optimizer's tensors on all ranks; each layer is then refreshed once."""
         self._published = set()
         # Scan now: a run that begins before all layers are refreshed replaces parameters by copies.
         self.note_names()
@@ -170,27 +167,22 @@ class ShardedStore(RankStore):
         fresh = [p for p in parameters if p.requires_grad and names.get(id(p)) and id(p) not in self._published]
         # no optimizer has the other parameters
         held = {p: self._shards[names[id(p)]] for p in fresh if names[id(p)] in self._shards}
-        self._update(held)
-        for parameter in fresh:
-            if shard := held.get(parameter):
-                shard.note(parameter)
-            if id(parameter) in self._shadows:
-                self._shadows[id(parameter)].copy_(parameter)
-            self._published.add(id(parameter))
-
-    def _update(self, held: Mapping[nn.Parameter, Target]) -> None:
-        """Copy the values that the steps of all ranks have computed to the parameters of a layer."""
         for parameter, shard in held.items():
             shard.write(parameter)
-        self._gather([shards(p.detach(), self.ranks.num_shards) for p in held if is_cut(p)])
-
-    def _gather(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        # values that the steps of all ranks have computed
+        parts = [shards(p.detach(), self.ranks.num_shards) for p in held if is_cut(p)]
         flat = [[part if part.is_contiguous() else part.contiguous() for part in parts_of] for parts_of in parts]
         self.ranks.gather(flat, self.ranks.shard_members(), "weights")
         for original, received in zip(parts, flat, strict=True):
             for to, source in zip(original, received, strict=True):
                 if to is not source:  # the rows of the parameter are not contiguous
                     to.copy_(source)
+        for parameter in fresh:
+            if parameter in held:
+                held[parameter].note(parameter)
+            if id(parameter) in self._shadows:
+                self._shadows[id(parameter)].copy_(parameter)
+            self._published.add(id(parameter))
 
     def _needs_shadow(self, name: str) -> bool:
         return name not in self._shards or not self._shards[name].is_master
@@ -264,11 +256,155 @@ class Target:
         return id(parameter), parameter.data_ptr(), parameter._version
 
 
+# Step the optimizer on shards, and send the new weights to the other ranks.
+#
+#     run t | step t | run t+1                         the step is that of this rank's rows
+#                    | layer 0 | layer 1 | layer 2     weights after the step, gathered layer by layer next to run t+1,
+#                                                      which waits for each layer before it reads it
+
+# Optimizers that compute sums over a whole matrix, or over all parameters.
+_NOT_ELEMENTWISE = {"adafactor", "lamb", "lars", "lbfgs", "muon", "shampoo", "soap", "sparseadam"}
+_IN_BLOCKS = ("4bit", "8bit", "fp8")  # quantized moments, with a scale for each block
+
+
+class RankSteps(StepRunner):
+    """Runs the optimizer steps of one rank, and exchanges the updated weights with the other ranks."""
+
+    _store: RankStore
+    ranks: Ranks
+
+    def __init__(self, store: RankStore, table: ReadinessTable, scan: Callable[[], Sequence[LayerContents]]) -> None:
+        super().__init__(store, table, lambda: self._contents)
+        self.ranks = store.ranks
+        # Read by the caller's thread, while no copies of a run are in the places of parameters.
+        self._scan_now = scan
+        self._contents: Sequence[LayerContents] = ()
+        self._is_inside = False
+        self._checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        _runners().add(self)
+
+    def run(self, step: Callable[[], Any]) -> None:
+        """Run an optimizer step now, in this thread; the next run waits until each layer's new weights have arrived."""
+        self.synchronize()
+        self._store.adopt()
+        self._run_agreed(step)
+        self._publish_next()
+
+    def start(self, step: Callable[[], Any]) -> None:
+        super().start(partial(self._run_agreed, step))
+
+    def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
+        """Run an optimizer step now; the new weights of all ranks are gathered in parallel with the next run."""
+        self.run(step)
+
+    def run_ended(self) -> None:
+        """Note that the run in parallel with the last step has succeeded, so that the new weights may be exchanged."""
+        if self._unpublished:
+            self.wait_update()
+            self._start_publication()
+        super().run_ended()
+
+    def _run_agreed(self, step: Callable[[], Any]) -> None:
+        """Run a step; raise an error on all ranks if it fails on one."""
+        self._is_inside = True
+        with Outcome() as outcome, OptimizerCtx():
+            step()
+        self._is_inside = False
+        failure = outcome.error
+        if failure is None:
+            # Fails if the step failed on another rank; otherwise one model would have weights of two steps.
+            self.ranks.exchange(None, "step")
+            return
+        if not isinstance(failure, RankStepError):
+            self.ranks.fail_step(format_failure(failure))
+        raise failure
+
+    def _publish_next(self) -> None:
+        """Publish the step of all ranks, layer by layer, in parallel with the next run."""
+        if self.ranks.num_shards == 1:
+            self._store.publish(stepped=True)
+            return
+        self._start_publication()
+        # Runs wait for the new version, so the publishing must have been submitted before the version is announced.
+        with Uninterrupted():
+            self._publication = self._worker.submit(self._publish, self._table.latest + 1)
+            self._table.advance()
+
+    def _start_publication(self) -> None:
+        # The publishing thread cannot scan, since a parallel run has replaced parameters by its device copies.
+        self._contents = self._scan_now()
+        self._store.start_publication()
+
+    def close(self) -> None:
+        _runners().discard(self)
+        super().close()
+
+    def owns(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer updates this pipeline; raise an error if the optimizer cannot update shards."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        targets = {id(target) for _, target in self._store.named()}
+        own = held & targets
+        if optimizer in self._checked or self.ranks.num_shards == 1:
+            return bool(own)
+        whole = {id(parameter) for parameter in self._store.model.parameters()} - targets
+        if held & whole:
+            raise DistributedError(
+                f"{type(optimizer).__name__} was made from the full parameters of the model, which get no gradient: "
+                "this rank has the gradients of its own rows only. Create the optimizer inside OptimizerCtx:\n"
+                "    with OptimizerCtx():\n"
+                f"        optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
+            )
+        if own:
+            self._check_elementwise(optimizer)
+        self._checked.add(optimizer)
+        return bool(own)
+
+    def _check_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
+        names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+        if any(name in _NOT_ELEMENTWISE for name in names):
+            problem = "sums over whole matrices, so its results for shards would be wrong"
+        elif any(name.endswith(_IN_BLOCKS) for name in names):
+            problem = "has one scale per block of values, and shards cut blocks, so its results would be wrong"
+        else:
+            return
+        raise DistributedError(
+            f"{type(optimizer).__name__} {problem}. Each rank has one of {self.ranks.num_shards} shards of each "
+            "matrix. Keep whole matrices on each host; the results stay the same:\n"
+            f'    mesh = init_device_mesh("cpu", ({self.ranks.size}, 1))\n    model = RoundPipe(model, mesh=mesh)'
+        )
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait until all weights have arrived before an optimizer changes them; raise an error as in :meth:`owns`."""
+        if self.owns(optimizer) and not self._is_inside:
+            self.synchronize()
+            self._store.adopt()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Exchange the new weights after the caller has run an optimizer step on all ranks."""
+        if not self._is_inside and self.ranks.num_shards > 1 and self.owns(optimizer):
+            self._publish_next()
+
+
+@cache
+def _runners() -> weakref.WeakSet[RankSteps]:
+    found: weakref.WeakSet[RankSteps] = weakref.WeakSet()
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for runner in list(found):
+            runner.before_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for runner in list(found):
+            runner.after_step(optimizer)
+
+    hear_steps(before, after)
+    return found
+
+
 # Cut parameters into the shards that ranks own. No process is involved here.
 
 
 def is_cut(tensor: torch.Tensor) -> bool:
-    """Return whether a parameter is split into shards, as tensors with at least two axes are."""
     return tensor.dim() > 1
 
 
@@ -320,7 +456,8 @@ def clip_grad_norm(
     if math.isinf(norm_type):
         norm = max((float(rows.max()) for rows in sums if rows.numel()), default=0.0)
     else:
-        norm = math.fsum(float(rows.sum()) for rows in sums) ** (1 / norm_type) if _finite(sums) else math.nan
+        is_finite = all(bool(rows.isfinite().all()) for rows in sums)
+        norm = math.fsum(float(rows.sum()) for rows in sums) ** (1 / norm_type) if is_finite else math.nan
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm}, which cannot be clipped.")
     factor = max_norm / (norm + 1e-6)
@@ -335,10 +472,6 @@ def _in_turn(gradients: list[torch.Tensor], *, written: bool) -> Iterator[torch.
     groups = in_groups(gradients)
     for number in passing(groups, written=written):
         yield from groups[number]
-
-
-def _finite(sums: list[torch.Tensor]) -> bool:
-    return all(bool(rows.isfinite().all()) for rows in sums)
 
 
 def _row_sums(ranks: Ranks, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:

@@ -1,1 +1,0 @@
-"""Model state in shards; each shard is stored on one rank."""

@@ -169,10 +169,8 @@ _USUAL_FACTOR = 2.0**-40
 
 
 def digest_outputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return digests of a layer's outputs that require a gradient, to compare the outputs with a recomputation.
-
-    The digests stay on the device of the outputs, because a copy to the host would wait for the device.
-    """
+    """Return digests of a layer's outputs that require a gradient, to compare the outputs with a recomputation."""
+    # the digests stay on the device of the outputs, because a copy to the host would wait for the device
     found = []
     with torch.no_grad():
         for tensor in tensors:

@@ -429,10 +429,7 @@ def _as_generator(value: object) -> Generator | None:
 
 @dataclasses.dataclass(slots=True)
 class LayerTraits:
-    """Observed behaviour of a layer or a loss function, by mode (``module.training``).
-
-    An entry is missing until a call has shown the behaviour.
-    """
+    """Observed behaviour of a layer or a loss function, by mode (``module.training``); missing until observed."""
 
     mutates_inputs: dict[bool, bool] = dataclasses.field(default_factory=dict)  # whether it writes inputs in place
     draws: dict[bool, bool] = dataclasses.field(default_factory=dict)  # whether it draws from the CPU's generator

@@ -167,14 +167,15 @@ class Sample:
     @functools.cached_property
     def axes(self) -> list[int | None]:
         """The axis along which each leaf is split into parts; ``None`` for a leaf that is not split."""
-        return [_cut_axis(*column) for column in zip(*self.leaves, strict=True)]
-
-
-def _cut_axis(whole: Any, *parts: Any) -> int | None:
-    if any(not isinstance(one, torch.Tensor) or one.dim() != getattr(whole, "ndim", -1) for one in parts):
-        return None
-    axes = [axis for axis, size in enumerate(whole.shape) if any(part.shape[axis] != size for part in parts)]
-    return axes[0] if len(axes) == 1 and sum(part.shape[axes[0]] for part in parts) == whole.shape[axes[0]] else None
+        found: list[int | None] = []
+        for whole, *parts in zip(*self.leaves, strict=True):
+            axes: list[int] = []
+            if all(isinstance(one, torch.Tensor) and one.dim() == getattr(whole, "ndim", -1) for one in parts):
+                sizes = enumerate(whole.shape)
+                axes = [axis for axis, size in sizes if any(part.shape[axis] != size for part in parts)]
+            is_cut = len(axes) == 1 and sum(part.shape[axes[0]] for part in parts) == whole.shape[axes[0]]
+            found.append(axes[0] if is_cut else None)
+        return found
 
 
 @contextlib.contextmanager

@@ -115,15 +115,12 @@ class Planner:
         return on_cpu and self.measured(kind).share_below(_BRIEF) > 0.5
 
     def fits(self) -> bool:
-        """Return whether every device has memory for all parameters and gradients at once.
-
-        True for a virtual device without a limit. False for an accelerator that does not report its memory.
-        """
+        """Return whether every device has memory for all parameters and gradients at once."""
         memory = [device.memory for device in self._devices]  # each query takes a device some time
         for known, device in zip(memory, self._devices, strict=True):
             if known is None and device.torch_device.type != "cpu":
                 return False
-        limit = self._limit(memory)
+        limit = self._limit(memory)  # `None` for virtual devices without a limit
         return limit is None or sum(c.param_bytes + c.grad_bytes for c in self.layer_costs()) <= limit * 1e9
 
     def bytes_to_keep(self, wanted: float | Literal["auto"], largest_stage: int) -> float:

@@ -261,13 +261,10 @@ class LayerOnDevice:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def take_gradients(self) -> None:
-        """Add the gradients of the last backward to the sums over the microbatches of this stage, in microbatch order.
-
-        Autograd sums in the copy's ``grad``, in the same order. Gradients that are summed in another dtype are moved
-        out of ``grad``.
-        """
+        """Add the gradients of the last backward to the sums of this stage, in the order of the microbatches."""
         if self._apart is not None:
             return
+        # Autograd sums in the copy's `grad`, in the same order. Gradients of another sum's dtype are moved out of it.
         for key, dtype in self._wide:
             copy = self._parameters[key]
             gradient, copy.grad = copy.grad, None
@@ -450,10 +447,8 @@ def setting_nothing_to_itself() -> contextlib.AbstractContextManager[None]:
 
 
 def forget_parametrized(module: nn.Module) -> None:
-    """Clear torch's cached parametrized values of a module, which were computed from other copies in another graph.
-
-    Threads share torch's cache: while one thread is in ``cached()``, cached values of other threads remain.
-    """
+    """Clear torch's cached parametrized values of a module, which were computed from other copies in another graph."""
+    # threads share torch's cache: while one thread is in `cached()`, cached values of other threads remain
     if cached := cached_parametrizations():
         own = set(map(id, module.modules()))
         for key in tuple(cached):

@@ -82,11 +82,9 @@ class StageLayers:
             return LayerOnDevice(contents, self.device, *how)
 
     def _upload_ahead(self) -> None:
-        """Upload the available layers of the following stage, if the device has free memory for them now.
-
-        Without this, the upload would begin after the current stage: a layer that reads a value back from the device
-        makes the host wait, so the host reaches the next stage no earlier than the device.
-        """
+        """Upload the available layers of the following stage, if the device has free memory for them now."""
+        # Otherwise the upload would begin after the current stage: a layer that reads a value back from the device
+        # makes the host wait, so the host reaches the next stage no earlier than the device.
         following = self._following
         if following is None or self.has_room is None or not self.has_room(self._nbytes_ahead):
             return
@@ -208,14 +206,12 @@ def call_layer(
     generator: VisitGenerator,
     data: tuple[Any, ...] | None = None,
 ) -> LayerCall:
-    """Call a layer with a microbatch, and call it again with writable inputs if it has to write its inputs in place.
-
-    A layer that never wrote its inputs in place gets the leaves themselves, which is faster. torch refuses to write a
-    leaf; then the layer is called again with writable tensors, provided that nothing was written before.
-    """
+    """Call a layer with a microbatch, and call it again with writable inputs if it has to write its inputs in place."""
     # kind: `"forward"` (a backward stage will call the layer again), `"fused"` or `"recompute"`
     # data: data that the first forward saved, for a recomputation
     call = LayerCall(run, device, resident, microbatch, values, kind, generator, data)
+    # A layer that never wrote its inputs in place gets the leaves themselves, which is faster. torch refuses to write a
+    # leaf; then the layer is called again with writable tensors, provided that nothing was written before.
     # By mode: a layer with in-place dropout writes its inputs in training only.
     mutates_inputs = call.traits.mutates_inputs
     as_leaves = mutates_inputs.get(call.training) is False
@@ -295,10 +291,8 @@ class LayerCall(CallState):
             )
 
     def attempt_with_all(self, *, as_leaves: bool) -> None:
-        """Call the layer; if the call fails, copy its missing parameters and call it again.
-
-        Non-Python code, such as kernels of extensions, may reject the placeholder of a parameter.
-        """
+        """Call the layer; if the call fails, copy its missing parameters and call it again."""
+        # non-Python code, such as kernels of extensions, may reject the placeholder of a parameter
         try:
             self.attempt(as_leaves=as_leaves)
         except _NOT_OF_THE_LAYER:

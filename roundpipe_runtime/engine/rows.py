@@ -420,9 +420,13 @@ def few_rows(
 
 
 def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) -> list[Any]:
-    """Return the leaves ``cut`` of a part, with leaves that all rows share taken unchanged from ``some``."""
-    shared = shared_by_rows(some, of_batch)
-    return [one if kept else other for kept, one, other in zip(shared, some, cut, strict=True)] if any(shared) else cut
+    """Return the leaves ``cut`` of a part, with leaves that all rows share, such as class weights, from ``some``."""
+    # A leaf is shared if its shape is that of the leaf of the whole batch. If all shapes are equal, no leaf is shared.
+    same = [getattr(a, "shape", None) == getattr(b, "shape", 0) for a, b in zip(some, of_batch, strict=False)]
+    is_known = any(hasattr(one, "shape") and not kept for one, kept in zip(some, same, strict=False))
+    if not is_known or len(some) != len(of_batch):
+        return cut
+    return [one if kept else other for kept, one, other in zip(same, some, cut, strict=True)]
 
 
 def _kind_of(layers: Sequence[nn.Module], batch: FlatBatch) -> Hashable:
@@ -578,11 +582,3 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor, coarsest: torch.dtype
     return bool(apart.max() <= limit * other.abs().max()) and bool(
         apart.square().mean() <= limit**2 * other.abs().square().mean()
     )
-
-
-def shared_by_rows(leaves: Sequence[object], of_batch: Sequence[object]) -> list[bool]:
-    """Report for each leaf whether all rows share it, such as class weights, by its shape in the whole batch."""
-    # of_batch: the same leaves of the whole batch. If all shapes are equal, no leaf counts as shared.
-    same = [getattr(a, "shape", None) == getattr(b, "shape", 0) for a, b in zip(leaves, of_batch, strict=False)]
-    is_known = any(hasattr(one, "shape") and not kept for one, kept in zip(leaves, same, strict=False))
-    return same if is_known and len(leaves) == len(of_batch) else [False] * len(leaves)

@@ -58,7 +58,8 @@ class Verdict:
 
     begun: int  # number of gradient exchanges that this rank has begun
     failure: str | None  # error of this rank
-    losses: Sequence[LossReport] = ()  # losses of its microbatches
+    # losses of its microbatches on the host, with the index of the microbatch in the batch
+    losses: Sequence[tuple[int, LossValue]] = ()
     had: frozenset[tuple[int, int]] = frozenset()  # parameters that got a gradient
     # buffers that its first group wrote, by layer and number
     buffers: Mapping[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -128,14 +129,6 @@ class GroupLosses(LossContract):
     def gradient_scale(self) -> float:
         """Return 1, since gradients are scaled only once, after they are summed over all groups."""
         return 1.0
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LossReport:
-    """The loss of one microbatch, in a form that is sent to the other ranks."""
-
-    index: int  # index of the microbatch in the batch
-    value: LossValue  # the loss, with its tensors on the host
 
 
 # Run the calls.
@@ -328,15 +321,18 @@ class RankCalls(OneGroup[Engine]):
         with Outcome() as exchanged:
             if failure is None:
                 losses = [
-                    LossReport(index, dataclasses.replace(value, tensors=tuple(one.cpu() for one in value.tensors)))
+                    (index, dataclasses.replace(value, tensors=tuple(one.cpu() for one in value.tensors)))
                     for index, value in sorted(call.contract.values().items())
                 ]
+                written: Mapping[tuple[int, int], torch.Tensor] = {}
+                if call.first_rank == self.ranks.rank and call.runs:
+                    written = call.runs[0][0].collected.buffers.final() if call.written is None else call.written
                 verdict = Verdict(
                     begun,
                     None,
                     losses,
                     frozenset(reduction.had),
-                    self._written_buffers(call),
+                    written,
                     any(flag for run, values in call.runs for value in values for flag in value.needs_grad),
                     call.total,
                     any(run.draws.has_drawn for run, _ in call.runs),
@@ -371,13 +367,20 @@ class RankCalls(OneGroup[Engine]):
         if call.is_one_pass:
             # the losses of all ranks in one order, so that results are bitwise identical on every rank
             contract = LossContract(call.contract.reduction, call.contract.rows)
-            for report in sorted((report for one in verdicts for report in one.losses), key=lambda one: one.index):
-                contract.add_value(report.index, report.value)
+            losses = [loss for one in verdicts for loss in one.losses]
+            for index, loss in sorted(losses, key=lambda pair: pair[0]):
+                contract.add_value(index, loss)
             total, scale = contract.total(), contract.gradient_scale()
         else:
             total, scale = next((one.total for one in verdicts if one.total is not None), None), 1.0
         if call.feeds and any(one.feeds for one in verdicts):
-            self._feed(call, scale)
+            # continue the backward through the graph of the inputs; if one rank fails, all ranks raise an error
+            with Outcome() as outcome:
+                for run, host_values in call.runs:
+                    feed_inputs(run, host_values, scale)
+            failure = outcome.error
+            said = self.ranks.exchange(None if failure is None else errors.format_failure(failure))
+            errors.raise_first(failure, said)
         engine.steps.run_ended()
         if is_late:
             self._kept.add(call, scale)
@@ -399,23 +402,6 @@ class RankCalls(OneGroup[Engine]):
             move_generator()
         engine.step += 1
         return total
-
-    def _feed(self, call: RankCall, scale: float) -> None:
-        """Continue the backward through the graph of the inputs; if one rank fails, raise an error on all ranks."""
-        with Outcome() as outcome:
-            for run, host_values in call.runs:
-                feed_inputs(run, host_values, scale)
-        failure = outcome.error
-        said = self.ranks.exchange(None if failure is None else errors.format_failure(failure))
-        errors.raise_first(failure, said)
-
-    def _written_buffers(self, call: RankCall) -> Mapping[tuple[int, int], torch.Tensor]:
-        """Return the buffers that the first group of the batch wrote; empty on other ranks."""
-        if call.first_rank != self.ranks.rank or not call.runs:
-            return {}
-        if call.written is not None:
-            return call.written
-        return call.runs[0][0].collected.buffers.final()
 
     # -- state between calls -----------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class Reduction:
     def __init__(self, plan: ReductionPlan, ranks: Ranks) -> None:
         self._plan, self._ranks = plan, ranks
         self._own = groups_of(ranks.rank, ranks.size, plan.replicas)
-        turns = range(num_turns(ranks.size, plan.replicas))
+        turns = range(-(-plan.replicas // ranks.size))  # groups that a rank runs at most, one after the other
         self._order = [(turn, number) for turn in turns for number in range(len(plan.buckets))]
         self._landed: dict[tuple[int, int], Gradients] = {}
         self._changed = threading.Condition()
@@ -229,15 +229,6 @@ class Reduction:
 #     3 ranks                        rank 0 runs groups 0 and 3, ranks 1 and 2 one each
 
 
-def group_sizes(rows: int, replicas: int) -> list[int]:
-    """Return the number of rows in each group of a batch.
-
-    >>> group_sizes(7, 4)
-    [2, 2, 2, 1]
-    """
-    return [rows // replicas + (group < rows % replicas) for group in range(replicas)]
-
-
 def groups_of(rank: int, size: int, replicas: int) -> range:
     """Return the numbers of the groups that a rank runs, in ascending order.
 
@@ -245,15 +236,6 @@ def groups_of(rank: int, size: int, replicas: int) -> range:
     [1, 3]
     """
     return range(rank, replicas, size)
-
-
-def num_turns(size: int, replicas: int) -> int:
-    """Return how many groups a rank runs at most; a rank runs its groups one after the other.
-
-    >>> num_turns(2, 5)
-    3
-    """
-    return -(-replicas // size)
 
 
 def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
@@ -264,5 +246,6 @@ def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
     >>> rows_of_rank(7, 1, 2, 4)
     [2, 3, 6]
     """
-    stops = list(itertools.accumulate(group_sizes(rows, replicas), initial=0))
+    sizes = [rows // replicas + (group < rows % replicas) for group in range(replicas)]
+    stops = list(itertools.accumulate(sizes, initial=0))
     return [row for group in groups_of(rank, size, replicas) for row in range(stops[group], stops[group + 1])]

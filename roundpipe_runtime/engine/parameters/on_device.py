@@ -111,21 +111,15 @@ class LayerOnDevice:
         ]
         self._states = [rebuilding.state(slot.value) for slot in contents.states]
         self._has_few_bits = bool(contents.states) or any(map(is_composite, contents.parameters()))
-        self._buffers = [self._copy(buffer.tensor) for buffer in contents.buffers]
+        self._buffers = [self._upload(buffer.tensor) for buffer in contents.buffers]
+        self._memory += self._buffers
         self._marks = [(buffer, buffer._version) for buffer in self._buffers]
         self._written: set[int] = set()
         self.ready = device.arrival()
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        copy = self._upload(tensor)
-        self._memory.append(copy)
-        return copy
-
-    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.device.copy_in(tensor.detach(), parameter=True)
-
-    def _upload_rounded(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return self._upload(as_sent(tensor, dtype, self.device.torch_device))
+    def _upload(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        sent = tensor if dtype is None else as_sent(tensor, dtype, self.device.torch_device)
+        return self.device.copy_in(sent.detach(), parameter=True)
 
     def _upload_part(self, part: torch.Tensor, kept: KeptParameters, version: int) -> torch.Tensor:
         uploaded, stays = kept.upload(self.device, part, part, version, lambda one: self._upload(plain_numbers(one)))
@@ -141,7 +135,7 @@ class LayerOnDevice:
         if dtype == source.dtype:
             upload = self._partial.reserve(parameter, kept.count) or upload
         else:
-            upload = partial(self._upload_rounded, dtype=dtype)
+            upload = partial(self._upload, dtype=dtype)
         uploaded, stays = kept.upload(self.device, parameter, source, version, upload)
         if not stays:
             self._memory.append(uploaded)

@@ -13,9 +13,7 @@ from roundpipe_runtime.distributed.ranks.ranks import Ranks
 from roundpipe_runtime.distributed.replicas.reduction import (
     Reduction,
     ReductionPlan,
-    group_sizes,
     groups_of,
-    num_turns,
     rows_of_rank,
 )
 from roundpipe_runtime.distributed.weights import RankStore, clip_grad_norm, pieces, shards
@@ -29,10 +27,8 @@ def test_groups_do_not_depend_on_the_ranks(rows, replicas, size):
     """Each row is in one group; a rank that cuts its rows with tensor_split has its groups again."""
     size = min(size, replicas)
     groups = [part.tolist() for part in torch.arange(rows).tensor_split(replicas)]
-    assert [len(group) for group in groups] == group_sizes(rows, replicas)
     for rank in range(size):
         own = list(groups_of(rank, size, replicas))
-        assert len(own) <= num_turns(size, replicas)
         given_rows = rows_of_rank(rows, rank, size, replicas)
         cut = [part.tolist() for part in torch.tensor(given_rows, dtype=torch.int64).tensor_split(len(own))]
         assert cut == [groups[group] for group in own]

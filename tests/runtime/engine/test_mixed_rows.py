@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, RoundPipeWarning, SplitError, WeightedLoss
-from roundpipe_runtime.engine.rows import mixes_rows, shared_by_rows
+from roundpipe_runtime.engine.rows import mixes_rows, with_shared
 from tests.runtime.small import near_gradients
 from yobx_flatten.core.compare import tolerance
 
@@ -502,6 +502,7 @@ def test_rounding_that_many_layers_enlarge_is_not_taken_for_mixing():
 def test_what_all_rows_share_is_not_known_of_a_whole_batch():
     """Also next to a switch, which has no rows: all tensors of a batch of three rows would be taken for shared."""
     some, table = torch.zeros(3, 2), torch.zeros(3)
-    assert shared_by_rows([some, table, True], [torch.zeros(5, 2), table, True]) == [False, True, False]
-    assert shared_by_rows([some, table, True], [some, table, True]) == [False, False, False]
-    assert shared_by_rows([some, table], [torch.zeros(5, 2), table, table]) == [False, False]
+    cut = ["cut", "cut", "cut"]
+    assert with_shared(cut, [some, table, True], [torch.zeros(5, 2), table, True]) == ["cut", table, "cut"]
+    assert with_shared(cut, [some, table, True], [some, table, True]) == cut
+    assert with_shared(cut[:2], [some, table], [torch.zeros(5, 2), table, table]) == cut[:2]

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from .diagnose.conformance import check_recipe, recipe_of
+from .diagnose.checks import check_recipe, recipe_of
 from .errors.dependencies import require
 from .recipe.roundtrip import CHECKS
 

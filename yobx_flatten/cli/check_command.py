@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ..declare.scopes import register_flattening_functions
-from ..diagnose.inputs import Findings, check_inputs
+from ..diagnose.checks import Findings, check_inputs
 from ..model_folder.pieces.tasks import pieces_for
 from ..model_folder.source.find import MODEL_NAMES, find_model
 from ..terminal.output import printable, say, say_json

@@ -31,7 +31,7 @@ from ..recipe.roundtrip import check_round_trip
 from ..registry.claims import REGISTRY, TORCH
 from ..registry.patches import LOCK, ImportHook
 from ..trace.hook import EXPORT_HOOK
-from ..trace.onnx_operators import TraceSupport
+from ..trace.trace_settings import TraceSupport
 
 
 def register_class_flattening(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from .conformance import check_recipe
+from .checks import Finding, Findings, check_inputs, check_recipe
+from .comparison import Difference, compare_specs
 from .drawing import Drawing, DrawingRow, explain
 from .export_errors import explain_error
-from .inputs import Finding, Findings, check_inputs
 from .opaque import Unregistered, find_unregistered
 from .size_errors import Explanation
-from .spec_diff import Difference, compare_specs
 
 __all__ = [
     "Difference",

@@ -137,7 +137,12 @@ class _PartReader:
             holds = f"{format_count(found.tensors)}, {format_bytes(found.nbytes)}"
             return _Part(label, f"✗ {_short_name(found.cls)}, not registered: {holds}", "opaque")
         if self._layouts(type(obj)).is_tensor:
-            return _Part(label, _tensor_text(obj), "tensor")
+            tensor: Any = obj
+            device = getattr(tensor, "device", None)
+            where = "" if not isinstance(device, torch.device) or device.type == "cpu" else f" on {device}"
+            array = "" if isinstance(tensor, torch.Tensor) else f"{type(tensor).__module__.partition('.')[0]} "
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            return _Part(label, f"{array}{dtype}{_sizes(tensor)}{where}", "tensor")
         closed = self._layouts(type(obj)).is_closed and not issubclass(type(obj), type)
         return _Part(label, _one_line(obj) if closed else f"{class_name(type(obj))}, a leaf without tensors", "value")
 
@@ -157,13 +162,6 @@ def _node_text(node: pytree.NodeDef, obj: object, keys: list[Any]) -> str:
     if static is None or (type(static) is list and static == names) or get_node_type(obj) is not cls:
         return name
     return f"{name}, static {_one_line(static)}"
-
-
-def _tensor_text(tensor: Any) -> str:
-    device = getattr(tensor, "device", None)
-    where = "" if not isinstance(device, torch.device) or device.type == "cpu" else f" on {device}"
-    array = "" if isinstance(tensor, torch.Tensor) else f"{type(tensor).__module__.partition('.')[0]} "
-    return f"{array}{str(tensor.dtype).removeprefix('torch.')}{_sizes(tensor)}{where}"
 
 
 def _sizes(tensor: Any) -> str:

@@ -249,15 +249,10 @@ def explain_error(
     if misfit := misfit_in_our_words(failure):
         return explain_misfit(failure, misfit, ())
     message = failure.message if is_text else f"{type(error).__name__}: {failure.message}"
-    text = f"This error is unknown. torch reports: {_first_line_of(message)}"
-    return Explanation("\n".join(filter(None, (text, possible_cause()))), known=False)
-
-
-def _first_line_of(message: str) -> str:
-    """Return the first line of a message; of a traceback, the line of the last error, which is below its frames."""
-    last = message.rpartition("Traceback (most recent call last):\n")[2]
+    last = message.rpartition("Traceback (most recent call last):\n")[2]  # the error of a traceback is below its frames
     lines = [line for line in last.strip("\n").split("\n") if line.strip() and not line.startswith("  ")]
-    return (lines or [""])[0].strip().removesuffix(":")
+    text = f"This error is unknown. torch reports: {(lines or [''])[0].strip().removesuffix(':')}"
+    return Explanation("\n".join(filter(None, (text, possible_cause()))), known=False)
 
 
 # -- classes that are not registered ----------------------------------------------------------------------------------
@@ -281,7 +276,6 @@ def _outputs(failure: Failure) -> dict[str, Any]:
 
 
 def _unregistered(what: str, name: str, trees: dict[str, Any]) -> Explanation:
-    """Explain that a class is not registered, with the leaves whose class has this name."""
     short, layouts = name.rpartition(".")[2], Layouts()
     leaves = [(path, leaf) for root, tree in trees.items() for path, leaf in torch_leaves(tree, root)]
     places = [(path, leaf) for path, leaf in leaves if type(leaf).__name__ == short]

@@ -58,7 +58,6 @@ class Unregistered:
     inside: str | None = None
 
     def __str__(self) -> str:
-        """Describe the object, its place, and the remedy."""
         remedy = self.remedy.replace("\n", "\n    ")
         where = "" if self.inside is None else f" (inside {self.inside})"
         return (
@@ -117,7 +116,6 @@ def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]
 
 
 def format_count(tensors: int) -> str:
-    """Return a number of tensors as text, such as ``2 tensors``."""
     return f"{tensors} tensor{'' if tensors == 1 else 's'}"
 
 
@@ -129,7 +127,7 @@ _CONTAINERS = (list, tuple, dict)
 
 @dataclasses.dataclass(slots=True)
 class Holder:
-    """An object in a leaf that may need registration: its path, and the number and bytes of its tensors."""
+    """An object in a leaf that may need registration, with the number and bytes of its tensors."""
 
     path: str
     obj: Any
@@ -139,8 +137,6 @@ class Holder:
 
 @dataclasses.dataclass(slots=True)
 class _Frame:
-    """An object whose children the walk is visiting."""
-
     path: str
     obj: Any
     children: Iterator[tuple[str, Any]]
@@ -166,12 +162,11 @@ def holders_in(leaf: object, layouts: Layouts, covers: Callable[[type], bool]) -
 
 
 class _Walk:
-    """A depth-first walk without recursion, which counts the tensors in each object.
+    """A depth-first walk without recursion, which counts the tensors in each object."""
 
-    An object that the walk reaches again adds the tensors of its first visit. An object that the walk is still visiting
-    adds nothing, so that a child does not count its parent's tensors. The ``id`` of an object identifies it, since the
-    leaf keeps all objects alive.
-    """
+    # An object that the walk reaches again adds the tensors of its first visit. An object that the walk is still
+    # visiting adds nothing, so that a child does not count its parent's tensors. The `id` of an object identifies it,
+    # since the leaf keeps all objects alive.
 
     def __init__(self, layouts: Layouts, covers: Callable[[type], bool]) -> None:
         self.frames: list[_Frame] = []
@@ -192,7 +187,12 @@ class _Walk:
             elif not layout.is_closed:
                 self.enter(frame.path + step, child)
                 return
-        self._leave()
+        self.frames.pop()
+        self._totals[id(frame.obj)] = (frame.tensors, frame.nbytes)
+        if frame.holder is not None:
+            frame.holder.tensors, frame.holder.nbytes = frame.tensors, frame.nbytes
+        if self.frames:
+            self.frames[-1].add(frame.tensors, frame.nbytes)
 
     def enter(self, path: str, obj: object) -> None:
         covered = bool(self.frames) and self.frames[-1].covers
@@ -205,14 +205,6 @@ class _Walk:
         self._totals[id(obj)] = (0, 0)
         self.frames.append(_Frame(path, obj, iter(self._layouts(type(obj)).children(obj)), holder, covered))
 
-    def _leave(self) -> None:
-        frame = self.frames.pop()
-        self._totals[id(frame.obj)] = (frame.tensors, frame.nbytes)
-        if frame.holder is not None:
-            frame.holder.tensors, frame.holder.nbytes = frame.tensors, frame.nbytes
-        if self.frames:
-            self.frames[-1].add(frame.tensors, frame.nbytes)
-
     def _size(self, tensor: object) -> int:
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = size_in_bytes(tensor)
@@ -220,8 +212,6 @@ class _Walk:
 
 
 class Remedy(NamedTuple):
-    """Advice for an unregistered object in words, and the line of code to type."""
-
     advice: str
     line: str
 
@@ -237,7 +227,6 @@ _CONSTANTS = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
 
 
 def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Remedy:
-    """Return the advice and the line of code that register a class, or that make a registration unnecessary."""
     # path: the path of the object, for lines that convert the object
     convert = CONVERSIONS.get(cls.__module__.partition(".")[0])
     is_number = cls.__module__ == "numpy" and cls.__name__ != "ndarray"
@@ -263,9 +252,10 @@ def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Rem
 def _own(cls: type, obj: object, layouts: Layouts) -> str:
     """Return the line that registers a class for which this package has no flatten functions."""
     name = cls.__qualname__.rpartition("<locals>.")[2]
-    if _is_registered_with_jax(cls):
+    of_jax = getattr(sys.modules.get("jax._src.tree_util"), "_registry", ())
+    if cls in of_jax and REGISTRY.remedy(cls) is None:  # JAX has no way to remove a registration
         return f"mirror({name})"
-    if _has(cls, "tree_flatten", "tree_unflatten"):
+    if {"tree_flatten", "tree_unflatten"} <= {attribute for base in cls.__mro__ for attribute in vars(base)}:
         return f"register_pytree_node_class({name})"
     try:
         functions_of(cls)
@@ -294,15 +284,6 @@ def _block(cls: type) -> str | None:
 
         return next((recipe.remedy for recipe in diffusers_recipes() if recipe.cls is cls), None)
     return None
-
-
-def _has(cls: type, *names: str) -> bool:
-    return all(any(name in vars(base) for base in cls.__mro__) for name in names)
-
-
-def _is_registered_with_jax(cls: type) -> bool:
-    registry = getattr(sys.modules.get("jax._src.tree_util"), "_registry", ())
-    return cls in registry and REGISTRY.remedy(cls) is None  # JAX has no way to remove a registration
 
 
 def _by_attributes(name: str, obj: object, layouts: Layouts) -> str:

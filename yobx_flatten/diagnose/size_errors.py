@@ -18,7 +18,7 @@ from ..errors import DynamicShapesError
 from ..errors.failures import first_line
 from ..trees.arguments import inputs_by_name
 from ..trees.shapes import check_dynamic_shapes
-from .spec_diff import Difference, compare_spec_texts, compare_specs
+from .comparison import Difference, compare_spec_texts, compare_specs
 
 
 def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
@@ -113,7 +113,6 @@ def misfit_in_our_words(failure: Failure) -> str:
 
 
 def explain_misfit(failure: Failure, text: str, paths: tuple[str, ...]) -> Explanation:
-    """Explain that ``dynamic_shapes`` does not fit the inputs, with the line of code that generates the shapes."""
     # paths: the entries of `dynamic_shapes` that the error names
     line = "export_program(module, args, kwargs)  # writes them"
     if bool(failure.args) != bool(failure.kwargs) and _names_its_arguments(failure.module):
@@ -196,8 +195,6 @@ class Explanation:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """An error of an export or a call, with the module or program and its arguments."""
-
     error: BaseException  # the exception that was raised
     message: str  # the text of the error
     module: torch.nn.Module | ExportedProgram | None  # the module or program; `None` if not known
@@ -206,7 +203,6 @@ class Failure:
     dynamic_shapes: Any  # the shapes as passed to `torch.export.export`
 
     def inputs(self) -> dict[str, Any]:
-        """Return the arguments by parameter name."""
         return inputs_by_name(self.module, self.args, self.kwargs)
 
 

@@ -17,28 +17,29 @@ from torch.export import ExportedProgram
 
 from ..core.effects import undisturbed
 from ..declare.scopes import options_in_use, register_flattening_functions
+from ..diagnose.comparison import compare_specs
 from ..diagnose.export_errors import explain_error
-from ..diagnose.spec_diff import compare_specs
-from ..errors import FlattenError, InvalidArgumentError, SpecMismatchError, describe_class
+from ..errors import FlattenError, InvalidArgumentError, ReplayError, SpecMismatchError, describe_class
 from ..errors.dependencies import require
 from ..errors.failures import STEP, first_line, result_or
 from ..huggingface.cache_names import name_in
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import DynamicShapes
 from ..runners.adapters import Adapter
-from ..trace.program_inputs import with_members
+from ..runners.ports import check_cache_outputs
+from ..trace.program import with_members
 from ..trees.arguments import check_arguments, has_no_data
 from ..trees.shapes import dynamic_shapes
-from .bounds import Bounds
-from .example import Axis, Example, make_example, narrowed, rows_of, sizes_of, varying_axes
-from .exported_model import ExportedModel, finish
+from .example import Bounds, Example, make_example, narrowed, rows_of, sizes_of, varying_axes
+from .exported_model import ExportedModel
 from .onnx.attempts import ConversionRefusedError
 from .onnx.file import unproven_file
 from .proof.eager_runs import Case, Proof, clone
+from .proof.report import ExportReport
 from .quantization import Quantization, WeightBits
 from .runtimes.write import FileOptions, write_file
-from .source import Asked, noted, prove, shapes_taken, traced_example
-from .traced import described, fill, write_single_values
+from .source import Asked, Source, noted, prove, shapes_taken, traced_example
+from .traced import RETURN_THE_CACHE, described, fill, write_single_values
 
 
 def export_onnx(  # noqa: D417 # arguments that belong together are described together
@@ -112,14 +113,16 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
         with unproven_file(options.path) as file:
             traced = traced_example(example, report)
             if example.loop:
-                traced.check_cache_outputs(asked.facts.name)
+                check_cache_outputs(traced.input_names, traced.output_names, asked.facts.name, remedy=RETURN_THE_CACHE)
             if traced.readers and asked.proof == "full":
                 report.remark("the file was checked; the program has no weights and was not checked.")
             # of a larger model only the file is replayed, since the file does what the program does
             runs = asked.proof == "full" and not traced.readers
             source = prove(example, traced, asked, report, runs=runs, only_fitting=is_fixed)
             write_file(dataclasses.replace(source, adapters=options.adapters), options, file, report)
-        return finish(source, report, options.path)
+        exported = finish(source, report)
+        exported.path = options.path
+        return exported
 
     with register_flattening_functions(**options_in_use()):
         example = make_example(module, args, dict(kwargs or {}), dynamic_shapes, loop=loop)
@@ -263,7 +266,7 @@ def prove_program(
 
 
 def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
-    """Return the example inputs of a program as an ``Example``. Needs ``register_flattening_functions``."""
+    """Needs an open ``register_flattening_functions`` block."""
     if program.example_inputs is None:
         raise InvalidArgumentError(
             "This program has no example inputs to compare. Export again inside register_flattening_functions(...):\n"
@@ -293,6 +296,14 @@ def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
     return Example(module, args, kwargs, shapes, {}, cache_is, no_data, no_data or why_not, tuple(remarks))
 
 
+def finish(source: Source, report: ExportReport) -> ExportedModel:
+    if not report.ok:
+        raise ReplayError(f"{report.failure()}\n{report}", report)
+    exported = ExportedModel(source.traced.program, report, None, options_in_use())
+    exported._source = source
+    return exported
+
+
 logger = logging.getLogger("yobx_flatten")
 
 _T = TypeVar("_T")
@@ -305,71 +316,59 @@ _T = TypeVar("_T")
 
 
 def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, stated: DynamicShapes) -> _T:
-    """Export an example; if torch fails, try again with fewer varying sizes. The report names the fixed sizes."""
+    """If torch fails, try again with fewer varying sizes; the report names the sizes that were fixed."""
     # export: takes an example, and whether this function has fixed sizes of the example
     # stated: the dynamic shapes that the caller passed; sizes are fixed only if the caller passed "auto"
+    module = example.module
     first = _result(export, example, False)
     if not isinstance(first, Exception):
         return first
-    check_itself(example, first)
-    if stated == "auto" and example.bounds is None and _is_of_torch(first):
+    is_of_torch = not isinstance(first, (FlattenError, OSError, MemoryError))
+    if is_of_torch:  # the module itself may fail, without a trace
+        with undisturbed(module=module), torch.no_grad():
+            own = result_or(lambda: module(*clone(example.args), **clone(dict(example.kwargs))), lambda error: error)
+        if isinstance(own, Exception) and (type(own), str(own)) != (type(first), str(first)):
+            raise InvalidArgumentError(
+                f"{type(module).__qualname__}.forward fails with these args and kwargs, before anything is exported: "
+                f"{type(own).__name__}: {first_line(own)}"
+            ) from own
+    if isinstance(first, ConversionRefusedError):  # most errors of this package name another remedy than fewer sizes
+        is_of_torch = first.axes is not None
+    if stated == "auto" and example.bounds is None and is_of_torch:
         for fewer in _with_fewer(example, first):
-            logger.info("exporting %s with fewer sizes that vary", type(example.module).__qualname__, extra=STEP)
+            logger.info("exporting %s with fewer sizes that vary", type(module).__qualname__, extra=STEP)
             found = _result(export, fewer, True)
             if not isinstance(found, Exception):
                 return found
             if fewer.shapes is None and isinstance(first, ConversionRefusedError) and type(found) is type(first):
                 first = found  # this error does not advise to fix sizes, which are fixed already
-    raise _in_our_words(first, example)
-
-
-def check_itself(example: Example, error: Exception) -> None:
-    """Run the module without a trace, and raise an error if this call fails with a different error than the trace."""
-    if isinstance(error, (FlattenError, OSError, MemoryError)):
-        return
-    module = example.module
-    with undisturbed(module=module), torch.no_grad():
-        own = result_or(lambda: module(*clone(example.args), **clone(dict(example.kwargs))), lambda error: error)
-    if isinstance(own, Exception) and (type(own), str(own)) != (type(error), str(error)):
-        raise InvalidArgumentError(
-            f"{type(module).__qualname__}.forward fails with these args and kwargs, before anything is exported: "
-            f"{type(own).__name__}: {first_line(own)}"
-        ) from own
-
-
-def _in_our_words(error: Exception, example: Example) -> Exception:
-    """Replace a long error of torch by a short error; errors of the model's code are unchanged."""
-    if isinstance(error, FlattenError):
-        return error
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    found = explain_error(error, example.module)
-    is_of_trace = found.known and frame.f_globals.get("__name__", "").startswith("torch._export")
-    if not (is_of_trace or type(error).__module__.startswith(("torch.", "onnx_ir."))):
-        return error
-    raised = f": torch raises {type(error).__name__}: {first_line(error)[:300]}\nFor an explanation:\n"
-    text = f". {found}" if is_of_trace else f"{raised}    explain_error(error.__cause__, module, args, kwargs)"
-    explained = InvalidArgumentError(f"{type(example.module).__qualname__} cannot be exported{text}")
-    explained.__cause__ = error
-    return explained
+    if isinstance(first, FlattenError):
+        raise first
+    # a long error of torch is replaced by a short error; errors of the model's code are unchanged
+    *_, (frame, _) = traceback.walk_tb(first.__traceback__)
+    explanation = explain_error(first, module)
+    is_of_trace = explanation.known and frame.f_globals.get("__name__", "").startswith("torch._export")
+    if not (is_of_trace or type(first).__module__.startswith(("torch.", "onnx_ir."))):
+        raise first
+    raised = f": torch raises {type(first).__name__}: {first_line(first)[:300]}\nFor an explanation:\n"
+    text = f". {explanation}" if is_of_trace else f"{raised}    explain_error(error.__cause__, module, args, kwargs)"
+    raise InvalidArgumentError(f"{type(module).__qualname__} cannot be exported{text}") from first
 
 
 def _result(export: Callable[[Example, bool], _T], example: Example, is_fixed: bool) -> _T | Exception:
-    # torch raises errors of many classes for sizes that it cannot trace; the caller raises the first error again
+    # torch raises errors of many classes for sizes that it cannot trace
     return result_or(functools.partial(export, example, is_fixed), lambda error: error)
 
 
-def _is_of_torch(error: Exception) -> bool:
-    """Return whether fewer dynamic sizes may avoid an error; most errors of this package name another remedy."""
-    if isinstance(error, ConversionRefusedError):
-        return error.axes is not None
-    return not isinstance(error, (FlattenError, OSError, MemoryError))
-
-
 def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
-    """Yield the example with fewer and fewer dynamic sizes."""
     varying = varying_axes(example)
     batch = rows_of(example) & varying
-    without_named = varying - (_named(error) - batch)
+    if isinstance(error, ConversionRefusedError):
+        named = set(error.axes or ())
+    else:
+        found = re.findall(r"(?:L|inputs)\['([\w.]+)'\]\.(?:size\(\)|shape)\[(\d+)\]", str(error))
+        named = {(name, int(axis)) for name, axis in found}
+    without_named = varying - (named - batch)
     known = {frozenset(varying)}
     for kept in map(frozenset, (without_named, batch, ())):
         if kept in known:
@@ -383,11 +382,3 @@ def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:
         remark = f"{what} is fixed as in the example, because if {where}, {reason}. {way}"
         shapes = narrowed(example, kept) if kept else None
         yield dataclasses.replace(example, shapes=shapes, remarks=(*example.remarks, remark))
-
-
-def _named(error: Exception) -> set[Axis]:
-    """Return the axes that an error names: a conversion error in ``axes``, any other error in its text."""
-    if isinstance(error, ConversionRefusedError):
-        return set(error.axes or ())
-    found = re.findall(r"(?:L|inputs)\['([\w.]+)'\]\.(?:size\(\)|shape)\[(\d+)\]", str(error))
-    return {(name, int(axis)) for name, axis in found}

@@ -1,4 +1,4 @@
-"""Build the example of an export: arguments by name, dynamic axes, and test cases with other sizes."""
+"""Build the example of an export: arguments by name, dynamic axes and their bounds, and cases with other sizes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import ConstantArgument
 
 from ..core.effects import undisturbed
 from ..declare.scopes import options_in_use
-from ..errors import InvalidArgumentError
+from ..errors import DynamicShapesError, InvalidArgumentError
 from ..errors.failures import result_or
-from ..huggingface.cache_names import forward_of, name_in, named_for
+from ..huggingface.cache_names import after_cache, forward_of, name_in, named_for
 from ..huggingface.layer_weights import offloaded_readers, streamed_readers
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import DynamicShapes, PyTree
-from ..runners.signature import Signature
+from ..trace.program import arguments_of, traced_inputs
 from ..trees.arguments import check_no_modules, has_no_data, shapes_by_name
 from ..trees.dynamic_specs import by_parameter, with_attached, without_specs
 from ..trees.shapes import check_entries, shapes_of_leaves, with_none_below, without_names
 from ..trees.shapes import dynamic_shapes as write_dynamic_shapes
-from ..trees.walk import leaf_names, leaves_of, plain_names
-from .bounds import Bounds
+from ..trees.walk import key_name, leaf_names, leaves_of, node_of, plain_names
 from .proof.eager_runs import Case, EagerRuns, clone
 from .stated_sizes import Relation, names_of, relations_of, replaced_forward
 
@@ -35,6 +35,147 @@ if TYPE_CHECKING:
     from ..huggingface.cases import DecodeSizes
 
 Axis: TypeAlias = tuple[str, int]  # name of a leaf of the inputs, axis
+
+
+# Set an upper bound on every dynamic axis, and check it against the model and its program.
+#
+#     bounds={"batch": 4, "length": 512, "new": 64}
+#
+#     input_ids               (batch <= 4, new <= 64)                   an axis that the trace fixes has no bound:
+#     attention_mask          (batch <= 4, length <= 512)               frames of a spectrogram, heads, the width of
+#     past_key_values.0.key   (batch <= 4, heads, length <= 512, 64)    a layer
+
+_NEW = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids")
+"""Names of inputs that contain the new tokens of a call, not the cached tokens."""
+
+_POSITIONS = ("max_position_embeddings", "max_target_positions")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The largest batch size and numbers of tokens of an export; ``None`` for sizes without a bound."""
+
+    batch: int | None = None  # number of rows
+    length: int | None = None  # number of tokens, in the cache and the mask
+    new: int | None = None  # number of tokens of one call
+
+    @classmethod
+    def of(cls, given: Mapping[str, int] | None) -> Bounds | None:
+        if given is None:
+            return None
+        known = [field.name for field in dataclasses.fields(cls)]
+        wrong = [name for name, most in given.items() if name not in known or type(most) is not int or most < 1]
+        if wrong or not given:
+            raise InvalidArgumentError(
+                'bounds: expected a dict of ints, such as {"batch": 4, "length": 512} ("new" limits tokens of a call), '
+                f"found {dict(given)!r}."
+            )
+        return cls(given.get("batch"), given.get("length"), given.get("new", given.get("length")))
+
+    def __str__(self) -> str:
+        stated = {name: most for name, most in vars(self).items() if most is not None}
+        return ", ".join(f"{name} {most}" for name, most in stated.items())
+
+    def check_positions(self, module: object) -> None:
+        config: Any = getattr(module, "config", None)  # only a Hugging Face model states its number of positions
+        if self.length is None or not hasattr(config, "get_text_config"):
+            return
+        text: Any = config.get_text_config(decoder=True)
+        for name in _POSITIONS:
+            most = getattr(text, name, None)
+            if isinstance(most, int) and self.length > most > 0:
+                new = {"new": self.new} if self.new is not None and self.new < most else {}
+                fitting = {**({} if self.batch is None else {"batch": self.batch}), "length": most, **new}
+                raise DynamicShapesError(
+                    f"bounds: length={self.length} is above the {most} positions of {type(module).__qualname__} "
+                    f"(config.{name}):\n    bounds={fitting}"
+                )
+
+    def on(self, inputs: PyTree, shapes: DynamicShapes) -> DynamicShapes:
+        """Return dynamic shapes in which every dynamic size has its bound."""
+        return None if shapes is None else self._on(inputs, shapes, (), None)
+
+    def check_program(self, inputs: PyTree, shapes: DynamicShapes, program: ExportedProgram) -> None:
+        """Refuse a program with a varying size whose value in the example is above its bound."""
+        dims_of_leaves, values = shapes_of_leaves(inputs, shapes), traced_inputs(program)
+        leaves = zip(leaf_names(inputs), leaves_of(inputs), dims_of_leaves, values, strict=True)
+        for name, leaf, dims, value in leaves:
+            for axis, dim in (dims or {}).items():
+                if getattr(dim, "max", None) is not None or not isinstance(value, torch.Tensor):
+                    continue
+                most, meaning = self._most((name.split(".")[0],), None, axis)
+                if most is not None and leaf.shape[axis] > most and _varies(value.shape[axis], program):
+                    raise _above(f"{name}.axis {axis}", leaf.shape[axis], most, meaning)
+
+    def holds(self, inputs: PyTree, shapes: DynamicShapes, steps: int = 1) -> bool:
+        """Return whether the sizes of ``steps`` calls that extend the same cache stay within the bounds."""
+        leaves = list(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
+        new = max((leaf.shape[1] for name, leaf in leaves if name in _NEW and leaf.dim() > 1), default=0)
+        for (name, leaf), dims in zip(leaves, shapes_of_leaves(inputs, shapes), strict=True):
+            for axis, dim in (dims or {}).items():
+                most = getattr(dim, "max", None)
+                if most is None or not isinstance(leaf, torch.Tensor) or axis >= leaf.dim():
+                    continue
+                counts = not leaf.is_floating_point() or after_cache(name) is not None
+                grows = (steps - 1) * new if axis and counts and name not in _NEW else 0
+                if leaf.shape[axis] + grows > most:
+                    return False
+        return True
+
+    def _on(
+        self, obj: PyTree, shapes: DynamicShapes, path: tuple[str, ...], axes: Mapping[int, str] | None
+    ) -> DynamicShapes:
+        if shapes is None:
+            return None
+        node = node_of(obj)
+        if node is None:
+            return self._on_leaf(obj, shapes, path, axes)
+        names = [key_name(key) for key in node.keys]
+        recipe = node.recipe
+        meanings = [None if recipe is None or recipe.axes is None else recipe.axes(name) for name in names]
+        specs = [shapes[key] for key in obj] if isinstance(shapes, Mapping) else list(shapes)
+        rows = zip(node.children, specs, names, meanings, strict=True)
+        below = [self._on(child, spec, (*path, name), meaning) for child, spec, name, meaning in rows]
+        if isinstance(shapes, Mapping):
+            return dict(zip(obj, below, strict=True))
+        return type(shapes)(*below) if hasattr(shapes, "_fields") else type(shapes)(below)
+
+    def _on_leaf(
+        self, leaf: object, shapes: DynamicShapes, path: tuple[str, ...], axes: Mapping[int, str] | None
+    ) -> DynamicShapes:
+        if not isinstance(leaf, torch.Tensor) or not isinstance(shapes, (Mapping, list, tuple)):
+            return shapes
+        entries = dict(enumerate(shapes)) if isinstance(shapes, (list, tuple)) else dict(shapes)
+        for axis, dim in entries.items():
+            most, meaning = self._most(path, axes, axis)
+            kind = getattr(getattr(dim, "type", None), "name", "")
+            if most is None or kind not in ("AUTO", "DYNAMIC") or dim.max is not None:
+                continue
+            if leaf.shape[axis] <= most:
+                entries[axis] = getattr(Dim, kind)(min=dim.min, max=most)
+            elif axes is not None or (not leaf.is_floating_point() and leaf.dim() < 3):
+                raise _above(f"{'.'.join(path)}.axis {axis}", leaf.shape[axis], most, meaning)
+        return entries
+
+    def _most(self, path: tuple[str, ...], axes: Mapping[int, str] | None, axis: int) -> tuple[int | None, str]:
+        meaning = ("length" if axis else "batch") if axes is None else axes.get(axis, "")
+        meaning = "new" if meaning == "length" and path[0] in _NEW else meaning
+        return getattr(self, meaning, None), meaning
+
+
+def _varies(size: object, program: ExportedProgram) -> bool:
+    if not isinstance(size, torch.SymInt):
+        return False
+    # torch.export may keep a symbol for a size with one possible value
+    found = program.range_constraints.get(size.node.expr)
+    return found is None or found.lower != found.upper
+
+
+def _above(place: str, size: int, most: int, meaning: str) -> DynamicShapesError:
+    return DynamicShapesError(
+        f"{place}: size {size} of the example is above the bound {most} of {meaning!r}. Pass a smaller example, or a "
+        f'larger bound:\n    bounds={{"{meaning}": {size}}}'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +198,14 @@ class Example:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """All inputs by parameter name."""
         return _by_name(self.module, self.args, self.kwargs)
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """The names of all leaves of the inputs, in order."""
         return leaf_names(self.inputs)
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """All leaves of the inputs by name."""
         return dict(zip(self.names, leaves_of(self.inputs), strict=True))
 
     def axes(self) -> Iterator[tuple[str, torch.Tensor, int, Any]]:
@@ -80,29 +218,20 @@ class Example:
 
     @functools.cached_property
     def runs(self) -> EagerRuns:
-        """The outputs of the eager module for the test cases, each computed when first needed."""
         return EagerRuns(self.module)
 
     def case(self, steps: int) -> Case:
-        """Return the example's own arguments as a test case of ``steps`` calls."""
         return Case("the example", self.args, self.kwargs, steps)
 
     def of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a call by parameter name."""
         return _by_name(self.module, args, named_for(forward_of(self.module), kwargs))
 
     def holds(self, case: Case, steps: int) -> bool:
-        """Return whether ``steps`` calls of a test case stay within the bounds."""
         if self.shapes is None or self.bounds is None:
             return True
         return self.bounds.holds(self.of_call(case.args, case.kwargs), self.shapes, steps)
 
-    def named(self, sizes: DecodeSizes) -> str:
-        """Return the sizes of a call as text, without a number of cached tokens if the example has no cache."""
-        return sizes.without_cache if self.kwargs.get(self.cache_is) is None else str(sizes)
-
     def other_cases(self, steps: int, *, only_largest: bool = False) -> tuple[list[Case], list[str]]:
-        """Make test cases with other sizes than those of the example."""
         # only_largest: whether to make only the case with the most tokens
         if self.shapes is None or self.why_not:
             return [], []
@@ -116,7 +245,8 @@ class Example:
             kwargs = {name: value for name, value in kwargs.items() if name != self.cache_is}
             sizes = [dataclasses.replace(s, past=0, new=s.past + s.new) for s in sizes]
         made = [{**self.kwargs, **resized(self.module, kwargs, s, seed)} for seed, s in enumerate(sizes)]
-        cases = [Case(self.named(s), (), inputs, steps) for s, inputs in zip(sizes, made, strict=True)]
+        names = [s.without_cache if cache is None else str(s) for s in sizes]
+        cases = [Case(name, (), inputs, steps) for name, inputs in zip(names, made, strict=True)]
         return cases, [remark] if remark else []
 
 
@@ -129,7 +259,7 @@ def make_example(
     *,
     loop: bool = True,
 ) -> Example:
-    """Return the checked arguments of an export as an ``Example``. Needs ``register_flattening_functions``."""
+    """Needs an open ``register_flattening_functions`` block."""
     # shapes: dynamic shapes; `"auto"` writes them, `None` keeps every size fixed
     forward = forward_of(module)
     kwargs = named_for(forward, kwargs)  # the name of the cache depends on the version of transformers
@@ -148,7 +278,12 @@ def make_example(
     why_not, notes = no_data or why_not, tuple(remarks)
     stated = (bounds, found.relations, loop)
     example = Example(module, args, kwargs, found.shapes, found.names, cache_is, no_data, why_not, notes, *stated)
-    fixed = _fixed_axes(example, given)
+    cache, fixed = kwargs.get(cache_is), []  # dynamic axes that torch.export fixes since their size is 0 or 1
+    # a caller who passes shapes for an empty cache wants a program for the prefill
+    if example.shapes is not None and cache is not None and not pytree.tree_leaves(cache) and not given:
+        fixed = [f"{cache_is} is empty"]
+    elif example.shapes is not None:
+        fixed = [f"{name} axis {axis}" for name, leaf, axis, _ in example.axes() if leaf.shape[axis] in (0, 1)]
     if fixed and not example.why_not:
         example = _replaced(example, shapes, assumptions, fixed, bounds)
     if fixed and example.why_not:
@@ -158,7 +293,7 @@ def make_example(
 
 
 def resized(module: torch.nn.Module, kwargs: Mapping[str, Any], sizes: DecodeSizes, seed: int) -> dict[str, Any]:
-    """Make the inputs of an example in other sizes for a Hugging Face model, with a cache if the example has one."""
+    """Make inputs of a Hugging Face model in other sizes, with a cache if the example has one."""
     from ..huggingface.cases import decode_inputs
 
     like = {name: value for name, value in kwargs.items() if value is not None}
@@ -232,10 +367,15 @@ def _complete(
     assumptions: tuple[Any, ...],
     bounds: Bounds | None,
 ) -> _Completed:
-    """Return the dynamic shapes of all inputs, the names of axes, and the relations between sizes."""
     if shapes is None:
         return _Completed(None, {})
-    check_spelling(module, swallowed_names(module, kwargs))
+    for name in swallowed_names(module, kwargs):
+        close = difflib.get_close_matches(name, list(_parameters(module)), n=1, cutoff=0.85)
+        if close:
+            raise InvalidArgumentError(
+                f"{type(module).__qualname__}.forward has no parameter {name!r}, but its **kwargs would accept the "
+                f"name silently. Did you mean {close[0]!r}?"
+            )
     if isinstance(shapes, str) and shapes == "auto":
         found = _Completed(write_dynamic_shapes(inputs), {})
     else:
@@ -249,17 +389,6 @@ def _complete(
     return found if bounds is None else found._replace(shapes=bounds.on(inputs, found.shapes))
 
 
-def _fixed_axes(example: Example, given: bool) -> list[str]:
-    """Return the dynamic axes that torch.export fixes because their size in the example is 0 or 1."""
-    if example.shapes is None:
-        return []
-    cache = example.kwargs.get(example.cache_is)
-    # a caller who passes shapes for an empty cache wants a program for the prefill
-    if cache is not None and not leaf_names(cache) and not given:
-        return [f"{example.cache_is} is empty"]
-    return [f"{name} axis {axis}" for name, leaf, axis, _ in example.axes() if leaf.shape[axis] in (0, 1)]
-
-
 # Give `forward` a parameter for each argument that it takes in its `**kwargs`, during a trace.
 #
 # `torch.export` takes dynamic shapes by the parameters of `forward`, and accepts none for arguments in `**kwargs`
@@ -267,7 +396,6 @@ def _fixed_axes(example: Example, given: bool) -> list[str]:
 
 
 def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
-    """List the arguments that ``forward`` receives through ``**kwargs``."""
     parameters = _parameters(module)
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
@@ -276,7 +404,6 @@ def swallowed_names(module: torch.nn.Module, kwargs: Mapping[str, Any]) -> list[
 
 @contextlib.contextmanager
 def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """In a ``with`` block, replace the ``**kwargs`` of ``forward`` by keyword parameters with these names."""
     if not names:
         yield
         return
@@ -293,25 +420,14 @@ def named_in_forward(module: torch.nn.Module, names: Sequence[str]) -> Iterator[
         yield
 
 
-def check_spelling(module: torch.nn.Module, names: Sequence[str]) -> None:
-    """Refuse names that are probably misspelled parameters, and that ``**kwargs`` would accept silently."""
-    known = list(_parameters(module))
-    for name in names:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if close:
-            raise InvalidArgumentError(
-                f"{type(module).__qualname__}.forward has no parameter {name!r}, but its **kwargs would accept the "
-                f"name silently. Did you mean {close[0]!r}?"
-            )
-
-
 def check_all_read(
-    module: torch.nn.Module, names: Sequence[str], program: ExportedProgram, inputs: Mapping[str, Sequence[str]]
+    module: torch.nn.Module, names: Sequence[str], program: ExportedProgram, inputs: Mapping[str, Any]
 ) -> None:
-    """Refuse tensors that were passed through ``**kwargs`` and that ``forward`` did not read."""
-    # inputs: for each argument, the graph inputs of its tensors
     used = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
-    unread = [name for name in names if inputs.get(name) and not used.intersection(inputs[name])]
+    owners = [name for name, value in inputs.items() for _ in pytree.tree_leaves(value)]
+    pairs = zip(owners, arguments_of(program), strict=True)
+    in_graph = [(name, arg.name in used) for name, arg in pairs if not isinstance(arg, ConstantArgument)]
+    unread = [name for name in names if (name, False) in in_graph and (name, True) not in in_graph]
     if unread:
         parameters = [p.name for p in _parameters(module).values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         close = difflib.get_close_matches(unread[0], parameters, n=1)
@@ -329,47 +445,7 @@ def _parameters(module: torch.nn.Module) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def tensors_of(example: Example, signature: Signature) -> dict[str, torch.Tensor]:
-    """Return, by name, the tensors of an example that are inputs of its program."""
-    wanted = {name for name, _, _ in signature.inputs}
-    return {name: leaf for name, leaf in example.leaves.items() if name in wanted and isinstance(leaf, torch.Tensor)}
-
-
-def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
-    """Return the inputs of an example in other sizes by name, data repeated or truncated; ``None`` if impossible."""
-    wanted = {name: found for name, _, found in signature.inputs}
-    made: dict[str, torch.Tensor] = {}
-    for name, leaf in tensors_of(example, signature).items():
-        other = leaf
-        for axis, size in enumerate(wanted[name]):
-            if isinstance(size, Mapping):
-                if any(part and part not in sizes for part in size):
-                    return None
-                length = sum(factor * (sizes[part] if part else 1) for part, factor in size.items())
-                if length < 1 or leaf.shape[axis] < 1:
-                    return None
-                if length != leaf.shape[axis]:
-                    places = torch.arange(length, device=leaf.device) % leaf.shape[axis]
-                    other = other.index_select(axis, places)
-        made[name] = other
-    return made
-
-
-def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an example's arguments with copies of the tensors in ``made``. Needs ``register_flattening_functions``."""
-    own = example.leaves
-    by_id = {id(own[name]): tensor for name, tensor in made.items()}
-
-    def replaced(leaf: PyTree) -> PyTree:
-        found = by_id.get(id(leaf), leaf)
-        return found.clone() if isinstance(found, torch.Tensor) else found
-
-    args, kwargs = pytree.tree_map(replaced, (example.args, dict(example.kwargs)))
-    return args, kwargs
-
-
 def varying_axes(example: Example) -> set[Axis]:
-    """Return the axes of an example's tensors that have a dynamic size larger than 1."""
     return {(name, axis) for name, leaf, axis, _ in example.axes() if leaf.shape[axis] > 1}
 
 
@@ -381,7 +457,6 @@ def rows_of(example: Example) -> set[tuple[str, int]]:
 
 
 def narrowed(example: Example, kept: Collection[Axis]) -> DynamicShapes:
-    """Return the dynamic shapes of an example in which only the given axes vary."""
     inputs = example.inputs
     rows = zip(plain_names(inputs), example.names, shapes_of_leaves(inputs, example.shapes), strict=True)
     return write_dynamic_shapes(

@@ -17,8 +17,6 @@ from ..diagnose.opaque import CONVERSIONS, explain_leaf
 from ..errors import (
     InvalidArgumentError,
     MissingDependencyError,
-    NotRegisteredError,
-    ReplayError,
     SpecMismatchError,
     describe_class,
 )
@@ -35,12 +33,6 @@ from .quantization import Quantization, WeightBits
 from .runtimes.executorch import Backend
 from .runtimes.write import CacheForm, FileOptions, write_for
 from .source import Source
-
-
-def _about_arrays(inputs: Mapping[str, Any]) -> NotRegisteredError | None:
-    """Return an error that shows how to convert an array among the arguments; ``None`` without an array."""
-    classes = {type(leaf) for leaf in pytree.tree_leaves(inputs)}
-    return explain_leaf(inputs, "".join(str(cls) for cls in classes if cls.__module__.partition(".")[0] in CONVERSIONS))
 
 
 def _about_kinds(example: Example | None, given: Mapping[str, Any]) -> InvalidArgumentError | None:
@@ -110,8 +102,11 @@ class ExportedModel:
         given = functools.partial(inputs_by_name, about, args, kwargs)
 
         def explained(error: Exception) -> Exception | None:
+            classes = {type(leaf) for leaf in pytree.tree_leaves(given())}
+            arrays = [str(cls) for cls in classes if cls.__module__.partition(".")[0] in CONVERSIONS]
+            about_arrays = explain_leaf(given(), "".join(arrays))
             own = isinstance(error, SpecMismatchError)  # it names the constant that differs
-            return _about_arrays(given()) or (None if own else _about_kinds(example, given()))
+            return about_arrays or (None if own else _about_kinds(example, given()))
 
         with raised_as(explained):
             found = self._runner.call(args, kwargs)
@@ -301,7 +296,6 @@ class ExportedModel:
 
 
 def source_of(exported: ExportedModel) -> Source:
-    """Return the traced program and the test cases of an ``ExportedModel``, to write files for runtimes."""
     if exported._source is None:
         raise InvalidArgumentError(
             "This program was not made by export_program: it has no test inputs. Export the module with\n"
@@ -310,12 +304,3 @@ def source_of(exported: ExportedModel) -> Source:
             "    prove_program(program, module)"
         )
     return exported._source
-
-
-def finish(source: Source, report: ExportReport, path: pathlib.Path | None = None) -> ExportedModel:
-    """Return the ``ExportedModel`` of a checked program; raise an error if a check failed."""
-    if not report.ok:
-        raise ReplayError(f"{report.failure()}\n{report}", report)
-    exported = ExportedModel(source.traced.program, report, path, options_in_use())
-    exported._source = source
-    return exported

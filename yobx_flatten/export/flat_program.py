@@ -24,7 +24,7 @@ from ..errors import InvalidArgumentError
 from ..errors.dependencies import is_installed
 from ..private_names.of_torch import OpOverload, enable_python_dispatcher, pytree
 from ..runners.signature import Signature, Size
-from ..trace.program_inputs import arguments_of
+from ..trace.program import arguments_of
 from . import stated_sizes
 from .traced import Traced
 
@@ -93,7 +93,6 @@ def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> N
 
 @contextlib.contextmanager
 def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
-    """In a ``with`` block, hide Python warnings, and log messages of a library below ``level``."""
     logger = logging.getLogger(library)
     before = logger.level
     logger.setLevel(level)
@@ -106,7 +105,6 @@ def quietly(library: str, level: int = logging.ERROR) -> Iterator[None]:
 
 
 def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
-    """Return the names, dtypes and sizes of the inputs and outputs that the file of a program has."""
     # versions: libraries, in addition to torch and transformers, whose versions are stored
     program = traced.program
     by_argument = names_by_argument(traced)
@@ -134,7 +132,6 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
 
 
 def names_by_argument(traced: Traced) -> dict[str, str]:
-    """Return the names of the inputs by the names of the graph's arguments."""
     arguments = [arg.name for arg in arguments_of(traced.program) if not isinstance(arg, ConstantArgument)]
     return dict(zip(arguments, traced.input_names, strict=True))
 
@@ -315,10 +312,12 @@ def _converted(
     table: Mapping[Any, Callable[..., Any]],
     is_kept: Callable[[Any], bool],
 ) -> Any:
-    """Return the node of the new graph that replaces a node; ``None`` if the node cannot be converted alone."""
+    """Return the node of the new graph; ``None`` if the node cannot be converted alone."""
     target = node.target
-    if target in _CASTS and _same_type(node):
-        return copied[node.args[0]]  # type: ignore[index] # the tensor, a node
+    if target in _CASTS:
+        given, found = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr] # the tensor, a node
+        if given.dtype == found.dtype and given.layout == found.layout:
+            return copied[node.args[0]]  # type: ignore[index] # the tensor, a node
     if target is _ATEN.reshape.default:
         # only the ONNX translation of `view` accepts sizes of 0
         copy_of = graph.node_copy(node, copied.__getitem__)
@@ -331,15 +330,9 @@ def _converted(
     return _traced_alone(node, graph, copied, table)
 
 
-def _same_type(node: torch.fx.Node) -> bool:
-    given, found = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr] # the tensor, a node
-    return bool(given.dtype == found.dtype and given.layout == found.layout)
-
-
 def _traced_alone(
     node: torch.fx.Node, graph: torch.fx.Graph, copied: dict[torch.fx.Node, Any], table: Mapping[Any, Any]
 ) -> Any:
-    """Replace one operator by the trace of its decomposition."""
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Node)]
     values = [leaves[place].meta.get("val") for place in places]

@@ -15,8 +15,6 @@ from ..huggingface.layer_weights import largest_layer
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a module for the checks before an export."""
-
     name: str  # name of the class
     weight_bytes: int  # of parameters and buffers; tied weights count once
     layer_bytes: int  # bytes of the largest layer if weights are read when a layer is called; 0 if all are in memory
@@ -28,7 +26,6 @@ class ModelFacts:
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ModelFacts:
-        """Read the facts from a module."""
         projections = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Linear)}
         tables = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
         matrices = (weight for weight in module.parameters() if weight.dim() == 2 and weight.is_floating_point())
@@ -56,11 +53,7 @@ def _types(tensors: Iterator[torch.Tensor] | tuple[torch.Tensor, ...]) -> tuple[
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes of a module's parameters and buffers; tied weights count once.
-
-    >>> weight_bytes(torch.nn.Linear(3, 2))
-    32
-    """
+    """Tied weights count once."""
     from ..private_names.of_torch import FakeTensor
 
     found = {}
@@ -75,7 +68,7 @@ def weight_bytes(module: torch.nn.Module) -> int:
 
 
 def peak_memory() -> int:
-    """Return the peak memory of this process, in bytes."""
+    """In bytes, of this process."""
     if sys.platform == "win32":
         import psutil
 
@@ -87,7 +80,7 @@ def peak_memory() -> int:
 
 
 def memory_available() -> int:
-    """Return the bytes of memory that are free, within the limits of containers."""
+    """In bytes, within the limits of containers."""
     import psutil
 
     available = int(psutil.virtual_memory().available)

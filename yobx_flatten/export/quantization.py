@@ -23,9 +23,8 @@ from ..runners.ports import CacheSlot, Runner
 from .example import Example
 from .model_facts import ModelFacts
 from .proof.eager_runs import Case, Texts, eager_steps
-from .proof.exported_call import ByName
 from .proof.quality import SCORES, Distance, Quality, text_losses
-from .proof.replay import Padding, side_by_side
+from .proof.replay import ByName, Padding, side_by_side
 from .source import Source
 
 WeightBits = Literal["int8", "int4", "keep"]

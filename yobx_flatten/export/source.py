@@ -10,46 +10,40 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 
 from ..core.compare import tolerance
-from ..core.effects import undisturbed
 from ..errors import FlattenError, InvalidArgumentError
 from ..errors.failures import STEP, first_line
 from ..private_names.of_torch import pytree
 from ..runners.adapters import Adapter
 from ..runners.program_runner import ProgramRunner
 from ..runners.signature import MISFIT
-from ..trace.program_inputs import traced_inputs
+from ..trace.program import traced_inputs
 from ..trees.walk import leaf_names
-from .example import Example, arguments_with
+from .example import Example
 from .model_facts import ModelFacts
-from .proof.eager_runs import REFUSALS, Case, Proof, check_cases, choose_proof, sampled
-from .proof.exported_call import Nested
-from .proof.left import note_on_lost, written_parameters
-from .proof.replay import CaseResult, Side, replay
+from .proof.eager_runs import Case, Proof, check_cases, choose_proof, note_on_lost, sampled
+from .proof.replay import CaseResult, Nested, Side, replay
 from .proof.report import ExportReport, Yardstick
 from .traced import Traced, calm, trace
-from .varied import INFINITIES, dependence_on_padding, rounding_changes, varied_cases
+from .varied import INFINITIES, dependence_on_padding, notes_on_fixed_axes, rounding_changes, varied_cases
 
 logger = logging.getLogger("yobx_flatten")
 
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """Allowed differences of outputs, for a program and the files of all runtimes."""
-
     tolerance: float  # largest absolute difference of an output whose rounding error was not measured
     measures: bool = False  # whether the rounding error of the weights' dtype is measured for each case
     measures_failures: bool = False  # whether it is measured for cases that differ by more than the tolerance
 
     @staticmethod
     def of(facts: ModelFacts, asked: object) -> Allowed:
-        """Return the requested tolerance; by default the tolerance of the weights' dtype."""
         if asked is not None:
             if not isinstance(asked, int | float) or not asked >= 0:
                 raise InvalidArgumentError(f"tolerance must be None or a number of 0 or more, found {asked!r}.")
@@ -58,7 +52,6 @@ class Allowed:
         return Allowed(tolerance("file", *facts.types), has_half, {*facts.kernel_types} <= {"float32"})
 
     def measure(self, report: ExportReport, example: Example, traced: Traced, known: Yardstick | None = None) -> None:
-        """Add the error of the weights' dtype to the allowed difference, or note why it cannot be measured."""
         # known: earlier measurements, which are reused if they are of the same module
         if report.proof == "none" or example.no_data:
             return
@@ -80,8 +73,6 @@ class Allowed:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """The checks that a caller asked for."""
-
     facts: ModelFacts  # the module
     cases: Sequence[Case] | None  # cases to check in addition to the example; `None` for generated cases
     steps: int  # number of calls of each generated case
@@ -92,20 +83,16 @@ class Asked:
     def of(
         cls, module: torch.nn.Module, cases: Iterable[Case] | None, steps: int, tolerance: float | None, proof: Proof
     ) -> Asked:
-        """Check the options, and return the requested checks."""
         checked, facts = None if cases is None else check_cases(cases), ModelFacts.of(module)
         allowed = Allowed.of(facts, tolerance)
         return cls(facts, checked, steps, choose_proof(proof, facts.weight_bytes), allowed)
 
     def report(self) -> ExportReport:
-        """Return an empty report."""
         return ExportReport(self.facts.name, tolerance=self.allowed.tolerance, proof=self.proof)
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A traced program and the module that its files are compared with."""
-
     facts: ModelFacts
     example: Example
     traced: Traced
@@ -119,7 +106,6 @@ class Source:
 
 
 def traced_example(example: Example, report: ExportReport, *, strict: bool = False) -> Traced:
-    """Trace an example, and add facts about the program to the report."""
     with report.timed("trace"):
         traced = trace(example, strict=strict)
     noted(example, traced, report)
@@ -130,7 +116,6 @@ def traced_example(example: Example, report: ExportReport, *, strict: bool = Fal
 
 
 def noted(example: Example, traced: Traced, report: ExportReport) -> None:
-    """Add facts about a program to the report."""
     report.remark(*example.remarks)
     report.input_names, report.output_names = traced.input_names, traced.output_names
     report.remark(*traced.remarks())
@@ -145,7 +130,7 @@ def prove(
     only_fitting: bool = False,
     runs: bool = True,
 ) -> Source:
-    """Choose and run the test cases of a program (unless ``proof="none"``). Needs ``register_flattening_functions``."""
+    """Needs an open ``register_flattening_functions`` block."""
     # only_fitting: whether generated cases whose sizes the program refuses are left out
     # runs: whether the program is replayed, in addition to a file
     report.runs = example.runs
@@ -155,45 +140,41 @@ def prove(
         cases = _cases_of(example, asked, report)
         if only_fitting and asked.cases is None:
             cases = fitting(traced.program, cases, report)
-        varied = _varied_of(example, traced, asked, report) if cases else []
+        varied: list[Case] = []
+        if cases and asked.cases is None and example.why_not:  # inputs of a language model are resized by its own rules
+            is_free = asked.allowed.measures_failures or asked.allowed.measures
+            found, remarks = varied_cases(example, traced, only_largest=asked.proof == "sample", magnitudes=is_free)
+            report.remark(*remarks)
+            varied = [case for case in found if example.holds(case, 1)]
+            report.remark(*left_out(len(found) - len(varied)))
     if cases and runs:
         side = Nested(ProgramRunner(traced.program), example.cache_is, traced.written)
         replay_cases([side], example, traced, cases, report)
-        varied = [] if report.failed() else _replayed(side, example, traced, varied, report)
-    kept: dict[str, Any] = {"yardstick": report.yardstick, "varied": varied}
-    return Source(asked.facts, example, traced, cases, asked.allowed, asked.proof, **kept)
-
-
-def _varied_of(example: Example, traced: Traced, asked: Asked, report: ExportReport) -> list[Case]:
-    """Return cases of other sizes and values, if the caller passed no cases and the module is not a language model."""
-    if asked.cases is not None or not example.why_not:
-        return []
-    is_free = asked.allowed.measures_failures or asked.allowed.measures
-    found = varied_cases(example, traced, only_largest=asked.proof == "sample", magnitudes=is_free)
-    report.remark(*found.remarks)
-    within = [case for case in found.cases if example.holds(case, 1)]
-    report.remark(*left_out(len(found.cases) - len(within)))
-    return within
-
-
-def _replayed(side: Side, example: Example, traced: Traced, varied: Sequence[Case], report: ExportReport) -> list[Case]:
-    """Replay varied cases with the program; return those that it does not refuse."""
-    kept = []
-    for case in varied:
-        found = _result(side, example, traced, case, report, is_varied=True)
-        if found.error is None:
-            kept.append(case)
-            _add(found, report)
-        elif case.name != INFINITIES:
-            reason = " ".join(found.error.split())[:200]
-            report.remark(f"the program refuses inputs that the module accepts ({case.name}; {reason}).")
-    return kept
+        tried, varied = [] if report.failed() else varied, []
+        for case in tried:
+            result = _result(side, example, traced, case, report, is_varied=True)
+            if result.error is None:
+                varied.append(case)
+                _add(result, report)
+            elif case.name != INFINITIES:
+                reason = " ".join(result.error.split())[:200]
+                report.remark(f"the program refuses inputs that the module accepts ({case.name}; {reason}).")
+    return Source(
+        asked.facts,
+        example,
+        traced,
+        cases,
+        asked.allowed,
+        asked.proof,
+        yardstick=report.yardstick,
+        varied=varied,
+    )
 
 
 def replay_cases(
     sides: Sequence[Side], example: Example, traced: Traced, cases: Sequence[Case], report: ExportReport
 ) -> None:
-    """Run cases with the module and the program, and report the results. Needs ``register_flattening_functions``."""
+    """Needs an open ``register_flattening_functions`` block."""
     for case, side in itertools.product(cases, sides):
         _add(_result(side, example, traced, case, report, is_varied=False), report)
 
@@ -220,27 +201,23 @@ def _result(
         )
         report.remark(*note_on_lost(example.runs.lost))
         found = report.by_float64(found, case)
-        if not found.within(report.tolerance) and found.error is None:
-            if is_varied and not found.within(report.tolerance):
-                found = _by_rounding(found, example, case, traced, report)
-            if not found.within(report.tolerance) and not any(one.cause for one in report.cases):
-                cause = dependence_on_padding(example.module, case, traced.written, report.tolerance)
-                found = dataclasses.replace(found, cause=cause)
-    return found
-
-
-def _by_rounding(found: CaseResult, example: Example, case: Case, traced: Traced, report: ExportReport) -> CaseResult:
-    """Return the result; differences that rounded inputs also cause in the module itself are allowed."""
-    changes = rounding_changes(example, case, traced, report.tolerance)
-    allowed = {name: max(found.allowed.get(name, 0.0), changes.get(name, 0.0)) for name in found.differences}
-    allowed = {name: size for name, size in allowed.items() if size > report.tolerance}
-    explained = dataclasses.replace(found, allowed={**found.allowed, **allowed})
-    if explained.within(report.tolerance):
-        report.remark(
-            f"{case.name}: rounding errors of the inputs change the module's own outputs by up to "
-            f"{max(allowed.values()):.1e}, so this difference is allowed."
-        )
-    return explained
+        if found.within(report.tolerance) or found.error is not None:
+            return found
+        if is_varied:  # differences that rounded inputs also cause in the module itself are allowed
+            changes = rounding_changes(example, case, traced, report.tolerance)
+            sizes = {name: max(found.allowed.get(name, 0.0), changes.get(name, 0.0)) for name in found.differences}
+            sizes = {name: size for name, size in sizes.items() if size > report.tolerance}
+            found = dataclasses.replace(found, allowed={**found.allowed, **sizes})
+            if found.within(report.tolerance):
+                report.remark(
+                    f"{case.name}: rounding errors of the inputs change the module's own outputs by up to "
+                    f"{max(sizes.values()):.1e}, so this difference is allowed."
+                )
+                return found
+        if not any(one.cause for one in report.cases):
+            cause = dependence_on_padding(example.module, case, traced.written, report.tolerance)
+            found = dataclasses.replace(found, cause=cause)
+        return found
 
 
 def replay_file(
@@ -276,7 +253,6 @@ def replay_file(
 
 
 def _cases_of(example: Example, asked: Asked, report: ExportReport) -> list[Case]:
-    """Return the example as a case, and the cases of the caller, or generated cases of other sizes."""
     if asked.proof == "none":
         return []
     if example.no_data:
@@ -302,62 +278,7 @@ def shortened(example: Example, case: Case) -> Case:
 
 
 def left_out(count: int) -> list[str]:
-    """Return a note on test cases that exceed the bounds; none if no case was left out."""
     return [f"{count} cases were left out: they are larger than the bounds."] if count else []
-
-
-def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
-    """Return a note on sizes that the trace fixed although the model accepts other sizes."""
-    if example.shapes is None:
-        return []
-    fixed: dict[int, dict[str, list[int]]] = {}  # by size, since axes of the same size have to change together
-    for name, axis, size in _left_to_the_trace(example, traced.program):
-        fixed.setdefault(size, {}).setdefault(name, []).append(axis)
-    # a mask may vary in the program although the model needs as many entries as there are tokens
-    every = _of_each_size(example)
-    taken = [
-        (size, axes)
-        for size, axes in fixed.items()
-        if _takes_more(example, traced, axes) or (every[size] != axes and _takes_more(example, traced, every[size]))
-    ]
-    each = [(name, axis, size) for size, axes in taken for name, those in axes.items() for axis in those]
-    places = [f"{name}.shape[{axis}] is fixed at {size} by the trace" for name, axis, size in each]
-    if not places:
-        return []
-    return [f"{', '.join(places)}: the model accepts other sizes; the program and its files refuse them."]
-
-
-def _left_to_the_trace(example: Example, program: ExportedProgram) -> Iterator[tuple[str, int, int]]:
-    """Yield name, axis and size of each axis with ``Dim.AUTO`` that the trace fixed."""
-    inputs = dict(zip(example.names, traced_inputs(program), strict=True))
-    for name, leaf, axis, dim in example.axes():
-        value = inputs[name]
-        is_fixed = isinstance(value, torch.Tensor) and not isinstance(value.shape[axis], torch.SymInt)
-        if is_fixed and dim == Dim.AUTO and leaf.shape[axis] > 1:  # `make_example` notes sizes of 0 and 1
-            yield name, axis, leaf.shape[axis]
-
-
-def _of_each_size(example: Example) -> dict[int, dict[str, list[int]]]:
-    """Return the axes that may vary, by size and name of the input."""
-    found: dict[int, dict[str, list[int]]] = {}
-    for name, leaf, axis, _ in example.axes():
-        found.setdefault(leaf.shape[axis], {}).setdefault(name, []).append(axis)
-    return found
-
-
-def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]]) -> bool:
-    """Return whether the model accepts a size that is larger by one along these axes."""
-    larger = {name: example.leaves[name] for name in axes}
-    for name, axis in ((name, axis) for name, those in axes.items() for axis in those):
-        larger[name] = torch.cat([larger[name], larger[name].narrow(axis, -1, 1)], dim=axis)
-    args, kwargs = arguments_with(example, larger)
-    try:
-        written = written_parameters(example.module, traced.written)
-        with torch.no_grad(), undisturbed(seed=0, module=example.module, parameters=written):
-            example.module(*args, **kwargs)
-    except REFUSALS:
-        return False
-    return True
 
 
 def shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
@@ -366,7 +287,6 @@ def shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
 
 
 def fitting(program: ExportedProgram, cases: list[Case], report: ExportReport) -> list[Case]:
-    """Return the test cases whose sizes a program accepts, and name all other cases in the report."""
     shapes, kept = shapes_taken(program), []
     for case in cases:
         misfit = _misfit(program, shapes, case)

@@ -36,7 +36,7 @@ Relation = tuple[Expression, Mapping[str, Place]]
 
 
 def names_of(rows: Sequence[tuple[str, Any, Any]], stated: Stated) -> dict[tuple[str, int], str]:
-    """Return the names that ``dynamic_shapes`` gives to axes; different variables with one name get different names."""
+    """Different variables with one name get different names."""
     # rows: the name, the value and the entry of each leaf of the inputs
     chosen: dict[Any, str] = {}
     found = _names_in_entries(rows)
@@ -51,7 +51,7 @@ def names_of(rows: Sequence[tuple[str, Any, Any]], stated: Stated) -> dict[tuple
 
 
 def _names_in_entries(rows: Sequence[tuple[str, Any, Any]]) -> dict[tuple[str, int], str]:
-    """Return the names that dynamic shapes give to axes, by input and axis: names of ``Dim`` objects, or strings."""
+    """By input and axis: names of ``Dim`` objects, or strings."""
     names: dict[tuple[str, int], str] = {}
     sizes: dict[str, tuple[str, int]] = {}
     for name, leaf, dims in rows:
@@ -119,7 +119,6 @@ def asserted_in_forward(
     names: Sequence[str],
     relations: Sequence[Relation],
 ) -> Iterator[None]:
-    """In a ``with`` block, make ``forward`` first assert relations between sizes."""
     original = module.forward
     if not relations and attached_spec(original) is None:
         yield
@@ -154,7 +153,6 @@ _FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def _check_of(found: Expression, places: Mapping[str, Place], numbers: Mapping[str, int]) -> _Value:
-    """Return a function that computes an expression from the leaves of the inputs."""
     if isinstance(found, tuple):
         function, parts = _FUNCTIONS[found[0]], [_check_of(part, places, numbers) for part in found[1:]]
         return lambda leaves: functools.reduce(function, [part(leaves) for part in parts])
@@ -167,7 +165,6 @@ def _check_of(found: Expression, places: Mapping[str, Place], numbers: Mapping[s
 
 @contextlib.contextmanager
 def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the ``forward`` of a module during a ``with`` block."""
     held = module.__dict__  # avoids `Module.__setattr__`, which a class may override
     before = {"forward": held["forward"]} if "forward" in held else {}
     held["forward"] = forward
@@ -197,9 +194,12 @@ _TURNED = {"GreaterThan": "<=", "StrictGreaterThan": "<"}
 
 
 def relations_in_program(program: ExportedProgram, sizes: Collection[str]) -> tuple[Expression, ...]:
-    """Return the size constraints of a program, including its guards."""
     # sizes: names of sizes that are the size of an input axis; constraints with other sizes are left out
-    found = dict.fromkeys(as_expression(one) for expression in _asserted(program) for one in _one_by_one(expression))
+    asserted, environment = list(_in_graph(program)), environment_of(program)
+    if environment is not None:  # of a trace that defers no assertions, and of decompositions
+        others = (*itertools.chain(*environment.deferred_runtime_asserts.values()), *environment.guards)
+        asserted += [environment.replace(one.expr) for one in others]
+    found = dict.fromkeys(as_expression(one) for expression in asserted for one in _one_by_one(expression))
     return tuple(
         one for one in found if isinstance(one, tuple) and one[0] in COMPARISONS and set() < names_in(one) <= {*sizes}
     )
@@ -235,11 +235,9 @@ def _violation(expression: sympy.Basic) -> sympy.Expr:
 
 
 def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
-    """Return sizes that the trace fixed without an assertion in the program.
-
-    torch cannot write a comparison with a rounded number into a graph, and silently leaves the comparison out: for
-    ``int(x.shape[1] * 0.5)`` the program has the value of its example, but accepts all other sizes.
-    """
+    """Return sizes that the trace fixed without an assertion in the program."""
+    # torch cannot write a comparison with a rounded number into a graph, and silently leaves the comparison out: for
+    # `int(x.shape[1] * 0.5)` the program has the value of its example, but accepts all other sizes
     environment, sizes = environment_of(program), _sizes(program)
     examples = {size.node.expr: int(size.node.hint) for size in sizes.values() if size.node.hint is not None}
     fixed: set[Any] = set()
@@ -292,7 +290,6 @@ def asserts_values(program: ExportedProgram) -> bool:
 
 
 def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
-    """Return the sizes that are a symbol, by graph input and axis."""
     found: dict[tuple[str, int], Any] = {}
     for node in program.graph.find_nodes(op="placeholder"):
         value: Any = node.meta.get("val")
@@ -304,26 +301,17 @@ def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
 
 
 def environment_of(program: ExportedProgram) -> Any:
-    """Return the ``ShapeEnv`` of a program; ``None`` if all sizes are fixed."""
+    """Return the ``ShapeEnv``; ``None`` if all sizes are fixed."""
     values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
     sizes = (size for value in values for size in getattr(value, "shape", (value,)))
     return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
 
 
 def _in_graph(program: ExportedProgram) -> Iterator[Any]:
-    """Yield the expressions that operators of a program assert."""
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         asserted = getattr(node.args[0], "meta", {}).get("val")
         if isinstance(asserted, torch.SymBool):
             yield asserted.node.expr
-
-
-def _asserted(program: ExportedProgram) -> Iterator[Any]:
-    yield from _in_graph(program)
-    environment = environment_of(program)
-    if environment is not None:  # of a trace that defers no assertions, and of decompositions
-        for one in (*itertools.chain(*environment.deferred_runtime_asserts.values()), *environment.guards):
-            yield environment.replace(one.expr)
 
 
 def as_expression(expression: sympy.Basic) -> Expression | None:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import sympy
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
+from torch.export.graph_signature import ConstantArgument, OutputKind
 
 from ..core.effects import undisturbed
 from ..diagnose.export_errors import explain_error
@@ -32,22 +32,21 @@ from ..huggingface.layer_weights import Reader, offloaded_readers, paused, strea
 from ..private_names.of_torch import FakeTensor, FakeTensorMode, pytree
 from ..recipe.aliases import PyTree
 from ..registry.patches import AttributePatch
-from ..runners.ports import check_cache_outputs, present_of
-from ..trace.program_inputs import text_of
+from ..runners.ports import present_of
+from ..trace.program import arguments_of, text_of
 from ..trees.arguments import about_devices, on_other_devices
 from ..trees.walk import key_name, node_of, output_names, torch_leaves
 from .example import Axis, Example, check_all_read, named_in_forward, narrowed, rows_of, swallowed_names, varying_axes
-from .proof.eager_runs import clone
-from .proof.left import Left, draws_random_numbers, own_written_state, returning_left, written_state
+from .proof.eager_runs import Left, clone, draws_random_numbers, returning_left, written_state
 from .stated_sizes import asserted_in_forward, asserts_values, environment_of, largest_sizes, unasserted_sizes
 
 logger = logging.getLogger("yobx_flatten")
 
+RETURN_THE_CACHE = f"Return the cache as {CACHE!r}, or declare that no further call follows:\n    loop=False"
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """A traced program, with facts about its inputs, outputs and state."""
-
     program: ExportedProgram
     input_names: list[str]  # names of the inputs of the graph, in order
     output_names: list[str]  # names of the outputs of the graph, in order
@@ -77,13 +76,7 @@ class Traced:
         pairs = {name: present_of(name) for name in self.input_names}
         return {name: present for name, present in pairs.items() if present in self.output_names}
 
-    def check_cache_outputs(self, name: str) -> None:
-        """Refuse a file of a module that takes a cache and does not return the cache."""
-        remedy = f"Return the cache as {CACHE!r}, or declare that no further call follows:\n    loop=False"
-        check_cache_outputs(self.input_names, self.output_names, name, remedy=remedy)
-
     def remarks(self) -> list[str]:
-        """Return notes for the report on written buffers, changed arguments and constants."""
         found = [] if self.left is None else self.left.remarks()
         if self.written:
             found.append(
@@ -107,9 +100,10 @@ class Traced:
             found.append(
                 f"the model draws random numbers ({operators}): model and program were compared with one seed."
             )
-        for device, dtype in _autocasts(self.program):
+        blocks = [node.args for node in self.program.graph.nodes if str(node.target) == "wrap_with_autocast"]
+        for device, dtype in dict.fromkeys((device, dtype) for device, dtype, enabled, *_ in blocks if enabled):
             found.append(
-                f"forward enters torch.autocast({device!r}, {dtype}), whose rounding differs between kernels, and "
+                f"forward enters torch.autocast({str(device)!r}, {dtype}), whose rounding differs between kernels, and "
                 "onnxruntime lacks kernels for bfloat16 on the CPU. If the export is refused, turn autocast off: "
                 "torch.autocast(..., enabled=False)."
             )
@@ -136,15 +130,8 @@ class Traced:
         return found
 
 
-def _autocasts(program: ExportedProgram) -> list[tuple[str, torch.dtype]]:
-    """Return device and dtype of each enabled ``torch.autocast`` block in a program."""
-    blocks = [node.args for node in program.graph.nodes if str(node.target) == "wrap_with_autocast"]
-    found = [(str(device), dtype) for device, dtype, enabled, *_ in blocks if enabled]
-    return list(dict.fromkeys(found))
-
-
 def trace(example: Example, *, strict: bool = False) -> Traced:
-    """Trace the module of an example with ``torch.export``. Needs ``register_flattening_functions``."""
+    """Needs an open ``register_flattening_functions`` block."""
     logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
     program, left = _traced(example, strict)
     unasserted = _unasserted(program, example.names)
@@ -184,8 +171,8 @@ def _largest(program: ExportedProgram, example: Example) -> dict[tuple[str, int]
 def _by_leaf(
     found: Mapping[tuple[str, int], int], program: ExportedProgram, names: Sequence[str]
 ) -> dict[tuple[str, int], int]:
-    leaves = [None if isinstance(spec.arg, ConstantArgument) else spec.arg.name for spec in _user_inputs(program)]
-    by_argument = {leaf: name for leaf, name in zip(leaves, names, strict=True) if leaf is not None}
+    pairs = zip(arguments_of(program), names, strict=True)
+    by_argument = {arg.name: name for arg, name in pairs if not isinstance(arg, ConstantArgument)}
     return {(by_argument[leaf], axis): size for (leaf, axis), size in found.items() if leaf in by_argument}
 
 
@@ -213,7 +200,7 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
                 prefer_deferred_runtime_asserts_over_guards=True,
             )
     write_single_values(program)
-    check_all_read(module, swallowed, program, _by_argument(example.inputs, _user_inputs(program)))
+    check_all_read(module, swallowed, program, example.inputs)
     return program, None if watch is None else watch.left
 
 
@@ -224,18 +211,31 @@ _OF_RECURRENT_LAYERS = r"The tensor attributes (self\.[\w.]*_flat_weights\[\d+\]
 def described(program: ExportedProgram, example: Example, left: Left | None = None) -> Traced:
     """Name the inputs and outputs of a program, and replace the state that the program writes to by copies."""
     module, signature = example.module, with_relative_origins(program).graph_signature
-    check_static_parts(program)
+    for spec in program.call_spec:
+        for cls, place, size in [] if spec is None else _sizes(spec):
+            raise StaticDataError(
+                f"The static part of {cls} holds {size} at {place}, a size that varies in the trace: the program would "
+                f"always return the size of its example. Return the size among the children of {cls}, as an int."
+            )
     fill(program, offloaded_readers(module))
     written, drawing = written_state(program), draws_random_numbers(program)
-    own_written_state(program, written)
-    outputs = [spec for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    values = _output_values(program, outputs)
+    for name in written:  # a program shares its state with the module, and gets copies of what it writes to
+        # a buffer with persistent=False is in `constants`
+        held = program.state_dict if name in program.state_dict else program.constants
+        copied = held[name].detach().clone()
+        if isinstance(held[name], torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, requires_grad=held[name].requires_grad)
+        held[name] = copied
+    outputs = [spec.arg for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    traced = {node.name: node.meta.get("val") for node in program.graph.nodes}
+    # fake tensors, symbols and constants
+    values = [arg.value if isinstance(arg, ConstantArgument) else traced.get(arg.name) for arg in outputs]
     returned = pytree.tree_unflatten(values, program.call_spec.out_spec)
     every = output_names(returned, example.names)
     names, fixed_outputs = _in_graph(every, outputs)
     rows = zip(every, values, strict=True)
     complex_outputs = [name for name, value in rows if isinstance(value, torch.Tensor) and value.is_complex()]
-    inputs, fixed_inputs = _in_graph(example.names, _user_inputs(program))
+    inputs, fixed_inputs = _in_graph(example.names, arguments_of(program))
     given = dict(zip(example.names, pytree.tree_leaves(example.inputs), strict=True))
     constants = {name: text_of(given[name]) for name, value in fixed_inputs.items() if value is not None}
     constants |= {name: text_of(value) for name, value in static_constants(example.inputs)}
@@ -277,10 +277,6 @@ class _WithoutGraphs(io.TextIOBase):
             self._stream.flush()
 
 
-def _user_inputs(program: ExportedProgram) -> list[InputSpec]:
-    return [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
-
-
 def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
     """Load, in place, the weights of a program that its module loads only when a layer is called."""
     read: dict[tuple[int, torch.Size], torch.nn.Parameter] = {}
@@ -291,7 +287,6 @@ def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
 
 
 def _explain(example: Example, error: BaseException) -> FlattenError | None:
-    """Return an error with an explanation for a known error of a trace; ``None`` for all other errors."""
     module, inputs, message = example.module, example.inputs, str(error)
     if re.search(r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not", message):
         text = explain_error(error, module).text.removesuffix(":")
@@ -320,30 +315,13 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
     return None
 
 
-def _output_values(program: ExportedProgram, specs: Sequence[Any]) -> list[Any]:
-    """Return the outputs of the trace: fake tensors, symbols and constants."""
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    arguments = [spec.arg for spec in specs]
-    return [arg.value if isinstance(arg, ConstantArgument) else values.get(arg.name) for arg in arguments]
-
-
-def _in_graph(names: Sequence[str], specs: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
+def _in_graph(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
     """Return the names of the leaves that are inputs or outputs of the graph, and the constant leaves by name."""
-    if len(names) != len(specs):
-        raise FlattenError(f"The program's signature has {len(specs)} entries for {len(names)} leaves: {names}.")
-    rows = list(zip(names, specs, strict=True))
-    constants = {name: spec.arg.value for name, spec in rows if isinstance(spec.arg, ConstantArgument)}
+    if len(names) != len(arguments):
+        raise FlattenError(f"The program's signature has {len(arguments)} entries for {len(names)} leaves: {names}.")
+    rows = list(zip(names, arguments, strict=True))
+    constants = {name: arg.value for name, arg in rows if isinstance(arg, ConstantArgument)}
     return [name for name, _ in rows if name not in constants], constants
-
-
-def _by_argument(inputs: Mapping[str, Any], specs: Sequence[Any]) -> dict[str, list[str]]:
-    """Return, for each argument, the names of the graph inputs of its leaves."""
-    names = [name for name, value in inputs.items() for _ in pytree.tree_leaves(value)]
-    found: dict[str, list[str]] = {}
-    for name, spec in zip(names, specs, strict=True):
-        if not isinstance(spec.arg, ConstantArgument):
-            found.setdefault(name, []).append(spec.arg.name)
-    return found
 
 
 @contextlib.contextmanager
@@ -376,25 +354,20 @@ def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
 def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device | None) -> torch.Tensor | None:
     """Return the tensor to use in the trace; ``None`` to keep the original."""
     # device: the device of the inputs; `None` if the inputs are on `meta`
-    learns = tensor.requires_grad
+    learns, kind = tensor.requires_grad, type(tensor)
+    # a torchao tensor of integers can be dequantized unless activations are quantized too
+    wraps = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "tensor_data_names")
+    rounds = ("activation_quantization", "act_quant_kwargs")
     if device is not None and tensor.is_meta and not isinstance(tensor, FakeTensor):
         with mode:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    elif _is_of_integers(tensor):
+    elif wraps and all(getattr(tensor, name, None) is None for name in rounds):
         made, learns = tensor.dequantize(), False
     elif learns and tensor.is_inference():
         made, learns = tensor.detach(), False
     else:
         return None
     return torch.nn.Parameter(made, requires_grad=learns) if isinstance(tensor, torch.nn.Parameter) else made
-
-
-def _is_of_integers(tensor: torch.Tensor) -> bool:
-    """Return whether a weight is a torchao tensor of integers whose activations are not quantized."""
-    kind: Any = type(tensor)
-    wraps = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "tensor_data_names")
-    rounds = ("activation_quantization", "act_quant_kwargs")
-    return wraps and all(getattr(tensor, name, None) is None for name in rounds)
 
 
 # Write paths in a program relative to their package: a published file must not show the folders of its author.
@@ -451,11 +424,8 @@ class _Int(builtins.int, metaclass=_OfSizes):
 
 @contextlib.contextmanager
 def kept_sizes(module: torch.nn.Module) -> Iterator[None]:
-    """In a ``with`` block, let ``int(size)`` in the code of the module keep a dynamic size dynamic in a trace.
-
-    Python would return the size of the example. The block defines a global name ``int`` in the Python modules that
-    define the classes of the module. This ``int`` treats all other arguments as Python's ``int`` does.
-    """
+    """In a ``with`` block, let ``int(size)`` in the code of the module keep a dynamic size dynamic in a trace."""
+    # Python's `int` would return the size of the example, so the Python modules of the classes get their own `int`
     with contextlib.ExitStack() as stack:
         for name in sorted({type(owner).__module__ for owner in module.modules()}):
             found = vars(sys.modules.get(name, builtins))
@@ -467,16 +437,6 @@ def kept_sizes(module: torch.nn.Module) -> Iterator[None]:
 
 
 _PATCHES: dict[int, AttributePatch] = {}
-
-
-def check_static_parts(program: ExportedProgram) -> None:
-    """Refuse a program whose outputs hold a dynamic size in the static part of an object."""
-    for spec in program.call_spec:
-        for cls, place, size in [] if spec is None else list(_sizes(spec)):
-            raise StaticDataError(
-                f"The static part of {cls} holds {size} at {place}, a size that varies in the trace: the program would "
-                f"always return the size of its example. Return the size among the children of {cls}, as an int."
-            )
 
 
 def _sizes(spec: pytree.TreeSpec) -> Iterator[tuple[str, str, Any]]:

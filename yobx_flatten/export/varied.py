@@ -1,4 +1,4 @@
-"""Make test cases with other sizes and values, for any module, and call the module to find invalid inputs.
+"""Make test cases with other sizes and values, for any module, and call the module to find what it accepts.
 
 .. code-block:: text
 
@@ -21,19 +21,22 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.export import Dim
 
 from ..core.compare import largest_difference, share_of_nan
-from ..diagnose.spec_diff import compare_outputs
+from ..core.effects import undisturbed
+from ..diagnose.comparison import compare_outputs
 from ..errors import InvalidArgumentError, ReplayError
 from ..errors.failures import first_line, result_or
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
 from ..runners.relations import holds, names_in
 from ..runners.signature import Signature, place_of_sizes
+from ..trace.program import traced_inputs
 from ..trees.walk import output_names
-from .example import Example, arguments_with, resized_leaves, tensors_of
+from .example import Example
 from .flat_program import signature_of
-from .proof.eager_runs import Case, clone, eager_steps
+from .proof.eager_runs import REFUSALS, Case, clone, eager_steps, written_parameters
 from .traced import Traced
 
 _OF_EQUALS = ("aten.topk", "aten.sort", "aten.argsort", "aten.kthvalue", "aten.median", "aten.mode")
@@ -51,38 +54,69 @@ _SECONDS = (0.3, 1.0)
 """Seconds per call: modules below the first limit are checked on all varied inputs, below the second on two."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Varied:
-    """Test cases whose sizes and values differ from the example, and notes on cases that could not be made."""
-
-    cases: Sequence[Case] = ()
-    remarks: Sequence[str] = ()
-
-
-def varied_cases(example: Example, traced: Traced, *, only_largest: bool = False, magnitudes: bool = True) -> Varied:
-    """Make test cases of other sizes and values that the module accepts. Needs ``register_flattening_functions``."""
+def varied_cases(
+    example: Example, traced: Traced, *, only_largest: bool = False, magnitudes: bool = True
+) -> tuple[list[Case], list[str]]:
+    """Needs an open ``register_flattening_functions`` block."""
+    # returns: the cases, and notes on inputs that the module refused
     # only_largest: whether to make only the first case
     # magnitudes: whether values may be larger than the example's, which increases rounding errors
     if example.no_data or traced.drawing:
-        return Varied()
+        return [], []
     try:
         signature = signature_of(traced)
     except InvalidArgumentError:  # an input that varies is a number
-        return Varied(remarks=["other sizes and values were not tested, since an input that varies is a number."])
+        return [], ["other sizes and values were not tested, since an input that varies is a number."]
     found = tensors_of(example, signature)
     if not found or len(found) != len(signature.inputs):
-        return Varied()
+        return [], []
     return _Maker(example, traced, signature, found).made(only_largest, magnitudes)
 
 
-def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: float) -> dict[str, float]:
-    """Return for each output how much the module's output changes if the last digits of the inputs change.
+def tensors_of(example: Example, signature: Signature) -> dict[str, torch.Tensor]:
+    wanted = {name for name, _, _ in signature.inputs}
+    return {name: leaf for name, leaf in example.leaves.items() if name in wanted and isinstance(leaf, torch.Tensor)}
 
-    The result is at least the tolerance times the largest value of the output. Zeros among the inputs stay zeros, since
-    a module may treat zero specially. If the module chooses among equal values (``topk``, ``sort``), zeros become
-    different tiny numbers with the sign of the zero.
-    """
+
+def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
+    """Repeat or truncate the data of an example's inputs; ``None`` if these sizes are impossible."""
+    wanted = {name: found for name, _, found in signature.inputs}
+    made: dict[str, torch.Tensor] = {}
+    for name, leaf in tensors_of(example, signature).items():
+        other = leaf
+        for axis, size in enumerate(wanted[name]):
+            if isinstance(size, Mapping):
+                if any(part and part not in sizes for part in size):
+                    return None
+                length = sum(factor * (sizes[part] if part else 1) for part, factor in size.items())
+                if length < 1 or leaf.shape[axis] < 1:
+                    return None
+                if length != leaf.shape[axis]:
+                    places = torch.arange(length, device=leaf.device) % leaf.shape[axis]
+                    other = other.index_select(axis, places)
+        made[name] = other
+    return made
+
+
+def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Needs an open ``register_flattening_functions`` block."""
+    own = example.leaves
+    by_id = {id(own[name]): tensor for name, tensor in made.items()}
+
+    def replaced(leaf: PyTree) -> PyTree:
+        found = by_id.get(id(leaf), leaf)
+        return found.clone() if isinstance(found, torch.Tensor) else found
+
+    args, kwargs = pytree.tree_map(replaced, (example.args, dict(example.kwargs)))
+    return args, kwargs
+
+
+def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: float) -> dict[str, float]:
+    """Return how much each output of the module changes if the last digits of the inputs change."""
+    # at least the tolerance times the largest value of the output
     found: dict[str, float] = {}
+    # zeros stay zeros, since a module may treat zero specially; if the module chooses among equal values (`topk`,
+    # `sort`), zeros become different tiny numbers with the sign of the zero
     chooses = any(str(node.target).startswith(_OF_EQUALS) for node in traced.program.graph.nodes)
     steps = example.runs.steps(case, traced.written, traced.left, twice=True)
     for number in range(3):
@@ -132,8 +166,6 @@ def _range_of(leaf: object, difference: float) -> float:
 
 
 class _Maker:
-    """Makes values, and checks whether the module accepts them."""
-
     def __init__(self, example: Example, traced: Traced, signature: Signature, leaves: _Leaves) -> None:
         self._example, self._traced, self._signature, self._leaves = example, traced, signature, leaves
         kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
@@ -145,10 +177,9 @@ class _Maker:
         self._nan = self._share_of_nan(example.case(1))
         self._seconds = time.perf_counter() - start
 
-    def made(self, only_largest: bool, magnitudes: bool) -> Varied:
-        """Return the test cases that were made, and notes on inputs that the module refused."""
+    def made(self, only_largest: bool, magnitudes: bool) -> tuple[list[Case], list[str]]:
         if self._nan is None:
-            return Varied()
+            return [], []
         first, base, remarks = self._resized()
         kinds: list[tuple[str, Callable[..., torch.Tensor]]] = []
         if not only_largest and not self._structured:
@@ -166,7 +197,7 @@ class _Maker:
                     f"{name} of {', '.join(left)} were not replayed: {type(self._example.module).__qualname__} "
                     f"does not accept them{self._refusal}."
                 )
-        return Varied(cases, remarks)
+        return cases, remarks
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -193,7 +224,7 @@ class _Maker:
         return case, self._leaves, [remark]
 
     def _larger(self) -> Iterator[dict[str, int]]:
-        """Yield sizes that meet the program's assertions: first all sizes larger, then each size alone."""
+        """First all sizes larger, then each size alone."""
         places = place_of_sizes(self._signature)
         own = {name: self._leaves[leaf].shape[axis] for name, (leaf, axis) in places.items()}
         grows = {
@@ -270,7 +301,7 @@ class _Maker:
         return self._nan is not None and share <= self._nan
 
     def _share_of_nan(self, case: Case) -> float | None:
-        """Return the share of NaN in the outputs; ``None`` if the module raises an error."""
+        """``None`` if the module raises an error."""
         try:
             steps = self._example.runs.steps(case, self._traced.written, self._traced.left, twice=True)
         except InvalidArgumentError as error:
@@ -435,3 +466,45 @@ def _masks(module: torch.nn.Module, case: Case) -> Iterator[torch.Tensor]:
             continue
         if value.dtype == torch.bool or ("mask" in name and int(value.max()) == 1):
             yield value
+
+
+# -- sizes that the trace fixed ----------------------------------------------------------------------------------------
+
+
+def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
+    if example.shapes is None:
+        return []
+    values = dict(zip(example.names, traced_inputs(traced.program), strict=True))
+    fixed: dict[int, dict[str, list[int]]] = {}  # by size, since axes of the same size have to change together
+    every: dict[int, dict[str, list[int]]] = {}  # the axes that may vary, by size
+    for name, leaf, axis, dim in example.axes():
+        size, value = leaf.shape[axis], values[name]
+        every.setdefault(size, {}).setdefault(name, []).append(axis)
+        is_fixed = isinstance(value, torch.Tensor) and not isinstance(value.shape[axis], torch.SymInt)
+        if is_fixed and dim == Dim.AUTO and size > 1:  # `make_example` notes sizes of 0 and 1
+            fixed.setdefault(size, {}).setdefault(name, []).append(axis)
+    places: list[str] = []
+    for size, axes in fixed.items():
+        # a mask may vary in the program although the model needs as many entries as there are tokens
+        tried = [axes] if every[size] == axes else [axes, every[size]]
+        if any(_takes_more(example, traced, together) for together in tried):
+            each = [(name, axis) for name, those in axes.items() for axis in those]
+            places += [f"{name}.shape[{axis}] is fixed at {size} by the trace" for name, axis in each]
+    if not places:
+        return []
+    return [f"{', '.join(places)}: the model accepts other sizes; the program and its files refuse them."]
+
+
+def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]]) -> bool:
+    """Return whether the model accepts a size that is larger by one along these axes."""
+    larger = {name: example.leaves[name] for name in axes}
+    for name, axis in ((name, axis) for name, those in axes.items() for axis in those):
+        larger[name] = torch.cat([larger[name], larger[name].narrow(axis, -1, 1)], dim=axis)
+    args, kwargs = arguments_with(example, larger)
+    try:
+        written = written_parameters(example.module, traced.written)
+        with torch.no_grad(), undisturbed(seed=0, module=example.module, parameters=written):
+            example.module(*args, **kwargs)
+    except REFUSALS:
+        return False
+    return True

@@ -11,7 +11,7 @@ import sys
 
 from ..recipe.contract import Recipe
 from ..recipe.fields import functions_of
-from ..trace.onnx_operators import TraceSupport
+from ..trace.trace_settings import TraceSupport
 from .outputs import subclasses_of
 
 _REMEDY = "with register_flattening_functions(patch_diffusers=True): ..."

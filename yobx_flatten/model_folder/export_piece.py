@@ -14,8 +14,8 @@ import torch
 
 from ..errors import FlattenError, GenerationError, InvalidArgumentError, ReplayError
 from ..errors.failures import STEP, first_line, raised_as, result_or
-from ..export.bounds import Bounds
 from ..export.calls import export_onnx, export_program
+from ..export.example import Bounds
 from ..export.exported_model import source_of
 from ..export.onnx.file import check_opset
 from ..export.proof.eager_runs import Case, Proof, sampled

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..diagnose.report import Report
+from ..diagnose.comparison import Report
 from ..errors import DamagedFileError, FlattenError, ReplayError
 from ..errors.failures import first_line, table
 from ..export.proof.quality import Distance, Quality, text_losses

@@ -16,8 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from ..core.compare import shares_of_nan
-from ..diagnose.report import Report
-from ..diagnose.spec_diff import compare_outputs, compare_specs
+from ..diagnose.comparison import Report, compare_outputs, compare_specs
 from ..errors import RecordError, SpecMismatchError
 from ..errors.failures import result_or, table
 from ..export.proof.replay import CaseResult

@@ -17,7 +17,7 @@ from ..errors import FlattenError, GenerationError, NotRegisteredError, ReplayEr
 from ..errors.dependencies import is_installed
 from ..errors.failures import first_line, raised_as
 from ..private_names.of_torch import pytree
-from ..trace.program_inputs import arguments_of, traced_inputs
+from ..trace.program import arguments_of, traced_inputs
 from ..trees.walk import leaf_names, output_names
 from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core.compare import largest_difference, share_of_nan
-from ..diagnose.report import Report
+from ..diagnose.comparison import Report
 from ..errors import DamagedFileError, InvalidArgumentError, ReplayError, describe_class
 from ..errors.failures import table
 from ..errors.tried_versions import without_cause

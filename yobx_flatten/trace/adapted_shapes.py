@@ -40,7 +40,6 @@ def adapted_shapes(
     shapes: DynamicShapes,
     recipe_of: _RecipeOf,
 ) -> DynamicShapes:
-    """Return ``dynamic_shapes`` with the entries of a KV cache in the order in which this package flattens it."""
     # recipe_of: this package's recipe of a class, or `None`
     from ..private_names.of_torch import combine_args
 
@@ -93,7 +92,7 @@ class _Adapting:
         ]
 
     def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
-        """Return a cache's entries in the order of this package's children; an unknown form stays unchanged."""
+        """An unknown form stays unchanged."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
             shapes = recipe.flatten(shapes)[0]
@@ -236,17 +235,14 @@ def opened_spec(spec: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
 
 
 def elements_of(spec: DynamicShapes) -> list[Any]:
-    """Return the entries of a ``SeqSpec``."""
     return list(spec._entries)
 
 
 def attached_spec(forward: Callable[..., Any]) -> DynamicShapes:
-    """Return the specification that the decorator ``dynamic_spec`` attached to a function, or ``None``."""
     return getattr(forward, _ATTACHED, None)
 
 
 def forget_attached(forward: Callable[..., Any]) -> None:
-    """Remove the specification that the decorator ``dynamic_spec`` attached to a function."""
     vars(forward).pop(_ATTACHED, None)
 
 
@@ -257,10 +253,8 @@ def refuse_specs_of_keys(
     spec: DynamicShapes,
     recipe_of: _RecipeOf,
 ) -> None:
-    """Raise DynamicShapesError for a ``ShapesSpec`` with entries for a KV cache or another object with keys.
-
-    ``torch.export`` looks up the entries of an ``ObjectSpec`` by attribute name, and the children of caches have keys.
-    """
+    """Raise DynamicShapesError for a ``ShapesSpec`` with entries for a KV cache or another object with keys."""
+    # `torch.export` looks up the entries of an `ObjectSpec` by attribute name, and the children of caches have keys
     # recipe_of: this package's recipe of a class, or `None`
     from ..private_names.of_torch import combine_args  # imports much
 

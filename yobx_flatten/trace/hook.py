@@ -5,7 +5,7 @@
 * ``torch.onnx.export`` gets a few more operators (see :mod:`yobx_flatten.trace.onnx_operators`).
 * ``torch.nn.TransformerEncoder`` returns zeros at padding, as in eager mode.
 * A package of AOTInductor gets inputs with the strides that it was compiled for (see
-  :mod:`yobx_flatten.trace.remembering_program`).
+  :mod:`yobx_flatten.trace.program`).
 * A program remembers the classes of its inputs and outputs. If a class is not registered at a call, the error names the
   class; torch alone raises ``KeyError: <class ...>``. A program also refuses a value for an input that was ``None`` in
   the example.
@@ -30,36 +30,27 @@ from torch.export import Dim, ExportedProgram
 
 from ..errors import InvalidArgumentError
 from ..errors.failures import result_or
-from ..private_names.of_torch import pytree, spec_protocols
+from ..private_names.of_torch import fx_config, pytree, spec_protocols
 from ..recipe.aliases import DynamicShapes, PyTree
 from ..registry.claims import REGISTRY
 from ..registry.patches import LOCK, AttributePatch, ImportedPatch, TracePatch, tracing_here
 from .adapted_shapes import adapted_shapes, refuse_specs_of_keys
-from .onnx_operators import (
-    OPEN,
-    TRANSLATIONS,
-    TraceSupport,
-    add_translation,
-    filled_registry,
-    open_supports,
-    remembering_decompositions,
-)
-from .program_inputs import enums_as_texts, members_in_forward
-from .remembering_program import (
+from .onnx_operators import TRANSLATIONS, add_translation, filled_registry, remembering_decompositions
+from .program import (
     called_contiguous,
+    enums_as_texts,
     importing_classes,
+    members_in_forward,
     remembering,
     remembering_expressions,
     remembering_hints,
     remembering_strides,
     without_needless_assertions,
 )
-from .trace_settings import PLAIN_ATTENTION, duck_shapes_off, fake_tensor_cache_off, sizes_differ
+from .trace_settings import OPEN, PLAIN_ATTENTION, TraceSupport, fake_tensor_cache_off, open_supports, sizes_differ
 
 
 def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap ``TransformerEncoder.forward`` for traces, so that it returns zeros at padding as in eager mode."""
-
     @functools.wraps(original)
     def forward(
         self: torch.nn.TransformerEncoder,
@@ -83,10 +74,7 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_TypePromotionInterpreter.run_node``, so that it reads a known value from the graph.
-
-    torch's exporter recomputes every value. Here a node is run only if its arguments are cast.
-    """
+    """Wrap ``_TypePromotionInterpreter.run_node``: a node with a known value is run only if its arguments are cast."""
     from ..private_names.of_torch import type_promotion_rule
 
     @functools.wraps(original)
@@ -103,8 +91,6 @@ def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ExportHook:
-    """Wraps torch's export functions while a with block of ``register_flattening_functions`` is open."""
-
     def __init__(self) -> None:
         # these modules import all of dynamo or onnxscript, which a block that only flattens does not need
         self._on_import = [
@@ -130,19 +116,21 @@ class ExportHook:
         ]
         self._on_program = AttributePatch(ExportedProgram, "__init__", remembering(ExportedProgram.__init__))
         self._encoder = TracePatch(torch.nn.TransformerEncoder, "forward", with_zeros_at_padding)
-        self._on_load = [
-            AttributePatch(spec_protocols, number, protocol._replace(json_to_treespec=_importing(protocol)))
-            for number, protocol in spec_protocols.items()
-        ]
+
+        def libraries() -> set[str]:
+            return {support.modules for support in open_supports()}
+
+        self._on_load = []
+        for number, protocol in spec_protocols.items():
+            reader = importing_classes(protocol.json_to_treespec, libraries)
+            self._on_load.append(AttributePatch(spec_protocols, number, protocol._replace(json_to_treespec=reader)))
 
     @property
     def active(self) -> bool:
-        """Whether torch's export functions are wrapped now."""
         with LOCK:
             return bool(OPEN)
 
     def acquire(self, support: TraceSupport | None) -> None:
-        """Wrap torch's export functions for a with block, with helpers for a model library if given."""
         if support is not None:
             support.acquire()
         with LOCK:
@@ -156,7 +144,6 @@ class ExportHook:
             imported.acquire()
 
     def release(self, support: TraceSupport | None) -> None:
-        """End the wrapping for a with block; the last block restores torch's export functions."""
         if support is not None:
             support.release()
         with LOCK:
@@ -216,7 +203,8 @@ class ExportHook:
             args, kwargs = _with_own_memory((args, kwargs))
             with contextlib.ExitStack() as stack:
                 stack.enter_context(tracing_here())
-                stack.enter_context(duck_shapes_off())
+                # per thread, so it is set in the tracing thread, not in the thread that entered the block
+                stack.enter_context(fx_config.patch(use_duck_shape=False))
                 if dynamic_shapes is not None and sizes_differ(args, kwargs):
                     stack.enter_context(fake_tensor_cache_off())
                 stack.enter_context(PLAIN_ATTENTION)
@@ -234,10 +222,6 @@ class ExportHook:
         return _export
 
 
-def _importing(protocol: Any) -> Callable[..., Any]:
-    return importing_classes(protocol.json_to_treespec, lambda: {support.modules for support in open_supports()})
-
-
 def _wrapping(
     owner: str | None, name: str, wrapped: Callable[[Any], Any]
 ) -> Callable[[ModuleType], AttributePatch | None]:
@@ -250,12 +234,10 @@ def _wrapping(
 
 
 def _with_own_memory(tree: PyTree) -> PyTree:
-    """Return example inputs with copies of slices and of repeated tensors.
-
-    A program traced with a slice such as ``ids[:, 5:]`` refuses contiguous tensors ("Guard failed:
-    input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides. If a tensor is
-    passed twice, torch makes one input of it, and the program would read this input for both arguments.
-    """
+    """Return example inputs with copies of slices and of repeated tensors."""
+    # A program traced with a slice such as `ids[:, 5:]` refuses contiguous tensors ("Guard failed:
+    # input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides. If a tensor
+    # is passed twice, torch makes one input of it, and the program would read this input for both arguments.
     leaves, spec = pytree.tree_flatten(tree)
     made = []
     for place, leaf in enumerate(leaves):

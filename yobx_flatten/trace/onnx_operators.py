@@ -11,25 +11,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from ..private_names.of_torch import operator_names, operators_with_kernel
-from ..recipe.aliases import OnnxValue, PyTree
+from ..recipe.aliases import OnnxValue
 from ..registry.patches import LOCK
 from .onnx_repairs import REPAIRS, plain_attention
 
 
 class Translation(NamedTuple):
-    """The translation of one PyTorch operator to ONNX operators."""
-
     operator: Any  # an operator of PyTorch
     function: Callable[..., Any]  # builds it from ONNX operators, called with the values of its arguments
     is_complex: bool = False  # for complex numbers, which are an additional axis of size two in ONNX
@@ -218,46 +215,3 @@ def _known() -> tuple[Any, ...]:
     registration = sys.modules.get("onnxscript.function_libs.torch_lib.registration")
     functions = getattr(registration, "default_registry", {}).items()
     return (operator_names(), [(name, *entry.overloads, *entry.complex) for name, entry in functions])
-
-
-class TraceSupport:
-    """Helpers for a model library, used while its models are traced and its programs loaded; the base has none."""
-
-    def __init__(self, modules: str) -> None:
-        self.modules = modules
-
-    def acquire(self) -> None:
-        """Install, for a with block, the replacements of library functions that exported programs need when called."""
-
-    def release(self) -> None:
-        """Restore, at the end of a with block, the library functions that :meth:`acquire` replaced."""
-
-    def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Rename keyword arguments, or their dynamic shapes, to the parameter names of a module's ``forward``."""
-        return entries
-
-    def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Rename the keyword arguments of a call to the input names of an exported program."""
-        return kwargs
-
-    def prepare(self, tree: PyTree) -> PyTree:
-        """Return example inputs with KV caches in the form that a trace needs."""
-        return tree
-
-    def traceable(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that replaces library functions by versions that can be traced."""
-        return contextlib.nullcontext()
-
-    def translations(self) -> Iterable[Translation]:
-        """Return the translations to ONNX of the operators that the library defines."""
-        return ()
-
-
-OPEN: list[TraceSupport | None] = []
-"""Tracing helpers of each library in each open ``with`` block, or ``None``; read and changed under the lock."""
-
-
-def open_supports() -> list[TraceSupport]:
-    """Return the helpers for model libraries in all open with blocks, each once."""
-    with LOCK:
-        return [support for support in dict.fromkeys(OPEN) if support is not None]

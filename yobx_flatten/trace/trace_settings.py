@@ -1,4 +1,4 @@
-"""Change settings of torch during a trace: duck shapes, the cache of results, the kernel of the attention."""
+"""Change settings of torch and of model libraries during a trace: the kernel of the attention, cached results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,20 +14,21 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..private_names.of_torch import DispatchKey, FakeTensor, fx_config, pytree
+from ..private_names.of_torch import DispatchKey, FakeTensor, pytree
+from ..recipe.aliases import PyTree
 from ..registry.patches import LOCK
+from .onnx_operators import Translation
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _STEPS = DispatchKey.CompositeImplicitAutograd
 
 
 class AttentionSizes:
-    """A context manager in which a trace computes the output size of an attention directly from the arguments.
+    """A context manager in which a trace computes the output size of an attention directly from the arguments."""
 
-    torch runs the twenty operators of the attention on fake tensors. With dynamic sizes this takes two fifths of a
-    trace of Llama. The conditions of these operators on the sizes are also checked here, so that the program has the
-    same guards. Unusual arguments, and calls that need gradients, run the operators.
-    """
+    # torch runs the twenty operators of the attention on fake tensors. With dynamic sizes this takes two fifths of a
+    # trace of Llama. The conditions of these operators on the sizes are also checked here, so that the program has the
+    # same guards. Unusual arguments, and calls that need gradients, run the operators.
 
     def __init__(self, in_trace: Callable[[], bool]) -> None:
         # in_trace: returns whether the calling thread traces; torch has one table of kernels for all threads
@@ -67,15 +68,15 @@ class AttentionSizes:
 
 
 class _PlainAttention:
-    """Trace the attention with the strides of its math kernel, on which callers of every kernel may rely.
+    """Trace the attention with the strides of its math kernel, on which callers of every kernel may rely."""
 
-    The attention stays one operator, but a ``contiguous`` after it is dropped if the strides of the CPU's fused kernel
-    make it redundant. The ONNX exporter then cannot view the result ("Cannot view a tensor with shape", T5 and AFMoE in
-    torch 2.13). The fused kernel also asks whether there is one row (https://github.com/pytorch/pytorch/issues/180202).
-
-    torch stores the choice of the kernel per process, not per thread: the first of several traces sets the kernel, and
-    the last trace restores the former kernel.
-    """
+    # The attention stays one operator, but a `contiguous` after it is dropped if the strides of the CPU's fused kernel
+    # make it redundant. The ONNX exporter then cannot view the result ("Cannot view a tensor with shape", T5 and AFMoE
+    # in torch 2.13). The fused kernel also asks whether there is one row
+    # (https://github.com/pytorch/pytorch/issues/180202).
+    #
+    # torch stores the choice of the kernel per process, not per thread: the first of several traces sets the kernel,
+    # and the last trace restores the former kernel.
 
     def __init__(self) -> None:
         self._holders: list[int] = []  # threads
@@ -112,28 +113,18 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=PLAIN_ATTENTION.forget_others)
 
 
-def duck_shapes_off() -> contextlib.AbstractContextManager[None]:
-    """Make traces in the with block treat sizes that are equal in the example as independent (no duck shapes)."""
-    # a setting per thread (a ContextVar), so it is set in the tracing thread, not in the thread that entered the block
-    off: contextlib.AbstractContextManager[None] = fx_config.patch(use_duck_shape=False)
-    return off
-
-
 FEW_TENSORS = 5  # of an encoder: tokens, a mask, positions, types
 
 
 def sizes_differ(*trees: Any) -> bool:
-    """Return whether inputs have so many tensors that torch's cache of fake tensor results slows a trace down.
-
-    The cache helps if layers have equal shapes (without it, a trace of an encoder takes 1.6 times as long). With keys
-    and values each layer has its own sizes: there are few hits, an entry costs more than its operator, and without the
-    cache a trace of a decoder takes two thirds of the time.
-    """
+    """Return whether inputs have so many tensors that torch's cache of fake tensor results slows a trace down."""
+    # The cache helps if layers have equal shapes (without it, a trace of an encoder takes 1.6 times as long). With keys
+    # and values each layer has its own sizes: there are few hits, an entry costs more than its operator, and without
+    # the cache a trace of a decoder takes two thirds of the time.
     return sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(trees)) > FEW_TENSORS
 
 
 def fake_tensor_cache_off() -> contextlib.AbstractContextManager[None]:
-    """Disable torch's cache of fake tensor results in the with block."""
     # Also a setting per thread; imported here because it imports all of dynamo.
     from ..private_names.of_torch import dynamo_config
 
@@ -168,3 +159,45 @@ def _size(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tup
         scores = torch.broadcast_shapes(scores, mask.shape)
     torch._check(scores[3] == value.shape[2], lambda: f"{scores[3]} keys, and {value.shape[2]} values")
     return (*torch.broadcast_shapes(scores[:2], (value.shape[0], heads)), scores[2], value.shape[3])
+
+
+class TraceSupport:
+    """Helpers for a model library, used while its models are traced and its programs loaded; the base has none."""
+
+    def __init__(self, modules: str) -> None:
+        self.modules = modules
+
+    def acquire(self) -> None:
+        """Install, for a with block, the replacements of library functions that exported programs need when called."""
+
+    def release(self) -> None:
+        """Restore, at the end of a with block, the library functions that :meth:`acquire` replaced."""
+
+    def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Rename keyword arguments, or their dynamic shapes, to the parameter names of a module's ``forward``."""
+        return entries
+
+    def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Rename the keyword arguments of a call to the input names of an exported program."""
+        return kwargs
+
+    def prepare(self, tree: PyTree) -> PyTree:
+        """Return example inputs with KV caches in the form that a trace needs."""
+        return tree
+
+    def traceable(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager that replaces library functions by versions that can be traced."""
+        return contextlib.nullcontext()
+
+    def translations(self) -> Iterable[Translation]:
+        """Return the translations to ONNX of the operators that the library defines."""
+        return ()
+
+
+OPEN: list[TraceSupport | None] = []
+"""Tracing helpers of each library in each open ``with`` block, or ``None``; read and changed under the lock."""
+
+
+def open_supports() -> list[TraceSupport]:
+    with LOCK:
+        return [support for support in dict.fromkeys(OPEN) if support is not None]

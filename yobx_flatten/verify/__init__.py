@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .report import FileReport, VerifiedFile
-from .verify_file import verify_file
+from .verify_file import FileReport, VerifiedFile, verify_file
 
 __all__ = ["FileReport", "VerifiedFile", "verify_file"]

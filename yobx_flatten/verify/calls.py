@@ -1,27 +1,235 @@
-"""Find the call of a model that a file implements, and make test inputs in the sizes that the file accepts."""
+"""Find the call of a model that a file of another exporter implements, and run the file as this call.
+
+Inputs and outputs are matched with the leaves of the call by the naming conventions of exporters:
+
+.. code-block:: text
+
+    file                                               leaf of the call
+    past_key_values.0.key   (optimum, genai)           past_key_values.0.key
+    past_key_values.0.1     (tuples of tuples)         past_key_values.0.value
+    present_3               (one flat tuple)           past_key_values.1.value
+    past_key_self_0         (genai's Whisper)          past_key_values.0.decoder.key
+    cache_key_0             (torch.onnx.export)        past_key_values.0.key
+    decoder_input_ids       (transformers)             input_ids of a decoder
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import FlattenError
+from ..errors import FlattenError, InvalidArgumentError, ReplayError
 from ..export.proof.eager_runs import Case, clone
-from ..huggingface.cache_names import cache_of
+from ..export.proof.replay import ByName, Padding
+from ..huggingface.cache_names import CACHE, PRESENT, cache_of, spellings_of
 from ..huggingface.cases import DecodeSizes, decode_inputs, default_sizes
 from ..model_folder.pieces.tasks import TASKS, pieces_for, task_of
 from ..model_folder.pieces.text import Piece, Split, decoder_pieces, encoder_decoder_pieces
 from ..private_names.of_torch import pytree
-from ..recipe.aliases import TransformersModel
-from ..runners.ports import Runner
-from ..trees.walk import leaf_names, plain_names
-from .file_side import BRANCH, DERIVED, WINDOW, Call
-from .names import ALIASES, matched, place_of
+from ..recipe.aliases import PyTree, TransformersModel
+from ..runners.ports import Port, Runner
+from ..trees.walk import leaf_names, match, plain_names, plain_spelling
+
+_FRONT = re.compile(rf"(?:new_|updated_|out_)?(?:{CACHE}?|present_key_values?|past|{PRESENT}|pkv|cache)(?=[\W_\d])")
+_KINDS = {"key": "key", "keys": "key", "k": "key", "value": "value", "values": "value", "v": "value"}
+_SIDES = {"self": "decoder", "decoder": "decoder", "cross": "encoder", "encoder": "encoder"}
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "input_ids": ("decoder_input_ids",),
+    "encoder_hidden_states": ("encoder_outputs", "encoder_outputs.last_hidden_state", "encoder_last_hidden_state"),
+    "encoder_attention_mask": ("attention_mask",),
+    "last_hidden_state": ("hidden_states", "encoder_hidden_states", "token_embeddings"),
+    "input_features": ("audio_features",),
+    "logits": ("scores", "lm_logits", "prediction_logits"),
+}
+
+
+class Place(NamedTuple):
+    """The layer, side (encoder or decoder) and kind (key or value) of one tensor of a KV cache."""
+
+    layer: int
+    side: str  # `"decoder"` or `"encoder"`
+    kind: str  # `"key"` or `"value"`
+
+
+def place_of(name: str, *, flat: int = 2) -> Place | None:
+    """Return which tensor of a KV cache has the name of an input or output; ``None`` for other names.
+
+    >>> place_of("past_key_values.3.decoder.key"), place_of("present_2"), place_of("input_ids")
+    (Place(layer=3, side='decoder', kind='key'), Place(layer=1, side='decoder', kind='key'), None)
+    """
+    # flat: the number of tensors per layer in one tuple of all layers: 2, or 4 with the tensors of an encoder
+    lowered = name.lower()
+    front = _FRONT.match(lowered)
+    words = [word for word in re.split(r"[\W_]+", lowered[front.end() if front else 0 :]) if word]
+    numbers = [int(word) for word in words if word.isdigit()]
+    kind = next((_KINDS[word] for word in words if word in _KINDS), "")
+    side = next((_SIDES[word] for word in words if word in _SIDES), "decoder")
+    if not numbers or not (front or kind):
+        return None
+    if kind:
+        return Place(numbers[0], side, kind) if len(numbers) == 1 else None
+    layer, part = numbers if len(numbers) == 2 else divmod(numbers[0], flat)
+    if not front or len(numbers) > 2 or part > 3:
+        return None
+    return Place(layer, ("decoder", "encoder")[part // 2], ("key", "value")[part % 2])
+
+
+def matched(
+    graph: Sequence[str], names: Sequence[str], plain: Sequence[str], stated: Mapping[str, str], *, by_order: bool
+) -> dict[str, str]:
+    """Return the name of the model's input or output that each input or output name of a file stands for."""
+    # names, plain: the names of each leaf in our files, and in torch.export
+    # stated: the mapping of the user, by the names in the file
+    # by_order: whether names that are not known are matched by order
+    by_order |= all(map(str.isdigit, graph))  # a file without names
+    found = {name: stated[name] for name in graph if name in stated}
+    for name in sorted(set(found.values()) - set(names)):
+        raise InvalidArgumentError(f"A name is mapped to {name}, not to one of {', '.join(names)}.")
+    flat = 4 if any(".encoder." in name for name in names) else 2
+    places = {place_of(name): name for name in names}
+    for name in graph:
+        leaf = places.get(place_of(name, flat=flat)) if name not in found else None
+        if leaf is not None and place_of(leaf) is not None and leaf not in found.values():
+            found[name] = leaf
+    left = [name for name in graph if name not in found]
+    free = [(name, also) for name, also in zip(names, plain, strict=True) if name not in found.values()]
+    spelled = [(n, *(a for a in ALIASES.get(n, ()) if a not in names), *spellings_of(also), also) for n, also in free]
+    for name, number in match(left, spelled).items():
+        if by_order or name in spelled[number] or plain_spelling(name) in map(plain_spelling, spelled[number]):
+            found[name] = free[number][0]
+    if by_order and not found:  # a file without cache outputs returns the other outputs
+        others = [name for name in names if not place_of(name)]
+        found = dict(zip(graph, names if len(graph) > len(others) else others, strict=False))
+    return found
+
+
+# -- run a file with the arguments of the module: convert names and types, and add inputs ------------------------------
+
+BRANCH = "use_cache_branch"
+"""Name of the input of a merged decoder file that selects whether the file reads its cache inputs."""
+
+DERIVED = (
+    *(BRANCH, "cache_position", "position_ids", "decoder_position_ids", "token_type_ids", "num_logits_to_keep"),
+    *("logits_to_keep", "total_sequence_length", "past_sequence_length", "seqlens_k"),
+)
+"""Names of inputs of a file that are computed from other inputs if the module has no input of that name."""
+WINDOW = "._sliding_window_tensor"
+"""The end of the name of an input with the window of a layer, in files of transformers' exporters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One of the calls that an exported file may compute (such as a prefill), with inputs for a comparison."""
+
+    what: str  # a description for the report
+    module: torch.nn.Module
+    cases: Sequence[Case]  # the first case is the example
+    inputs: Mapping[str, str]  # the name of a leaf in our files, by its name in the file
+    leaves: Sequence[str]  # the names of all leaves in our files, in order
+    remarks: Sequence[str] = ()
+
+    @property
+    def window(self) -> int:
+        """The number of tokens in the layers' sliding window; 0 if they attend to all tokens."""
+        configs = (getattr(module, "config", None) for module in self.module.modules())
+        return next(filter(None, (getattr(config, "sliding_window", None) for config in configs)), 0)
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether the inputs of the call include a KV cache."""
+        return any(place_of(name) for name in self.leaves)
+
+
+class FileSide(ByName):
+    """Runs a file of another exporter in comparisons with its model; see :class:`.replay.ByName`."""
+
+    def __init__(self, runner: Runner, call: Call, outputs: Mapping[str, str]) -> None:
+        super().__init__(runner, call.leaves)
+        self._call, self._inputs, self._outputs = call, call.inputs, outputs
+        self.ran = False  # whether any case has run
+        self.other_types: dict[str, str] = {}  # the float types of outputs for which the model returns a different type
+
+    def compare(
+        self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
+    ) -> dict[str, float]:
+        leaves = pytree.tree_leaves(eager)
+        kept = [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if name in outputs]
+        if not kept:
+            raise ReplayError(f"no output of the file has a known name: found {', '.join(self._runner.outputs)}")
+        found = dict(outputs)
+        for name, leaf in kept:
+            found[name] = self._as_returned(name, found[name], leaf)
+        return super().compare([leaf for _, leaf in kept], found, [name for name, _ in kept], padding)
+
+    def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        lost = [name for name in self._inputs.values() if place_of(name) and ".encoder." not in name]
+        lost = [name for name in lost if PRESENT + name.removeprefix(CACHE) not in outputs]
+        if lost:
+            raise ReplayError(f"the file takes {lost[0]} but does not return it, so the next call has no cache")
+        return super().feed_back(kwargs, outputs)
+
+    def _as_returned(self, name: str, value: object, leaf: object) -> object:
+        """Return an output in the module's dtype, and a cache without tokens before the sliding window."""
+        if not isinstance(value, torch.Tensor) or not isinstance(leaf, torch.Tensor):
+            return value
+        kept = self._call.window - 1  # a prefill may return all tokens, but the next call reads only the window
+        is_first = not self._call.reads_cache and place_of(name) and leaf.dim() == value.dim() == 4
+        if is_first and 0 < kept == leaf.shape[2]:
+            value = value[:, :, -kept:]
+        if value.dtype == leaf.dtype or value.is_floating_point() != leaf.is_floating_point():
+            return value
+        if value.is_floating_point():
+            self.other_types[name] = str(value.dtype).removeprefix("torch.")
+        return value.to(leaf.dtype)
+
+    def _found(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        feeds = {}
+        for name, port in self._runner.ports.items():
+            leaf = self._inputs.get(port.name)
+            if leaf is None and port.name.endswith(WINDOW):
+                feeds[name] = torch.full([size or 1 for size in port.shape], self._call.window)
+                continue
+            value = derived(port, inputs, reads_cache=self._call.reads_cache) if leaf is None else inputs[leaf]
+            is_typed = port.dtype is not None and isinstance(value, torch.Tensor)
+            feeds[name] = value.to(port.dtype).contiguous() if is_typed else value
+        found, self.ran = self._runner.run(feeds), True
+        return {self._outputs[name]: value for name, value in found.items() if name in self._outputs}
+
+
+def derived(port: Port, inputs: Mapping[str, Any], *, reads_cache: bool) -> torch.Tensor:
+    """Compute an input that only the file has, such as positions, from the inputs of the model."""
+    tokens = next(inputs[name] for name in ("input_ids", "decoder_input_ids", "inputs_embeds") if name in inputs)
+    rows, new = tokens.shape[:2]
+    mask = inputs.get("attention_mask")
+    held = [leaf for name, leaf in inputs.items() if place_of(name) and ".encoder." not in name]
+    past = mask.shape[1] - new if mask is not None else held[0].shape[2] if held else 0
+    if port.name == BRANCH:
+        return torch.full((1,) if port.shape else (), reads_cache)
+    if port.name.endswith("position_ids"):
+        counted = torch.arange(past + new).expand(rows, -1) if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+        return counted[:, past:]
+    known = {"cache_position": torch.arange(past, past + new), "token_type_ids": torch.zeros(rows, new)}
+    known |= {"total_sequence_length": torch.tensor(past + new), "past_sequence_length": torch.tensor(past)}
+    known |= {"seqlens_k": torch.full((rows,), past + new - 1) if mask is None else mask.sum(1) - 1}
+    if port.name in known:
+        value = known[port.name]
+        return value.reshape([size or -1 for size in port.shape]) if value.numel() == 1 else value
+    if port.shape in ((), (1,)):  # the number of last tokens with logits; 0 stands for all tokens
+        return torch.zeros(port.shape)
+    # only the other branch of a merged decoder reads this input
+    source = next((leaf.shape[1] for name, leaf in inputs.items() if name == "encoder_attention_mask"), 1)
+    axes = [rows, *([source] if not place_of(port.name) else [])]
+    return torch.zeros([size or (axes[axis] if axis < len(axes) else 1) for axis, size in enumerate(port.shape)])
+
+
+# -- find the call ---------------------------------------------------------------------------------------------------
 
 _LEFT_OUT = ("attention_mask", "position_ids", "token_type_ids", "encoder_attention_mask", "decoder_attention_mask")
 """Inputs that an exported file may lack: the module is then called without them."""
@@ -34,18 +242,17 @@ def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) 
     """Yield the ways of calling a model that a file may implement, likely ones first, inside an open with block."""
     for what, module, cases in _possible(model, runner):
         for left, counted in _left_out(runner, module, cases[0]):
-            call = fitting(what, module, [_given(case, left, counted) for case in cases], runner, stated, counted)
+            given = []
+            for case in cases:
+                kwargs = {name: leaf for name, leaf in case.kwargs.items() if name not in left}
+                # a mask that the module requires
+                kwargs |= {name: torch.ones_like(kwargs[name]) for name in counted if name.endswith("mask")}
+                given.append(dataclasses.replace(case, kwargs=kwargs))
+            call = fitting(what, module, given, runner, stated, counted)
             if call is not None:
                 notes = [f"the file takes no {', '.join(left)}: the model is called without it."] if left else []
                 notes += [f"the file takes no {name}: the model gets {_COUNTED[name]}." for name in counted]
                 yield dataclasses.replace(call, remarks=(*call.remarks, *notes))
-
-
-def _given(case: Case, left: Sequence[str], counted: Sequence[str]) -> Case:
-    """Return a case with the inputs of a file, and a mask of ones if the model requires a mask."""
-    given = {name: leaf for name, leaf in case.kwargs.items() if name not in left}
-    given |= {name: torch.ones_like(given[name]) for name in counted if name.endswith("mask")}
-    return dataclasses.replace(case, kwargs=given)
 
 
 def fitting(
@@ -79,7 +286,6 @@ def fitting(
 
 
 def _arguments(module: torch.nn.Module, case: Case) -> dict[str, Any]:
-    """Return all arguments by name, in the order of the leaves."""
     named = inspect.signature(module.forward).bind_partial(*case.args).arguments if case.args else {}
     return {**named, **case.kwargs}
 

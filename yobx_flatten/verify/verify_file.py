@@ -39,10 +39,7 @@ from ..runners.open import RUNTIMES, open_runner
 from ..runners.openvino_runner import read_model
 from ..runners.ports import Runner
 from ..trees.walk import output_names, plain_names
-from .calls import calls_of, fitting
-from .file_side import BRANCH, Call, FileSide
-from .names import matched
-from .report import FileReport, VerifiedFile
+from .calls import BRANCH, Call, FileSide, calls_of, fitting, matched
 
 _SUFFIXES = tuple(dict.fromkeys(suffixes[0] for suffixes in RUNTIMES.values()))
 _BITS = {"MatMulNBits": "int4", "GatherBlockQuantized": "int4", "DequantizeLinear": "int8"}
@@ -50,6 +47,92 @@ _BITS |= dict.fromkeys(("MatMulInteger", "DynamicQuantizeMatMul", "QLinearMatMul
 _BITS |= dict.fromkeys(("i8", "u8"), "int8") | dict.fromkeys(("i4", "u4", "nf4"), "int4")  # of OpenVINO's constants
 _FLOATS = {1: "float32", 10: "float16", 16: "bfloat16", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _EXPLAINED = 2**28  # bytes of a file above which its nodes are not compared
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifiedFile:
+    """The result of comparing one file with its model.
+
+    Attributes:
+        call: the call of the model that the file implements; ``""`` if no such call was found.
+        report: the results of all test inputs; ``None`` if no call was found.
+        why_not: the reason why nothing was compared; ``""`` if the file was compared.
+        names: for each name in the file, the name of this input or output in files of this package.
+        not_compared: outputs of the file that the model does not return.
+        first: the first node of an ONNX file whose value differs; ``None`` if unknown.
+    """
+
+    call: str = ""
+    report: ExportReport | None = None
+    why_not: str = ""
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    not_compared: Sequence[str] = ()
+    first: Compared | None = None
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether the file matches the model for all tested inputs; ``None`` if nothing was compared."""
+        return None if self.report is None or self.why_not else self.report.ok
+
+    def joined(self, *others: VerifiedFile) -> VerifiedFile:
+        """Return this result together with the comparisons of other results for the same file, as one result."""
+        for other in others:
+            if self.report is not None and other.report is not None:
+                self.report.cases += other.report.cases
+                self.report.remark(*other.report.remarks)
+        return dataclasses.replace(self, call=", ".join([self.call, *(other.call for other in others)]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON data."""
+        found: dict[str, Any] = {"ok": self.ok, "call": self.call, "why_not": self.why_not, "names": dict(self.names)}
+        if self.report is not None:
+            tolerance = self.report.tolerance
+            found["cases"] = [{**dataclasses.asdict(case), "ok": case.within(tolerance)} for case in self.report.cases]
+            found["remarks"] = self.report.remarks
+            found["quality"] = None if self.report.quality is None else self.report.quality.as_dict()
+        if self.first is not None and self.first.first is not None:
+            found["first_node"] = dataclasses.asdict(self.first.first)
+        return found
+
+    def __str__(self) -> str:
+        if self.report is None or self.why_not:
+            return f"NOT JUDGED: {self.why_not}"
+        lines = [f"{'right' if self.ok else 'WRONG'}: {self.call}", str(self.report)]
+        if self.not_compared:
+            lines.append(f"  note: the model returns no {', '.join(self.not_compared)}.")
+        if self.first is not None and self.first.first is not None:
+            lines.append(f"  {self.first.first}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class FileReport:
+    """Results of all verified files: true if all match the model; ``print(report)`` shows tables.
+
+    Attributes:
+        path: the file, or the folder.
+        files: the result for each file, by its name.
+    """
+
+    path: pathlib.Path
+    files: Mapping[str, VerifiedFile]
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether all files match the model; ``None`` if no file differs but one could not be compared."""
+        found = [one.ok for one in self.files.values()]
+        return False if False in found else None if None in found or not found else True
+
+    def __bool__(self) -> bool:
+        return self.ok is True
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON data."""
+        files = {name: one.as_dict() for name, one in self.files.items()}
+        return {"path": str(self.path), "ok": self.ok, "files": files}
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {one}" for name, one in self.files.items())
 
 
 def verify_file(
@@ -105,7 +188,15 @@ def verify_file(
         )
     found: dict[str, VerifiedFile] = {}
     known: set[str] = set()  # inputs and outputs of all files
-    loaded = functools.cache(functools.partial(_in_type, base))
+
+    @functools.cache
+    def loaded(dtype: str) -> torch.nn.Module:
+        if not isinstance(base, torch.nn.Module):
+            return base.load(dtype=dtype)  # type: ignore[no-any-return] # transformers has no types
+        if dtype == "float32" or getattr(base, "dtype", None) == getattr(torch, dtype):
+            return base
+        return copy.deepcopy(base).to(getattr(torch, dtype))
+
     for file in _files(place):
         name = file.name if place.is_file() else file.relative_to(place).as_posix()
         if on_file is not None:
@@ -163,15 +254,6 @@ class _Facts:
         return cls(max(sizes, key=lambda kind: (sizes[kind], kind)), min(kinds, default=""))  # "int4" before "int8"
 
 
-def _in_type(model: Any, dtype: str) -> torch.nn.Module:
-    """Return the model with weights in the dtype of a file."""
-    if not isinstance(model, torch.nn.Module):
-        return model.load(dtype=dtype)  # type: ignore[no-any-return] # transformers has no types
-    if dtype == "float32" or getattr(model, "dtype", None) == getattr(torch, dtype):
-        return model
-    return copy.deepcopy(model).to(getattr(torch, dtype))
-
-
 def _as_weights(case: Case, dtype: torch.dtype) -> Case:
     """Return a case of the caller with float inputs in the dtype of the weights of a file."""
 
@@ -223,7 +305,6 @@ def _verified(
 
 
 def _rank(one: VerifiedFile) -> tuple[int, int]:
-    """Return how well a file matches a call, for sorting."""
     cases = [] if one.report is None else [(case, one.report.tolerance) for case in one.report.cases]
     return sum(case.error is None for case, _ in cases), sum(case.within(allowed) for case, allowed in cases)
 
@@ -263,7 +344,6 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
 
 
 def _measure(side: FileSide, call: Call, runs: EagerRuns, report: ExportReport, bits: str) -> None:
-    """Measure how much the tokens and the perplexity of a file with quantized weights differ from the model."""
     distance = Distance()
     for case in call.cases:
         padding, steps = Padding(), runs.steps(case, twice=True)

@@ -11,7 +11,7 @@ from tests.models import make_model
 from yobx_flatten import DecodeSizes, FlattenError, decode_inputs, export_program
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import demo
-from yobx_flatten.diagnose import spec_diff
+from yobx_flatten.diagnose import comparison
 from yobx_flatten.errors.dependencies import install_line
 
 pytestmark = pytest.mark.slow
@@ -48,7 +48,7 @@ def test_a_program_that_differs_ends_the_demo_with_1_and_its_report(tmp_path, ca
     monkeypatch.setattr(
         demo, "export_onnx", lambda model, args, kwargs, path, **how: export_program(model, args, kwargs, **how)
     )
-    monkeypatch.setattr(spec_diff, "largest_difference", lambda expected, found: 0.25)
+    monkeypatch.setattr(comparison, "largest_difference", lambda expected, found: 0.25)
     assert main(["demo", "--models", "llama", "--output", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "DIFFERS" in shown

@@ -9,7 +9,7 @@ import torch
 
 from yobx_flatten import ReplayError
 from yobx_flatten.core.compare import compare, largest_difference, tolerance
-from yobx_flatten.diagnose.spec_diff import compare_outputs
+from yobx_flatten.diagnose.comparison import compare_outputs
 
 NAN, INF = math.nan, math.inf
 T = torch.tensor

@@ -16,7 +16,7 @@ from yobx_flatten import (
     register_flattening_functions,
     unregister_class_flattening,
 )
-from yobx_flatten.diagnose.conformance import recipe_of
+from yobx_flatten.diagnose.checks import recipe_of
 from yobx_flatten.recipe.roundtrip import CHECKS
 from yobx_flatten.testing import recipe_tests
 

@@ -17,7 +17,7 @@ from yobx_flatten import (
     register_flattening_functions,
     unregister_class_flattening,
 )
-from yobx_flatten.diagnose.spec_diff import compare_spec_texts
+from yobx_flatten.diagnose.comparison import compare_spec_texts
 
 Pair = collections.namedtuple("Pair", ["left", "right"])  # the plain kind, whose spec is unlike the others
 

@@ -13,7 +13,7 @@ from packaging.version import Version
 import yobx_flatten
 from yobx_flatten import errors, explain_error, export_program
 from yobx_flatten.__main__ import main
-from yobx_flatten.diagnose.spec_diff import compare_outputs
+from yobx_flatten.diagnose.comparison import compare_outputs
 from yobx_flatten.errors.tried_versions import (
     NEWEST_TRIED,
     VersionDependentError,

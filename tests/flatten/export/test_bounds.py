@@ -17,7 +17,7 @@ from yobx_flatten import (
     export_program,
     register_flattening_functions,
 )
-from yobx_flatten.export.bounds import Bounds
+from yobx_flatten.export.example import Bounds
 
 BOUNDS = {"batch": 4, "length": 12, "new": 5}
 

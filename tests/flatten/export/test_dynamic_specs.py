@@ -20,7 +20,7 @@ from yobx_flatten import (
     export_program,
     register_flattening_functions,
 )
-from yobx_flatten.diagnose.inputs import check_inputs
+from yobx_flatten.diagnose.checks import check_inputs
 from yobx_flatten.export.proof.eager_runs import Case
 from yobx_flatten.runners.open import open_runner
 

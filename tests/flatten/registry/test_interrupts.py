@@ -16,7 +16,7 @@ from yobx_flatten import register_flattening_functions
 from yobx_flatten.core.interrupts import DeferredSignals
 from yobx_flatten.registry.claims import REGISTRY
 from yobx_flatten.registry.patches import LOCK
-from yobx_flatten.trace.onnx_operators import OPEN
+from yobx_flatten.trace.trace_settings import OPEN
 
 pytestmark = pytest.mark.usefixtures("python_handles_ctrl_c")
 STEP = 41  # by hand, every line was tried

@@ -9,7 +9,7 @@ import torch
 
 from yobx_flatten import dynamic_shapes, register_flattening_functions
 from yobx_flatten.huggingface.builders import make_dynamic_cache
-from yobx_flatten.trace.remembering_program import called_contiguous
+from yobx_flatten.trace.program import called_contiguous
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import torch
 from torch.export import Dim
 
 from yobx_flatten import register_flattening_functions
-from yobx_flatten.trace.remembering_program import importing_classes, remembering_expressions, remembering_hints
+from yobx_flatten.trace.program import importing_classes, remembering_expressions, remembering_hints
 
 
 class Joined(torch.nn.Module):

@@ -17,7 +17,7 @@ from yobx_flatten.errors import ForeignFileError, InvalidArgumentError, Untruste
 from yobx_flatten.model_folder.pieces.text import Split, decoder_pieces
 from yobx_flatten.testing import assert_same_as_model
 from yobx_flatten.verify import verify_file
-from yobx_flatten.verify.names import matched
+from yobx_flatten.verify.calls import matched
 
 WINDOW = 8
 

@@ -25,8 +25,7 @@ from ...runners.relations import Expression, bound_by_sums, decides_by_parts, ho
 from ...runners.signature import KEY
 from ..example import Example
 from ..flat_program import names_by_argument, signature_of
-from ..proof.exported_call import ByName, InSharedMemory
-from ..proof.replay import Side, check_last_scores, first_difference
+from ..proof.replay import ByName, InSharedMemory, Side, check_last_scores, first_difference
 from ..proof.report import ExportReport
 from ..quantization import Quantization
 from ..source import Source, replay_cases, replay_file

@@ -27,10 +27,10 @@ from ...private_names.of_torch import pytree
 from ...runners.relations import COMPARISONS, Expression, format_expression, holds, names_in
 from ...runners.signature import Signature, place_of_sizes
 from ...trees.walk import leaf_names, leaves_of
-from ..example import Example, arguments_with, resized_leaves
-from ..proof.eager_runs import REFUSALS, Case, clone
-from ..proof.left import written_parameters
+from ..example import Example
+from ..proof.eager_runs import REFUSALS, Case, clone, written_parameters
 from ..traced import Traced
+from ..varied import arguments_with, resized_leaves
 from .rewrite.graph import copy_type, text_of_size
 
 if TYPE_CHECKING:

@@ -135,7 +135,6 @@ class Distance:
         self._losses = {"model": 0.0, "file": 0.0}
 
     def add(self, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> None:
-        """Add the differences between the outputs of one call of the model and of the file."""
         if SCORES in expected:
             one, other = (side[SCORES].detach().float() for side in (expected, found))
             read = one.reshape(-1, one.shape[-1]).any(1)  # logits of padding were replaced by zeros
@@ -165,7 +164,6 @@ class Distance:
         self._sums["text divergence"] += _divergence(model.detach(), file.detach())
 
     def quality(self, weights: str, block_size: int, allowed: float) -> Quality:
-        """Return the sums as a :class:`Quality`."""
         numbers, scored = max(self._numbers, 1), self._positions > 0
         perplexities: list[float | None] = [
             math.exp(min(self._losses[side] / self._text, 700)) if self._text else None for side in ("model", "file")

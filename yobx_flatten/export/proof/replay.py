@@ -8,7 +8,7 @@ import inspect
 import pathlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch.export import ExportedProgram
@@ -16,16 +16,22 @@ from torch.export.graph_signature import InputKind
 
 from ...core.compare import largest_difference, shares_of_nan
 from ...core.effects import undisturbed
+from ...diagnose.comparison import compare_outputs
 from ...errors import FlattenError, ReplayError
 from ...errors.failures import first_line, result_or
 from ...errors.tried_versions import without_cause
+from ...huggingface.cache_names import PRESENT, cache_of
+from ...huggingface.decoders import with_returned
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
+from ...runners.in_place import CheckedRunner, InPlaceCache
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
-from ...trees.walk import output_names
-from .eager_runs import Case, EagerRuns, Step, clone
-from .left import Left
+from ...runners.ports import Runner, present_of, presents_of
+from ...runners.program_runner import ProgramRunner
+from ...runners.rewind import cache_tensors
+from ...trees.walk import leaf_names, output_names
+from .eager_runs import Case, EagerRuns, Left, Step, clone, with_present, written_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +98,7 @@ class CaseResult:
 
 
 class Side(Protocol):
-    """A program or file that is called step by step, and compared with the eager model. See :mod:`.exported_call`."""
+    """A program or file that is called step by step, and compared with the eager model."""
 
     runtime: str  # name of the library that runs it
     keeps_state: bool  # whether buffers that the module writes keep their values between calls
@@ -106,7 +112,6 @@ class Side(Protocol):
         ...
 
     def compare(self, eager: PyTree, outputs: PyTree, names: Sequence[str], padding: Padding) -> dict[str, float]:
-        """Return the largest difference of every output by name."""
         # eager: nested outputs of the module, with zeros at padded positions
         ...
 
@@ -115,16 +120,150 @@ class Side(Protocol):
         ...
 
 
-class Pair(NamedTuple):
-    """The outputs of the eager model, and of the program or file, in one call of a test case."""
+class Nested:
+    """An exported program that is called like the module. Outputs are compared with their classes and static parts."""
 
+    keeps_state = True
+
+    def __init__(self, runner: ProgramRunner, cache_is: str, written: Collection[str] = ()) -> None:
+        self.runtime: str = runner.runtime
+        self._runner, self._cache_is, self._written = runner, cache_is, written
+
+    def from_the_start(self) -> contextlib.AbstractContextManager[object]:
+        module = self._runner.module
+        state = [dict(module.named_buffers()), [one for one in vars(module).values() if isinstance(one, torch.Tensor)]]
+        parameters = written_parameters(module, self._written)
+        return undisturbed(state=state, weights=parameters, parameters=parameters)
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
+        with torch.no_grad():
+            return self._runner.call(args, clone(dict(kwargs)))
+
+    def compare(self, eager: PyTree, outputs: PyTree, names: Sequence[str], padding: Padding) -> dict[str, float]:
+        return compare_outputs(eager, padding.blank_leaves(outputs, names), names)
+
+    def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
+        if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # outputs of a `Continued` module
+            return with_returned(kwargs, outputs[PRESENT])
+        following, cache = with_present(kwargs, outputs) or dict(kwargs), cache_of(outputs)
+        return following if cache is None else {**following, self._cache_is: cache}
+
+
+class ByName:
+    """A file: tensors by name. A complex tensor is a real tensor with an additional axis of size 2 in the file."""
+
+    # input_leaves: names of the leaves of the module's inputs, in order
+    # pairs: names of complex outputs
+    # constants: constant outputs of the program, which the file does not return
+
+    keeps_state = False
+
+    def __init__(
+        self,
+        runner: Runner,
+        input_leaves: Sequence[str],
+        pairs: Collection[str] = (),
+        constants: Mapping[str, object] | None = None,
+    ) -> None:
+        self.runtime: str = runner.runtime
+        self._runner, self._input_leaves, self._pairs = runner, input_leaves, pairs
+        self._constants = constants or {}
+
+    def from_the_start(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
+        leaves = pytree.tree_leaves((args, dict(kwargs)))
+        given = dict(zip(self._input_leaves, leaves, strict=True))
+        pairs = {name: leaf for name, leaf in given.items() if isinstance(leaf, torch.Tensor) and leaf.is_complex()}
+        given |= {name: torch.view_as_real(leaf.detach().resolve_conj()) for name, leaf in pairs.items()}
+        found = self._found(given)
+        return {name: torch.view_as_complex(value) if name in self._pairs else value for name, value in found.items()}
+
+    def _found(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        return self._runner.run(inputs)
+
+    def compare(
+        self, eager: PyTree, outputs: Mapping[str, Any], names: Sequence[str], padding: Padding
+    ) -> dict[str, float]:
+        shown = {name: padding.blank(name, value) for name, value in outputs.items()}
+        differences = {}
+        for name, value in zip(names, pytree.tree_leaves(eager), strict=True):
+            if name not in shown:
+                if isinstance(value, torch.Tensor):
+                    raise ReplayError(f"output {name!r} is missing")
+                if name in self._constants and self._constants[name] != value:
+                    raise ReplayError(
+                        f"output {name!r}: the module returns {value!r}, but the program always returns the value of "
+                        f"the example, {self._constants[name]!r}. Return a tensor."
+                    )
+                continue
+            try:
+                differences[name] = largest_difference(value, shown[name])
+            except ReplayError as error:
+                raise ReplayError(f"output {name!r}: {without_cause(error)}") from None
+        return differences
+
+    def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        leaves, spec = pytree.tree_flatten(dict(kwargs))
+        own = []
+        for name, leaf in zip(leaf_names(dict(kwargs)), leaves, strict=True):
+            found = outputs.get(present_of(name) or f"{PRESENT}.{name}", leaf)
+            own.append(int(found) if type(leaf) is int else found)
+        return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was
+
+
+class InPlace(ByName):
+    """A file whose runtime updates the KV cache in place; each call of a case continues with that cache."""
+
+    _runner: CheckedRunner
+    _written: InPlaceCache | None = None  # the cache after the last call
+    _goes_on = False  # whether the next call continues with this cache
+
+    def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        self._goes_on = True
+        return super().feed_back(kwargs, outputs)
+
+    def _found(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        runner, slots = self._runner, {slot.port.name: slot.present for slot in self._runner.slots}
+        goes_on, self._goes_on = self._goes_on, False
+        cache = self._written if goes_on else runner.cache({name: inputs[name] for name in slots})
+        assert cache is not None
+        outputs, following = runner.step({name: inputs[name] for name in runner.ports if name not in slots}, cache)
+        assert isinstance(following, InPlaceCache)
+        self._written, leaves = following, cache_tensors(following)
+        return {**outputs, **{present: leaves[name] for name, present in slots.items() if present is not None}}
+
+
+class InSharedMemory(OnnxRunner):
+    """An ONNX file that is called as in a generation loop, with a cache buffer that is longer than the text."""
+
+    runtime: ClassVar[str] = f"{OnnxRunner.runtime}, shared cache"
+
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The returned keys and values end at the filled length."""
+        if self.refuses(inputs):
+            return self.run_in_parts(inputs)
+        slots = presents_of(self.slots)
+        given = {name: inputs[name] for name in self.ports}
+        feeds = {name: value for name, value in given.items() if name not in slots}
+        outputs, cache = self.step(feeds, self.cache({name: given[name] for name in slots}))
+        total = given["attention_mask"].shape[1]
+        filled = {}
+        for name, present in slots.items():
+            value = torch.from_numpy(cache[name].numpy())
+            filled[present] = value[:, :, :total].clone() if name in self.shared else value
+        return {**outputs, **filled}
+
+
+class Pair(NamedTuple):
     eager: PyTree
     outputs: PyTree
     names: list[str]  # names of the leaves of `eager`
     seconds: float  # duration of the call of the program or file
 
     def tensors(self, padding: Padding) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the output tensors of the eager model and of the program or file by name, with zeros at padding."""
+        """By name, with zeros at padding."""
         eager = zip(self.names, pytree.tree_leaves(padding.blank_leaves(self.eager, self.names)), strict=True)
         expected = {n: leaf for n, leaf in eager if isinstance(leaf, torch.Tensor) and n in self.outputs}
         return expected, {name: padding.blank(name, self.outputs[name]) for name in expected}
@@ -156,7 +295,6 @@ def replay(
     left: Left | None = None,
     allowed: Mapping[str, float] | None = None,
 ) -> CaseResult:
-    """Run the eager model and the exported model on one case, and compare every output of every step."""
     # taken: names of inputs, see `naming.output_names`
     # allowed: allowed differences of outputs whose rounding error was measured
     # all calls of the module run first, since its buffers are restored before the program runs
@@ -228,11 +366,18 @@ def first_difference(
     """Return a note on the first value of a file that differs from its program; none if no value differs."""
     if path.stat().st_size > _LARGEST or any(path.parent.glob("*.data")):
         return []
+    import onnx
+
     leaves = pytree.tree_leaves((case.args, dict(case.kwargs)))
     try:
         with torch.no_grad():
             expected = _Values(program).of(clone(leaves))
-        found = _values_of_file(path, expected, dict(zip(inputs, leaves, strict=True)))
+        model = onnx.load(path)
+        outputs = {value.name for value in model.graph.output}
+        names = [n for node in model.graph.node for n in node.output if n in expected and n not in outputs]
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+        session = open_session(model.SerializeToString(), caller="export_onnx")
+        found = OnnxRunner(session, path.name).run(dict(zip(inputs, leaves, strict=True)))
     except (FlattenError, RuntimeError, ValueError, KeyError) as error:
         return [f"the values inside the file were not compared: {first_line(error)}"]
     for node in program.graph.nodes:
@@ -257,7 +402,6 @@ class _Values(torch.fx.Interpreter):
         self._found: dict[str, Any] = {}
 
     def of(self, leaves: list[Any]) -> dict[str, Any]:
-        """Run the program on the leaves of the inputs, and return the value of each node by the node's name."""
         held = {**self._program.constants, **self._program.state_dict}
         given = iter(leaves)
         specs = self._program.graph_signature.input_specs
@@ -270,18 +414,6 @@ class _Values(torch.fx.Interpreter):
         if n.op == "call_function":
             self._found[n.name] = result
         return result
-
-
-def _values_of_file(path: pathlib.Path, wanted: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a file, and return its outputs and the inner values that have the name of a node of the program."""
-    import onnx
-
-    model = onnx.load(path)
-    outputs = {value.name for value in model.graph.output}
-    names = [name for node in model.graph.node for name in node.output if name in wanted and name not in outputs]
-    model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
-    session = open_session(model.SerializeToString(), caller="export_onnx")
-    return OnnxRunner(session, path.name).run(inputs)
 
 
 def _described(node: torch.fx.Node) -> str:
@@ -314,7 +446,6 @@ class Padding:
         self.left_out: list[str] = []
 
     def next_call(self, inputs: Mapping[str, Any]) -> None:
-        """Read the mask of the next call of the loop."""
         before, self._new, self._all = self._all, None, None
         read = next((pair for pair in _READS if isinstance(inputs.get(pair[0]), torch.Tensor)), None)
         if read is None:
@@ -333,7 +464,7 @@ class Padding:
             self._new, self._all = everything[:, past:], everything
 
     def blank(self, name: str, value: Any) -> Any:
-        """Return an output with zeros at padded positions; the same object if nothing is padded."""
+        """The same object if nothing is padded."""
         hidden, axis = self._hidden(name, value)
         if hidden is None or not bool(hidden.any()):
             return value
@@ -345,7 +476,6 @@ class Padding:
         return torch.where(hidden.to(value.device).reshape(shape), zero, value)
 
     def blank_leaves(self, tree: PyTree, names: Sequence[str]) -> PyTree:
-        """Return nested outputs with zeros at the positions of padding."""
         # outputs whose number of leaves differs from the number of names are returned unchanged
         leaves, spec = pytree.tree_flatten(tree)
         if self._all is None or len(leaves) != len(names):

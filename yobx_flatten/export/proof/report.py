@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
-from ...diagnose.report import Report
+from ...diagnose.comparison import Report
 from ...errors.failures import STEP, result_or, table
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
 from ...trees.walk import output_names
 from ..model_facts import memory_available, peak_memory, weight_bytes
-from .eager_runs import UNPROVEN, Case, EagerRuns, eager_steps
-from .left import Left
+from .eager_runs import UNPROVEN, Case, EagerRuns, Left, eager_steps
 from .quality import Quality
 from .replay import CaseResult
 
@@ -30,7 +29,6 @@ _SHOWN = 20.0
 
 
 def _nearer(quality: Quality) -> str:
-    """Return advice on options with which a quantized file differs less from its model."""
     if quality.cosine is None:
         return (
             "Use more bits:\n"
@@ -245,17 +243,13 @@ class ExportReport(Report):
             f"{step} {took:.1f} s (+{self.peak_growth.get(step, 0) / 1e6:.0f} MB)"
             for step, took in self.seconds.items()
         )
-        return "\n".join([*lines, f"  proof: {self.proof}; {steps}{self._share()}"])
-
-    def _share(self) -> str:
-        """Return a text on the share of the CPU time that the checks took; ``""`` for a short time."""
-        took = self.processor_seconds
-        total, proof = sum(took.values()), sum(took.get(step, 0.0) for step in _PROOF)
-        return f"; the proof took {proof / total:.0%} of {total:.0f} CPU seconds" if total >= _SHOWN else ""
+        total = sum(self.processor_seconds.values())
+        proof = sum(self.processor_seconds.get(step, 0.0) for step in _PROOF)
+        share = f"; the proof took {proof / total:.0%} of {total:.0f} CPU seconds" if total >= _SHOWN else ""
+        return "\n".join([*lines, f"  proof: {self.proof}; {steps}{share}"])
 
 
 def _of_type(yardstick: Yardstick | None) -> list[str]:
-    """Return a note on the error of the weights' dtype, for the output with the largest error."""
     if yardstick is None or not yardstick.costs:
         return []
     name = max(yardstick.costs, key=yardstick.costs.__getitem__)
@@ -266,7 +260,6 @@ def _of_type(yardstick: Yardstick | None) -> list[str]:
 
 
 def _of_padding(cases: list[CaseResult]) -> list[str]:
-    """Return a note on padded positions of outputs, which were not compared."""
     outputs = dict.fromkeys(name.split(".")[0] for case in cases for name in case.left_out)
     if not outputs:
         return []
@@ -344,16 +337,14 @@ class Yardstick:
 
     @property
     def precise(self) -> str:
-        """The more precise dtype that the module is compared with, as text."""
         return str(self._wide).removeprefix("torch.")
 
     def is_of(self, module: torch.nn.Module) -> bool:
-        """Return whether this object measures the given module."""
         return self._module is module
 
     @staticmethod
     def why_not(module: torch.nn.Module) -> str:
-        """Return why the rounding of a module cannot be measured; ``""`` if it can."""
+        """``""`` if it can be measured."""
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return "its weights are not in memory"
         needed = 2 * weight_bytes(module)
@@ -364,7 +355,6 @@ class Yardstick:
         )
 
     def allowed(self, case: Case) -> Mapping[str, float]:
-        """Return the largest difference of each output, by name, that the dtype of the weights explains."""
         if id(case) not in self._found:
             logger.info("measuring what the type of the weights costs: %s", case.name, extra=STEP)
             self._found[id(case)] = case, self._measured(case)
@@ -399,7 +389,6 @@ class Yardstick:
 
 @contextlib.contextmanager
 def _as_type(module: torch.nn.Module, narrow: tuple[torch.dtype, ...], wide: torch.dtype) -> Iterator[None]:
-    """In a ``with`` block, replace the weights of a module by copies in a wider dtype."""
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
     copies: dict[int, torch.Tensor] = {}  # by id, so that tied weights have one copy
     for owner in module.modules():

@@ -23,7 +23,7 @@ from ...private_names.of_torch import aot_compile, cpp_kernels
 from ...registry.patches import AttributePatch
 from ...runners.aotinductor_runner import IN_PLACE
 from ...runners.signature import KEY, Signature, Size, place_of_sizes
-from ...trace.program_inputs import Flat, joined, sizes_of
+from ...trace.program import Flat, joined, sizes_of
 from ..flat_program import changed_program, flat_program, quietly, signature_of
 from ..traced import Traced
 

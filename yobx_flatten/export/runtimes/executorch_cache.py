@@ -24,7 +24,7 @@ from torch.export import Dim, ExportedProgram
 from ...errors import FlattenError
 from ...runners.executorch_runner import Rows, load_attention, room_for
 from ...runners.signature import Signature, Size
-from ...trace.program_inputs import Flat, joined, sizes_of
+from ...trace.program import Flat, joined, sizes_of
 
 aten = torch.ops.aten
 

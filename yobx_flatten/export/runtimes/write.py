@@ -28,20 +28,19 @@ from ...runners.in_place import CheckedRunner
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session, without_spinning
 from ...runners.open import RUNTIMES, check_runtime, open_runner
+from ...runners.ports import check_cache_outputs
 from ..example import Example, make_example
 from ..model_facts import ModelFacts, memory_available
 from ..onnx.attempts import write_proven
 from ..onnx.file import UnprovenFile, check_opset, check_translations, unproven_file
 from ..onnx.quantized import quantize_file
-from ..proof.eager_runs import Case, clone
-from ..proof.exported_call import ByName, InPlace
-from ..proof.left import written_parameters
+from ..proof.eager_runs import Case, clone, written_parameters
 from ..proof.quality import Quality
-from ..proof.replay import Side
+from ..proof.replay import ByName, InPlace, Side
 from ..proof.report import ExportReport
 from ..quantization import Quantization, WeightBits, check_text, choose_quantization, measure
 from ..source import Source, replay_file, traced_example
-from ..traced import Traced, trace
+from ..traced import RETURN_THE_CACHE, Traced, trace
 from . import openvino
 from .aotinductor import check_compiler, write_package, write_package_in_place
 from .executorch import Backend, Written, check_backend, write_pte
@@ -199,7 +198,8 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
             "Export the module:\n    export_program(module, args, kwargs, bounds=...)"
         )
     if source.example.loop:
-        source.traced.check_cache_outputs(source.facts.name)
+        traced = source.traced
+        check_cache_outputs(traced.input_names, traced.output_names, source.facts.name, remedy=RETURN_THE_CACHE)
     tolerance = source.allowed.tolerance
     report = ExportReport(source.facts.name, tolerance=tolerance, proof=source.proof, runtime=options.runtime)
     with register_flattening_functions(**options_in_use()), unproven_file(options.path) as file:

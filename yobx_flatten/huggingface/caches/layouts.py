@@ -15,7 +15,7 @@ import torch
 from ...errors import CacheStructureError, SpecMismatchError
 from ...private_names.of_torch import functorch, is_jit_tracing
 from ...recipe.aliases import CacheLayer, Length
-from ...trace.program_inputs import StoredInteger
+from ...trace.program import StoredInteger
 from .known_state import read_known_state, read_template
 from .layers import (
     PLACEHOLDERS,

@@ -30,7 +30,8 @@ from ...errors.dependencies import is_installed
 from ...private_names.of_torch import OpOverload, dict_flatten_with_keys, pytree
 from ...recipe.aliases import Kwargs, Length, PyTree, Size, TransformersCache
 from ...registry.patches import LOCK, AttributePatch, TracePatch, tracing_here
-from ...trace.onnx_operators import TraceSupport, Translation
+from ...trace.onnx_operators import Translation
+from ...trace.trace_settings import TraceSupport
 from ..cache_names import named_as, named_for
 from ..caches.layouts import hold_length_leaf
 from ..outputs import ModelClasses, subclasses_of

@@ -1,28 +1,212 @@
-"""A program that remembers the classes of its inputs and outputs, and refuses inputs that it was not traced for."""
+"""An exported program: its inputs, the classes and constants that it remembers, and faster loading.
+
+A program names classes that are not registered, and refuses values that differ from the constants of its example.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import functools
 import importlib
 import sys
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import sympy
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import ArgumentSpec, ConstantArgument, InputKind, SymIntArgument
 
-from ..errors import NotRegisteredError
+from ..errors import NotRegisteredError, SpecMismatchError, describe_class
 from ..private_names.of_torch import FloorDiv, Max, Min, pytree
+from ..recipe.aliases import PyTree
 from ..registry.claims import REGISTRY
-from .onnx_operators import open_supports
-from .program_inputs import checking_constants, with_integers
-from .trace_settings import FEW_TENSORS, PLAIN_ATTENTION, fake_tensor_cache_off
+from .trace_settings import FEW_TENSORS, PLAIN_ATTENTION, fake_tensor_cache_off, open_supports
+
+
+def arguments_of(program: ExportedProgram) -> list[ArgumentSpec]:
+    return [spec.arg for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+
+
+def traced_inputs(program: ExportedProgram) -> list[Any]:
+    """Return the traced tensor or size of each leaf of the user's inputs; ``None`` for a leaf fixed as a constant."""
+    values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
+    return [None if isinstance(arg, ConstantArgument) else values[arg.name] for arg in arguments_of(program)]
+
+
+# Numbers, texts, enums and ``None`` among the inputs: a program fixes the values of its example.
+
+
+_Hook = Callable[[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
+_Members = dict[int, enum.Enum]
+
+
+def text_of(value: object) -> str:
+    """Return the text by which reports show a constant among the inputs.
+
+    >>> import inspect
+    >>> text_of(0.5), text_of("mean"), text_of(inspect._ParameterKind.KEYWORD_ONLY)
+    ('0.5', "'mean'", '_ParameterKind.KEYWORD_ONLY')
+    """
+    return f"{type(value).__qualname__}.{value.name}" if isinstance(value, enum.Enum) else repr(value)
+
+
+def _is_enum(leaf: object) -> bool:
+    return isinstance(leaf, enum.Enum) and not isinstance(leaf, (int, str))  # torch accepts IntEnum and StrEnum
+
+
+def enums_as_texts(args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree, _Members]:
+    """Also return the members by number of the leaf."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    members = {place: leaf for place, leaf in enumerate(leaves) if _is_enum(leaf)}
+    if members:
+        args, kwargs = pytree.tree_unflatten(
+            [text_of(leaf) if place in members else leaf for place, leaf in enumerate(leaves)], spec
+        )
+    return args, kwargs, members
+
+
+def with_members(args: PyTree, kwargs: PyTree, members: _Members) -> tuple[PyTree, PyTree]:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    args, kwargs = pytree.tree_unflatten([members.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
+    return args, kwargs
+
+
+@contextlib.contextmanager
+def members_in_forward(module: torch.nn.Module, names: list[str], members: _Members) -> Iterator[None]:
+    """Make a module's ``forward`` receive enum members in the with block, while its trace receives texts."""
+    # names: the keyword arguments in the order of the export, which determines the numbers of the leaves
+    if not members:
+        yield
+        return
+
+    def put_back(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return with_members(args, {name: kwargs[name] for name in names}, members)
+
+    with module.register_forward_pre_hook(put_back, prepend=True, with_kwargs=True):
+        yield
+
+
+def checking_constants(program: ExportedProgram) -> _Hook | None:
+    """Make a hook that refuses a call if an input differs from the constant that the exported program has for it."""
+    # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program has no constant input
+    given = arguments_of(program)
+    constants = {place: arg.value for place, arg in enumerate(given) if isinstance(arg, ConstantArgument)}
+    spec = program.call_spec.in_spec
+    if not constants or spec is None or spec.num_leaves != len(given):
+        return None
+    return functools.partial(_check_call, spec, constants)
+
+
+def _check_call(
+    spec: pytree.TreeSpec,
+    constants: Mapping[int, Any],
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    if torch.compiler.is_compiling():  # inside a trace, the call of the resulting program is checked instead
+        return None
+    names = spec.children()[1].context
+    if set(names) != set(kwargs):  # torch reports it
+        return None
+    call = (args, {name: kwargs[name] for name in names})
+    leaves, found = pytree.tree_flatten(call)
+    if len(leaves) != spec.num_leaves:
+        return None
+    members = [place for place, value in constants.items() if type(value) is str and _is_enum(leaves[place])]
+    for place in members:
+        leaves[place] = text_of(leaves[place])
+    for place, value in constants.items():
+        if not _is_same(value, leaves[place]):
+            path, _ = pytree.tree_flatten_with_path(call)[0][place]
+            raise SpecMismatchError(_message(path, value, leaves[place]))
+    return pytree.tree_unflatten(leaves, found) if members else None
+
+
+def _is_same(value: object, leaf: object) -> bool:
+    if value is None or leaf is None or isinstance(leaf, torch.Tensor):
+        return value is leaf
+    return bool(value == leaf) or (value != value and leaf != leaf)
+
+
+def _message(path: tuple[Any, ...], value: object, leaf: object) -> str:
+    part, *rest = path
+    where = ("args", "kwargs")[part.idx] + pytree.keystr(tuple(rest))
+    found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else describe_class(leaf)
+    if value is None:
+        return (
+            f"{where} was None when this program was exported, so the program has no such input and would ignore "
+            f"{found}. Pass None, or export again with a tensor there in the example."
+        )
+    return (
+        f"{where} was {value!r} when this program was exported, and is fixed in the program. The call passes "
+        f"{found if isinstance(leaf, torch.Tensor) else repr(leaf)}. Pass {value!r}, or export again with the other "
+        "value, or with a tensor, in the example."
+    )
+
+
+class StoredInteger(int):
+    """A token counter for an older exported program, which takes an integer where caches now flatten to a tensor."""
+
+
+def with_integers(program: ExportedProgram) -> _Hook | None:
+    """Make a hook that converts tensors in a call to integers where an older exported program takes integers."""
+    # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program takes no integer
+    given = arguments_of(program)
+    places = {index for index, arg in enumerate(given) if isinstance(arg, SymIntArgument)}
+    spec = program.call_spec.in_spec
+    if not places or spec is None or spec.num_leaves != len(given):
+        return None
+    names = spec.children()[1].context
+
+    def convert(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if set(names) != set(kwargs):  # torch reports it
+            return None
+        leaves, found = pytree.tree_flatten((args, {name: kwargs[name] for name in names}))
+        late = {place for place in places if place < len(leaves) and isinstance(leaves[place], torch.Tensor)}
+        if len(leaves) != len(given) or not late:
+            return None
+        converted = [StoredInteger(leaf) if place in late else leaf for place, leaf in enumerate(leaves)]
+        return pytree.tree_unflatten(converted, found)
+
+    return convert
+
+
+class Flat(torch.nn.Module):
+    """A module with one argument, a list of tensors, which are the arguments of a graph module."""
+
+    def __init__(self, called: torch.fx.GraphModule) -> None:
+        super().__init__()
+        self.called = called
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> Any:
+        return self.called(*tensors)
+
+
+def sizes_of(program: ExportedProgram, inputs: Sequence[str]) -> dict[str, Sequence[Any]]:
+    # program: a result of `flat_program`
+    values = {node.name: node.meta["val"] for node in program.graph.find_nodes(op="placeholder")}
+    return {name: values[arg.name].shape for name, arg in zip(inputs, arguments_of(program), strict=True)}
+
+
+def joined(past: torch.fx.Node, present: Any) -> torch.fx.Node | None:
+    """Return the graph node that appends new tokens to a cache input if the program returns that node, or ``None``."""
+    value = past.meta.get("val")
+    if value is None or value.ndim != 4:
+        return None
+    cats = [user for user in past.users if user.target is not torch.ops.aten.sym_size.int]
+    if len(cats) != 1 or cats[0] is not present or present.target is not torch.ops.aten.cat.default:
+        return None
+    parts: Any = present.args[0]
+    axis = present.args[1] if len(present.args) > 1 else 0
+    is_after = len(parts) == 2 and parts[0] is past and parts[1] is not past and axis in (2, -2)
+    return present if is_after and not present.kwargs else None
 
 
 class _RememberingProgram(ExportedProgram):
@@ -52,7 +236,6 @@ class _RememberingProgram(ExportedProgram):
 
 
 def _renaming(program: ExportedProgram) -> Callable[..., Any] | None:
-    """Make a hook that renames the keyword arguments of a call to the input names of the program."""
     spec = program.call_spec.in_spec
     names = [] if spec is None else spec.children()[1].context
     supports = open_supports()
@@ -70,27 +253,19 @@ def _renaming(program: ExportedProgram) -> Callable[..., Any] | None:
 
 
 def remembering(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``ExportedProgram.__init__``, so that calls of the program name unregistered classes in their errors."""
-
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        _own_specs(self)
+        # the program gets copies of the static parts, since a flatten function of the user may return the object's own
+        # list, and the object may change later
+        with contextlib.suppress(Exception), warnings.catch_warnings():  # objects that cannot be copied stay shared
+            warnings.simplefilter("ignore", FutureWarning)  # a warning of torch 2.13 about the class of its own leaves
+            copied = copy.deepcopy(self._module_call_graph)
+            if copied == self._module_call_graph:  # false for a sentinel, which is compared by identity
+                self._module_call_graph = copied
         _remember(self)
 
     return __init__
-
-
-def _own_specs(program: ExportedProgram) -> None:
-    """Copy the static parts of a program, so that a change to an object of the caller does not change the program.
-
-    This package's flatten functions return copies of lists. A user's flatten function may return the object's own list.
-    """
-    with contextlib.suppress(Exception), warnings.catch_warnings():  # objects that cannot be copied stay shared
-        warnings.simplefilter("ignore", FutureWarning)  # a warning of torch 2.13 about the class of its own leaves
-        copied = copy.deepcopy(program._module_call_graph)
-        if copied == program._module_call_graph:  # false for a sentinel, which is compared by identity
-            program._module_call_graph = copied
 
 
 def _remember(program: ExportedProgram) -> ExportedProgram:
@@ -129,14 +304,19 @@ def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
     """Remove assertions that hold for all sizes, and nodes that only they read, from an exported program."""
     graph = program.graph_module.graph
     assertion = torch.ops.aten._assert_scalar.default
-    asserted = {node: _expression(node.args[0]) for node in graph.nodes if node.target is assertion}
-    stated = {expression for expression in asserted.values() if expression is not None}
-    ranges = program.range_constraints
-    needless = {
-        node
-        for node, one in asserted.items()
-        if one is not None and (_always_holds(one) or _follows(one, stated, ranges))
-    }
+    asserted: dict[torch.fx.Node, sympy.Basic] = {}
+    for node in graph.nodes:
+        condition = node.args[0] if node.target is assertion else None
+        value = condition.meta.get("val") if isinstance(condition, torch.fx.Node) else None
+        if isinstance(value, torch.SymBool):
+            asserted[node] = value.node.expr
+    stated = {*asserted.values()}
+    needless: set[torch.fx.Node] = set()
+    for node, one in asserted.items():
+        # other assertions than those with a minimum or maximum state that sizes are equal
+        ordered = one.replace(lambda part: isinstance(part, (Min, Max)), _in_order) if one.has(Min, Max) else None
+        if ordered == sympy.true or _follows(one, stated, program.range_constraints):
+            needless.add(node)
     if not needless:
         return program
     for node in reversed(list(graph.nodes)):  # sizes that only these assertions read come before them
@@ -145,11 +325,6 @@ def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
             graph.erase_node(node)
     program.graph_module.recompile()
     return program
-
-
-def _expression(condition: object) -> sympy.Basic | None:
-    value = condition.meta.get("val") if isinstance(condition, torch.fx.Node) else None
-    return value.node.expr if isinstance(value, torch.SymBool) else None
 
 
 def _follows(expression: sympy.Basic, stated: Collection[sympy.Basic], ranges: Mapping[sympy.Symbol, Any]) -> bool:
@@ -163,12 +338,6 @@ def _follows(expression: sympy.Basic, stated: Collection[sympy.Basic], ranges: M
             if size in ranges and other.rhs.is_positive and bound <= other.rhs * ranges[size].lower:
                 return True
     return False
-
-
-def _always_holds(expression: sympy.Basic) -> bool:
-    if not expression.has(Min, Max):  # other assertions state that sizes are equal
-        return False
-    return bool(expression.replace(lambda part: isinstance(part, (Min, Max)), _in_order) == sympy.true)
 
 
 def _in_order(extreme: sympy.Expr) -> sympy.Expr:
@@ -195,10 +364,7 @@ _HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
 
 
 def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collection[str]]) -> Callable[..., Any]:
-    """Return a reader of stored tree specs that first imports the modules of classes that are not registered.
-
-    Only modules of the given libraries are imported; these libraries register their classes on import.
-    """
+    """Return a reader of stored tree specs that first imports modules of these libraries, which register classes."""
 
     @functools.wraps(read)
     def json_to_treespec(schema: object) -> Any:
@@ -301,7 +467,6 @@ class _Runner:
         return getattr(self._loader, name)
 
     def boxed_run(self, inputs: list[Any]) -> Any:
-        """Run the package with contiguous inputs where its metadata require them, and empty the list of inputs."""
         wanted = self._contiguous.ljust(len(inputs), "0")[: len(inputs)]
         found = [leaf.contiguous() if one == "1" else leaf for leaf, one in zip(inputs, wanted, strict=True)]
         inputs.clear()  # like the loader, which consumes its inputs

@@ -1,4 +1,4 @@
-"""Check the inputs of an export before anything is traced: :func:`check_inputs`."""
+"""Check the inputs of an export before anything is traced, and the registration of a class."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ import torch
 from torch.export import Dim
 
 from ..core.contents import Layouts
-from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError
+from ..errors import DynamicShapesError, FlattenError, InvalidArgumentError, NotRegisteredError, describe_class
+from ..private_names.of_torch import pytree
 from ..recipe.aliases import DynamicShapes
+from ..recipe.contract import Recipe, require_class
+from ..recipe.roundtrip import CHECKS
+from ..registry.claims import REGISTRY
 from ..trace.hook import EXPORT_HOOK
 from ..trees import arguments
 from ..trees.dynamic_specs import by_parameter, without_specs
@@ -113,14 +117,18 @@ def check_inputs(
         y.clone()
     """
     kwargs = kwargs or {}
-    if _can_be_walked(args, kwargs) and (endless := _endless(arguments.inputs_by_name(module, args, kwargs))):
-        return endless
+    can_be_walked = all(isinstance(given, kind) for given, kind in ((args, tuple), (kwargs, Mapping)))
+    if can_be_walked:
+        named = arguments.inputs_by_name(module, args, kwargs)
+        cycles = [cycle for name, value in named.items() if (cycle := find_cycle(value, name)) is not None]
+        if cycles:
+            return Findings(Finding("error", one, format_cycle(one, outer), f"{one} = None") for one, outer in cycles)
     try:
         arguments.check_arguments(module, args, kwargs)
         found: list[Finding] = []
     except InvalidArgumentError as error:
         found = [Finding("error", getattr(error, "path", ""), str(error))]
-        if not _can_be_walked(args, kwargs):
+        if not can_be_walked:
             return Findings(found)
     inputs = arguments.inputs_by_name(module, args, kwargs)
     leaves = [item for name, value in inputs.items() for item in torch_leaves(value, name)]
@@ -136,25 +144,21 @@ def check_inputs(
     found += misfit
     if shapes is not None and not misfit:
         axes = list(varying_axes(inputs, shapes))
-        found += _sizes_that_stay(axes)
+        for axis in axes:
+            if axis.size in (0, 1):
+                text = (
+                    f"{axis.path} has size {axis.size} along axis {axis.number}, which may vary: torch.export fixes "
+                    "sizes 0 and 1. Pass an example of size 2 or more along this axis."
+                )
+                found.append(Finding("warning", axis.path, text))
         found += _equal_sizes(axes)
     return Findings(sorted(found, key=lambda finding: finding.severity))
-
-
-def _endless(inputs: Mapping[str, Any]) -> Findings:
-    cycles = [cycle for name, value in inputs.items() if (cycle := find_cycle(value, name)) is not None]
-    return Findings(Finding("error", inner, format_cycle(inner, outer), f"{inner} = None") for inner, outer in cycles)
-
-
-def _can_be_walked(args: object, kwargs: object) -> bool:
-    return isinstance(args, tuple) and isinstance(kwargs, Mapping)
 
 
 # -- names -----------------------------------------------------------------------------------------------------------
 
 
 def _names(module: torch.nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Iterator[Finding]:
-    """Find arguments that ``forward`` takes in its ``**kwargs`` or never reads."""
     try:
         parameters = inspect.signature(module.forward).parameters
     except (TypeError, ValueError):
@@ -216,7 +220,6 @@ def _classes(inputs: Mapping[str, Any], leaves: list[tuple[str, Any]]) -> Iterat
 
 
 def _devices(module: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
-    """Find offloaded weights, and inputs on another device than the weights."""
     try:
         arguments.check_not_offloaded(module)
     except InvalidArgumentError as error:
@@ -267,7 +270,10 @@ def _slices(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
     if EXPORT_HOOK.active:  # the block passes a contiguous copy to the trace
         return
     for path, tensor in tensors:
-        if _leaves_gaps(tensor):
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
+            continue
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if span > tensor.numel():  # other memory is between the first and last element
             yield Finding(
                 "warning",
                 path,
@@ -275,14 +281,6 @@ def _slices(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
                 "other strides. Pass a contiguous example, or export inside register_flattening_functions():",
                 f"{path}.contiguous()",
             )
-
-
-def _leaves_gaps(tensor: torch.Tensor) -> bool:
-    """Return whether other memory is between a tensor's first and last element."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return False
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return span > tensor.numel()
 
 
 # -- sizes that are to vary ------------------------------------------------------------------------------------------
@@ -306,17 +304,6 @@ def _shapes(module: Callable[..., Any], inputs: dict[str, Any], shapes: DynamicS
     return dict(shapes), []
 
 
-def _sizes_that_stay(axes: list[Axis]) -> Iterator[Finding]:
-    for axis in axes:
-        if axis.size in (0, 1):
-            yield Finding(
-                "warning",
-                axis.path,
-                f"{axis.path} has size {axis.size} along axis {axis.number}, which may vary: torch.export fixes "
-                "sizes 0 and 1. Pass an example of size 2 or more along this axis.",
-            )
-
-
 def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
     """Find varying axes with different names or positions that have the same size in the example."""
     # axes without a name and with the same position count as one size, which is usually the batch
@@ -338,8 +325,6 @@ def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
 
 
 class Axis(NamedTuple):
-    """One axis of one tensor that ``dynamic_shapes`` lets vary."""
-
     path: str
     number: int
     size: int
@@ -347,7 +332,6 @@ class Axis(NamedTuple):
 
 
 def varying_axes(inputs: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterator[Axis]:
-    """Yield the axes that may vary, in the order of the leaves."""
     for name, value in inputs.items():
         places = leaf_places(value, own_children, name)
         for place, entries in zip(places, shapes_of_leaves(value, shapes[name]), strict=True):
@@ -356,3 +340,49 @@ def varying_axes(inputs: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterat
             for number, dim in (entries or {}).items():
                 if dim is not None and type(dim) is not int and dim is not Dim.STATIC:
                     yield Axis(format_path(name, place.keys), number, int(place.obj.shape[number]), dim)
+
+
+# -- registrations ----------------------------------------------------------------------------------------------------
+
+
+def check_recipe(cls: type, sample: object) -> None:
+    """Check the flatten functions that this package or another library registered with torch for a class.
+
+    Args:
+        cls: the class.
+        sample: an instance with as many fields filled as possible, since empty fields are not checked.
+
+    Raises:
+        InvalidRegistrationError: when ``cls`` is not a class.
+        NotRegisteredError: when torch does not know the class.
+        InvalidArgumentError: when ``sample`` is not an instance of exactly this class.
+        RoundTripError: when one of these does not hold, tried in this order: no tensors in the static part; the keyed
+            flatten agrees with the plain one; the object comes back with the same children, not copies, and an equal
+            static part; unflatten makes no tensors; unflatten accepts placeholders; the spec survives storage; the
+            static part hashes; torch's C++ pytree, if it is in use, agrees with the Python one.
+
+    >>> import collections
+    >>> check_recipe(collections.OrderedDict, collections.OrderedDict(a=1, b=[2, 3]))
+    """
+    require_class(cls, "check_recipe")
+    recipe = recipe_of(cls)
+    if type(sample) is not cls:
+        raise InvalidArgumentError(
+            f"check_recipe: expected an instance of {describe_class(cls)}, found {describe_class(sample)}. A subclass "
+            "has its own registration."
+        )
+    for check in CHECKS.values():
+        check(recipe, sample)
+
+
+def recipe_of(cls: type) -> Recipe:
+    ours = REGISTRY.recipe_in_force(cls)
+    if ours is not None:
+        return ours
+    node = pytree.SUPPORTED_NODES.get(cls)
+    if node is None:
+        raise NotRegisteredError(
+            f"check_recipe: torch does not know how to flatten {describe_class(cls)}. Register the class:\n"
+            f"    {REGISTRY.remedy(cls) or f'register_class_flattening({cls.__qualname__}, ...)'}"
+        )
+    return Recipe.from_functions(cls, node.flatten_fn, node.unflatten_fn, node.flatten_with_keys_fn)

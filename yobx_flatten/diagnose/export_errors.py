@@ -43,9 +43,9 @@ def _tensors(failure: Failure) -> list[tuple[str, torch.Tensor]]:
     return [(path, leaf) for path, leaf in _leaves(failure) if isinstance(leaf, torch.Tensor)]
 
 
-def _fixed(text: str, line: str) -> Callable[[Failure, re.Match[str]], Explanation]:
+def _fixed(text: str, line: str, paths: tuple[str, ...] = ()) -> Callable[[Failure, re.Match[str]], Explanation]:
     """Make an explanation with a fixed text, in which ``FOUND`` stands for the first group of the pattern."""
-    return lambda failure, found: Explanation(text.replace("FOUND", found[found.lastindex or 0]), (), line)
+    return lambda failure, found: Explanation(text.replace("FOUND", found[found.lastindex or 0]), paths, line)
 
 
 def _old_tracer(failure: Failure, found: re.Match[str]) -> Explanation:
@@ -357,10 +357,6 @@ def _arguments(failure: Failure, found: re.Match[str]) -> Explanation | None:
     )
 
 
-def _args_are_no_tuple(failure: Failure, found: re.Match[str]) -> Explanation:
-    return Explanation("args must be a tuple of positional arguments:", ("args",), "torch.export.export(module, (x,))")
-
-
 _TABLE: list[Row] = [
     (r"Unsupported input type <class '([^']+)'>", _unregistered_input),
     (r"one of the inputs with type `?<class '([^']+)'>`?\s*is not supported", _unregistered_input),
@@ -378,6 +374,9 @@ _TABLE: list[Row] = [
     (r"missing a required (?:keyword-only )?argument: '(\w+)'", _arguments),
     (r"got an unexpected keyword argument '(\w+)'", _arguments),
     (r"(too many positional arguments)", _arguments),
-    (r"Expecting `args` to be a tuple", _args_are_no_tuple),
+    (
+        r"Expecting `args` to be a tuple",
+        _fixed("args must be a tuple of positional arguments:", "torch.export.export(module, (x,))", ("args",)),
+    ),
     *OTHER_ROWS,
 ]

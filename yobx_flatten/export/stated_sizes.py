@@ -114,7 +114,6 @@ def _as_expression(expression: sympy.Basic, place: str) -> Expression:
 @contextlib.contextmanager
 def asserted_in_forward(
     module: torch.nn.Module,
-    args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     names: Sequence[str],
     relations: Sequence[Relation],

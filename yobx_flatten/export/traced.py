@@ -182,7 +182,7 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
     with raised_as(functools.partial(_explain, example)):
         leaves = pytree.tree_leaves(example.inputs)
         named = named_in_forward(module, swallowed)
-        asserted = asserted_in_forward(module, example.args, example.kwargs, example.names, example.relations)
+        asserted = asserted_in_forward(module, example.kwargs, example.names, example.relations)
         # a trace writes to tensors that are plain attributes, and stores symbols in attributes
         untouched, traceable = undisturbed(module=module), stand_ins(module, leaves)
         # a strict trace ignores forward hooks

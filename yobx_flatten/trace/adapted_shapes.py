@@ -29,8 +29,7 @@ from ..errors import DynamicShapesError, describe_class
 from ..private_names.of_torch import GetAttrKey, pytree
 from ..recipe.aliases import DynamicShapes, TransformersCache
 from ..recipe.contract import Recipe
-
-_RecipeOf = Callable[[type], Recipe | None]
+from ..registry.claims import REGISTRY
 
 
 def adapted_shapes(
@@ -38,9 +37,7 @@ def adapted_shapes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     shapes: DynamicShapes,
-    recipe_of: _RecipeOf,
 ) -> DynamicShapes:
-    # recipe_of: this package's recipe of a class, or `None`
     from ..private_names.of_torch import combine_args
 
     by_tensor = isinstance(shapes, ShapesCollection)
@@ -52,17 +49,17 @@ def adapted_shapes(
         named = combine_args(module, args, kwargs)
     except TypeError:  # torch reports arguments that do not fit
         return shapes
-    return _Adapting(recipe_of, by_tensor).adapt(dict(named), shapes)
+    return _Adapting(by_tensor).adapt(dict(named), shapes)
 
 
 class _Adapting:
-    def __init__(self, recipe_of: _RecipeOf, by_tensor: bool) -> None:
-        self.recipe_of, self.by_tensor = recipe_of, by_tensor
+    def __init__(self, by_tensor: bool) -> None:
+        self.by_tensor = by_tensor
 
     def adapt(self, obj: object, shapes: DynamicShapes) -> DynamicShapes:
         if shapes is None or isinstance(obj, torch.Tensor):
             return shapes
-        recipe = self.recipe_of(type(obj))
+        recipe = REGISTRY.recipe_in_force(type(obj))
         if recipe is not None and recipe.axes is not None:
             entries = self.entries_of(obj, shapes, recipe)
             return self.varying(obj, entries, recipe) if isinstance(entries, list) else entries
@@ -117,7 +114,7 @@ class _Adapting:
         varies = any(map(_varies, by_tensor.values()))
         entries: list[Any] = []
         for child in children:
-            recipe = self.recipe_of(type(child))
+            recipe = REGISTRY.recipe_in_force(type(child))
             if recipe is not None:
                 entries.append(self.written(recipe.flatten(child)[0], by_tensor))
             else:
@@ -251,11 +248,9 @@ def refuse_specs_of_keys(
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     spec: DynamicShapes,
-    recipe_of: _RecipeOf,
 ) -> None:
     """Raise DynamicShapesError for a ``ShapesSpec`` with entries for a KV cache or another object with keys."""
     # `torch.export` looks up the entries of an `ObjectSpec` by attribute name, and the children of caches have keys
-    # recipe_of: this package's recipe of a class, or `None`
     from ..private_names.of_torch import combine_args  # imports much
 
     classes = spec_classes()
@@ -268,7 +263,7 @@ def refuse_specs_of_keys(
     containers = (classes.ObjectSpec, classes.DictSpec, classes.SeqSpec)
     for name, entry in opened_spec(spec)[0].items():
         found = inputs.get(name)
-        recipe = recipe_of(type(found)) if isinstance(entry, containers) else None
+        recipe = REGISTRY.recipe_in_force(type(found)) if isinstance(entry, containers) else None
         if recipe is None:
             continue
         keys = [key for key, _ in recipe.flatten_with_keys(found)[0]]

@@ -32,7 +32,6 @@ from ..errors import InvalidArgumentError
 from ..errors.failures import result_or
 from ..private_names.of_torch import fx_config, pytree, spec_protocols
 from ..recipe.aliases import DynamicShapes, PyTree
-from ..registry.claims import REGISTRY
 from ..registry.patches import LOCK, AttributePatch, ImportedPatch, TracePatch, tracing_here
 from .adapted_shapes import adapted_shapes, refuse_specs_of_keys
 from .onnx_operators import TRANSLATIONS, add_translation, filled_registry, remembering_decompositions
@@ -197,9 +196,9 @@ class ExportHook:
                     if isinstance(dynamic_shapes, Mapping):
                         dynamic_shapes = support.named_for(mod.forward, dynamic_shapes)
                 check_nested_kwargs(original, mod, kwargs, dynamic_shapes)
-                refuse_specs_of_keys(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
+                refuse_specs_of_keys(mod, args, kwargs, dynamic_shapes)
             args, kwargs, members = enums_as_texts(args, kwargs)
-            dynamic_shapes = adapted_shapes(mod, args, kwargs, dynamic_shapes, REGISTRY.recipe_in_force)
+            dynamic_shapes = adapted_shapes(mod, args, kwargs, dynamic_shapes)
             args, kwargs = _with_own_memory((args, kwargs))
             with contextlib.ExitStack() as stack:
                 stack.enter_context(tracing_here())
@@ -241,16 +240,15 @@ def _with_own_memory(tree: PyTree) -> PyTree:
     leaves, spec = pytree.tree_flatten(tree)
     made = []
     for place, leaf in enumerate(leaves):
-        is_again = isinstance(leaf, Tensor) and any(leaf is one for one in leaves[:place])
-        made.append(leaf.contiguous() if _is_slice(leaf) else leaf.clone() if is_again else leaf)
+        own = leaf
+        if isinstance(leaf, Tensor) and any(leaf is one for one in leaves[:place]):
+            own = leaf.clone()
+        if type(leaf) is Tensor and leaf.layout is torch.strided and leaf.numel():
+            span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+            if span != leaf.numel():  # the memory has gaps between the elements, or the tensor is expanded
+                own = leaf.contiguous()
+        made.append(own)
     return tree if all(a is b for a, b in zip(made, leaves, strict=True)) else pytree.tree_unflatten(made, spec)
-
-
-def _is_slice(leaf: object) -> bool:
-    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.numel() == 0:
-        return False
-    span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
-    return span != leaf.numel()  # the memory has gaps between the elements, or the tensor is expanded
 
 
 _LOADER_LOG = logging.getLogger("torch._export.serde.serialize")

@@ -11,7 +11,6 @@ from tests.cache_words import WORD, cache_of
 from tests.flatten.huggingface.tracing.one_graph import small_model
 from tests.models import make_model, start
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
-from yobx_flatten.registry.claims import REGISTRY
 from yobx_flatten.trace.adapted_shapes import adapted_shapes
 
 pytestmark = pytest.mark.slow
@@ -86,7 +85,6 @@ def test_keys_and_values_apart_are_the_same_specification(way):
                 (),
                 inputs,
                 {**dynamic_shapes(inputs), WORD: WAYS[name](cache_of(inputs))},
-                REGISTRY.recipe_in_force,
             )
             for name in ("keys and values in turn", way)
         )
@@ -164,12 +162,12 @@ def test_axes_of_a_cache_that_never_vary_are_fixed_where_torch_was_to_find_out(w
     shapes = dynamic_shapes(inputs)
     shapes[WORD] = [everything] * (2 * len(cache_of(inputs).layers))
     with register_flattening_functions(patch_transformers=True):
-        found = adapted_shapes(model, (), inputs, shapes, REGISTRY.recipe_in_force)[WORD]
+        found = adapted_shapes(model, (), inputs, shapes)[WORD]
     wanted = [AUTO, None, AUTO, None]
     assert found == [dict(enumerate(wanted)) if wrap is dict else wrap(wanted)] * len(found)
     shapes[WORD] = [{0: AUTO, 1: Dim.DYNAMIC, 2: AUTO}] * len(found)
     with register_flattening_functions(patch_transformers=True):
-        asked = adapted_shapes(model, (), inputs, shapes, REGISTRY.recipe_in_force)[WORD]
+        asked = adapted_shapes(model, (), inputs, shapes)[WORD]
     assert asked == shapes[WORD]
 
 

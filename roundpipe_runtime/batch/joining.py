@@ -74,6 +74,7 @@ def _rules(merge: Any) -> Rules:
 
 
 def common_spec(outputs: Sequence[Any]) -> pytree.TreeSpec:
+    """Return the tree spec of the microbatches' outputs, or raise an error if two outputs differ in structure."""
     specs = [pytree.tree_structure(output) for output in outputs]
     for index, spec in enumerate(specs):
         if spec != specs[0]:

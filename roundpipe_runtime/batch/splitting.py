@@ -17,6 +17,7 @@ from .entries import (
     Entry,
     FlatBatch,
     FlatMicrobatch,
+    check_packed_counts,
     check_packed_rows,
     check_registered,
     entries_of,
@@ -60,7 +61,7 @@ def infer_batch_size(*trees: Any) -> int | None:
     >>> infer_batch_size({"x": torch.zeros(8, 3), "mask": torch.zeros(1, 3)}, torch.zeros(8))
     8
     """
-    inputs = entries_of({f"trees[{index}]": tree for index, tree in enumerate(trees)}, {})
+    inputs = [entry for index, tree in enumerate(trees) for entry in entries_of(tree, f"trees[{index}]", {})]
     return batch_axes(inputs, [], {}).batch
 
 
@@ -130,20 +131,7 @@ def split_flat(
 
 def _rules(num_microbatch: int, split_input: Any, split_label: Any) -> Rules:
     sizes(1, num_microbatch)  # raises an error for an invalid number
-    rules: Rules = {}
-    if split_input is None or _is_function(split_input):
-        pass
-    elif isinstance(split_input, Mapping):
-        rules = read_rules(split_input, "")
-    elif isinstance(split_input, (tuple, list)) and len(split_input) == 2:
-        rules = read_rules(split_input[0], "args") | read_rules(split_input[1], "kwargs")
-    else:
-        raise SplitError(
-            "split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found "
-            f"{format_value(split_input)}. For one argument, split along axis 0:\n"
-            "    RoundPipeRunConfig(split_input=((TensorChunkSpec(0),), None))"
-        )
-    return rules if _is_function(split_label) else rules | read_rules(split_label, "label")
+    return _input_rules(split_input) | ({} if _is_function(split_label) else read_rules(split_label, "label"))
 
 
 def _check(batch: FlatBatch, rules: Rules) -> None:
@@ -154,10 +142,7 @@ def _check(batch: FlatBatch, rules: Rules) -> None:
 def _split_leaves(batch: FlatBatch, num_microbatch: int, rules: Rules) -> list[FlatMicrobatch]:
     inputs = [*entries_of_flat(batch.args, rules), *entries_of_flat(batch.kwargs, rules)]
     labels = entries_of_flat(batch.label, rules)
-    packed = {e.path: len(e.value) for e in [*inputs, *labels] if isinstance(e.value, RoundPipePackedData)}
-    if len(set(packed.values())) > 1:
-        counted = ", ".join(f"{path} into {count}" for path, count in packed.items())
-        raise SplitError(f"These arguments were split into different numbers of microbatches: {counted}.")
+    check_packed_counts([*inputs, *labels])
     decided = batch_axes(inputs, labels, rules)
     rows = _rows(inputs, labels, decided, num_microbatch)
     spec, label_spec = batch.specs()
@@ -178,6 +163,20 @@ def _flattened(microbatch: Microbatch) -> FlatMicrobatch:
     inputs, spec = pytree.tree_flatten((microbatch.args, microbatch.kwargs), is_leaf=leaf_test())
     labels, label_spec = pytree.tree_flatten(microbatch.label, is_leaf=leaf_test())
     return FlatMicrobatch(inputs, spec, labels, label_spec, microbatch.rows)
+
+
+def _input_rules(split_input: Any) -> Rules:
+    if split_input is None or _is_function(split_input):
+        return {}
+    if isinstance(split_input, Mapping):
+        return read_rules(split_input, "")
+    if isinstance(split_input, (tuple, list)) and len(split_input) == 2:
+        return read_rules(split_input[0], "args") | read_rules(split_input[1], "kwargs")
+    raise SplitError(
+        "split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found "
+        f"{format_value(split_input)}. For one argument, split along axis 0:\n"
+        "    RoundPipeRunConfig(split_input=((TensorChunkSpec(0),), None))"
+    )
 
 
 def _is_function(value: Any) -> bool:
@@ -239,7 +238,7 @@ def _split_by_functions(
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
     given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}
-    inputs = entries_of(given, rules)
+    inputs = _entries(given, rules)
     if _is_function(split_input):
         calls = _checked_calls(split_input(args, kwargs, num_microbatch))
     else:
@@ -268,9 +267,13 @@ def _split_by_functions(
     return [Microbatch(index, *part, count) for index, (part, count) in enumerate(zip(made, rows, strict=True))]
 
 
+def _entries(trees: Mapping[str, Any], rules: Rules) -> list[Entry]:
+    return [entry for name, tree in trees.items() for entry in entries_of(tree, name, rules)]
+
+
 def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
     """Split inputs into the sizes of the labels, or labels into the sizes of inputs; set known sizes in ``rows``."""
-    entries = entries_of(trees, rules)
+    entries = _entries(trees, rules)
     stated = next((entry.stated for entry in entries if entry.stated is not None), None)
     if None in rows and stated is not None and len(stated) == len(rows):
         rows[:] = stated
@@ -332,6 +335,8 @@ def _checked_labels(made: Any) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchAxes:
+    """The batch size and the batch axis of each leaf."""
+
     batch: int | None  # batch size; `None` if no leaf has a batch axis
     axes: list[int | None]  # axis of each input leaf, `None` for leaves that every microbatch gets whole
     label_axes: list[int | None]  # axis of each leaf of the labels
@@ -341,10 +346,9 @@ class BatchAxes:
 
 
 def batch_axes(inputs: Sequence[Entry], labels: Sequence[Entry], rules: Rules) -> BatchAxes:
-    entries = [*inputs, *labels]
-    _check_paths(entries, rules)
-    has_rules = all(entry.rule is not None for entry in entries if _has_rows(entry))
-    if has_rules and len({*_sizes(_cut_by_rule(entries))} - {1}) > 1:  # each leaf is split by its own rule
+    """Decide how many rows the batch has, and which axis of each leaf is the batch axis."""
+    _check_paths([*inputs, *labels], rules)
+    if _are_apart([*inputs, *labels]):
         rows = set(_sizes(_cut_by_rule(labels)))
         return BatchAxes(
             rows.pop() if len(rows) == 1 else None,
@@ -368,12 +372,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
     if len(known) > 1:
         known.pop(1, None)
     if len(known) > 1:
-        without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
-        raise SplitError(
-            f"Tensors with a batch axis have different numbers of rows: {_format_sizes(known)}. Slice or repeat them "
-            "to the same number before the call. To split tensors by their own sizes, also give a rule to each of "
-            f"these: {', '.join(without)}."
-        )
+        raise _contradicting(known, entries)
     of_inputs = _sizes([e for e in inputs if not e.is_known])
     of_labels = _sizes([e for e in labels if not e.is_known])
     known = known or _counted(entries, {*of_inputs, *of_labels})
@@ -427,6 +426,12 @@ def _sizes(entries: Sequence[Entry]) -> dict[int, list[str]]:
 
 
 # -- a rule for each leaf ----------------------------------------------------------------------------------------------
+
+
+def _are_apart(entries: Sequence[Entry]) -> bool:
+    """Return whether every leaf has a rule, and the rules split leaves with different numbers of rows."""
+    has_rules = all(entry.rule is not None for entry in entries if _has_rows(entry))
+    return has_rules and len({*_sizes(_cut_by_rule(entries))} - {1}) > 1
 
 
 def _cut_by_rule(entries: Iterable[Entry]) -> list[Entry]:
@@ -498,6 +503,15 @@ def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
                 f"{path}: the rule is TensorChunkSpec({rule.dim}), but there is no axis to split in "
                 f"{format_value(leaf.value)}."
             )
+
+
+def _contradicting(found: dict[int, list[str]], entries: Sequence[Entry]) -> SplitError:
+    without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
+    return SplitError(
+        f"Tensors with a batch axis have different numbers of rows: {_format_sizes(found)}. Slice or repeat them to "
+        "the same number before the call. To split tensors by their own sizes, also give a rule to each of these: "
+        f"{', '.join(without)}."
+    )
 
 
 def _ambiguous(found: dict[int, list[str]]) -> SplitError:

@@ -49,7 +49,7 @@ class _Manifest:
 
 
 def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[str, dict[str, object]]:
-    """Return the size and checksum of each file in a folder and its subfolders, by relative path."""
+    """Size and checksum of each file in a folder and its subfolders, by relative path."""
     # part: index of this process: it reads every `parts`-th file, starting with this one
     files = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
     return {
@@ -59,7 +59,7 @@ def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[
 
 
 def write_manifest(folder: pathlib.Path, files: Mapping[str, object] | None = None) -> None:
-    """Write the manifest of a checkpoint, which lists its files with checksums, and flush all files to the disk."""
+    """Also flushes all files to the disk."""
     # files: what `describe_files` returned. Default: the files are read.
     described = describe_files(folder) if files is None else {name: files[name] for name in sorted(files)}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
@@ -68,7 +68,7 @@ def write_manifest(folder: pathlib.Path, files: Mapping[str, object] | None = No
 
 
 def is_complete(folder: pathlib.Path) -> bool:
-    """Return whether all files in a checkpoint's manifest exist with the listed sizes, without reading them."""
+    """Whether all files exist with the sizes in the manifest; the files are not read."""
     try:
         _check_sizes(folder)
     except CheckpointError:
@@ -77,7 +77,7 @@ def is_complete(folder: pathlib.Path) -> bool:
 
 
 def verify(folder: pathlib.Path, part: int = 0, parts: int = 1) -> None:
-    """Raise an error if a file of a checkpoint does not match its checksum in the manifest."""
+    """Compare the checksums of files with the manifest."""
     # part: index of this process: it reads every `parts`-th file, starting with this one
     for name, entry in list(_check_sizes(folder).items())[part::parts]:
         try:
@@ -89,15 +89,6 @@ def verify(folder: pathlib.Path, part: int = 0, parts: int = 1) -> None:
 
 
 def _check_sizes(folder: pathlib.Path) -> dict[str, _File]:
-    files = _read(folder)
-    for name, entry in files.items():
-        size = inside(folder, name, DamagedCheckpointError).stat().st_size
-        if size != entry.bytes:
-            raise DamagedCheckpointError(f"{folder}: {name} has {size} bytes, but {entry.bytes} were written.")
-    return files
-
-
-def _read(folder: pathlib.Path) -> dict[str, _File]:
     try:
         version = read_document(folder / MANIFEST, _Version, failure=DamagedCheckpointError).format
         if version != _VERSION:
@@ -111,6 +102,10 @@ def _read(folder: pathlib.Path) -> dict[str, _File]:
         raise DamagedCheckpointError(f"{folder}: {MANIFEST} cannot be read: {error}") from error
     if not files:
         raise DamagedCheckpointError(f"{folder}: {MANIFEST} names no file.")
+    for name, entry in files.items():
+        size = inside(folder, name, DamagedCheckpointError).stat().st_size
+        if size != entry.bytes:
+            raise DamagedCheckpointError(f"{folder}: {name} has {size} bytes, but {entry.bytes} were written.")
     return files
 
 
@@ -125,7 +120,7 @@ _LEFTOVER = re.compile(r"\.checkpoint-\d+\.(writing|leaving)")
 
 
 def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the paths of the checkpoints in a folder, the oldest first."""
+    """The oldest checkpoint is the first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -133,24 +128,23 @@ def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def is_checkpoint(path: pathlib.Path) -> bool:
-    """Return whether a folder is itself a checkpoint, even if it is damaged or was renamed."""
+    """Whether a folder is itself a checkpoint, even a damaged or renamed one."""
     return path.is_dir() and (_NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists())
 
 
 def step_of(checkpoint: pathlib.Path) -> int:
-    """Return the number in the name of a checkpoint."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def next_path(folder: pathlib.Path) -> pathlib.Path:
-    """Return the path for the next checkpoint in a folder: the number of the last checkpoint plus one."""
+    """The number of the last checkpoint plus one."""
     there = checkpoints_in(folder)
     last = step_of(there[-1]) if there else 0
     return folder / f"checkpoint-{last + 1:08}"
 
 
 def writing_path(path: pathlib.Path) -> pathlib.Path:
-    """Return the hidden path at which a checkpoint is written before it is renamed to ``path``."""
+    """Hidden path at which a checkpoint is written before it is renamed to ``path``."""
     return path.with_name(f".{path.name}.writing")
 
 
@@ -188,7 +182,7 @@ def appearing(
 
 @contextlib.contextmanager
 def only_writer(folder: pathlib.Path) -> Iterator[None]:
-    """Create a folder, and prevent other processes from writing a checkpoint into it during the with block."""
+    """Create a folder, and prevent other processes from writing a checkpoint into it during the block."""
     if not folder.is_dir():
         if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
             path = file.with_name(f"{file.stem}-checkpoints")
@@ -207,14 +201,14 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
-    """Remove the unfinished checkpoint folders that a killed process has left."""
+    """Unfinished checkpoint folders were left by a killed process."""
     for path in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_old(folder: pathlib.Path, keep: int | None) -> None:
-    """Remove all checkpoints older than the last ``keep`` complete checkpoints; ``None`` keeps all checkpoints."""
+    """Remove checkpoints older than the last ``keep`` complete checkpoints; ``None`` keeps all."""
     # keep: number of complete checkpoints to keep, or `None`
     if keep is None:
         return
@@ -227,7 +221,7 @@ def remove_old(folder: pathlib.Path, keep: int | None) -> None:
 
 
 def remove_checkpoint(path: pathlib.Path) -> None:
-    """Remove a checkpoint atomically: an interruption leaves no partial folder under its name."""
+    """An interruption leaves no partial folder under the name of the checkpoint."""
     leaving = path.with_name(f".{path.name}.leaving")
     path.rename(leaving)
     shutil.rmtree(leaving, ignore_errors=True)

@@ -70,7 +70,12 @@ def load_checkpoint(
     ranks = ranks_of(model, targets)
     path: pathlib.Path | None = home
     if ranks.on_first(lambda: is_checkpoint(home)):
-        _check_writer(home)
+        # the manifest of a Trainer has the same format
+        if not (home / training_state.TRAINING).exists() and (home / "trainer_state.json").exists():
+            raise CheckpointError(
+                f"{home} was written by a Trainer. Resume training with the Trainer:\n"
+                f"    trainer.train(resume_from_checkpoint={str(home)!r})"
+            )
         if (damage := _damage(home, ranks)) is not None:
             raise DamagedCheckpointError(damage)
     else:
@@ -79,7 +84,7 @@ def load_checkpoint(
 
 
 def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path | None:
-    """Return the newest undamaged checkpoint; ``None`` if there is no checkpoint."""
+    """``None`` if there is no checkpoint; raise if all are damaged."""
     errors = []
     # All processes choose the same checkpoint: each checks a part of the files, and the damage is shared.
     for path in reversed(there):
@@ -95,7 +100,7 @@ def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path |
 
 
 def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
-    """Check a checkpoint, each process some of the files; return the first error, or ``None`` without damage."""
+    """Each process checks some of the files; all get the first error, or ``None``."""
 
     def check() -> str | None:
         try:
@@ -107,19 +112,10 @@ def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
     return next((found for found in ranks.exchange(ranks.together(check)) if found is not None), None)
 
 
-def _check_writer(path: pathlib.Path) -> None:
-    """Raise CheckpointError if a Trainer wrote the checkpoint; its manifest has the same format."""
-    if not (path / training_state.TRAINING).exists() and (path / "trainer_state.json").exists():
-        raise CheckpointError(
-            f"{path} was written by a Trainer. Resume training with the Trainer:\n"
-            f"    trainer.train(resume_from_checkpoint={str(path)!r})"
-        )
-
-
 def _restore(
     path: pathlib.Path, model: nn.Module, parts: training_state.TrainingObjects, ranks: CheckpointRanks
 ) -> dict[str, Any]:
-    """Read and check the checkpoint, then load the optimizers, then the model; each in all processes or in none."""
+    """The optimizers, then the model; each in all processes or in none."""
     with contextlib.ExitStack() as stack:
         undo = stack.enter_context(contextlib.ExitStack())
         # 1. All that can fail is read and checked while nothing has changed yet.
@@ -186,7 +182,7 @@ def _restore_model(stored: dict[str, Any], tensors: dict[str, torch.Tensor], mod
 
 
 def _check_parts(stored: dict[str, Any], parts: training_state.TrainingObjects) -> None:
-    """Check that the checkpoint has the requested optimizers, schedulers and scaler; warn if it has others."""
+    """Warn if the checkpoint has objects that are not requested."""
     scalers = [stored["scaler"]] if stored["scaler"] is not None else []
     kinds = [
         ("optimizer", parts.optimizers, stored["optimizers"]),
@@ -205,7 +201,7 @@ def _check_parts(stored: dict[str, Any], parts: training_state.TrainingObjects) 
 
 
 def _undo_of(part: Any) -> Callable[[], None]:
-    """Return a function that restores the present state of an optimizer, scheduler or scaler."""
+    """A function that restores the present state of an optimizer, scheduler or scaler."""
     # part: object with `state_dict` and `load_state_dict`
     if hasattr(part, "param_groups") and hasattr(part, "state"):
         state, groups = part.state, part.param_groups  # not copied: a load replaces the tensors

@@ -16,14 +16,14 @@ from ..device.transfer import shapes_of
 from ..engine.lifecycle import PipelineProgress
 from ..errors import CheckpointError, ConfigError
 from ..pipeline import RoundPipe, wrapped_model
-from .tensor_files import encode, open_tensors
+from .tensor_files import encode, names_in_parts, open_tensors
 
 # Bytes of parameters that are loaded to a disk at a time.
 _PART = 64 * 2**20
 
 
 def check_writes_at_once(model: nn.Module) -> None:
-    """Raise an error if a pipeline keeps its weights on a disk: a background save needs a copy of them in memory."""
+    """A background save needs a copy of the weights in memory, where weights on a disk may not fit."""
     for _, pipeline in _pipelines(model):
         if pipeline.host != HOST_IN_MEMORY:
             raise ConfigError(
@@ -34,7 +34,7 @@ def check_writes_at_once(model: nn.Module) -> None:
 
 
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Collect a model's parameters and buffers in ``tensors``, tied ones under their first name only."""
+    """Parameters and buffers go into ``tensors``, tied ones under their first name only."""
     # returns: the other names of tied weights (`"aliases"`), values that are not tensors (`"extra"`), and digests of
     # frozen quantized weights, which are not stored (`"frozen"`)
     first: dict[int, str] = {}
@@ -60,7 +60,6 @@ def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tens
 def check_model(
     model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], *, goes_on: bool
 ) -> None:
-    """Raise an error, before anything is changed, if a checkpoint is for a different model."""
     # goes_on: whether the training continues; then dtypes must also be equal
     expected = dict(model.state_dict(keep_vars=True))
     frozen = stored.get("frozen", {})  # earlier versions stored none
@@ -82,12 +81,23 @@ def check_model(
                 f"The checkpoint is for a different model: {name} is {shapes_of([tensor])} in the checkpoint, and "
                 f"{shapes_of([value])} in the model."
             )
-    check_frozen(model, frozen)
+    digests = digests_of_frozen(model) if frozen else {}
+    changed = [name for name, digest in frozen.items() if digests.get(name) != digest]
+    if changed:
+        differing = _format_names("Frozen quantized weights have changed since it was saved:", changed)
+        raise CheckpointError(
+            f"The checkpoint is for a different model.{differing} Quantize the same weights in the same way before you "
+            "load the checkpoint."
+        )
 
 
 def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Raise an error, before anything is changed, if a checkpoint has master weights that the model does not use."""
-    here = {_join(prefix, name) for prefix, pipeline in _pipelines(model) for name in _names_with_master(pipeline)}
+    """Refuse master weights that the model does not use."""
+    here = set()  # names of parameters with a master weight
+    for prefix, pipeline in _pipelines(model):
+        own = {id(parameter) for parameter in wrapped_model(pipeline).parameters()}
+        targets = pipeline.optim_named_parameters()
+        here |= {_join(prefix, name) for name, target in targets if id(target) not in own}
     homeless = [name for name in stored["masters"] if name not in here]
     if homeless:
         first, dtype = homeless[0], stored["masters"][homeless[0]].dtype
@@ -98,7 +108,7 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Check counters and tensors from :func:`collect_progress` in a checkpoint, before anything is changed."""
+    """Check counters and tensors from :func:`collect_progress`."""
     for entry in stored["pipelines"].values():
         counts = [entry["runs"], *([entry["replicas"]] if entry.get("replicas") is not None else [])]
         if not all(type(count) is int and count >= 0 for count in counts):
@@ -114,7 +124,6 @@ def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Load into a model the parameters and buffers that :func:`collect_parameters` collected."""
     state: dict[str, Any] = dict(tensors)
     state.update({name: tensors[known] for name, known in stored["aliases"].items()})
     state.update(stored["extra"])
@@ -125,7 +134,7 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
 
 
 def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
-    """Load safetensors weights into a model in parts, to save memory; return whether names and shapes match."""
+    """Load safetensors weights in parts, to save memory; ``False`` if names or shapes differ."""
     with open_tensors(folder, "model") as tensors:
         state = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         first: dict[int, str] = {}
@@ -139,27 +148,15 @@ def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
 
 
 def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a checked state dict, and release the memory of each part."""
+    """The names were checked; the memory of each part is released."""
     places = model.state_dict(keep_vars=True)
-    for names in _in_parts(state):
+    sizes = {name: value.nbytes if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
+    for names in names_in_parts(sizes, _PART):
         model.load_state_dict({name: state[name] for name in names}, strict=False)  # all of them were checked
         leave([places[name] for name in names if isinstance(places.get(name), torch.Tensor)], written=True)
         for name in names:
             if isinstance(state[name], torch.Tensor):  # mapped from its file
                 page_out(state[name])
-
-
-def _in_parts(state: Mapping[str, Any]) -> list[list[str]]:
-    """Split the names of a state dict into parts; only one part is in memory at a time."""
-    parts: list[list[str]] = [[]]
-    nbytes = 0
-    for name, value in state.items():
-        if parts[-1] and nbytes > _PART:
-            parts.append([])
-            nbytes = 0
-        parts[-1].append(name)
-        nbytes += value.nbytes if isinstance(value, torch.Tensor) else 0
-    return parts
 
 
 def collect_progress(model: nn.Module) -> dict[str, Any]:
@@ -184,8 +181,19 @@ def collect_progress(model: nn.Module) -> dict[str, Any]:
 
 
 def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Load into a model, after its parameters, what :func:`collect_progress` returned."""
-    _restore_buffers(model, stored["buffers"])
+    """Load what :func:`collect_progress` returned; the parameters are loaded already."""
+    for name, value in stored["buffers"].items():
+        path, _, last = name.rpartition(".")
+        try:
+            owner = model.get_submodule(path)
+        except AttributeError:
+            continue  # buffers outside the state dict can differ between versions of a model
+        buffer = owner._buffers.get(last)
+        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
+            with torch.no_grad():
+                buffer.copy_(value)
+        elif buffer is not None:
+            owner._buffers[last] = value.to(buffer.device)
     for target in optimizer_targets(model).values():
         target.grad = None
     gradients = dict(stored["gradients"])
@@ -206,33 +214,13 @@ def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def optimizer_targets(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the tensors that an optimizer updates, by name: master weights where there are any, else parameters."""
+    """Tensors that an optimizer updates, by name: master weights where there are any, else parameters."""
     found: dict[str, nn.Parameter] = {}
     for prefix, pipeline in _pipelines(model):
         found.update(pipeline.optim_named_parameters(prefix))
     for name, parameter in nn.Module.named_parameters(model):
         found.setdefault(name, parameter)
     return found
-
-
-def _restore_buffers(model: nn.Module, stored: Mapping[str, torch.Tensor]) -> None:
-    for name, value in stored.items():
-        path, _, last = name.rpartition(".")
-        try:
-            owner = model.get_submodule(path)
-        except AttributeError:
-            continue  # buffers outside the state dict can differ between versions of a model
-        buffer = owner._buffers.get(last)
-        if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype:
-            with torch.no_grad():
-                buffer.copy_(value)
-        elif buffer is not None:
-            owner._buffers[last] = value.to(buffer.device)
-
-
-def _names_with_master(pipeline: RoundPipe) -> list[str]:
-    own = {id(parameter) for parameter in wrapped_model(pipeline).parameters()}
-    return [name for name, target in pipeline.optim_named_parameters() if id(target) not in own]
 
 
 def _pipelines(model: nn.Module) -> Iterator[tuple[str, RoundPipe]]:
@@ -256,7 +244,7 @@ def _format_names(what: str, names: list[str]) -> str:
 
 
 def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
-    """Return the names of frozen quantized weights and their scales, which checkpoints leave out."""
+    """Frozen quantized weights and their scales are not stored."""
     # state: `model.state_dict(keep_vars=True)`
     frozen = {name for name, value in state.items() if isinstance(value, torch.Tensor) and is_composite(value)}
     if not frozen:
@@ -269,25 +257,13 @@ def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
 
 
 def digests_of_frozen(model: nn.Module) -> dict[str, str]:
-    """Return a digest of each frozen quantized weight, by its name in the state dict."""
+    """A digest of each frozen quantized weight, by its name in the state dict."""
     owners = {id(p): module for module in nn.Module.modules(model) for p in module._parameters.values()}
     return {
         name: _digest([value, *(slot.value for slot in states_of(owners[id(value)]))])
         for name, value in model.state_dict(keep_vars=True).items()
         if isinstance(value, torch.Tensor) and is_composite(value)
     }
-
-
-def check_frozen(model: nn.Module, stored: Mapping[str, str]) -> None:
-    """Raise an error if a model's frozen quantized weights differ from those when the checkpoint was saved."""
-    found = digests_of_frozen(model) if stored else {}
-    changed = [name for name, digest in stored.items() if found.get(name) != digest]
-    if changed:
-        differing = _format_names("Frozen quantized weights have changed since it was saved:", changed)
-        raise CheckpointError(
-            f"The checkpoint is for a different model.{differing} Quantize the same weights in the same way before you "
-            "load the checkpoint."
-        )
 
 
 def _above(name: str) -> list[str]:
@@ -298,10 +274,9 @@ def _above(name: str) -> list[str]:
 def _digest(values: list[Any]) -> str:
     """Return a digest of the tensors in a weight and in its module's state."""
     # the order is not part of the digest: a library may move tensors between a weight and its module
-    return hashlib.sha256("".join(sorted(_digest_of_tensor(part) for part in parts_of(values))).encode()).hexdigest()
-
-
-def _digest_of_tensor(tensor: torch.Tensor) -> str:
-    numbers = plain_numbers(tensor).cpu().contiguous()
-    what = f"{numbers.dtype} {tuple(numbers.shape)} ".encode()
-    return hashlib.sha256(what + numbers.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    digests = []
+    for part in parts_of(values):
+        numbers = plain_numbers(part).cpu().contiguous()
+        what = f"{numbers.dtype} {tuple(numbers.shape)} ".encode()
+        digests.append(hashlib.sha256(what + numbers.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
+    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()

@@ -131,7 +131,10 @@ def save_checkpoint(
     True
     """
     need_safetensors()
-    _check_arguments(keep, data)
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise ConfigError(f"save_checkpoint: keep must be a number of at least 1, or None for all, found {keep!r}.")
+    if not isinstance(data, (dict, type(None))):
+        raise ConfigError(f"save_checkpoint: data must be a dictionary, found {type(data).__qualname__}.")
     if is_async:
         check_writes_at_once(model)
     home = pathlib.Path(folder).absolute()
@@ -139,38 +142,18 @@ def save_checkpoint(
     ranks = ranks_of(model, optimizer_targets(model))
     objects = training_objects(optimizer, scheduler, scaler)
     state = ranks.together(lambda: collect_state(model, objects, data or {}, copy=is_async))
-    return _start_writing(state, home, keep, max_shard_bytes, ranks, is_async=is_async)
-
-
-def _start_writing(
-    state: TrainingState,
-    home: pathlib.Path,
-    keep: int | None,
-    shard_bytes: int,
-    ranks: CheckpointRanks,
-    *,
-    is_async: bool,
-) -> Checkpoint:
-    """Write a state now, or in the background."""
     with _WRITING:
         finish_writing(home)
         with contextlib.ExitStack() as held:
             with noting(_AS_THEY_WERE.format(home)):
                 path = ranks.on_first(lambda: _begin(home, held))
             if not is_async:
-                _write(state, path, keep, shard_bytes, ranks)
+                _write(state, path, keep, max_shard_bytes, ranks)
                 return Checkpoint(path)
             with Uninterrupted():  # the next call waits for this one
-                how = held.pop_all(), state, path, keep, shard_bytes, ranks
+                how = held.pop_all(), state, path, keep, max_shard_bytes, ranks
                 writing = _PENDING[home] = _WRITER.submit(_write_logged, *how)
             return Checkpoint(path, writing)
-
-
-def _check_arguments(keep: object, data: object) -> None:
-    if keep is not None and (type(keep) is not int or keep < 1):
-        raise ConfigError(f"save_checkpoint: keep must be a number of at least 1, or None for all, found {keep!r}.")
-    if not isinstance(data, (dict, type(None))):
-        raise ConfigError(f"save_checkpoint: data must be a dictionary, found {type(data).__qualname__}.")
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
@@ -194,14 +177,12 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
 
 
 def finish_writing(folder: pathlib.Path) -> None:
-    """Wait for a background save into a folder, and raise the error of the save if it failed."""
     writing = _PENDING.get(folder)
     if writing is not None:
         _finish(folder, writing)
 
 
 def training_objects(optimizer: Any, scheduler: Any, scaler: Any) -> TrainingObjects:
-    """Combine the optimizer, scheduler and scaler arguments of :func:`save_checkpoint` in one object."""
     # optimizer: optimizer, list of optimizers, or `None`
     # scheduler: scheduler, list of schedulers, or `None`
     return TrainingObjects(_as_list(optimizer), _as_list(scheduler), scaler)
@@ -247,7 +228,7 @@ def _write_logged(held: contextlib.ExitStack, state: TrainingState, path: pathli
 
 
 def _finish(folder: pathlib.Path, writing: Future[None]) -> None:
-    """Wait for a checkpoint; the next call does not raise its error again."""
+    """The next call does not raise the error of the checkpoint again."""
     try:
         wait_for(writing)
     finally:

@@ -33,13 +33,13 @@ SHARDS = "shards"
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a ``DTensor``, of which this process may have only a part."""
+    """Whether the tensor is a ``DTensor``, of which this process may have only a part."""
     library = sys.modules.get("torch.distributed.tensor")  # not imported: without the module there are no DTensors
     return library is not None and isinstance(tensor, library.DTensor)
 
 
 def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTensor]:
-    """Return sharded tensors with the shards of this process in CPU memory."""
+    """The shards of this process in CPU memory."""
     found = {}
     for name, tensor in tensors.items():
         local = tensor.to_local()
@@ -49,7 +49,7 @@ def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTens
 
 
 def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: Any, file_bytes: int) -> None:
-    """Write the shards of all processes into a folder; all processes must call this function."""
+    """Write the shards of all processes; all processes must call this function."""
     # group: group of the processes; `None` for one process
     # file_bytes: largest number of bytes of a file, unless one part is larger; a file is in memory while it is written
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -106,14 +106,14 @@ def read_shards(
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Hide the warning of torch.distributed that one process reads or writes alone, which is intended here."""
+    """Hide a warning of torch.distributed: one process reads or writes alone, as intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         yield
 
 
 def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of a whole tensor if the target is a shard; otherwise the tensor."""
+    """The shard of this process if ``target`` is a shard; otherwise the whole tensor."""
     if tensor.numel() == 1 and target.numel() == 1:
         tensor = tensor.reshape(target.shape)  # with several processes, a scalar is a vector of one element
     if not is_sharded(target) or is_sharded(tensor) or tensor.shape != target.shape:
@@ -166,7 +166,7 @@ class CheckpointRanks:
             self.group = group
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in order of ranks; all ranks must call this method."""
+        """Values of all ranks, in order of ranks; all ranks must call this method."""
         if self.group is None:
             return [value]
         import torch.distributed as dist
@@ -181,7 +181,7 @@ class CheckpointRanks:
         return found
 
     def together(self, work: Callable[[], _Result]) -> _Result:
-        """Call ``work`` in each process, and return its result; if one process fails, raise an error in all."""
+        """Call ``work`` in each process; if one process fails, raise an error in all."""
         # work: what this process does; it calls no collective
         if self.group is None:
             return work()
@@ -197,14 +197,14 @@ class CheckpointRanks:
         return result
 
     def on_first(self, work: Callable[[], _Result]) -> _Result:
-        """Call ``work`` in the first process only, and return its result, or raise its error, in all processes."""
+        """Call ``work`` in the first process only; all processes return its result, or raise its error."""
         found = self.together(lambda: work() if self.rank == 0 else None)
         first: _Result = self.exchange(found)[0]
         return first
 
 
 def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> CheckpointRanks:
-    """Return the processes that share a model: the processes in the mesh of a pipeline or of sharded tensors."""
+    """The processes in the mesh of a pipeline or of sharded tensors."""
     pipelines = [module for module in model.modules() if isinstance(module, RoundPipe)]
     meshes = [pipeline.mesh for pipeline in pipelines if pipeline.mesh is not None]
     meshes += [tensor.device_mesh for tensor in tensors.values() if is_sharded(tensor)]

@@ -33,7 +33,6 @@ _SHARD_OF_DISK = 128 * 2**20
 
 
 def need_safetensors() -> None:
-    """Raise an error if safetensors is not installed."""
     require("safetensors", purpose="a checkpoint", extra="train")
 
 
@@ -45,14 +44,14 @@ def write_tensors(
     part: int = 0,
     parts: int = 1,
 ) -> None:
-    """Write tensors to one safetensors file, or to several files of about ``shard_bytes`` bytes with an index."""
+    """Write one safetensors file, or several files of about ``shard_bytes`` bytes with an index."""
     # tensors: tensors on the host by name; none shares memory with another
     # shard_bytes: largest number of bytes of a file, unless one tensor alone is larger
     # part: index of this process: it writes every `parts`-th file, starting with this one; process 0 also
     # writes the index
     if any(disk_of(tensor) is not None for tensor in tensors.values()):
         shard_bytes = min(shard_bytes, _SHARD_OF_DISK)
-    shards = _shards(tensors, shard_bytes)
+    shards = names_in_parts({name: tensor.nbytes for name, tensor in tensors.items()}, shard_bytes)
     where = {}
     for number, names in enumerate(shards, 1):
         of_all = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
@@ -68,7 +67,7 @@ def write_tensors(
 
 @contextlib.contextmanager
 def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield the tensors that :func:`write_tensors` wrote. A tensor is read from its file when it is accessed."""
+    """Yield what :func:`write_tensors` wrote; a tensor is read from its file when it is accessed."""
     with contextlib.ExitStack() as files:
         found = {}
         for path in [folder / f"{stem}.safetensors", *sorted(folder.glob(f"{stem}-*-of-*.safetensors"))]:
@@ -78,16 +77,17 @@ def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch
         yield found
 
 
-def _shards(tensors: Mapping[str, torch.Tensor], limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += tensor.nbytes
-    return shards
+def names_in_parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Split names in order into parts of at most ``limit`` bytes; a larger tensor is a part of its own."""
+    parts: list[list[str]] = [[]]
+    filled = 0
+    for name, nbytes in sizes.items():
+        if parts[-1] and filled + nbytes > limit:
+            parts.append([])
+            filled = 0
+        parts[-1].append(name)
+        filled += nbytes
+    return parts
 
 
 # Encode nested states as JSON and separate tensors. No pickle: only data can be read back.

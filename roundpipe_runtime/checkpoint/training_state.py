@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import pathlib
@@ -26,15 +27,13 @@ from yobx_flatten.files.document import read_document
 from ..device.disk import disk_of
 from ..errors import CheckpointError, DamagedCheckpointError
 from ..optim.disk_store import hold_on_disk
+from ..pipeline import wrapped_model
 from .model_state import collect_parameters, collect_progress, optimizer_targets
 from .shards import CheckpointRanks, cut_like, is_sharded, own_copies, read_shards, write_shards
 from .tensor_files import decode, encode, open_tensors, write_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-import copy
-
-from ..pipeline import wrapped_model
 
 _TRAINING = "training"
 TRAINING = f"{_TRAINING}.json"
@@ -65,7 +64,6 @@ class TrainingState:
     shards: Mapping[str, DTensor]  # tensors that this process has a part of
 
     def write(self, folder: pathlib.Path, shard_bytes: int, ranks: CheckpointRanks) -> None:
-        """Write the files of a checkpoint into a folder; all processes must call this method."""
         # shard_bytes: largest number of bytes of a file, unless one tensor is larger
         ranks.together(lambda: self._write_own(folder, shard_bytes, ranks))
         if self.shards:
@@ -85,7 +83,6 @@ class TrainingState:
 
 
 def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, Any], *, copy: bool) -> TrainingState:
-    """Collect the state of model, optimizers, schedulers, random generators and ``data`` for a checkpoint."""
     weights: dict[str, torch.Tensor] = {}
     state = {
         "model": collect_parameters(model, weights),
@@ -112,7 +109,7 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
 def read_training(
     folder: pathlib.Path, only: Sequence[str] | None = None, *, targets: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint's training state, without the tensors of the model: all keys, or only some."""
+    """The training state without the tensors of the model: all keys, or only some."""
     # targets: parameters that optimizers update, by name; states, gradients and master weights of sharded parameters
     # are read as shards. Default: everything is whole.
     return read_values(folder, _TRAINING, only, targets=targets)
@@ -121,7 +118,7 @@ def read_training(
 def read_weights(
     folder: pathlib.Path, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model in a checkpoint, including tensors that are stored in shards."""
+    """Tensors of the model, including tensors that are stored in shards."""
     like = {f"{_WEIGHTS}{name}": target for name, target in targets.items()}
     shards = read_shards(folder, lambda name: name.startswith(_WEIGHTS), like)
     found = {**tensors, **{name.removeprefix(_WEIGHTS): tensor for name, tensor in shards.items()}}
@@ -129,7 +126,7 @@ def read_weights(
 
 
 def _places(stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the parameter of each stored tensor, by the name of the tensor."""
+    """The parameter of each stored tensor, by the name of the tensor."""
     progress = stored.get("progress", stored)  # a Trainer stores only the progress
     tables = [progress.get("masters", {}), progress.get("gradients", {})]
     tables = [{name: {"": value} for name, value in table.items()} for table in tables]
@@ -145,7 +142,7 @@ def _places(stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> d
 
 
 def _references(stored: Any) -> Iterator[str]:
-    """Yield the names of the tensors to which stored values refer."""
+    """Names of the tensors to which stored values refer."""
     if isinstance(stored, dict):
         if "$tensor" in stored:
             yield stored["$tensor"]
@@ -186,7 +183,7 @@ def read_values(
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Read the values that :func:`write_values` wrote: all keys, or only some."""
+    """Read all keys, or only some, that :func:`write_values` wrote."""
     stored = read_document(folder / f"{stem}.json", dict[str, Any], failure=DamagedCheckpointError)
     wanted = {key: stored[key] for key in (stored if only is None else only)}
     places = _places(wanted, targets or {})
@@ -200,7 +197,7 @@ def read_values(
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
-    """Return tensors on the host, each with its own memory, as files require."""
+    """Tensors with their own memory each, as files require."""
     found, seen = {}, set()
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
@@ -215,7 +212,7 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
 
 
 def config_files(model: nn.Module) -> dict[str, str]:
-    """Return the texts of ``config.json`` and ``generation_config.json`` for a Hugging Face model, else ``{}``."""
+    """Texts of ``config.json`` and ``generation_config.json`` for a Hugging Face model, else ``{}``."""
     inner = wrapped_model(model)
     library = sys.modules.get("transformers.modeling_utils")  # a Hugging Face model has imported it
     if library is None or not isinstance(inner, library.PreTrainedModel):
@@ -233,7 +230,7 @@ def config_files(model: nn.Module) -> dict[str, str]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the random generators of torch, Python, NumPy and accelerators that are in use."""
+    """States of the random generators that are in use: torch, Python, NumPy, accelerators."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -265,7 +262,7 @@ def check_random_state(state: dict[str, Any]) -> None:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore the states from :func:`random_state`, except states of accelerators that this machine lacks."""
+    """States of accelerators that this machine lacks are skipped."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     numpy = sys.modules.get("numpy")
@@ -279,7 +276,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """Return the kind and the library of an accelerator that is in use; do not initialize an unused one."""
+    """Kind and library of an accelerator that is in use; an unused accelerator is not initialized."""
     device = torch.accelerator.current_accelerator()
     library = None if device is None else torch.get_device_module(device)
     # a library without `is_initialized` is initialized by its import
@@ -289,7 +286,7 @@ def _accelerator() -> tuple[str, Any]:
 
 
 def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the state of an optimizer, with parameters by name instead of by number."""
+    """The state of an optimizer, with parameters by name instead of by number."""
     names = _names(optimizer, targets)
     state = optimizer.state_dict()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -306,7 +303,7 @@ def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Te
 def check_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise an error, before anything is changed, if a stored state is for a different optimizer or other groups."""
+    """Refuse the state of a different optimizer, or of other groups."""
     found, expected = [group["params"] for group in stored["param_groups"]], _names(optimizer, targets)
     own, saved = type(optimizer).__name__, stored["class"]
     if saved != own:
@@ -325,7 +322,7 @@ def check_optimizer(
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Load into an optimizer a state of :func:`named_state` that :func:`check_optimizer` has accepted."""
+    """Load a state of :func:`named_state` that :func:`check_optimizer` has accepted."""
     numbers: dict[str, int] = {}
     groups = []
     for group, own, names in zip(
@@ -337,16 +334,13 @@ def restore_optimizer(
     state = {numbers[name]: value for name, value in stored["state"].items()}
     optimizer.load_state_dict({"state": {**state, **stored["rest"]}, "param_groups": groups})
     for name, values in stored["state"].items():
-        _keep_dtypes(getattr(optimizer, "state", {}).get(targets[name], {}), values)
+        loaded = getattr(optimizer, "state", {}).get(targets[name], {})
+        # torch casts the state to the dtype of its parameter: https://github.com/pytorch/pytorch/issues/43706
+        for key, value in values.items():
+            now = loaded.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                loaded[key] = value.to(now.device)
         hold_on_disk(optimizer, targets[name])
-
-
-def _keep_dtypes(loaded: dict[str, Any], stored: Mapping[str, Any]) -> None:
-    """Undo torch's cast of the state to the dtype of its parameter, https://github.com/pytorch/pytorch/issues/43706."""
-    for key, value in stored.items():
-        now = loaded.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
-            loaded[key] = value.to(now.device)
 
 
 def _names(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]) -> list[list[str]]:

@@ -29,16 +29,17 @@ from yobx_flatten.errors.failures import format_bytes, table
 from yobx_flatten.terminal.output import console as make_console
 from yobx_flatten.terminal.output import say_json
 
-from ..device.generator import generator_kept
 from ..device.protocol import Event
 from ..device.virtual import VirtualDevice
+from ..device.worker import generator_kept
 from ..engine.config import RoundPipeRunConfig
 from ..errors import DeviceMemoryError
 from ..estimate.footprint import Footprint, storage_bytes
-from ..optim.adam import Adam
 from ..optim.step import OptimizerCtx
+from ..optim.torch_steps import Adam
 from ..pipeline import RoundPipe
-from ..timeline.record import Timeline, draw_on
+from ..timeline.drawing import draw_on
+from ..timeline.record import Timeline
 
 STEPS, SHOWN_EVERY, COUNTED_STEPS = 24, 4, 2
 ROWS, LENGTH, WIDTH, BLOCKS = 10, 32, 96, 12

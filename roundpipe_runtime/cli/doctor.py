@@ -27,7 +27,7 @@ from yobx_flatten.terminal.output import console, progress, say, say_json
 from yobx_flatten.terminal.running import CHECK_FAILED
 
 from ..device.accelerator import AcceleratorDevice, DeviceSpec, accelerators, memory_info
-from ..device.generator import generator_kept
+from ..device.worker import generator_kept
 from ..engine.config import RoundPipeRunConfig
 from ..engine.planner import FOR_PARAMETERS
 from ..errors import ConfigError

@@ -11,7 +11,8 @@ import typer
 from yobx_flatten.errors.failures import format_bytes, table
 from yobx_flatten.terminal.output import console, printable, say, say_json
 
-from ..timeline.record import DeviceTotals, StageTotals, device_totals, draw_on, merge_timelines, stage_totals
+from ..timeline.drawing import DeviceTotals, StageTotals, device_totals, draw_on, stage_totals
+from ..timeline.record import merge_timelines
 from .option_objects import format_seconds
 
 

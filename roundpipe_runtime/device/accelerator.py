@@ -99,7 +99,7 @@ class AcceleratorDevice:
 
     @property
     def memory(self) -> int | None:
-        """Bytes of the device's memory that this process can use; ``None`` if torch does not report them."""
+        """Bytes that this process can use; ``None`` if torch does not report them."""
         found = memory_info(self.torch_device)
         if found is None:
             return None
@@ -108,14 +108,14 @@ class AcceleratorDevice:
         return min(total, free + torch.accelerator.memory_reserved(self.torch_device))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised memory of the device, allocated on the current stream."""
+        """Allocate on the current stream."""
         try:
             return torch.empty_like(like, device=self.torch_device, requires_grad=False)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"{self.name} is out of memory: {error}") from error
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy of a host tensor on the device; parameters and activations are copied on different streams."""
+        """Parameters and activations are copied on different streams."""
         # ready: event after which the host tensor is complete. Default: the tensor is complete.
         # parameter: whether the copy is large and not urgent. Default: `False`.
         stream = self._parameters if parameter else self._activations
@@ -137,7 +137,7 @@ class AcceleratorDevice:
         return copy
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
-        """Return device memory for a parameter, allocated on the stream on which :meth:`copy_rows_in` copies rows."""
+        """Allocate on the stream on which :meth:`copy_rows_in` copies rows."""
         with self._activations:
             memory = self.allocate(like)
         memory.record_stream(self._compute)
@@ -151,7 +151,7 @@ class AcceleratorDevice:
         *,
         after_compute: bool = False,
     ) -> None:
-        """Copy rows of a parameter to the device, before parameters of later stages that are queued already."""
+        """Copy before parameters of later stages that are queued already."""
         # target: memory from `reserve`
         # after_compute: whether the copy waits for the computation, which wrote these rows. Default: `False`.
         if after_compute:
@@ -164,7 +164,6 @@ class AcceleratorDevice:
     def copy_rows_out(
         self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a pinned tensor with some rows of a gradient and zeros elsewhere, and the event of its completion."""
         # target: host tensor to copy to. Default: a new one.
         may_be_written = is_held_elsewhere(tensor)
         tensor = tensor.detach()
@@ -184,13 +183,11 @@ class AcceleratorDevice:
         return host, _StreamEvent(event)
 
     def arrival(self) -> Event:
-        """Return an event that completes after all earlier parameter copies."""
         return _StreamEvent(self._parameters.record_event())
 
     def copy_out(
         self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a copy of a device tensor in pinned memory, and the event after which the copy is complete."""
         # last: whether the caller no longer writes to the tensor. Then the computation waits for the copy only if
         # another tensor shares the memory. Default: `False`.
         # parameter: whether the copy is large and not urgent. Default: `False`.
@@ -223,7 +220,7 @@ class AcceleratorDevice:
         return host, _StreamEvent(event)
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Run the with block on the compute stream, after all earlier host-to-device copies."""
+        """Compute on the compute stream, after all earlier copies to the device."""
         # after: event of the parameter copies to wait for. Default: wait for all parameter copies.
         if isinstance(after, _StreamEvent):
             if not after.computed_after:
@@ -267,12 +264,12 @@ class AcceleratorDevice:
             self._visits.append(_Visit(nbytes, _record(self._compute, self.torch_device), self._end()))
 
     def _fits(self, nbytes: int) -> bool:
-        """Return whether a stage of this many bytes fits in addition to the active stages."""
+        """Whether a stage of this many bytes fits in addition to the active stages."""
         present = self._entered + [visit.nbytes for visit in self._visits]
         return len(present) < _STAGES_AT_ONCE and nbytes + sum(present) <= _ROOM * max(self._largest, nbytes)
 
     def _has_room(self, nbytes: int) -> bool:
-        """Return, without waiting, whether the device has memory for the stage after the current stage."""
+        """Whether the device has memory for the stage after the current stage; without waiting."""
         while self._visits and self._visits[0].computed.query():
             self._copying.append(self._visits.popleft().copied)
         while len(self._copying) > 1 and self._copying[0].query():
@@ -280,45 +277,42 @@ class AcceleratorDevice:
         return len(self._copying) <= 1 and self._fits(nbytes)
 
     def _end(self) -> torch.Event:
-        """Return an event after all work that was given to this device."""
+        """An event after all work that was given to this device."""
         for stream in (self._parameters, self._activations, self._compute, self._downloads):
             self._gradients.wait_event(stream.record_event())
         return _record(self._gradients, self.torch_device)
 
     def synchronize(self) -> None:
-        """Wait until all streams of the device have finished their work."""
         with noting(f"This happened while waiting for the work of {self.name}."):
             self._end().synchronize()
 
     def clock(self) -> EventClock:
-        """Return a clock that times the work of the streams."""
         others = {"upload": self._parameters, "download": self._gradients}
         return EventClock(self.torch_device, self._compute, others)
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing: a kernel itself raises an error for a tensor of another device."""
+        """A kernel itself raises an error for a tensor of another device."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing: torch's allocator knows which streams use a tensor."""
+        """The allocator of torch knows which streams use a tensor."""
 
     def close(self) -> None:
-        """End the thread."""
         self.worker.close()
 
 
 def _record(stream: torch.Stream, device: torch.device) -> torch.Event:
-    """Record an event for which the host waits without a busy core, so that the optimizer can use the core."""
+    """The host waits for the event without a busy core, so that the optimizer can use the core."""
     return stream.record_event(torch.Event(device, blocking=True))
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor shares this tensor's memory, for example in a layer that stores its output."""
+    """Whether another tensor shares the memory, for example in a layer that stores its output."""
     count = storage_use_count()
     return count is None or count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 
 
 def memory_info(device: torch.device) -> tuple[int, int] | None:
-    """Return the free and the total memory of an accelerator in bytes; ``None`` if its backend reports neither."""
+    """Free and total bytes of an accelerator; ``None`` if its backend reports neither."""
     missing = (AttributeError, NotImplementedError, RuntimeError)
     try:
         free, total = torch.accelerator.get_memory_info(device)
@@ -384,7 +378,7 @@ def parse_devices(devices: DeviceSpec = None) -> list[Device]:
         raise ConfigError(
             f"devices={devices!r} names no device. Use 'virtual:2', or a list of torch devices."
         ) from error
-    found = [_one(device) for device in named]
+    found = [device if isinstance(device, Device) else _accelerator(device) for device in named]
     if not found:
         raise ConfigError("devices=[] names no device. Use 'virtual:2', or a list of torch devices.")
     names = [device.name for device in found]
@@ -399,10 +393,6 @@ def _virtual(text: str) -> list[Device]:
     if not number.isdecimal() or int(number) < 1 or option not in ("", "check"):
         raise ConfigError(f"devices={text!r} names no device. Use 'virtual:N' or 'virtual:N:check', N at least 1.")
     return [VirtualDevice(f"virtual:{index}", check=option == "check") for index in range(int(number))]
-
-
-def _one(device: torch.device | str | Device) -> Device:
-    return device if isinstance(device, Device) else _accelerator(device)
 
 
 def _accelerator(device: torch.device | str) -> Device:
@@ -425,7 +415,7 @@ def _accelerator(device: torch.device | str) -> Device:
 
 
 def accelerators() -> list[torch.device]:
-    """Return the accelerators that torch finds on this machine."""
+    """The accelerators that torch finds on this machine."""
     kind: Callable[[], torch.device | None] = torch.accelerator.current_accelerator
     found = kind() if torch.accelerator.is_available() else None
     return [] if found is None else [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]

@@ -49,14 +49,14 @@ class StateSlot(NamedTuple):
 
 
 def is_composite(parameter: torch.Tensor) -> bool:
-    """Report whether a frozen parameter contains other tensors, in addition to its data or instead of data."""
+    """Whether a frozen parameter contains other tensors, in addition to its data or instead of data."""
     if type(parameter) in (nn.Parameter, torch.Tensor) or parameter.requires_grad:
         return False
     return is_wrapper(parameter) or next(all_tensors(vars(parameter)), None) is not None
 
 
 def states_of(module: nn.Module) -> list[StateSlot]:
-    """Return the attributes in which a module keeps state for frozen quantized weights; empty for other modules."""
+    """Attributes in which a module keeps state for frozen quantized weights; empty for other modules."""
     if not any(_is_in_few_bits(p) for p in module._parameters.values() if p is not None):
         return []
     found = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
@@ -64,7 +64,7 @@ def states_of(module: nn.Module) -> list[StateSlot]:
 
 
 def parts_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the plain tensors in quantized weights and states, without duplicates; plain tensors are unchanged."""
+    """Plain tensors in quantized weights and states, without duplicates; plain tensors are unchanged."""
     found: dict[Any, torch.Tensor] = {}
     for value in values:
         is_whole = isinstance(value, torch.Tensor) and not is_composite(value)
@@ -83,7 +83,7 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def all_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors in a nested value, also tensors that share memory; modules are not searched."""
+    """Plain tensors in a nested value, also tensors that share memory; modules are not searched."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -98,7 +98,7 @@ def all_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor subclass's data as a plain tensor that shares its memory."""
+    """The data of a tensor subclass as a plain tensor that shares the memory."""
     with DisableTorchFunctionSubclass():
         return tensor.detach()
 
@@ -115,7 +115,7 @@ class Rebuilding:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a parameter of the same class, built from copies of its tensors; repeated calls return one object."""
+        """A parameter of the same class from copies of its tensors; repeated calls return one object."""
         if id(parameter) in self._made:
             known: nn.Parameter = self._made[id(parameter)][1]
             return known
@@ -131,13 +131,13 @@ class Rebuilding:
         return copy
 
     def state(self, value: Any) -> Any:
-        """Return a copy of a module's state for a quantized weight, including objects without tensors."""
+        """A copy of a state that a module keeps for a quantized weight, including objects without tensors."""
         made = self.value(value)
         opened = _opened(value)
         return opened[1](opened[0]) if made is value and opened is not None else made
 
     def value(self, value: Any) -> Any:
-        """Return an equal value that contains copies of the tensors; a value without tensors is returned unchanged."""
+        """An equal value with copies of the tensors; a value without tensors is returned unchanged."""
         if id(value) in self._made:
             return self._made[id(value)][1]
         if isinstance(value, torch.Tensor):
@@ -173,19 +173,19 @@ class Rebuilding:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Report whether a tensor is a wrapper around other tensors, without data."""
+    """Whether the tensor is a wrapper around other tensors, without data."""
     return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 
 def _is_in_few_bits(parameter: nn.Parameter) -> bool:
-    """Return whether a module may store tensors for this parameter, such as the scale of an integer weight."""
+    """Whether a module may store tensors for the parameter, such as the scale of an integer weight."""
     if type(parameter) is nn.Parameter:
         return not parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex())
     return is_composite(parameter) or not (parameter.is_floating_point() or parameter.requires_grad)
 
 
 def _may_get_tensors(value: Any) -> bool:
-    """Return whether a value holds tensors, or is an object to which a forward may add tensors."""
+    """Whether the value holds tensors, or is an object to which a forward may add tensors."""
     opened = None if isinstance(value, torch.Tensor) else _opened(value)
     if opened is None:
         return isinstance(value, torch.Tensor)
@@ -193,7 +193,7 @@ def _may_get_tensors(value: Any) -> bool:
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors of a composite parameter, or of a state."""
+    """Plain tensors of a composite parameter, or of a state."""
     if isinstance(value, torch.Tensor) and not is_wrapper(value):
         yield value
         yield from all_tensors(vars(value))
@@ -205,7 +205,7 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """Return a key for a tensor: tensors with the same memory, shape, strides and dtype have equal keys."""
+    """A key that is equal for tensors with the same memory, shape, strides and dtype."""
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return id(tensor)
     with DisableTorchFunctionSubclass():
@@ -224,7 +224,7 @@ def _flattened(tensor: torch.Tensor) -> _Opened:
 
 
 def _opened(value: Any) -> _Opened | None:
-    """Return the values inside a container, and a function that rebuilds the container; ``None`` for other values."""
+    """Values inside a container, and a function that rebuilds the container; ``None`` for other values."""
     kind = type(value)
     if kind is dict:
         keys = list(value)
@@ -239,7 +239,7 @@ def _opened(value: Any) -> _Opened | None:
 
 
 def _opened_object(value: Any, kind: type) -> _Opened | None:
-    """Return the attributes of an object whose class ``object.__new__`` can create."""
+    """Attributes of an object whose class ``object.__new__`` can create."""
     if isinstance(value, (nn.Module, type, enum.Enum)) or kind.__module__ == "builtins" or not _is_made_by_python(kind):
         return None
     held = getattr(value, "__dict__", None)
@@ -256,14 +256,13 @@ def _opened_object(value: Any, kind: type) -> _Opened | None:
 
 
 def _is_made_by_python(kind: type) -> bool:
-    """Return whether instances of a class store everything in ``__dict__``."""
+    """Whether instances of the class store everything in ``__dict__``."""
     bases: Sequence[type] = kind.__mro__[:-1]
     # CPython flags: a heap type that is not immutable, as a `class` statement makes it
     return all(base.__flags__ & 0x300 == 0x200 and not vars(base).get("__slots__") for base in bases)
 
 
 def check_copyable(model: nn.Module) -> None:
-    """Check that each parameter of a model can be copied to a device."""
     proved: set[object] = set()
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -284,7 +283,6 @@ def check_copyable(model: nn.Module) -> None:
 
 
 def check_gradient(title: str, parameter: nn.Parameter) -> None:
-    """Check that the gradient of a parameter has the shape of the parameter."""
     gradient = parameter.grad if parameter.is_leaf else None  # torch warns about `grad` of other tensors
     if gradient is not None and gradient.shape != parameter.shape:
         raise ConfigError(
@@ -294,12 +292,14 @@ def check_gradient(title: str, parameter: nn.Parameter) -> None:
 
 
 def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> str | None:
-    """Return why a parameter cannot be copied to a device, as the end of a sentence; ``None`` if it can."""
+    """Why a parameter cannot be copied to a device, as the end of a sentence; ``None`` if it can."""
     trains = "it trains. Quantized weights must be frozen. Train adapters, or all weights without quantization."
     if not (is_wrapper(parameter) or is_composite(parameter)):
-        hidden = _hidden_tensors(parameter)
+        attributes = vars(parameter)
+        hidden = [name for name, value in attributes.items() if isinstance(value, torch.Tensor)]
+        hidden += [found.path.removeprefix("held")[2:-2] for found in find_unregistered(attributes, name="held")]
         why = trains if parameter.requires_grad else "a copy would miss them."
-        return f"which stores tensors in its attribute {hidden!r}, and {why}" if hidden else None
+        return f"which stores tensors in its attribute {hidden[0]!r}, and {why}" if hidden else None
     parts = parts_of([parameter])
     kind = type(owner), type(parameter), parameter.requires_grad, tuple((part.dtype, part.dim()) for part in parts)
     if kind in proved or any(part.is_meta for part in parts):
@@ -316,15 +316,8 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> s
     return result_or(lambda: _difference(owner, parameter), refused)
 
 
-def _hidden_tensors(parameter: nn.Parameter) -> str | None:
-    held = vars(parameter)
-    tensors = [name for name, value in held.items() if isinstance(value, torch.Tensor)]
-    tensors += [found.path.removeprefix("held")[2:-2] for found in find_unregistered(held, name="held")]
-    return tensors[0] if tensors else None
-
-
 def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
-    """Return how a quantized weight differs from its copy, as the end of a sentence; ``None`` if both are equal."""
+    """How a quantized weight differs from its copy, as the end of a sentence; ``None`` if both are equal."""
     if parameter.requires_grad:  # a weight that trains is copied by its class, and not rebuilt
         with torch.no_grad():
             torch.empty_like(parameter).copy_(parameter)
@@ -337,8 +330,14 @@ def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
         return "which has different values when it is rebuilt from copies of its tensors."
     if _reached(vars(copy)) & _reached(vars(parameter)):
         return "which stores tensors where the pipeline does not find them, so a copy would read host tensors."
-    given = _input_of(owner, parameter)  # other modules are compared when a model is split
-    return None if given is None else _other_output(owner, parameter, given)
+    if isinstance(owner, nn.Linear):
+        dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
+        given = torch.linspace(-1, 1, 2 * owner.in_features, dtype=dtype).reshape(2, owner.in_features)
+    elif isinstance(owner, nn.Embedding):
+        given = torch.arange(min(8, owner.num_embeddings))
+    else:
+        return None  # other modules are compared when a model is split
+    return _other_output(owner, parameter, given)
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -351,7 +350,7 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _reached(value: object) -> set[int]:
-    """Return the ids of all tensors that an object refers to, also from slots."""
+    """Ids of all tensors that an object refers to, also from slots."""
     found: set[int] = set()
     seen: dict[int, object] = {}
     waiting: list[object] = [value]
@@ -367,16 +366,8 @@ def _reached(value: object) -> set[int]:
     return found
 
 
-def _input_of(owner: nn.Module, parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return an input for a linear layer or an embedding; ``None`` for other modules."""
-    if isinstance(owner, nn.Linear):
-        dtype = parameter.dtype if parameter.is_floating_point() else torch.float32
-        return torch.linspace(-1, 1, 2 * owner.in_features, dtype=dtype).reshape(2, owner.in_features)
-    return torch.arange(min(8, owner.num_embeddings)) if isinstance(owner, nn.Embedding) else None
-
-
 def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor) -> str | None:
-    """Return a message if a layer computes different values with a copy of its weight."""
+    """A message if a layer computes different values with a copy of its weight."""
     with weights_kept(owner), torch.no_grad():
         # a layer that raises an error with its own weight needs another device, and cannot be compared on the host
         expected = result_or(lambda: type(owner).forward(owner, given), lambda error: None)
@@ -397,7 +388,7 @@ def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor
 
 
 def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Return whether a copy of a parameter still has the parameter's values."""
+    """Whether a copy of a parameter still has the values of the parameter."""
     with torch.no_grad():  # not detached, because a virtual device counts a view of a host tensor as its memory
         if copy.device.type == "cpu" and torch.equal(copy, source):
             return torch.ones((), dtype=torch.bool)
@@ -405,13 +396,13 @@ def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def has_few_bits(module: nn.Module) -> bool:
-    """Report whether a module, without its submodules, holds a frozen quantized weight."""
+    """Whether a module, without its submodules, holds a frozen quantized weight."""
     return any(p is not None and is_composite(p) for p in module._parameters.values()) or bool(states_of(module))
 
 
 @contextlib.contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
-    """Context manager that restores quantized weights, and the related state of their modules, when it ends."""
+    """Restore quantized weights, and the related state of their modules, at the end of the block."""
     # Linear4bit of bitsandbytes repacks its weight in evaluation mode on a CPU, and the repacked weight has no gradient
     # in training. Inside the block, modules hold new objects that share the memory of the weights.
     with contextlib.ExitStack() as stack:

@@ -101,7 +101,6 @@ class DiskMemory:
 
     @property
     def nbytes(self) -> int:
-        """The size of the scratch file in bytes."""
         return sum(part.nbytes for part in self._parts)
 
     # -- places ------------------------------------------------------------------------------------------------------
@@ -114,7 +113,7 @@ class DiskMemory:
     def empty(
         self, key: Hashable, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
     ) -> torch.Tensor | None:
-        """Return an uninitialised tensor on the disk for a key; ``None`` if the key already has a tensor."""
+        """An uninitialised tensor on the disk for a key; ``None`` if the key already has a tensor."""
         # stride: strides that leave no gaps. Default: those of a contiguous tensor.
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
@@ -130,20 +129,20 @@ class DiskMemory:
         return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride))
 
     def copy(self, key: Hashable, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Copy a dense host tensor to the disk, into the first free memory range of a key, and return the copy."""
+        """Copy a dense host tensor to the disk, into the first free range of a key."""
         place = self.next_empty(key, tensor, dtype)
         self.write(place, tensor.detach())
         return place
 
     def next_empty(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return an uninitialised tensor with the layout of ``like``, in the first free range of a key on the disk."""
+        """An uninitialised tensor with the layout of ``like``, in the first free range of a key."""
         number = 0
         while (place := self.empty((key, number), like.shape, dtype or like.dtype, like.stride())) is None:
             number += 1  # a key has as many places as it had tensors at the same time
         return place
 
     def write(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Copy a tensor to ``place``, a tensor of the same shape on the disk."""
+        """``place`` is a tensor of the same shape on the disk."""
         part = self._part_at(place.data_ptr())
         is_alike = tensor.dtype == place.dtype and tensor.stride() == place.stride() and tensor.device.type == "cpu"
         is_alike = is_alike and not tensor.is_conj() and not tensor.is_neg()
@@ -157,7 +156,6 @@ class DiskMemory:
             written += os.pwrite(self._file, buffer[written:], offset + written)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is stored in this scratch file."""
         return self._part_at(tensor.data_ptr()) is not None
 
     def _make(self, nbytes: int) -> _Place:
@@ -175,7 +173,12 @@ class DiskMemory:
         try:
             os.posix_fallocate(file, offset, nbytes)  # an error now if the disk is full, instead of SIGBUS later
         except OSError as error:
-            raise full_disk(self.folder, nbytes, error) from error
+            free = shutil.disk_usage(self.folder).free
+            raise ConfigError(
+                f"The disk of {self.folder} is too small for this training ({error.strerror}): it takes "
+                f"{format_bytes(nbytes)} more there, and {format_bytes(free)} are free. Make room, or name a folder on "
+                'another disk:\n    RoundPipe(model, host="disk:DIR")'
+            ) from error
         memory = mmap.mmap(file, nbytes, offset=offset)
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         part = _Part(memory, address, offset, nbytes)
@@ -196,26 +199,23 @@ class DiskMemory:
     # -- pages in memory ---------------------------------------------------------------------------------------------
 
     def fetch(self, tensors: Iterable[torch.Tensor]) -> Future[None]:
-        """Start to read tensors from the disk into memory in the background; the returned future is done at the end."""
+        """Read tensors from the disk into memory in the background."""
         return self._reader.submit(self._read_ranges, self._ranges(tensors))
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Read tensors, now."""
         self._read_ranges(self._ranges(tensors))
 
     def _read_ranges(self, ranges: Sequence[tuple[_Part, int, int]]) -> None:
         for part, start, end in ranges:
-            if not fetch(start, end):
-                self._read_into_cache(part.offset + start - part.address, end - start)
-
-    def _read_into_cache(self, offset: int, nbytes: int) -> None:
-        """Read a range of the file into the page cache, for kernels without `MADV_POPULATE_READ`."""
-        buffer = bytearray(min(nbytes, _LEAST))
-        for at in range(offset, offset + nbytes, len(buffer)):
-            os.preadv(self._file, [buffer], at)
+            if fetch(start, end):
+                continue
+            # a kernel without `MADV_POPULATE_READ`: read the range of the file into the page cache
+            offset, buffer = part.offset + start - part.address, bytearray(min(end - start, _LEAST))
+            for at in range(offset, offset + end - start, len(buffer)):
+                os.preadv(self._file, [buffer], at)
 
     def leave(self, tensors: Iterable[torch.Tensor], *, written: bool = True) -> None:
-        """Release the pages of tensors: in this process at once, in the page cache after the disk has the data."""
+        """Release pages: in this process at once, in the page cache after the disk has the data."""
         # written: whether the tensors may have changed since the last `leave`. Default: `True`.
         ranges = self._ranges(tensors)
         for _, start, end in ranges:
@@ -244,7 +244,7 @@ class DiskMemory:
         self._wait(-1)
 
     def _wait(self, most: int) -> None:
-        """Wait until at most ``most`` bytes are not written yet (-1: all are written); raise the errors of writes."""
+        """Wait until at most ``most`` bytes are not written yet (-1: all are written)."""
         while True:
             with self._lock:
                 waiting = sum(nbytes for _, nbytes in self._writing)
@@ -262,7 +262,7 @@ class DiskMemory:
         return_freed()
 
     def _ranges(self, tensors: Iterable[torch.Tensor]) -> list[tuple[_Part, int, int]]:
-        """Return the memory pages of tensors that are stored here, with the file range of each page range."""
+        """Memory pages of tensors that are stored here, each with its part of the file."""
         held = [tensor for tensor in tensors if tensor.numel() and self.holds(tensor)]
         found = []
         for start, end in pages_of(held):
@@ -274,12 +274,12 @@ class DiskMemory:
         return found
 
     def acquire(self) -> None:
-        """Count one more user of this memory; each user must call :meth:`close` later."""
+        """Each user must call :meth:`close` later."""
         with self._lock:
             self._users += 1
 
     def close(self) -> None:
-        """Count one user of this memory less; the last user ends the threads. The tensors stay valid."""
+        """The last user ends the threads. The tensors stay valid."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._writer.is_closed:
@@ -298,7 +298,7 @@ _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, DiskMemory] = weakref.WeakKeyDi
 
 
 def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
-    """Return the :class:`DiskMemory` in which a tensor is stored; ``None`` for a tensor in ordinary memory."""
+    """The memory that stores the tensor; ``None`` for a tensor in ordinary memory."""
     if not _MEMORIES or type(tensor.data) is not torch.Tensor or tensor.device.type != "cpu":
         return None
     if tensor.layout != torch.strided or not tensor.numel():
@@ -307,7 +307,7 @@ def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
 
 
 def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
-    """Release the memory of tensors that are stored on a disk; other tensors are unchanged."""
+    """Release the memory of tensors that are stored on a disk."""
     for tensor in tensors:
         memory = disk_of(tensor)
         if memory is not None:
@@ -315,18 +315,18 @@ def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
 
 
 def keep_with(model: nn.Module, memory: DiskMemory) -> None:
-    """Keep a disk memory open as long as the model whose parameters are stored in it."""
+    """The disk memory stays open as long as the model."""
     _OF_MODELS[model] = memory
 
 
 def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:
-    """Return the disk memory in a folder that already contains the model's parameters, or new disk memory."""
+    """The disk memory in a folder that already contains parameters of the model, or new disk memory."""
     found = next((memory for p in model.parameters() if (memory := disk_of(p)) is not None), None)
     return DiskMemory(folder) if found is None or found.folder != folder else found
 
 
 def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[list[torch.Tensor]]:
-    """Split tensors into consecutive groups of about ``nbytes`` bytes."""
+    """Consecutive groups of about ``nbytes`` bytes."""
     groups: list[list[torch.Tensor]] = []
     size = nbytes
     for tensor in tensors:
@@ -339,7 +339,7 @@ def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[lis
 
 
 def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Iterator[int]:
-    """Yield the number of each group of tensors while the group is in memory, and read the next group ahead."""
+    """Yield the number of each group while the group is in memory, and read the next group ahead."""
     memory = next((found for group in groups for tensor in group if (found := disk_of(tensor)) is not None), None)
     if memory is None:
         yield from range(len(groups))
@@ -384,12 +384,11 @@ _OF_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")  # file systems in memo
 
 
 def check_host(host: object) -> None:
-    """Raise an error if ``host`` is neither ``"memory"`` nor ``"disk:DIR"``."""
     disk_folder(host)
 
 
 def disk_folder(host: object) -> pathlib.Path | None:
-    """Return the folder ``DIR`` of ``host="disk:DIR"``; ``None`` for ``"memory"``."""
+    """Folder ``DIR`` of ``host="disk:DIR"``; ``None`` for ``"memory"``."""
     if host == HOST_IN_MEMORY:
         return None
     if not isinstance(host, str) or not host.startswith(_PREFIX) or not host.removeprefix(_PREFIX):
@@ -398,7 +397,7 @@ def disk_folder(host: object) -> pathlib.Path | None:
 
 
 def open_scratch(folder: pathlib.Path) -> int:
-    """Create an unnamed scratch file in a folder, which must be on a disk, and return its file descriptor."""
+    """Create an unnamed scratch file in a folder on a disk; return its file descriptor."""
     host = f"{_PREFIX}{folder}"
     if not hasattr(os, "posix_fallocate") or not hasattr(os, "posix_fadvise"):
         raise ConfigError(f'host="{host}" needs Linux. Train in memory:\n    RoundPipe(model, host="memory")')
@@ -420,18 +419,8 @@ def open_scratch(folder: pathlib.Path) -> int:
         ) from error
 
 
-def full_disk(folder: pathlib.Path, nbytes: int, error: OSError) -> ConfigError:
-    """Return the error for a disk without enough free space."""
-    free = shutil.disk_usage(folder).free
-    return ConfigError(
-        f"The disk of {folder} is too small for this training ({error.strerror}): it takes {format_bytes(nbytes)} more "
-        f"there, and {format_bytes(free)} are free. Make room, or name a folder on another disk:\n"
-        '    RoundPipe(model, host="disk:DIR")'
-    )
-
-
 def _file_system(folder: pathlib.Path) -> str:
-    """Return the type of a folder's file system; an empty string if the type is not known."""
+    """Type of the file system; an empty string if the type is not known."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -475,7 +464,7 @@ def pages_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def fetch(start: int, end: int) -> bool:
-    """Read mapped pages from the disk into memory; return ``False`` if the kernel cannot (older than Linux 5.14)."""
+    """Read mapped pages from the disk; ``False`` if the kernel cannot (older than Linux 5.14)."""
     return int(_libc().madvise(start, end - start, _POPULATE_READ)) == 0
 
 
@@ -485,14 +474,14 @@ def release(start: int, end: int) -> None:
 
 
 def page_out(tensor: torch.Tensor) -> None:
-    """Remove the pages of a tensor from memory; unchanged pages of a mapped file are not written."""
+    """Remove pages from memory; unchanged pages of a mapped file are not written."""
     if hasattr(mmap, "MADV_DONTNEED"):  # Linux, on which _PAGE_OUT is defined
         for start, end in pages_of([tensor]):
             _libc().madvise(start, end - start, _PAGE_OUT)
 
 
 def write_out(file: int, offset: int, nbytes: int) -> None:
-    """Write the changed pages in a range of a file to the disk, and wait until they are written."""
+    """Write changed pages in a range of a file to the disk, and wait until they are written."""
     library = _libc()
     if not hasattr(library, "sync_file_range"):
         os.fdatasync(file)

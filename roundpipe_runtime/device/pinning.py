@@ -53,7 +53,7 @@ class PinnedModel:
         self._seen = {_key(tensor) for tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the host tensors that stages copy to devices and that can be pinned."""
+        """Host tensors that stages copy to devices and that can be pinned."""
         for parameter in self._model.parameters():
             is_sent = sent_dtype(parameter) == parameter.dtype  # otherwise its copy is pinned
             if is_sent and not is_composite(parameter) and _is_on_host(parameter):
@@ -67,7 +67,7 @@ class PinnedModel:
                 yield buffer
 
     def _composites(self) -> list[Any]:
-        """Return the quantized weights, and the tensors that their modules keep for them."""
+        """Quantized weights, and the tensors that their modules keep for them."""
         found: list[Any] = [p for p in self._model.parameters() if is_composite(p)]
         return found + [slot.value for module in self._model.modules() for slot in states_of(module)]
 
@@ -91,7 +91,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view into a larger buffer of an optimizer, since pinning would copy the view."""
+    """Whether the tensor is a view into a larger buffer of an optimizer; pinning would copy the view."""
     if type(tensor.data) is not torch.Tensor:
         return False
     return tensor.untyped_storage().nbytes() > tensor.nbytes and is_held_elsewhere(tensor)
@@ -105,7 +105,7 @@ def _key(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _move(tensors: Sequence[torch.Tensor]) -> None:
-    """Move tensors into pinned memory; they stop sharing memory with each other."""
+    """Tensors in pinned memory stop sharing memory with each other."""
     memory = PinnedMemory({number: tensor.nbytes for number, tensor in enumerate(tensors)})
     # in slab order, so that the old memory of tensors is free before the next slab is allocated
     order = [number for number in memory.keys if isinstance(number, int)]
@@ -124,7 +124,7 @@ _ALREADY_REGISTERED = 712
 
 
 def _register(tensors: Sequence[torch.Tensor], model: nn.Module, device: Device) -> None:
-    """Pin the pages of tensors in place, until the model is deleted."""
+    """Pin the pages in place, until the model is deleted."""
     if device.torch_device.type != "cuda":
         raise ConfigError(f'pin_model="register" needs CUDA, found {device.name}. Use pin_model="alloc".')
     library = torch.cuda.cudart()
@@ -180,7 +180,7 @@ def plan_slabs(sizes: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
 
 
 def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, dict[int, int]]]:
-    """Return slabs of at most ``limit`` bytes for all sizes; a larger tensor gets a larger slab."""
+    """Slabs of at most ``limit`` bytes for all sizes; a larger tensor gets a larger slab."""
     waiting = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     total = left = sum(sizes)
     slabs = []
@@ -231,21 +231,20 @@ class PinnedMemory:
 
     @property
     def keys(self) -> list[Hashable]:
-        """The keys of the tensors' address ranges, in the order of the slabs that contain the ranges."""
+        """In the order of the slabs that contain the tensors."""
         return list(self._places)
 
     @property
     def nbytes(self) -> int:
-        """The size of all slabs in bytes, including slabs that are not allocated yet."""
+        """Bytes of all slabs, including slabs that are not allocated yet."""
         return sum(size for size, _ in self._slabs)
 
     @property
     def is_held(self) -> bool:
-        """Whether any tensor is stored in this memory."""
         return any(holder() is not None for holder in self._holders.values())
 
     def empty_like(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return an uninitialised tensor in the range of a key, which is free again when the tensor is deleted."""
+        """An uninitialised tensor in the range of a key; the range is free again when the tensor is deleted."""
         # tensor: tensor of the same shape, strides and dtype
         # returns: the tensor; `None` if the place is taken or has another size, or if the strides leave gaps
         if self._sizes.get(key) != tensor.nbytes or not is_dense(tensor):
@@ -266,7 +265,7 @@ class PinnedMemory:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's strides leave no gaps in memory: torch preserves only such strides in copies."""
+    """Whether the strides leave no gaps in memory: torch preserves only such strides in copies."""
     if tensor.layout != torch.strided:
         return False
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

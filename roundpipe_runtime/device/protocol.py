@@ -159,11 +159,9 @@ class _Passed:
     """An event that is complete."""
 
     def done(self) -> bool:
-        """Return ``True``."""
         return True
 
-    def result(self) -> None:
-        """Return at once."""
+    def result(self) -> None: ...
 
 
 NOW = _Passed()
@@ -180,11 +178,11 @@ class Clock(Protocol):
         """Whether times are known only after the device has ended its work."""
 
     def now(self, kind: str) -> float | torch.Event:
-        """Return the present moment in the work of the device: a time, or an event whose time is known later."""
+        """The present moment in the work of the device: a time, or an event whose time is known later."""
         # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Convert a moment from :meth:`now` to seconds on the clock of ``time.perf_counter``."""
+        """The time of a moment on the clock of ``time.perf_counter``."""
 
 
 class HostClock:
@@ -193,11 +191,9 @@ class HostClock:
     is_late = False
 
     def now(self, kind: str) -> float:
-        """Return the current time of ``time.perf_counter``."""
         return time.perf_counter()
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Return the given time unchanged."""
         assert isinstance(moment, float)
         return moment
 
@@ -219,10 +215,10 @@ class EventClock:
         return stream.record_event(torch.Event(self._device, enable_timing=True))
 
     def now(self, kind: str) -> torch.Event:
-        """Record an event in the stream that runs this kind of work, and return the event."""
+        """Record an event in the stream that runs this kind of work."""
         return self._record(self._others.get(kind, self._stream))
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """Return the time in seconds at which the stream reached a completed event."""
+        """The event is complete."""
         assert not isinstance(moment, float)
         return self._start + self._first.elapsed_time(moment) / 1e3

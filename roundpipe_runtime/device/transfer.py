@@ -47,7 +47,6 @@ class TreeStructure:
     constants: tuple[Any, ...]
 
     def rebuild(self, tensors: Sequence[Any]) -> Any:
-        """Return the nested value with the given tensors in it."""
         if self is _ONE_TENSOR:
             return tensors[0]
         leaves = []
@@ -77,7 +76,7 @@ def flatten_value(value: PyTree, *, what: str = "value") -> tuple[TreeStructure,
 
 
 def separate(leaves: Sequence[Any], spec: pytree.TreeSpec, *, what: str) -> tuple[TreeStructure, list[torch.Tensor]]:
-    """Return the structure of a value, given its leaves, and a list of its tensors, without duplicates."""
+    """The structure of a value with these leaves, and its tensors, without duplicates."""
     numbers: list[int | tuple[int, ...] | None] = []
     constants: list[Any] = []
     tensors: list[torch.Tensor] = []
@@ -117,7 +116,7 @@ class HostValue:
     ready: list[Event | None]  # event of each tensor, after which its copy is complete
 
     def rebuild(self) -> Any:
-        """Return the nested value; its tensors are complete after the device that sent them was synchronized."""
+        """The tensors are complete after the device that sent them was synchronized."""
         return self.structure.rebuild(self.tensors)
 
 
@@ -128,11 +127,11 @@ class HostCopies:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, Event | None]] = {}
 
     def add(self, tensor: torch.Tensor, copy: torch.Tensor, ready: Event | None) -> None:
-        """Store the host copy of a device tensor, without keeping the device tensor alive."""
+        """The device tensor is not kept alive."""
         self._known[id(tensor)] = weakref.ref(tensor), tensor._version, copy, ready
 
     def find(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None] | None:
-        """Return the host copy of a device tensor and its event; ``None`` without a copy, or if the tensor changed."""
+        """``None`` without a copy, or if the device tensor has changed."""
         found = self._known.get(id(tensor))
         if found is None or found[0]() is not tensor or found[1] != tensor._version:
             return None
@@ -148,7 +147,7 @@ def send(
     last: bool = False,
     copies: HostCopies | None = None,
 ) -> HostValue:
-    """Copy tensors of a device to the host, as a value that can be read when the copies are complete."""
+    """Copy tensors to the host, as a value that can be read when the copies are complete."""
     # needs_grad: whether a gradient flows back through each tensor
     # last: whether the caller no longer writes to the tensors. Default: `False`.
     # copies: copies that the host already has; new copies are added. Default: none.
@@ -164,7 +163,6 @@ def send(
 
 
 def fetch(device: Device, on_host: HostValue) -> list[torch.Tensor]:
-    """Copy the tensors of a host value to a device, and return the copies."""
     return [device.copy_in(tensor, ready) for tensor, ready in zip(on_host.tensors, on_host.ready, strict=True)]
 
 
@@ -183,18 +181,17 @@ _SENT_AS = "_roundpipe_sent_as"  # attribute of a parameter: its dtype on device
 
 
 def sent_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype that a parameter has on devices, which can differ from its dtype on the host."""
+    """Dtype on devices, which can differ from the dtype on the host."""
     found: torch.dtype = parameter.__dict__.get(_SENT_AS, parameter.dtype)
     return found
 
 
 def sent_nbytes(parameter: torch.Tensor) -> int:
-    """Return the bytes of a parameter in its dtype on devices."""
     return parameter.numel() * sent_dtype(parameter).itemsize
 
 
 def as_sent(part: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Convert a host tensor to its dtype on devices; for an accelerator, the converted copy is in pinned memory."""
+    """Convert to the dtype on devices; for an accelerator, the copy is in pinned memory."""
     if part.dtype == dtype:
         return part
     made = torch.empty_like(part, dtype=dtype, requires_grad=False, pin_memory=device.type not in ("cpu", "meta"))
@@ -216,12 +213,12 @@ def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
 
 
 def sent_as(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype on devices of each parameter that has a different dtype on the host, by name."""
+    """Dtypes on devices of the parameters that have a different dtype on the host."""
     return {name: p.__dict__[_SENT_AS] for name, p in model.named_parameters() if _SENT_AS in p.__dict__}
 
 
 def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Set the dtypes of parameters on devices, by name; all other parameters have their host dtype on devices."""
+    """All other parameters have their host dtype on devices."""
     for name, parameter in model.named_parameters():
         if name in dtypes:
             parameter.__dict__[_SENT_AS] = dtypes[name]
@@ -244,24 +241,24 @@ class HeldMask:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The batch size and number of heads of the mask; a size is 1 if the mask is the same for all rows or heads."""
+        """Batch size and number of heads; a size is 1 if the mask is the same for all rows or heads."""
         return tuple(self.mask.kv_num_blocks.shape[:-1])
 
 
 def is_block_mask(value: Any) -> bool:
-    """Return whether a value is a ``BlockMask`` of flex attention, without importing that module."""
+    """Whether the value is a ``BlockMask`` of flex attention; the module of that class is not imported."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(value, module.BlockMask)
 
 
 def leaf_test() -> Callable[[Any], bool] | None:
-    """Return an ``is_leaf`` function that keeps torch from flattening ``BlockMask``; ``None`` if torch never does."""
+    """An ``is_leaf`` function that keeps torch from flattening ``BlockMask``; ``None`` if torch never does."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return is_block_mask if module is not None and module.BlockMask in pytree.SUPPORTED_NODES else None
 
 
 def held(tree: PyTree) -> PyTree:
-    """Return a nested value with every ``BlockMask`` wrapped in a :class:`HeldMask`; unchanged without masks."""
+    """Wrap each ``BlockMask`` in a :class:`HeldMask`."""
     if "torch.nn.attention.flex_attention" not in sys.modules:
         return tree
     leaves, spec = pytree.tree_flatten(tree, is_leaf=is_block_mask)
@@ -271,18 +268,16 @@ def held(tree: PyTree) -> PyTree:
 
 
 def cut_mask(mask: Any, start: int, stop: int) -> Any:
-    """Return the ``BlockMask`` for the rows from ``start`` to ``stop`` of the batch."""
+    """The mask for the rows from ``start`` to ``stop`` of the batch."""
     # mask: a `BlockMask` whose batch size is not 1
     part = mask[start:stop]  # torch splits the blocks, and replaces the function by a function that raises
-    part.mask_mod = _later(mask.mask_mod, start)
-    return part
+    mask_mod: Callable[..., torch.Tensor] = mask.mask_mod
 
-
-def _later(mask_mod: Callable[..., torch.Tensor], start: int) -> Callable[..., torch.Tensor]:
     def of_part(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
         return mask_mod(b + start, h, q_idx, kv_idx)
 
-    return of_part
+    part.mask_mod = of_part
+    return part
 
 
 # -- on the way to a device ------------------------------------------------------------------------------------------
@@ -316,7 +311,7 @@ def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any
 
 
 def _opened(function: Any, tensors: list[torch.Tensor]) -> Callable[[Sequence[Any]], Any]:
-    """Append the tensors in a function's closure to ``tensors``; return a function that rebuilds it with others."""
+    """Append tensors in the closure to ``tensors``; return a function that rebuilds ``function`` with others."""
     if isinstance(function, functools.partial):
         held_by = (function.func, function.args, function.keywords)
     elif isinstance(function, types.FunctionType) and function.__closure__:

@@ -1,4 +1,4 @@
-"""Worker threads, one per device, their mailbox, and their behaviour on an error, on Ctrl-C and after a fork.
+"""Worker threads, one per device: their mailbox, errors, Ctrl-C, forks, and the random generator that they share.
 
 A result is a future. The first error stops the run, every other thread ends its work at its next wait, and the caller
 raises the error with notes that state where the error happened.
@@ -20,6 +20,8 @@ from concurrent.futures import wait as wait_for_futures
 from functools import partial
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 from ..errors import DeviceError
 
@@ -54,7 +56,7 @@ class Worker:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"roundpipe {self.name}")
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Submit ``work(*args, **kwargs)`` with the caller's context variables, and return the future of its result."""
+        """Submit ``work(*args, **kwargs)`` with the context variables of the caller."""
         bound = functools.partial(work, *args, **kwargs)
         try:
             return self._threads.submit(self._run, contextvars.copy_context(), bound)
@@ -65,7 +67,6 @@ class Worker:
             ) from error
 
     def is_here(self) -> bool:
-        """Report whether the caller is this worker's own thread."""
         return threading.get_ident() == self._ident
 
     def _run(self, context: contextvars.Context, work: Callable[[], T]) -> T:
@@ -97,24 +98,23 @@ class Mailbox:
 
     @property
     def error(self) -> BaseException | None:
-        """The error that stopped the run: the first error of any thread; ``None`` while the run continues."""
+        """First error of any thread, which stopped the run."""
         return None if isinstance(self._error, StoppedRun) else self._error
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Store a value under a key, and wake the threads that wait for the key."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
 
     def take(self, key: Hashable, *, keep: bool = False) -> Any:
-        """Wait for the value of a key, remove it from the mailbox unless ``keep`` is true, and return it."""
+        """Wait for the value of a key; the value is removed unless ``keep`` is true."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._values or self._error is not None)
             self.check()
             return self._values[key] if keep else self._values.pop(key)
 
     def check(self) -> None:
-        """Raise :class:`StoppedRun` if another thread has failed."""
+        """Another thread may have failed."""
         if self._error is not None:
             raise StoppedRun
 
@@ -156,7 +156,6 @@ def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
 
 
 def add_note_once(error: BaseException, note: str) -> None:
-    """Add a note to an exception unless it has that note already."""
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
@@ -199,7 +198,7 @@ def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
 
 
 def noting(note: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that adds a note to an error of the with block, unless it has this note already."""
+    """Add a note to an error of the block, unless the error has the note already."""
     return on_error(partial(add_note_once, note=note))
 
 
@@ -209,13 +208,13 @@ _LOCKS: list[Any] = []
 
 
 def free_after_fork(lock: L) -> L:
-    """Return the lock, which is then released in forked child processes: they lack the thread that holds it."""
+    """In forked child processes, which lack the thread that holds the lock, the lock is released."""
     _LOCKS.append(lock)
     return lock
 
 
 def _start_again() -> None:
-    """Start the threads again after a fork: a forked process has no threads, and an executor does not notice."""
+    """A forked process has no threads, and an executor does not notice."""
     for worker in list(_WORKERS):
         if not worker.is_closed:
             worker._start()
@@ -309,6 +308,44 @@ def is_done(future: Future[Any]) -> bool:
 
 
 def error_of(future: Future[Any]) -> BaseException | None:
-    """Return the error of a failed future; ``None`` if the future is not done or has a result."""
+    """``None`` if the future is not done or has a result."""
     with Uninterrupted():
         return future.exception() if future.done() else None
+
+
+# The default CPU random generator of torch is one for all threads: threads lock it, and restore its state.
+
+# A layer that holds the lock may call another pipeline and wait for its threads. These threads inherit a context
+# variable with a second lock, which they share instead.
+_CPU_GENERATOR = free_after_fork(threading.RLock())
+_INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generator_inside", default=None)
+
+
+def generator_lock() -> Any:
+    """The lock that a thread must hold to use the CPU random generator of torch."""
+    return _INSIDE.get() or _CPU_GENERATOR
+
+
+@contextlib.contextmanager
+def generator_alone(timeout: float = -1) -> Iterator[None]:
+    """Reserve the CPU random generator of torch for this thread, and for threads of its pipelines."""
+    # timeout: seconds to wait for the lock. Default: no limit.
+    lock = generator_lock()
+    if not lock.acquire(timeout=timeout):
+        raise TimeoutError(f"Another thread held the CPU's random generator for more than {timeout} s.")
+    try:
+        inside = _INSIDE.set(threading.RLock())
+        try:
+            yield
+        finally:
+            _INSIDE.reset(inside)
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def generator_kept(timeout: float = -1) -> Iterator[None]:
+    """Reserve the CPU random generator of torch in the block, and restore its state afterwards."""
+    # Without the lock, the restored state could be that of a layer in another thread.
+    with generator_alone(timeout), torch.random.fork_rng(devices=[]):
+        yield

@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ..device.disk import in_groups, passing
 from ..device.worker import Outcome, Uninterrupted
 from ..errors import ConfigError, DistributedError, RankStepError, format_failure
-from ..optim.parameters import LayerContents, ParameterStore, is_watched
+from ..optim.layer_contents import LayerContents
+from ..optim.parameters import ParameterStore, is_watched
 from ..optim.readiness import ReadinessTable
 from ..optim.step import OptimizerCtx, StepRunner
 from ..optim.torch_steps import dtype_of_gradient, hear_steps

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import torch
 from torch import nn
 
-from ..device.generator import generator_lock
+from ..device.worker import generator_lock
 from ..errors import StageError
 
 if TYPE_CHECKING:

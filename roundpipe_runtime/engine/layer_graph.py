@@ -13,10 +13,10 @@ import torch
 
 from yobx_flatten.private_names.of_torch import tensor_use_count
 
-from ..device.generator import generator_alone
 from ..device.transfer import TreeStructure
+from ..device.worker import generator_alone
 from ..errors import StageError
-from ..optim.parameters import LayerContents
+from ..optim.layer_contents import LayerContents
 from .draws import traits_of
 
 

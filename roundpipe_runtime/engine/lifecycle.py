@@ -31,8 +31,8 @@ from ..device.worker import Outcome, Uninterrupted, collect, free_after_fork, on
 from ..errors import DeviceError, StageError
 from ..optim.disk_store import DiskStore
 from ..optim.in_backward import InBackwardStore
-from ..optim.large_tables import LargeTables
-from ..optim.parameters import LayerContents, Update, check_gradients, scan
+from ..optim.layer_contents import LargeTables, LayerContents, check_gradients, scan
+from ..optim.parameters import Update
 from ..optim.readiness import ReadinessTable
 from ..optim.step import wait_for_updates
 from ..schedule.costs import MeasuredCosts

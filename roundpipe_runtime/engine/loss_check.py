@@ -25,6 +25,7 @@ import torch
 from yobx_flatten.core.effects import undisturbed
 from yobx_flatten.private_names.of_torch import pytree
 
+from ..batch.averages import SteadyDraws, count_items
 from ..batch.entries import FlatMicrobatch
 from ..batch.loss import Reduction, read_loss
 from ..batch.loss_proof import (
@@ -35,14 +36,12 @@ from ..batch.loss_proof import (
     Part,
     Proof,
     Role,
-    SteadyDraws,
     Way,
-    count_items,
     in_32_bits,
     prove,
     variants,
 )
-from ..device.generator import generator_alone
+from ..device.worker import generator_alone
 from ..errors import JoinError, LossError, RoundPipeWarning, SplitError, warn
 from .code_state import Repeats, function_of
 from .layer_graph import other_leaves

@@ -25,7 +25,8 @@ from ..batch.loss import LossContract, Reduction
 from ..batch.spec import RoundPipePackedData
 from ..device.transfer import HostValue, separate
 from ..device.worker import noting
-from ..optim.parameters import LayerContents, ParameterStore
+from ..optim.layer_contents import LayerContents
+from ..optim.parameters import ParameterStore
 from ..optim.readiness import ReadinessTable
 from ..optim.step import StepRunner
 from .config import RoundPipeRunConfig

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from ..device.protocol import Device
-from ..optim.large_tables import LargeTables, TableRule, needed_bytes, rule_for
-from ..optim.parameters import scan
+from ..optim.layer_contents import LargeTables, TableRule, needed_bytes, rule_for, scan
 from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType
 from .code_state import is_due

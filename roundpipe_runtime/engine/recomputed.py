@@ -16,7 +16,7 @@ import torch
 
 from yobx_flatten.private_names.of_torch import pytree
 
-from ..device.generator import generator_alone, generator_lock
+from ..device.worker import generator_alone, generator_lock
 from ..errors import StageError
 from .draws import (
     CallDraws,

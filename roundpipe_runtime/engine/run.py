@@ -19,8 +19,8 @@ from ..device.protocol import NOW, Clock, Device, Event
 from ..device.transfer import HostValue
 from ..device.worker import Mailbox
 from ..errors import StageError
-from ..optim.parameters import LayerContents, ParameterStore
-from ..optim.parts import AtHand
+from ..optim.layer_contents import LayerContents
+from ..optim.parameters import AtHand, ParameterStore
 from ..optim.readiness import ReadinessTable
 from ..schedule.costs import MeasuredCosts
 from ..schedule.plan import RunType

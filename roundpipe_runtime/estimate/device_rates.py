@@ -57,7 +57,7 @@ class DeviceRates:
 def measure_device(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, nbytes: int = _COPIED, rows: int = _ROWS
 ) -> DeviceRates:
-    """Measure the speed of an accelerator's copies and matrix products, in about a second."""
+    """Takes about a second."""
     # dtype: dtype of the matrices. Default: bfloat16.
     # rows: rows and columns of the matrices. Default: 8,192.
     uploads, downloads, compute = (torch.Stream(device) for _ in range(3))
@@ -92,7 +92,7 @@ def measure_device(
 
 
 def _seconds(device: torch.device, *works: Work) -> float:
-    """Return the shortest time of several runs, by the events of the device."""
+    """The shortest time of several runs, by the events of the device."""
     return min(_once(device, works) for _ in range(_REPEATS))
 
 
@@ -176,7 +176,7 @@ class DiskRates(NamedTuple):
 
 
 def measure_disk(folder: pathlib.Path) -> DiskRates:
-    """Measure the speed of the disk of a folder, in about a second and with up to 1 GB of temporary data."""
+    """Takes about a second, and up to 1 GB of temporary data."""
     memory = DiskMemory(folder.absolute(), together=_PIECE)
     try:
         source = torch.randint(0, 256, (_PIECE,), dtype=torch.uint8)  # a disk may compress zeros

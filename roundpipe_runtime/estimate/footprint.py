@@ -44,28 +44,31 @@ class Footprint(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count the memory of these tensors, because they existed before the measurement."""
+        """These tensors existed before the measurement."""
         for tensor in tensors:
             self._note(tensor, counted=False)
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count the memory of a tensor that was created outside the with block, until the tensor is freed."""
+        """The tensor was created outside of the block; the memory counts until the tensor is freed."""
         self._note(tensor, counted=True)
 
     def restart(self) -> int:
-        """Start a new measurement of the peak, and return the bytes of the storages that are alive now."""
+        """Bytes alive now, from which a new measurement of the peak starts."""
         self.peak = self.alive
         return self.alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and count the tensors that the operation creates."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf, counted=True)
-        self.flops += _flops(func, args, kwargs, out)
-        if getattr(func, "_overloadpacket", None) is _ATEN._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:
+        packet: Any = getattr(func, "_overloadpacket", None)
+        if counts := _OWN.get(packet) or _OF_OTHERS.get(str(packet)):
+            self.flops += counts(args)
+        elif packet in flop_registry:
+            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=out))
+        if packet is _ATEN._grouped_mm and args[0].dim() == 2 and args[1].dim() == 3:
             self.grouped.setdefault(args[1].untyped_storage()._cdata, len(args[0]))
         return out
 
@@ -101,19 +104,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 # -- floating point operations ---------------------------------------------------------------------------------------
 
 
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    packet = getattr(func, "_overloadpacket", None)
-    if packet in _OWN:
-        return int(_OWN[packet](args))
-    if str(packet) in _OF_OTHERS:
-        return int(_OF_OTHERS[str(packet)](args))
-    if packet in flop_registry:
-        return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    return 0
-
-
 def _grouped(args: Any) -> int:
-    """Return the operation count of a grouped product, in which each row is multiplied by its group's matrix."""
+    """Each row is multiplied by the matrix of its group."""
     first: torch.Size = args[0].shape
     second: torch.Size = args[1].shape
     if len(first) == 2:  # rows times a matrix per group, or times other rows, for the gradients of the matrices
@@ -136,12 +128,11 @@ def _attention_backward(args: Any) -> int:
 
 
 def _repeated(shape: torch.Size, groups: int) -> tuple[int, ...]:
-    """Return the shape of keys or values with one copy per attention head."""
     return (shape[0], shape[1] * groups, *shape[2:])
 
 
 def _product_of_four_bits(args: Any) -> int:
-    """Return the operation count of a product with a 4-bit matrix of bitsandbytes, whose shape is an argument."""
+    """The shape of a 4-bit matrix of bitsandbytes is an argument."""
     rows, (outputs, _) = args[0], args[2]
     return 2 * int(rows.numel()) * int(outputs)
 
@@ -195,33 +186,27 @@ class _Attention(TorchFunctionMode):
                 return func(*args, **kwargs)
         return self._attend(*args, **kwargs) if func is _ATTENTION else func(*args, **kwargs)
 
-    def _attend(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if query.is_meta:
-            return _fused(self.drops, query, *args, **kwargs)
-        return _ATTENTION(query, *args, **kwargs)
-
-
-def _fused(
-    drops: bool,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    # memory-efficient kernels accept only these
-    is_usual = query.dim() == 4 and value.shape[-1] == query.shape[-1] and key.shape[0] == query.shape[0]
-    shares = key.shape[1] == query.shape[1] or enable_gqa
-    is_trainable = attn_mask is not None and attn_mask.requires_grad
-    if is_usual and shares and (drops or not dropout_p) and not is_trainable:
-        found: torch.Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-        )[0]
-        return found
-    return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        # memory-efficient kernels accept only these
+        is_usual = query.dim() == 4 and value.shape[-1] == query.shape[-1] and key.shape[0] == query.shape[0]
+        shares = key.shape[1] == query.shape[1] or enable_gqa
+        is_trainable = attn_mask is not None and attn_mask.requires_grad
+        if query.is_meta and is_usual and shares and (self.drops or not dropout_p) and not is_trainable:
+            found: torch.Tensor = _ATEN._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+            return found
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 class _Operations(TorchDispatchMode):
@@ -273,7 +258,6 @@ class MetaResults:
         self._known: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], compute: Callable[..., Any]) -> Any:
-        """Return the result of an operation, from the cache if possible, otherwise by calling ``compute``."""
         # compute: function that runs the operation if its result is not in the cache
         makes_new = self._makes_new.get(func)
         if makes_new is None:
@@ -295,7 +279,7 @@ class MetaResults:
 
 
 def _makes_new(func: Any) -> bool:
-    """Return whether an operation returns one tensor that, by its schema, shares no memory with an argument."""
+    """By the schema, the operation returns one tensor that shares no memory with an argument."""
     schema = func._schema
     return (
         schema.name.startswith("aten::")
@@ -318,7 +302,7 @@ def _form(value: Any) -> Hashable:
 
 
 def _is_new(out: torch.Tensor, given: Sequence[Any]) -> bool:
-    """Return whether a tensor fills its memory, and shares it with no argument."""
+    """Whether the tensor fills its memory, and shares it with no argument."""
     if not (type(out) is torch.Tensor and out.is_meta and out.layout == torch.strided) or out.dtype.is_complex:
         return False
     storage = out.untyped_storage()

@@ -125,7 +125,7 @@ def describe_hardware(
 
 
 def device_names(devices: str | None = None) -> tuple[str, ...]:
-    """Return the single names in ``devices``, such as ``cuda:0``; this machine need not have these devices."""
+    """The single names, such as cuda:0; this machine need not have these devices."""
     if devices is None or devices.startswith("virtual"):
         found = parse_devices(devices)
         names = tuple(device.name for device in found)
@@ -146,7 +146,6 @@ def device_names(devices: str | None = None) -> tuple[str, ...]:
 
 
 def device_kind(names: tuple[str, ...]) -> str:
-    """Return ``"cpu"`` for virtual devices, else the type of the accelerators."""
     return "cpu" if names[0].startswith("virtual") else names[0].partition(":")[0]
 
 
@@ -154,7 +153,7 @@ def device_kind(names: tuple[str, ...]) -> str:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Measure the operations per second of a matrix product, in a fraction of a second."""
+    """Operations per second, measured in a fraction of a second."""
     for size in _ROWS[:1] if device.type == "cpu" else _ROWS:
         a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
         seconds = _seconds(functools.partial(torch.matmul, a, b), device)
@@ -164,21 +163,21 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> flo
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the bytes per second of copies from the host to a device; for accelerators, from pinned memory."""
+    """Bytes per second from the host to a device; for accelerators, from pinned memory."""
     source = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=device.type != "cpu")
     target = torch.empty_like(source, device=device)
     return _COPIED / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def host_memory_rate() -> float:
-    """Return the bytes per second that the host reads and writes in total while it copies memory."""
+    """Bytes per second that the host reads and writes in total while it copies memory."""
     source = torch.zeros(_COPIED, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * _COPIED / _seconds(lambda: target.copy_(source), torch.device("cpu"))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest time of several calls, after an untimed call."""
+    """The shortest time of several calls, after an untimed call."""
 
     def timed() -> float:
         start = time.perf_counter()
@@ -195,12 +194,11 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def cores() -> int:
-    """Return how many cores this process can use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def host_memory_available() -> int:
-    """Return the bytes of host memory that are still available, within the limit of a container if there is one."""
+    """Within the limit of a container, if there is one."""
     import psutil
 
     available = int(psutil.virtual_memory().available)

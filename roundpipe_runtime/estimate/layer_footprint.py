@@ -19,8 +19,7 @@ from ..device.protocol import NOW, Event
 from ..device.transfer import flatten_value
 from ..engine.layer_graph import LayerGraph, Values, enter, plain
 from ..engine.parameters.host_table import HostSum, HostTable, TableAccess
-from ..optim.large_tables import TableRule
-from ..optim.parameters import LayerContents, scan
+from ..optim.layer_contents import LayerContents, TableRule, scan
 from .footprint import Footprint, device_kernels, storage_bytes
 
 
@@ -147,7 +146,7 @@ def _invoke(module: nn.Module, index: int, value: Any) -> Any:
 
 
 def _called(contents: LayerContents, call: Callable[[Any], Any], given: Values) -> tuple[LayerGraph, Values]:
-    """Call a layer; return the autograd graph of the call, and the inputs of the next layer."""
+    """The autograd graph of the call, and the inputs of the next layer."""
     entries, entered = enter(given, as_leaves=False)
     structure, exits = flatten_value(call(given.structure.rebuild(entered)), what=f"the output of {contents.title}")
     results = Values(structure, [plain(tensor) for tensor in exits], [exit_.requires_grad for exit_ in exits])
@@ -162,11 +161,13 @@ def _measure(
     gradient_dtype: Callable[[nn.Parameter], torch.dtype],
     parts: Parts,
 ) -> tuple[LayerFootprint, Values]:
-    """Return the footprint of a layer on these inputs, and the inputs of the next layer."""
+    """The footprint of a layer, and the inputs of the next layer."""
     held_here = [parameter for parameter in contents.parameters() if id(parameter) not in contents.tables]
     trained = [parameter for parameter in held_here if parameter.requires_grad]
     tables = [parameter for parameter in contents.parameters() if id(parameter) in contents.tables]
-    sums = _give_sums(trained, gradient_dtype)
+    for parameter in trained:  # sums exist from the second microbatch; those of other dtypes are on the host
+        parameter.grad = torch.empty_like(parameter) if gradient_dtype(parameter) == parameter.dtype else None
+    sums = [parameter.grad for parameter in trained if parameter.grad is not None]
     held_before = [*given.tensors, *contents.parts(), *(buffer.tensor for buffer in contents.buffers), *sums]
     with Footprint() as found:
         found.ignore(held_before)
@@ -221,15 +222,6 @@ def _measure(
     return footprint, results
 
 
-def _give_sums(
-    trained: Sequence[nn.Parameter], gradient_dtype: Callable[[nn.Parameter], torch.dtype]
-) -> list[torch.Tensor]:
-    """Allocate the gradient sums that exist from the second microbatch; other dtypes are summed on the host."""
-    for parameter in trained:
-        parameter.grad = torch.empty_like(parameter) if gradient_dtype(parameter) == parameter.dtype else None
-    return [parameter.grad for parameter in trained if parameter.grad is not None]
-
-
 # Stand in for large tables while layers are measured on ``meta``, and count the bytes of the copied parts.
 
 
@@ -242,33 +234,28 @@ class Parts:
         self.up = self.down = 0
 
     def copy_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count the bytes of a table part that would be copied to the device."""
         self.up += tensor.nbytes
         return tensor
 
     def copy_out(self, tensor: torch.Tensor, *, last: bool, parameter: bool = False) -> tuple[torch.Tensor, Event]:
-        """Count the bytes of a gradient that would be copied to the host."""
         self.down += tensor.nbytes
         return tensor, NOW
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Do nothing: there is nothing to wait for."""
         return contextlib.nullcontext()
 
-    def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing: nothing was copied."""
+    def release(self, tensors: Iterable[torch.Tensor]) -> None: ...
 
 
 class _NoSum(HostSum):
     """A gradient sum that uses no memory."""
 
-    def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
-        """Ignore a gradient."""
+    def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None: ...
 
 
 @contextlib.contextmanager
 def standing_tables(contents: LayerContents) -> Iterator[Parts]:
-    """Replace the large tables of a layer by placeholders in the with block; yield the counter of bytes to copy."""
+    """Replace large tables by placeholders in the block; yield the counter of bytes to copy."""
     parts, places = Parts(), []
     made: dict[int, nn.Parameter] = {}
     for slot in contents.slots:

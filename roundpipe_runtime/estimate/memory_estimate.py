@@ -103,7 +103,7 @@ def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
 
 
 def visit_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    """Return the peak memory of one microbatch in a stage, in addition to parameters and sums of gradients."""
+    """Peak memory of one microbatch, in addition to parameters and sums of gradients."""
     mine = [layers[index] for index in stage.layers]
     if stage.kind == "forward":
         # the graph of a layer is freed before the next one begins
@@ -129,7 +129,7 @@ def device_memory(
     prefetches: bool,
     room_to_keep: float = 0.0,
 ) -> list[DeviceMemory]:
-    """Estimate the peak memory of each device in a run."""
+    """Peak memory of each device in a run."""
     # prefetches: whether a stage is loaded while the previous stage computes; false for virtual devices
     # room_to_keep: bytes of each device for parameters that stay between steps. Default: 0.
     found = []
@@ -141,55 +141,44 @@ def device_memory(
         moments = []
         for stage, following in zip(own, [*own[1:], None], strict=True):
             came |= set(stage.layers)
-            here = _Here(staying, came, kept)
-            moments.append(_moment(stage, following, here, layers, num_microbatch, prefetches))
-            staying = _after(stage, staying, layers) if stays else staying
+            on_device = [size.of(was_here=layer in came) for layer, size in enumerate(kept)]
+            moments.append(_moment(stage, following, staying, on_device, layers, num_microbatch, prefetches))
+            if stays:
+                left = {layer for layer in stage.layers if not layers[layer].buffer_bytes}
+                staying = staying | left if stage.kind == "forward" else staying - left
         found.append(max(moments, key=lambda moment: moment.total))
     return found
-
-
-class _Here(NamedTuple):
-    """Layers on a device in addition to the current stage: layers before their backward, and resident layers."""
-
-    staying: set[int]
-    came: set[int]
-    kept: Sequence[KeptBytes]
-
-    def kept_of(self, layer: int) -> int:
-        return self.kept[layer].of(was_here=layer in self.came)
-
-
-def _after(stage: Stage, staying: set[int], layers: Sequence[LayerFootprint]) -> set[int]:
-    here = {layer for layer in stage.layers if not layers[layer].buffer_bytes}
-    return staying | here if stage.kind == "forward" else staying - here
 
 
 def _moment(
     stage: Stage,
     following: Stage | None,
-    here: _Here,
+    staying: set[int],
+    kept: Sequence[int],
     layers: Sequence[LayerFootprint],
     num_microbatch: int,
     prefetches: bool,
 ) -> DeviceMemory:
+    # staying: layers that wait on the device for their backward
+    # kept: bytes of each layer that stay on the device from step to step
     goes_back = stage.kind != "forward"
     first, last = layers[stage.layers[0]], layers[stage.layers[-1]]
     arriving = copies = 0
     if prefetches:
         if following is not None:
-            new = set(following.layers) - here.staying
-            arriving = sum(layers[i].param_bytes - here.kept_of(i) for i in new)
+            new = set(following.layers) - staying
+            arriving = sum(layers[i].param_bytes - kept[i] for i in new)
         on_their_way = first.inputs + (last.grads_out + first.grads_in if goes_back else last.outputs)
         copies = (num_microbatch - 1) * on_their_way
     return DeviceMemory(
         stage=stage.index,
-        parameters=sum(layers[i].param_bytes - here.kept_of(i) for i in stage.layers),
+        parameters=sum(layers[i].param_bytes - kept[i] for i in stage.layers),
         gradients=_gradients(stage, layers, prefetches) if goes_back else 0,
         activations=visit_bytes(stage, layers),
-        staying=sum(layers[i].param_bytes - here.kept_of(i) for i in here.staying.difference(stage.layers)),
+        staying=sum(layers[i].param_bytes - kept[i] for i in staying.difference(stage.layers)),
         arriving=arriving,
         copies=copies,
-        kept=sum(here.kept_of(i) for i in range(len(layers))),
+        kept=sum(kept),
     )
 
 
@@ -215,7 +204,7 @@ def host_memory(
     gradient_dtype: torch.dtype | None = None,
     update: Update = "masters",
 ) -> HostMemory:
-    """Estimate the peak memory of the host in a run with its optimizer step."""
+    """Peak memory of the host in a run with its optimizer step."""
     # parameters: the parameters of the model, each once
     # optim_dtype: dtype of the optimizer. Default: the dtype of each parameter.
     # gradient_dtype, update: as in `RoundPipe`. Default: the dtype of the optimizer, and `"masters"`.
@@ -254,7 +243,7 @@ class KeptBytes(NamedTuple):
     trained: int  # bytes of parameters that train. They stay from the first stage of a step that needs them to its end.
 
     def of(self, *, was_here: bool) -> int:
-        """Return the bytes of the layer that are already on a device when a stage starts there."""
+        """Bytes that are already on a device when a stage starts there."""
         return self.frozen + (self.trained if was_here else 0)
 
 
@@ -278,23 +267,21 @@ def room_to_keep(
     *,
     fits: bool,
 ) -> float:
-    """Return how many bytes of parameters may stay on each device, computed as the runtime computes it."""
+    """Bytes of parameters that may stay on each device, computed as the runtime computes them."""
     # wanted: `keep_parameters` of `RoundPipeRunConfig`
     # memory: bytes of a device, `None` if not known
     # fits: whether there is room for all parameters and gradients at once
     if wanted != "auto":
         return wanted * 1e9
-    largest = max((_stage_bytes(stage, layers) for stage in stages), default=0)
+    largest = 0
+    for stage in stages:
+        sets = 0 if stage.kind == "forward" else stage.gradient_sets
+        largest = max(largest, sum(layers[i].param_bytes + sets * layers[i].trained_bytes for i in stage.layers))
     return bytes_to_keep(None if memory is None else FOR_PARAMETERS * memory, largest, fits=fits)
 
 
-def _stage_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    sets = 0 if stage.kind == "forward" else stage.gradient_sets
-    return sum(layers[i].param_bytes + sets * layers[i].trained_bytes for i in stage.layers)
-
-
 def _filled(sizes: Sequence[int], room: float) -> tuple[list[int], float]:
-    """Fill ``room`` bytes with items of these sizes, in order; return the used bytes of each item, and the rest."""
+    """Fill room with items in order; return the used bytes of each item, and the rest."""
     found = []
     for size in sizes:
         here = size if size <= room else int(room)
@@ -315,7 +302,6 @@ class JoinedLoss:
 
 
 def joined_loss(last: LayerFootprint) -> JoinedLoss:
-    """Return the memory of a loss that is computed once for the whole batch."""
     # last: the last layer, measured on the whole batch
     visit = visit_bytes(Stage(0, "backward", range(1)), [last])
     return JoinedLoss(last.param_bytes + last.grad_bytes + visit, 2 * last.inputs + last.grads_in)

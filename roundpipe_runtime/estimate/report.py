@@ -11,8 +11,8 @@ from torch import nn
 
 from ..engine.planner import FOR_PARAMETERS, guessed_costs
 from ..errors import PlanError
-from ..optim.large_tables import TableRule
-from ..optim.parameters import Update, scan
+from ..optim.layer_contents import TableRule, scan
+from ..optim.parameters import Update
 from ..schedule.costs import LayerCost
 from ..schedule.partitioning import CLEAR_GAIN
 from ..schedule.plan import ModelExecutePlan
@@ -47,7 +47,6 @@ class PlanReport:
 
     @property
     def layers(self) -> Sequence[LayerFootprint]:
-        """Memory and operations of each layer, measured on one microbatch."""
         return self.step.layers
 
     def simulate(
@@ -57,7 +56,6 @@ class PlanReport:
         is_async: Literal[False, True, "exact"] = False,
         keep_parameters: float | Literal["auto"] | None = None,
     ) -> StepSimulation:
-        """Simulate a training step on the hardware of this report."""
         # step: training step. Default: the one of this plan.
         # is_async: when the optimizer runs, as in `RoundPipe.step`. Default: after the run.
         # keep_parameters: parameters that stay on devices between steps. Default: those of this plan.
@@ -73,39 +71,35 @@ class PlanReport:
 
     @property
     def disk(self) -> DiskUse | None:
-        """Bytes that a step stores, reads and writes on a disk; ``None`` if the training state is in host memory."""
+        """None if the training state is in host memory."""
         return self.simulated.disk
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of memory that the host needs."""
         return self.host_memory.total if self.disk is None else self.disk.resident
 
     @property
     def device_memory(self) -> list[DeviceMemory]:
-        """Peak memory of each device."""
         return self.simulated.device_memory
 
     @property
     def host_memory(self) -> HostMemory:
-        """Host memory that the training needs, compared with the memory of the machine."""
         return self.simulated.host_memory
 
     @property
     def simulation(self) -> Simulation:
-        """The simulation of one training step, including transfers."""
         return self.simulated.run
 
     @property
     def fits_devices(self) -> bool | None:
-        """Whether the plan fits into the memory of every device; ``None`` if the memory of a device is not known."""
+        """None if the memory of a device is not known."""
         if self.hardware.memory is None:
             return None
         return not self.too_large and max(m.total for m in self.device_memory) <= self.hardware.memory
 
     @property
     def fits_host(self) -> bool | None:
-        """Whether the training fits into the memory of the host; ``None`` if the host's memory is not known."""
+        """None if the memory of the host is not known."""
         return None if self.hardware.host is None else self.host_bytes <= self.hardware.host
 
 
@@ -125,7 +119,6 @@ def plan_report(
     host: Literal["memory", "disk"] = "memory",
     update: Update = "masters",
 ) -> PlanReport:
-    """Plan a training and estimate its memory and times."""
     # model: the model whose parameters the host holds; they can be on `meta`
     # layers: footprint of each layer for one microbatch
     # optim_dtype: dtype of the optimizer. Default: the dtype of each parameter.
@@ -145,7 +138,11 @@ def plan_report(
     if rule.mark(scan(pieces))[-1].trains_tables:
         last_stage_copies = 1  # as in the runtime
     least = max(cost.param_bytes + cost.grad_bytes for cost in guessed_costs(pieces, least_rule or rule, sums_in))
-    costs = [_cost(cost, layer, hardware.flops) for cost, layer in zip(guessed, layers, strict=True)]
+    costs = []
+    for cost, layer in zip(guessed, layers, strict=True):  # times from operations, bytes as the runtime counts them
+        forward_time = layer.forward_flops / hardware.flops + _NEXT_TO_NOTHING
+        backward_time = forward_time + layer.backward_flops / hardware.flops + _NEXT_TO_NOTHING
+        costs.append(dataclasses.replace(cost, forward=forward_time, backward=backward_time))
     limit = None if hardware.memory is None else FOR_PARAMETERS * hardware.memory
     if limit is None and host == "disk" and hardware.is_virtual:  # their memory is host memory
         limit = 2 * max(cost.param_bytes + cost.grad_bytes for cost in costs)
@@ -179,7 +176,7 @@ def _plans(
     last_stage_copies: int | Literal["auto"],
     num_microbatch: int,
 ) -> tuple[list[ModelExecutePlan], str]:
-    """Return plans by the number of copies of the last stage; if none fits, plans without the limit and the reason."""
+    """Plans by the number of copies of the last stage; if none fits, plans without the limit and the reason."""
     too_large = ""
     try:
         _plan(costs, hardware, limit, 1, num_microbatch)
@@ -193,7 +190,7 @@ def _plans(
 def _plan(
     costs: list[LayerCost], hardware: Hardware, limit: float | None, copies: int, num_microbatch: int
 ) -> ModelExecutePlan:
-    """Return the plan that the runtime makes with these layer times."""
+    """The plan that the runtime makes with these layer times."""
     found = ModelExecutePlan.auto(
         "fused",
         costs,
@@ -206,19 +203,11 @@ def _plan(
 
 
 def _fewest_copies(simulated: Sequence[StepSimulation], memory: int | None) -> int:
-    """Return the first step that fits the memory and is about as fast as the fastest step that fits."""
+    """Index of the first step that fits the memory and is about as fast as the fastest."""
     peaks = [max(device.total for device in one.device_memory) for one in simulated]
     fitting = [number for number, peak in enumerate(peaks) if memory is None or peak <= memory] or [0]
     least = min(simulated[number].seconds for number in fitting)
     return next(number for number in fitting if simulated[number].seconds * (1 - CLEAR_GAIN) <= least)
-
-
-def _cost(guessed: LayerCost, layer: LayerFootprint, flops: float) -> LayerCost:
-    """Return the cost of a layer: times from its number of operations, and bytes as the runtime counts them."""
-    forward = layer.forward_flops / flops + _NEXT_TO_NOTHING
-    return dataclasses.replace(
-        guessed, forward=forward, backward=forward + layer.backward_flops / flops + _NEXT_TO_NOTHING
-    )
 
 
 def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware) -> float:
@@ -246,18 +235,14 @@ class Reference:
 def with_reference(
     report: PlanReport, tensors: Iterable[torch.Tensor], *, shares_weights: bool
 ) -> tuple[PlanReport, Reference]:
-    """Return the plan with a frozen reference model of the same size added, and the cost of the reference model."""
+    """Add a frozen reference model of the same size."""
     # tensors: parameters and buffers of the model; those of the reference have the same sizes
     # shares_weights: whether the reference is the model without its adapters
     size = 0 if shares_weights else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     host = dataclasses.replace(report.host_memory, reference=size)
     simulated = dataclasses.replace(report.simulated, host_memory=host)
     found = dataclasses.replace(report, simulated=simulated)
-    return found, Reference(size, _seconds_of_forward(report))
-
-
-def _seconds_of_forward(report: PlanReport) -> float:
-    """Return the seconds of a forward through all layers, in the stages of the training."""
+    # a forward through all layers, in the stages of the training
     groups = [*report.step.plan.fwd_plan, report.step.plan.bwd_plan[0]]
     stages = [Stage(number, "forward", range(group[0], group[-1] + 1)) for number, group in enumerate(groups)]
     loads = [
@@ -269,4 +254,5 @@ def _seconds_of_forward(report: PlanReport) -> float:
         )
         for stage in stages
     ]
-    return simulate_schedule(loads, machine_of(report.hardware, linked=True), report.step.num_microbatch).time
+    run = simulate_schedule(loads, machine_of(report.hardware, linked=True), report.step.num_microbatch)
+    return found, Reference(size, run.time)

@@ -151,18 +151,14 @@ def step_plan(
         host_memory, parameters, list(model.buffers()), stages, layers, num_microbatch, optim_dtype=optim_dtype
     )
     host, least = known(update=update), known(update="in_backward").total
-    of_adam = _bytes_of_adam(host, parameters)
+    # AdamW reads 4 values for each parameter, writes 3, and rounds master weights for the model
+    rounded = sum(p.nbytes for p in parameters if p.requires_grad) if host.masters else 0
+    of_adam = 7 * host.optimizer // 2 + host.masters + rounded
     return StepPlan(plan, layers, num_microbatch, tokens, host, of_adam, measured, update, least)
 
 
-def _bytes_of_adam(host: HostMemory, parameters: Sequence[nn.Parameter]) -> int:
-    """Return the bytes that AdamW reads (4 values each), writes (3 values each), and rounds for the model."""
-    rounded = sum(p.nbytes for p in parameters if p.requires_grad) if host.masters else 0
-    return 7 * host.optimizer // 2 + host.masters + rounded
-
-
 def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep: float = 0.0) -> list[StageLoad]:
-    """Return the time and traffic of each stage; parameters that stay on a device are not copied again."""
+    """Parameters that stay on a device are not copied again."""
     # room_to_keep: bytes of each device for parameters that stay between steps. Default: 0.
     there: set[tuple[int, int]] = set()
     came: set[tuple[int, int]] = set()
@@ -229,7 +225,7 @@ def expected_share(experts: int, per_token: float, tokens: float) -> float:
 
 
 def unread_bytes(layer: LayerFootprint, tokens: int, num_microbatch: int) -> tuple[float, float]:
-    """Return the expected bytes of a layer's experts that a step does not upload, and of their gradients."""
+    """Expected bytes of a layer's experts that a step does not upload, and of their gradients."""
     # tokens: tokens of the step, all microbatches
     if not (layer.experts and tokens):
         return 0.0, 0.0

@@ -128,9 +128,12 @@ def simulate(
     """
     plan = plan.on(len(machine.names))
     if stays is None:
+        whole = sum(layer.param_bytes + layer.grad_bytes for layer in plan.layers)
+        fits = machine.memory is None or whole <= FOR_PARAMETERS * machine.memory
         # virtual devices without a limit use host memory, which holds a few layers of a state on a disk
-        stays = stays_on_devices(plan, machine) and not (host == "disk" and machine.is_virtual and not machine.memory)
-    room = _room(plan, machine, keep_parameters, stays=stays)
+        stays = fits and not (host == "disk" and machine.is_virtual and not machine.memory)
+    RoundPipeRunConfig(keep_parameters=keep_parameters)  # raises if the value is invalid
+    room = room_to_keep(keep_parameters, plan.stages, plan.layers, machine.memory, fits=stays)
     loads = stage_loads(plan, machine, stays=stays, room_to_keep=room)
     run = simulate_schedule(loads, machine_of(machine, linked=True), plan.num_microbatch)
     optimizer, disk, needed = plan.optimizer_bytes / machine.host_rate, None, 0.0
@@ -152,7 +155,15 @@ def simulate(
         unhindered=simulate_schedule(loads, machine_of(machine, linked=False), plan.num_microbatch),
         optimizer_seconds=optimizer,
         exposed_optimizer=seconds - alone,
-        device_memory=_memory_of_devices(plan, machine, stays=stays, room=room),
+        device_memory=device_memory(
+            plan.stages,
+            RoundRobin(len(machine.names)).assign(len(plan.stages)),
+            plan.layers,
+            plan.num_microbatch,
+            stays=stays,
+            prefetches=not machine.is_virtual,
+            room_to_keep=room,
+        ),
         host_memory=plan.host_memory,
         stays=stays,
         keep_parameters=keep_parameters,
@@ -170,40 +181,16 @@ def _check_disk(machine: Hardware) -> None:
         )
 
 
-def _room(plan: StepPlan, machine: Hardware, keep_parameters: float | Literal["auto"], *, stays: bool) -> float:
-    """Return the bytes of each device for parameters that stay there between steps."""
-    RoundPipeRunConfig(keep_parameters=keep_parameters)  # raises if the value is invalid
-    return room_to_keep(keep_parameters, plan.stages, plan.layers, machine.memory, fits=stays)
-
-
 def machine_of(machine: Hardware, *, linked: bool) -> Machine:
-    """Return the machine to simulate, with its real link speeds or with copies that take no time."""
+    """With linked=False, copies take no time."""
     count, overlaps = len(machine.names), not machine.is_virtual
     if not linked:
         return Machine(count, overlaps=overlaps)
     return Machine(count, machine.link, down=machine.down, overlaps=overlaps)
 
 
-def _memory_of_devices(plan: StepPlan, machine: Hardware, *, stays: bool, room: float) -> list[DeviceMemory]:
-    return device_memory(
-        plan.stages,
-        RoundRobin(len(machine.names)).assign(len(plan.stages)),
-        plan.layers,
-        plan.num_microbatch,
-        stays=stays,
-        prefetches=not machine.is_virtual,
-        room_to_keep=room,
-    )
-
-
-def stays_on_devices(plan: StepPlan, machine: Hardware) -> bool:
-    """Return whether every device has memory for all parameters and gradients, so that layers stay on devices."""
-    needed = sum(layer.param_bytes + layer.grad_bytes for layer in plan.layers)
-    return machine.memory is None or needed <= FOR_PARAMETERS * machine.memory
-
-
 def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: DiskUse | None) -> dict[str, float]:
-    """Return the seconds in which each resource of the machine is busy, as the mean over all devices."""
+    """Seconds in which each resource is busy, as the mean over all devices."""
     devices, microbatches = len(machine.names), plan.num_microbatch
     without_calls = dataclasses.replace(machine, call=0.0)
     # a copy of the last stage runs some of the microbatches
@@ -270,7 +257,6 @@ class DiskUse:
 
 
 def disk_use(plan: StepPlan, loads: Sequence[StageLoad]) -> DiskUse:
-    """Return the bytes that a step stores, reads and writes on a disk."""
     host, layers = plan.host_memory, plan.layers
     trained = sum(layer.trained_bytes for layer in layers)
     stepped = trained + host.masters + host.optimizer

@@ -20,9 +20,9 @@ from .chat_rows import ChatRows, make_chat_rows, read_chats
 from .chat_tokens import ChatTokens
 from .job import Job, named_error
 from .models import ByteTokenizer, ModelSource, Tokenizer, load_tokenizer, model_source
-from .records import EvalRecord, StepRecord
-from .run import Outcome, run, timeline_of_rank
-from .saved_model import (
+from .results import (
+    EvalRecord,
+    StepRecord,
     check_curve,
     check_disk,
     check_output,
@@ -35,7 +35,7 @@ from .saved_model import (
 )
 from .settings import BatchSettings, LearningSettings, Settings
 from .text_files import Blocks, Rows, make_blocks, read_blocks
-from .training import Training, stored_replicas
+from .training import Outcome, Training, run, stored_replicas, timeline_of_rank
 
 __all__ = [  # noqa: RUF022 # in the order of use
     # a model and its tokenizer

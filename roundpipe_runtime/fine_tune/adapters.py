@@ -14,7 +14,7 @@ from torch import nn
 
 from yobx_flatten.errors.dependencies import require
 
-from ..device.generator import generator_kept
+from ..device.worker import generator_kept
 from ..errors import ConfigError, FineTuneError
 from ..huggingface.quantize import linear_layers
 
@@ -84,7 +84,6 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
 
 
 def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
-    """Check that each target is the end of the name of a module in the model."""
     modules = dict(model.named_modules())
     for target in targets:
         if not any(f".{name}".endswith(f".{target}") for name in modules):
@@ -124,19 +123,18 @@ _LEAST = 2.0**-24  # the smallest number of float16
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """A quantization format: integers of ``bits`` bits with a float16 scale per block of weights and no zero point."""
+    """A number format: integers of ``bits`` bits, and a float16 scale per block of weights; no zero point."""
 
     bits: int
 
     def integers(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the integers of a weight, in blocks, and the scale of each block, both as float32 tensors."""
+        """Blocks of integers, and the scale of each block; both float32."""
         blocks = weight.detach().float().unflatten(1, (-1, _BLOCK))
         half = 2 ** (self.bits - 1)
         scales = blocks.abs().amax(2, keepdim=True).div_(half - 0.5).half().float().clamp_min_(_LEAST)
         return (blocks / scales).round_().clamp_(-half, half - 1), scales
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a weight rounded to the values that this format can store."""
         numbers, scales = self.integers(weight)
         return numbers.mul_(scales).flatten(1).to(weight.dtype)
 
@@ -167,13 +165,12 @@ class RoundedLinear(nn.Linear):
             nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     def merged(self) -> torch.Tensor:
-        """Return the weight before rounding, with its LoRA adapter added if it has one."""
+        """The weight before rounding, plus its LoRA adapter if there is one."""
         if self.lora_a is None or self.lora_b is None:
             return self.weight
         return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.scaling)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply ``input`` by the rounded weight, and add the bias."""
         rounded: torch.Tensor = _Rounded.apply(self.merged(), self.grid)  # type: ignore[no-untyped-call] # of torch
         return nn.functional.linear(input, rounded, self.bias)
 
@@ -232,12 +229,11 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
 
 
 def rounded_layers(model: nn.Module) -> dict[str, RoundedLinear]:
-    """Return the layers that :func:`quantize_aware` made, by their names; empty for any other model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, RoundedLinear)}
 
 
 def packed_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return a model's weights in the format of compressed-tensors, and the matching quantization configuration."""
+    """The weights in the format of compressed-tensors, and the matching quantization configuration."""
     layers, state = rounded_layers(model), model.state_dict()
     for name, layer in layers.items():
         for part in ("weight", "lora_a", "lora_b"):
@@ -262,7 +258,7 @@ def packed_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
 
 
 def unrounded_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the quantized weights with which a model computes, in floating point and under their original names."""
+    """The quantized weights in floating point, under their original names."""
     layers, state = rounded_layers(model), model.state_dict()
     for name, layer in layers.items():
         for part in ("lora_a", "lora_b"):

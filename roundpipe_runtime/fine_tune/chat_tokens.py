@@ -59,8 +59,6 @@ class ChatTokens:
 
 
 class Encoder:
-    """Turns conversations into tokens."""
-
     # template: file with a chat template, which is saved with the tokenizer. Default: the tokenizer's own.
 
     def __init__(self, tokenizer: Tokenizer, template: pathlib.Path | None = None) -> None:
@@ -85,7 +83,6 @@ class Encoder:
         self._variables -= {*_OWN, *self._inner.special_tokens_map}
 
     def __call__(self, conversation: Conversation) -> ChatTokens:
-        """Return the tokens of a conversation."""
         if conversation.completion is not None:
             return self._text(conversation.prompt, conversation.completion)
         if not self._has_template:
@@ -106,7 +103,6 @@ class Encoder:
         return made
 
     def _check_read(self, conversation: Conversation, number: int, whole: str) -> None:
-        """Raise FineTuneError if the template ignores a message or one of its fields."""
         message = conversation.messages[number]
         place = f"{conversation.place}, message {number + 1} ({message['role']})"
         text = message["content"].strip()
@@ -127,7 +123,7 @@ class Encoder:
             raise self._refused(place, unread)
 
     def _is_alike(self, conversation: Conversation, number: int, message: Message, whole: str) -> bool:
-        """Return whether the template renders the same text if ``message`` replaces message ``number``."""
+        """Whether the text stays the same if ``message`` replaces message ``number``."""
         messages = [*conversation.messages[:number], message, *conversation.messages[number + 1 :]]
         other = dataclasses.replace(conversation, messages=messages)
         return result_or(lambda: self._rendered(other, len(messages)), lambda error: None) == whole
@@ -139,7 +135,7 @@ class Encoder:
         )
 
     def _text(self, prompt: str, completion: str) -> ChatTokens:
-        """Return the tokens of a prompt and its completion; the completion and the end token count for the loss."""
+        """The completion and the end token count for the loss."""
         with readable(self.name, FineTuneError):
             before = self._inner(prompt)["input_ids"]
             ids = self._inner(prompt + completion)["input_ids"]
@@ -198,7 +194,7 @@ class Encoder:
 
 
 def _read_by(templates: Iterable[str]) -> tuple[set[str], set[object]]:
-    """Return the variables that templates read, and the message fields that they read together with the role."""
+    """Variables that templates read, and the message fields that templates read together with the role."""
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -238,7 +234,7 @@ def _reads(tree: nodes.Template) -> Iterator[tuple[str, object]]:
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Return the length of the common prefix of two sequences."""
+    """Length of the common prefix."""
     for place, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return place
@@ -288,7 +284,6 @@ class Conversation:
 
 
 def read_conversations(paths: Sequence[pathlib.Path], ignored: Collection[str] = ()) -> Iterator[Conversation]:
-    """Yield the conversations of files and folders."""
     # paths: JSON lines, JSON files with a list, and folders of `datasets`, from `find_texts`
     # ignored: fields of rows and messages that are left out
     for path in paths:
@@ -303,19 +298,17 @@ def _rows_of(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
     if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
         raise FineTuneError(f"{path} is not read as conversations: its name does not end in .jsonl or .json. {_FORMS}")
     check_encoding(path)
-    if path.suffix.lower() == ".json" and _begins_a_list(path):
-        try:
-            rows = json.loads(read_bytes(path, failure=FineTuneError, most=_LARGEST_LIST))
-        except (ValueError, RecursionError) as error:
-            raise FineTuneError(f"{path} is not JSON: {error}") from error
-        yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
-        return
+    if path.suffix.lower() == ".json":
+        with open_regular(path, failure=FineTuneError) as file:
+            is_list = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        if is_list:
+            try:
+                rows = json.loads(read_bytes(path, failure=FineTuneError, most=_LARGEST_LIST))
+            except (ValueError, RecursionError) as error:
+                raise FineTuneError(f"{path} is not JSON: {error}") from error
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+            return
     yield from json_lines(path, _FORMS)
-
-
-def _begins_a_list(path: pathlib.Path) -> bool:
-    with open_regular(path, failure=FineTuneError) as file:
-        return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
 def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conversation:
@@ -355,14 +348,14 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
 
 
 def _is_empty(value: Any) -> bool:
-    """Return whether a field is empty, as ``datasets`` stores missing fields."""
+    """The library ``datasets`` stores missing fields as empty fields."""
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
 def _form_of(
     row: Mapping[str, Any], place: str, ignored: Collection[str]
 ) -> tuple[Sequence[str], list[Message], list[Message] | None]:
-    """Return the fields of a row, the messages of its prompt, and the later messages; ``None`` for plain text."""
+    """Fields of the form, the messages of its prompt, and the later messages; None for plain text."""
     for name in _LISTS:
         if isinstance(row.get(name), list):
             return [name], [], _messages(row[name], place, ignored)
@@ -385,7 +378,7 @@ def _form_of(
 
 
 def _taken(fields: dict[str, Any], name: str, kind: type[T], place: str) -> T | None:
-    """Remove a field from ``fields``, check its type, and return it."""
+    """Remove a field from ``fields``, and check its type."""
     value = fields.pop(name, None)
     if value is not None and not isinstance(value, kind):
         wanted = "text" if kind is str else "an object"

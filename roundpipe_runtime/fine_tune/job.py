@@ -130,7 +130,7 @@ def named_error(rank: int, error: Exception) -> Exception:
 
 
 def _described(error: Exception | None) -> tuple[bool, str] | None:
-    """Return whether an error is a request that cannot be served, and the text of the error."""
+    """Whether the error is a request that cannot be served, and its text."""
     if error is None:
         return None
     is_request = isinstance(error, (FlattenError, RoundPipeError, OSError))

@@ -20,7 +20,7 @@ from yobx_flatten.model_folder.source.packed_weights import UnmatchedWeights, lo
 from yobx_flatten.model_folder.source.tokenizer_files import TOKENIZER_FILES, open_tokenizer, readable
 
 from ..device.disk import HOST_IN_MEMORY, DiskMemory, disk_folder, keep_with, page_out
-from ..device.generator import generator_kept
+from ..device.worker import generator_kept
 from ..errors import FineTuneError
 from ..huggingface.quantize import FewBits, quantize_frozen
 
@@ -140,7 +140,7 @@ class ModelSource:
         return _module(loaded)
 
     def _unread(self, dtype: torch.dtype | None) -> tuple[nn.Module, Mapping[str, Callable[[], torch.Tensor]]] | None:
-        """Return the model without weights, and their readers; ``None`` if weights cannot be read one by one."""
+        """The model without weights, and their readers; None if weights cannot be read one by one."""
         checkpoint = open_checkpoint(self.folder) if self.folder is not None and self.has_weights else None
         if checkpoint is None:
             return None
@@ -162,7 +162,7 @@ class ModelSource:
 def _read_to_disk(
     model: nn.Module, readers: Mapping[str, Callable[[], torch.Tensor]], dtype: torch.dtype, home: pathlib.Path
 ) -> nn.Module:
-    """Read the parameters of a model into a file on a disk, one at a time, since memory may not hold them all."""
+    """Read parameters into a file on a disk, one at a time, since memory may not hold them all."""
     memory = DiskMemory(home)
     made: dict[int, nn.Parameter] = {}
     for path, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -276,18 +276,15 @@ class FolderTokenizer:
         self.eos_token_id: int | None = inner.eos_token_id
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """Return the token ids of each text, int32 of shape (tokens,), without added special tokens."""
         # not verbose: long texts are split into rows later, so a warning about their length is wrong
         with readable(self.name, FineTuneError):
             rows = self.inner(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [torch.tensor(row, dtype=torch.int32) for row in rows["input_ids"]]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Return the text of token ids; ``special=True`` includes special tokens."""
         return str(self.inner.decode([int(number) for number in ids], skip_special_tokens=not special))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the tokenizer files that transformers loads."""
         self.inner.save_pretrained(folder)
 
 

@@ -12,7 +12,7 @@ from ..device.accelerator import DeviceSpec
 from ..device.disk import HOST_IN_MEMORY, check_host
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError
-from ..optim.large_tables import LargeTables, check_large_tables
+from ..optim.layer_contents import LargeTables, check_large_tables
 from ..optim.parameters import Update
 
 

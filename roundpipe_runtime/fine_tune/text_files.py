@@ -45,7 +45,7 @@ _PIECE = 2**16  # characters that are read at a time
 
 
 def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    """Return the files that ``names`` refer to, and folders saved by the library ``datasets``, without duplicates."""
+    """Files, and folders that the library ``datasets`` saved, without duplicates."""
     # names: files, folders and patterns such as `texts/**/*.txt`
     found = [path for name in names for path in _named(os.fspath(name))]
     if not found:
@@ -54,7 +54,7 @@ def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
 
 
 def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterator[str | None]:
-    """Yield the text of all documents in order, in pieces, and ``END`` after each document."""
+    """Yield the text of all documents in pieces, and END after each document."""
     # field: field of JSON lines, and of folders of `datasets`, that holds the text
     for path in paths:
         if path.is_dir():
@@ -68,8 +68,14 @@ def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterato
 
 def _named(name: str) -> list[pathlib.Path]:
     path = pathlib.Path(name)
+    if path.is_dir() and is_saved(path):
+        return [_saved_folder(path)]
     if path.is_dir():
-        return [_saved_folder(path)] if is_saved(path) else _in_folder(path)
+        wanted = (*_PLAIN[1:], *_LINES)
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.suffix.lower() in wanted]
+        if not files:
+            raise FineTuneError(f"{path} contains no text: no file in it ends in {', '.join(wanted)}.")
+        return files
     if path.exists():
         if path.suffix.lower() not in (*_PLAIN, *_LINES):
             known = ", ".join([*_PLAIN[1:], *_LINES])
@@ -82,14 +88,6 @@ def _named(name: str) -> list[pathlib.Path]:
         if files := [match for match in matches if match.is_file()]:
             return [each for file in files for each in _named(str(file))]
     raise FineTuneError(f"There is no file {name}.")
-
-
-def _in_folder(folder: pathlib.Path) -> list[pathlib.Path]:
-    wanted = (*_PLAIN[1:], *_LINES)
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.suffix.lower() in wanted]
-    if not files:
-        raise FineTuneError(f"{folder} contains no text: no file in it ends in {', '.join(wanted)}.")
-    return files
 
 
 def check_encoding(path: pathlib.Path) -> None:
@@ -136,7 +134,7 @@ def _plain(path: pathlib.Path) -> Iterator[str | None]:
 
 
 def json_lines(path: pathlib.Path, wanted: str) -> Iterator[tuple[str, Any]]:
-    """Yield ``FILE:LINE`` and the JSON value of each line of a file."""
+    """Yield FILE:LINE and the value of each line."""
     check_encoding(path)
     with open_regular(path, failure=FineTuneError) as file:
         for number, line in enumerate(file, 1):
@@ -177,14 +175,14 @@ def _checked(row: dict[str, Any], field: str, place: str) -> str:
 
 
 def is_saved(folder: pathlib.Path) -> bool:
-    """Report whether a folder was written by ``save_to_disk`` of the library ``datasets``."""
+    """Whether ``save_to_disk`` of the library ``datasets`` wrote the folder."""
     return (folder / "dataset_dict.json").is_file() or (
         (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
     )
 
 
 def _saved_folder(folder: pathlib.Path) -> pathlib.Path:
-    """Return the folder of one data set: the only data set in the folder, or the data set ``train``."""
+    """The only data set in the folder, or the data set ``train``."""
     if not (folder / "dataset_dict.json").is_file():
         return folder
     if is_saved(folder / "train"):
@@ -347,7 +345,6 @@ def read_blocks(
 
 
 def check_vocabulary(largest: int, vocab_size: int | None, tokenizer: Tokenizer) -> None:
-    """Raise FineTuneError if the largest token id is not in the model's vocabulary; ``None`` checks nothing."""
     if vocab_size is not None and largest >= vocab_size:
         raise FineTuneError(
             f"The model has a vocabulary of {vocab_size}, but the tokenizer {tokenizer.name} makes the token "
@@ -356,7 +353,7 @@ def check_vocabulary(largest: int, vocab_size: int | None, tokenizer: Tokenizer)
 
 
 def pack(pieces: Iterable[str | None], tokenizer: Tokenizer) -> torch.Tensor:
-    """Return the tokens of all documents in one sequence, with an end-of-text token after each non-empty document."""
+    """All documents in one sequence, with an end-of-text token after each non-empty document."""
     # pieces: pieces of documents, and `END` after each document
     # tokenizer: tokenizer whose `eos_token_id` ends a document; `None` adds no such token
     store = bytearray()

@@ -27,7 +27,7 @@ from ..huggingface.trainer.classes import RoundPipeTrainer
 from ..huggingface.wrapped_model import WrappedModel
 from ..timeline.record import Timeline
 from .job import Interruption, Job
-from .records import EvalRecord, StepRecord, device_peak, process_memory, record_of
+from .results import EvalRecord, StepRecord, device_peak, process_memory, record_of
 from .settings import Settings
 from .text_files import Rows
 
@@ -85,7 +85,6 @@ class TextTrainer(RoundPipeTrainer):
 
     @property
     def microbatches(self) -> int | None:
-        """Number of microbatches per batch."""
         return self._rp_config.num_microbatch
 
     @microbatches.setter
@@ -102,17 +101,10 @@ class TextTrainer(RoundPipeTrainer):
         rows, settings = self.rows, self.settings
         return Order(rows.training, seed=settings.seed, count=count, lengths=rows.lengths, batch=settings.batch)
 
-    def _tokens_of_step(self) -> int:
-        """Return the number of tokens that the last step has read in all processes."""
-        size = self.settings.accumulate * self.settings.batch
-        end = self.state.global_step * size
-        return self.rows.tokens_in([self._taken[place] for place in range(end - size, end)])
-
     def _rp_global_batch(self) -> int:
         return self.settings.batch
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
-        """Run forward and backward of a batch, and return the batch's share of the loss of the step."""
         loss = super().training_step(*args, **options)
         self._losses.append(self._finite("loss", loss.item()))
         return loss
@@ -131,9 +123,11 @@ class TextTrainer(RoundPipeTrainer):
         )
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Log as the Trainer does, with the loss in double precision, and the tokens and seconds of the step."""
+        """Logs of steps get the loss in double precision, tokens and seconds."""
         if "loss" in logs:
-            tokens = self._tokens_of_step()
+            size = self.settings.accumulate * self.settings.batch
+            end = self.state.global_step * size
+            tokens = self.rows.tokens_in([self._taken[place] for place in range(end - size, end)])  # of all processes
             logs = {**logs, "loss": math.fsum(self._losses), "tokens": tokens, "seconds": self.seconds}
             logs |= {"tokens_per_s": tokens / self.seconds, "process_bytes": process_memory()}
             if (peak := device_peak(self.pipeline.devices)) is not None:
@@ -143,7 +137,7 @@ class TextTrainer(RoundPipeTrainer):
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def get_eval_dataloader(self, eval_dataset: object = None) -> DataLoader[Any]:
-        """Return the evaluation batches of this process; all processes together always have the same batches."""
+        """Batches of this process; all processes together always have the same batches."""
         size: int = self.args.per_device_eval_batch_size
         batches = list(BatchSampler(self.rows.held_out.tolist(), size, drop_last=False))
         return DataLoader(
@@ -153,7 +147,7 @@ class TextTrainer(RoundPipeTrainer):
     def evaluation_loop(
         self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **options: Any
     ) -> EvalLoopOutput:
-        """Return the mean loss over the tokens of all evaluation batches, not over rows as the Trainer does."""
+        """The loss is the mean over tokens, not over rows as in the Trainer."""
         self.pipeline.synchronize()
         self.callback_handler.eval_dataloader = dataloader
         found = self.job.exchange(self.job.together(lambda: [self._loss_of(batch) for batch in dataloader]))
@@ -166,7 +160,7 @@ class TextTrainer(RoundPipeTrainer):
 
     @torch.no_grad()
     def _loss_of(self, batch: dict[str, torch.Tensor]) -> tuple[float, int]:
-        """Return the mean loss of a batch and the number of tokens that count; the logits stay on the devices."""
+        """Mean loss of a batch, and the number of tokens that count; the logits stay on the devices."""
         options = {CALL_OPTIONS: CallOptions(loss_only=True)}
         was_training = self.pipeline.training
         self.pipeline.eval()
@@ -178,7 +172,6 @@ class TextTrainer(RoundPipeTrainer):
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self) -> str:
-        """Write a checkpoint, and return its folder."""
         self._save_checkpoint(self.model, None)
         return os.path.join(self.args.output_dir, f"checkpoint-{self.state.global_step}")
 
@@ -201,14 +194,12 @@ class TextTrainer(RoundPipeTrainer):
 
 
 def read_notes(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """Return the settings that a training stored in a checkpoint; empty for a checkpoint of another script."""
+    """Settings stored in a checkpoint; empty for a checkpoint of another script."""
     path = checkpoint / _NOTES
     return read_document(path, dict[str, Any], failure=DamagedCheckpointError, finite=False) if path.exists() else {}
 
 
 class _StepCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
-    """Record when a step begins, when its optimizer writes, and when it ends."""
-
     def __init__(self, trainer: TextTrainer) -> None:
         self.trainer = trainer
         self.begin = math.nan
@@ -271,24 +262,19 @@ class Order(Sampler[int]):
         return (self[place] for place in range(self.count))
 
     def __getitem__(self, place: int) -> int:
-        """The index of the row at a place in the sequence; 0 is the first row of the first epoch."""
+        """The row at a place in the sequence; place 0 is the first row of the first epoch."""
         epoch, number = divmod(place, len(self.rows))
-        return int(self._of_epoch(epoch)[number])
-
-    def _of_epoch(self, epoch: int) -> torch.Tensor:
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed((self.seed + _STRIDE * (epoch + 1)) % 2**63)
-            self._shuffled = self.rows[torch.randperm(len(self.rows), generator=generator)]
-            if self.lengths is not None:
-                self._shuffled = self._bucketed(self._shuffled, self.lengths, generator)
-            self._epoch = epoch
-        return self._shuffled
-
-    def _bucketed(self, rows: torch.Tensor, lengths: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Sort each bucket of rows by length, cut the buckets into batches, and shuffle the batches."""
-        buckets = [part[lengths[part].argsort(stable=True)] for part in rows.split(_BUCKET * self.batch)]
-        batches = torch.cat(buckets).split(self.batch)
-        return torch.cat([batches[int(number)] for number in torch.randperm(len(batches), generator=generator)])
+            shuffled = self.rows[torch.randperm(len(self.rows), generator=generator)]
+            if self.lengths is not None:  # sort each bucket by length, cut into batches, and shuffle the batches
+                parts = shuffled.split(_BUCKET * self.batch)
+                buckets = [part[self.lengths[part].argsort(stable=True)] for part in parts]
+                batches = torch.cat(buckets).split(self.batch)
+                order = torch.randperm(len(batches), generator=generator)
+                shuffled = torch.cat([batches[int(number)] for number in order])
+            self._shuffled, self._epoch = shuffled, epoch
+        return int(self._shuffled[number])
 
 
 class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
@@ -333,12 +319,10 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         self.is_model_saved = False
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
-        """Start the timeline if the step is the step to record."""
         if state.global_step + 1 == self.recorded:
             self.recording.enter_context(self.timeline)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
-        """Decide on logging, saving and evaluation after the step."""
         step, is_last = state.global_step, state.global_step == args.max_steps
         self.recording.close()
         control.should_log = True
@@ -350,14 +334,12 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Sized, **options: Any
     ) -> None:
-        """Count the batches of an evaluation."""
         self.evaluated += 1
         self.show_evaluation(self.evaluated, len(eval_dataloader))
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **options: Any
     ) -> None:
-        """Pass the record of a step or an evaluation to ``note``, and stop the training after Ctrl-C or SIGTERM."""
         record = record_of(logs, state.global_step)
         if record is None:  # the summary that the Trainer logs at the end
             return
@@ -376,7 +358,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
             control.should_save = self.at_end is not None
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
-        """Remember the folder of the checkpoint that was written."""
         self.saved = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
 
 

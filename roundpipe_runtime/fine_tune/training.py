@@ -1,4 +1,4 @@
-"""A training of a model on text: its pipeline, AdamW on the host, the Trainer that runs it, and its checkpoints."""
+"""A training of a model on text: its pipeline, AdamW on the host, its Trainer, checkpoints, and a run to its end."""
 
 from __future__ import annotations
 
@@ -7,28 +7,32 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from yobx_flatten.errors.dependencies import require
+from yobx_flatten.errors.failures import result_or
 
 from ..checkpoint import CheckpointError
 from ..checkpoint.folder import step_of
 from ..device.accelerator import parse_devices
+from ..device.worker import on_error
 from ..errors import ConfigError, FineTuneError
 from ..huggingface.cutting.check import evaluating
 from ..huggingface.wrap import wrap_model_to_roundpipe
 from ..huggingface.wrapped_model import WrappedModel
 from .adapters import rounded_layers
 from .chat_rows import ChatRows, check_packing
-from .job import Job
-from .records import EvalRecord, StepRecord, record_of
-from .saved_model import check_place
+from .job import Interruption, Job
+from .results import EvalRecord, MetricsFile, StepRecord, check_place, record_of
 from .settings import Settings
 from .text_files import Rows
+
+if TYPE_CHECKING:  # the import of transformers takes seconds
+    from .trainer import RunCallback
 
 # Settings that may differ between processes.
 _OF_PROCESS = ("devices", "keep_parameters", "host", "report_to")
@@ -232,32 +236,28 @@ class Training:
         self._check_same(notes.get("same", {}), os.fspath(folder))
         if step_of(found) > self.steps:
             raise FineTuneError(f"{folder} is at step {step_of(found)}, but --steps is only {self.steps}. Add steps.")
-        self._keep_groups(notes.get("replicas") or 1, os.fspath(folder))
+        replicas = notes.get("replicas") or 1
+        if self.settings.replicas is None and replicas not in (1, self.pipeline.replicas):
+            if self.job.size == 1:
+                raise FineTuneError(
+                    f"{os.fspath(folder)} was trained with --replicas {replicas}; another number would change the "
+                    f"results. Continue with the same number: --replicas {replicas}"
+                )
+            self.pipeline._rp_keep_replicas(replicas)
         if self.settings.microbatches is None:
             self.trainer.microbatches = notes["microbatches"]
         self._checkpoint = found
         return True
 
-    def _keep_groups(self, replicas: int, folder: str) -> None:
-        """Split batches into as many groups as the checkpoint did, unless the settings state another number."""
-        if self.settings.replicas is not None or replicas in (1, self.pipeline.replicas):
-            return
-        if self.job.size == 1:
-            raise FineTuneError(
-                f"{folder} was trained with --replicas {replicas}; another number would change the "
-                f"results. Continue with the same number: --replicas {replicas}"
-            )
-        self.pipeline._rp_keep_replicas(replicas)
-
     def _stated(self) -> dict[str, object]:
-        """Return the values that must be equal in all processes, by name."""
+        """Values that must be equal in all processes, by name."""
         settings = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
         named = {name.replace("_", "-"): str(value) for name, value in settings.items() if name not in _OF_PROCESS}
         rows = f"{len(self.blocks):,} rows of {self.blocks.length} tokens, {self.blocks.digest[:8]}"
         return {**named, "the text": rows, "the model": _names_and_shapes(self.model)[:8]}
 
     def _same(self) -> dict[str, Any]:
-        """Return the settings that must equal a checkpoint's settings, so that both read the same rows in each step."""
+        """Values that must equal those of a checkpoint, so that each step reads the same rows."""
         settings = self.settings
         return {
             "length": self.blocks.length,
@@ -278,19 +278,17 @@ class Training:
                     f"{folder}: The checkpoint is for a different model. Names or shapes of weights differ."
                 )
             if before.get(name) != now[name]:
-                was = (
-                    f"--{name} {before.get(name)}"
-                    if name in ("length", "batch", "accumulate", "seed", "update")
-                    else ""
-                )
-                another = "chat" if name == "text" and isinstance(self.blocks, ChatRows) else name
+                is_chat = name == "text" and isinstance(self.blocks, ChatRows)
+                option = f"another --{'chat' if is_chat else name}"
+                if name in ("length", "batch", "accumulate", "seed", "update"):
+                    option = f"--{name} {before.get(name)}"
                 raise FineTuneError(
-                    f"{folder} was trained with {was or f'another --{another}'}. Continue with the same option, or "
-                    "start in another folder: --checkpoint DIR"
+                    f"{folder} was trained with {option}. Continue with the same option, or start in another folder: "
+                    "--checkpoint DIR"
                 )
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups of AdamW: parameters with one axis, norms and biases, have no weight decay."""
+        """Parameters with one axis, norms and biases, have no weight decay."""
         trainable = [p for p in self.pipeline.optim_parameters() if p.requires_grad]
         decaying = [p for p in trainable if p.dim() > 1]
         others = [p for p in trainable if p.dim() <= 1]
@@ -298,7 +296,7 @@ class Training:
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
     def _is_fused(self) -> bool:
-        """Return whether AdamW is fused; with groups, only if its rounding does not depend on shard boundaries."""
+        """With groups, only if the rounding of fused AdamW does not depend on boundaries of shards."""
         cut = [p for p in self.pipeline.optim_parameters() if p.requires_grad and p.dim() > 1]
         return not self._has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
 
@@ -317,7 +315,7 @@ def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
 
 
 def _check_groups(settings: Settings, size: int) -> None:
-    """Raise ConfigError if some process would have no group or no rows."""
+    """Each process needs a group, and rows."""
     replicas = settings.replicas or size
     if settings.update != "masters" and (size > 1 or settings.replicas is not None):
         raise ConfigError(f"--update {settings.update} trains in one process and one group. Use: --update masters")
@@ -334,7 +332,6 @@ def _check_groups(settings: Settings, size: int) -> None:
 
 
 def _check_reporting(names: Sequence[str]) -> None:
-    """Raise FineTuneError for a name that the Trainer cannot report to, or whose library is not installed."""
     from transformers.integrations import get_reporting_integration_callbacks
 
     try:
@@ -353,7 +350,7 @@ def _names_and_shapes(model: nn.Module) -> str:
 
 
 def _check_causal(model: nn.Module) -> None:
-    """Raise FineTuneError if tokens attend to the tokens to predict, as in encoders."""
+    """In encoders, tokens attend to the tokens to predict."""
     one = torch.tensor([[3, 4, 5, 6]])
     other = torch.tensor([[3, 4, 5, 7]])
     with torch.no_grad(), evaluating(model):
@@ -365,3 +362,158 @@ def _check_causal(model: nn.Module) -> None:
             f"{type(model).__name__} sees the token that it should predict, so it cannot learn text this way. If the "
             'model is an encoder, set "is_decoder": true in config.json'
         )
+
+
+# The first steps measure the cost of each layer; then the plan is fixed.
+_RECORDED_STEP = 5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a training: its exit status, checkpoint and timeline step.
+
+    Attributes:
+        status: exit status: 0 for a complete training, 130 after Ctrl-C, 143 after SIGTERM.
+        checkpoint: last checkpoint that was written.
+        recorded: step of the timeline; after an interruption this step may not have run.
+    """
+
+    status: int
+    checkpoint: str | None
+    recorded: int | None
+
+
+def run(
+    training: Training,
+    *,
+    checkpoints: str | os.PathLike[str] | None = None,
+    every: int | None = None,
+    keep: int | None = 3,
+    at_end: bool = False,
+    metrics: str | os.PathLike[str] | None = None,
+    timeline: str | os.PathLike[str] | None = None,
+    show: Callable[[StepRecord | EvalRecord], None] = lambda record: None,
+    show_evaluation: Callable[[int, int], None] = lambda done, total: None,
+    save_model: Callable[[], object] = lambda: None,
+) -> Outcome:
+    """Run all remaining steps of a training.
+
+    After an error, the steps before it are saved in a checkpoint, which a note of the error names, unless the optimizer
+    failed in the middle of its step. Ctrl-C and SIGTERM finish the step, with its evaluation, and write a checkpoint,
+    from which the training continues bitwise identically; a second signal ends the process at once. Of several
+    processes, the first process writes metrics, and each process writes its own timeline.
+
+    Args:
+        training: training to run; after :meth:`Training.restore`, it continues.
+        checkpoints: folder of the checkpoints; without a folder, none is written.
+        every: steps between two checkpoints; ``None`` writes one only when the training is stopped.
+        keep: number of checkpoints to keep; ``None`` keeps all.
+        at_end: whether to write a checkpoint after the last step.
+        metrics: file with a line of JSON per step and evaluation; after a restore, lines are appended.
+        timeline: file for the timeline of one step. With ``step.json``, process 2 writes ``step.2.json``.
+        show: function that is called with each record, in each process.
+        show_evaluation: function that is called after each batch of an evaluation, with the batch number and count.
+        save_model: function that saves the model, called in each process right after the last step.
+
+    Returns:
+        How the training ended.
+
+    Raises:
+        FineTuneError: the training cannot continue.
+        OSError: a file could not be written.
+    """
+    from .trainer import RunCallback
+
+    if checkpoints is not None:
+        training.save_into(checkpoints, keep=keep)
+    with Interruption(is_silent=training.job.size > 1) as interruption, contextlib.ExitStack() as stack:
+        callback = RunCallback(
+            training.trainer,
+            interruption,
+            every=every if checkpoints is not None else None,
+            at_end=at_end if checkpoints is not None else None,
+            note=stack.enter_context(_noting(training, metrics, show)),
+            show_evaluation=show_evaluation,
+            save_model=save_model,
+            recorded=None if timeline is None else min(training.step + _RECORDED_STEP, training.steps),
+            save_timeline=lambda drawn: drawn.save(timeline_of_rank(timeline or "", training.job.rank)),
+        )
+        training.trainer.add_callback(callback)
+        stack.callback(training.trainer.remove_callback, callback)
+        stack.enter_context(callback.recording)
+        _train(training, callback, has_checkpoints=checkpoints is not None)
+    return Outcome(callback.status, callback.saved, callback.recorded)
+
+
+def _train(training: Training, callback: RunCallback, *, has_checkpoints: bool) -> None:
+    """A note on an error names the checkpoint that was saved."""
+    first = training.step
+
+    def note_saved(error: BaseException) -> None:
+        if not isinstance(error, Exception):
+            return  # a second signal ends the process at once
+        if callback.is_model_saved:
+            error.add_note("The trained model is saved.")
+        if has_checkpoints and training.step > first and (note := _save_after_error(training, callback.saved)):
+            error.add_note(note)
+
+    with on_error(note_saved):
+        training.train()
+        if not callback.status and not callback.is_model_saved:  # an earlier run made the last step
+            callback.save_model()
+
+
+@contextlib.contextmanager
+def _noting(
+    training: Training, path: str | os.PathLike[str] | None, show: Callable[[StepRecord | EvalRecord], None]
+) -> Iterator[Callable[[StepRecord | EvalRecord], None]]:
+    """Yield a function that shows a record, and in the first process also writes the record into a file."""
+    if path is None:
+        yield show
+        return
+    job, step = training.job, training.step
+    file = job.together(lambda: MetricsFile(path, step=step) if job.is_first else None)
+    if file is None:
+        yield show
+        return
+
+    def note(record: StepRecord | EvalRecord) -> None:
+        file.write(record)
+        show(record)
+
+    with file:
+        yield note
+
+
+def _save_after_error(training: Training, saved: str | None) -> str | None:
+    """Save the completed steps after an error, and return a note; an error of this save is only noted."""
+    trainer = training.trainer
+    # other processes may have completed a step that failed here, and a step that began to write cannot be undone
+    can_undo = training.job.size == 1 and training.settings.update != "in_backward"
+    is_whole = not trainer.in_step or (can_undo and not trainer.is_stepping)
+    if not is_whole:
+        return None
+
+    def save() -> str:
+        is_saved = saved is not None and saved.endswith(f"checkpoint-{training.step}")
+        path = saved if is_saved else trainer.save()
+        return f"The first {training.step} steps are saved in {path}. To continue: --resume"
+
+    return result_or(save, lambda error: f"The first {training.step} steps could not be saved: {error}")
+
+
+def timeline_of_rank(path: str | os.PathLike[str], rank: int) -> pathlib.Path:
+    """Return the file for the timeline of a process.
+
+    Args:
+        path: file of the first process.
+        rank: rank of the process.
+
+    Returns:
+        The path.
+
+    >>> timeline_of_rank("runs/step.json", 2).as_posix()
+    'runs/step.2.json'
+    """
+    first = pathlib.Path(path)
+    return first.with_name(f"{first.stem}.{rank}{first.suffix}") if rank else first

@@ -19,7 +19,7 @@ from ..estimate.hardware import Hardware
 from ..estimate.layer_footprint import LayerFootprint, measure_layers
 from ..estimate.memory_estimate import JoinedLoss, joined_loss
 from ..estimate.report import PlanReport, plan_report
-from ..optim.large_tables import LargeTables, rule_for
+from ..optim.layer_contents import LargeTables, rule_for
 from ..optim.parameters import Update
 from .adapters import without_cache
 from .cutting.cut import Cut, cut

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .adam import Adam
+from .torch_steps import Adam
 
 __all__ = ["Adam"]

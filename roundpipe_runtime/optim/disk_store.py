@@ -30,8 +30,9 @@ from ..device.disk import DiskMemory, disk_of, in_groups, page_out, passing
 from ..device.pinning import is_dense
 from ..device.protocol import Event
 from ..errors import ConfigError
-from .parameters import ParameterStore, is_watched, scan
-from .parts import AtHand, HasParameters, Landed, LandingQueue, OptimizerParts, can_step_in_parts, state_share
+from .layer_contents import LayerContents, scan
+from .parameters import AtHand, Landed, ParameterStore, is_watched
+from .parts import LandingQueue, OptimizerParts, can_step_in_parts, state_share
 from .torch_steps import Optimizer, take_over_always
 
 # Smallest tensor of an optimizer, in bytes, that is kept on the disk. Smaller ones, like step counts, are read often.
@@ -52,31 +53,24 @@ class DiskStore(ParameterStore):
         self._states: dict[int, list[weakref.ref[torch.Tensor]]] = {}
         self._landing = LandingQueue("disk landing")
         self._has_stepped = False  # since parameters and master weights were compared
-        self._check()
-        memory.reserve(self._bytes_needed())
+        needed = 0  # bytes of parameters, master weights and gradients, each in whole pages
+        for name, parameter in model.named_parameters():
+            can_move = _can_move(parameter)
+            if parameter.requires_grad and parameter.numel() and not can_move:
+                raise ConfigError(
+                    f'host="disk:{memory.folder}": {name!r} is trainable, but a {type(parameter.data).__name__} '
+                    f"{tuple(parameter.shape)} on {parameter.device} cannot be stored in a file. Train in memory:\n    "
+                    'RoundPipe(model, host="memory")'
+                )
+            own = _paged(parameter.nbytes) if can_move and not memory.holds(parameter) else 0
+            wide = _paged(parameter.numel() * self._dtype(parameter).itemsize) if parameter.requires_grad else 0
+            needed += own + (1 if self._dtype(parameter) == parameter.dtype else 2) * wide
+        memory.reserve(needed)
         self._move()
         memory.acquire()
         clip_by_parts()
         take_over_always(_take, first=True)
         _STORES.add(self)
-
-    def _check(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and parameter.numel() and not _can_move(parameter):
-                raise ConfigError(
-                    f'host="disk:{self.memory.folder}": {name!r} is trainable, but a {type(parameter.data).__name__} '
-                    f"{tuple(parameter.shape)} on {parameter.device} cannot be stored in a file. Train in memory:\n    "
-                    'RoundPipe(model, host="memory")'
-                )
-
-    def _bytes_needed(self) -> int:
-        """Return the bytes of parameters, master weights and gradients, each rounded up to whole pages."""
-        needed = 0
-        for parameter in self.model.parameters():
-            own = _paged(parameter.nbytes) if _can_move(parameter) and not self.memory.holds(parameter) else 0
-            wide = _paged(parameter.numel() * self._dtype(parameter).itemsize) if parameter.requires_grad else 0
-            needed += own + (1 if self._dtype(parameter) == parameter.dtype else 2) * wide
-        return needed
 
     def _move(self) -> None:
         """Move parameters to the disk that are not there yet, or were replaced."""
@@ -90,12 +84,11 @@ class DiskStore(ParameterStore):
 
     # -- a run -------------------------------------------------------------------------------------------------------
 
-    def at_hand(self, contents: Sequence[HasParameters], order: Sequence[int]) -> AtHand:
-        """Return an object that loads the parameters of each layer into memory, in the order of a run."""
+    def at_hand(self, contents: Sequence[LayerContents], order: Sequence[int]) -> AtHand:
         return LayersAtHand(self.memory, order, lambda layer: _on_host(contents[layer]), written=False)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Start to write the gradients of a layer to the disk; return them there, with events for their completion."""
+        """Start to write gradients to the disk; return their places there, with events for their completion."""
         moves: collections.deque[tuple[torch.Tensor, Event, torch.Tensor]] = collections.deque()
         places: dict[nn.Parameter, torch.Tensor] = {}
         found: Landed = {}
@@ -117,45 +110,43 @@ class DiskStore(ParameterStore):
             self.memory.leave([place])
 
     def wait_landed(self) -> None:
-        """Wait until gradients are on the disk; raise the error of a failed write."""
         self._landing.wait()
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
-        """Add gradients of layers to the gradient buffers of the parameters, in the given order."""
         if any(is_watched(self._masters[n].tensor if n in self._masters else p) for n, p in self._listed()):
             super().add_gradients(gradients)  # hooks see the gradients of all layers in one backward
             return
         for layer in gradients:
-            held = {parameter: self._on_disk(parameter, gradient) for parameter, gradient in layer.items()}
+            held = dict(layer)
+            for parameter, gradient in layer.items():
+                if is_dense(gradient) and not self.memory.holds(gradient):
+                    held[parameter] = self.memory.copy(("gradient", -1, id(parameter)), gradient)
             targets = self.targets(list(held))
             sums = [target.grad for target in targets if target.grad is not None]
             super().add_gradients([held])
             self.memory.leave(filter(is_dense, [*held.values(), *sums]))
 
-    def _on_disk(self, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-        if not is_dense(gradient) or self.memory.holds(gradient):
-            return gradient
-        return self.memory.copy(("gradient", -1, id(parameter)), gradient)
-
     def show_gradients(self) -> None:
-        """Do nothing: Do nothing: the gradients stay on the disk, because copies might not fit into memory."""
+        """The gradients stay on the disk, because copies might not fit into memory."""
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def owns(self, optimizer: Optimizer) -> bool:
-        """Report whether an optimizer updates parameters of this store."""
         mine = {id(parameter) for _, parameter in self._listed()}
         mine |= {id(master.tensor) for master in self._masters.values()}
         return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """Run the step of an optimizer layer by layer; return an optimizer whose step does nothing."""
+        """Step layer by layer; return an optimizer whose step does nothing."""
         if not self.owns(optimizer):
             return super().take_step(optimizer, args, kwargs)
         self._check_steps_in_parts(optimizer, [*args[1:], *kwargs.values()])
         contents = scan(self._layers)
         parts = OptimizerParts(optimizer, self.hold_state)
-        self._reserve_state(optimizer, parts)
+        new = [p for p in parts.parameters if p not in optimizer.state]
+        if new:  # reserve space for their state, so that a full disk raises an error before any update
+            share = state_share(optimizer)
+            self.memory.reserve(sum(int(share * p.nbytes) + 2 * _paged(1) for p in new))
         left = {id(parameter) for parameter in parts.parameters}
         at_hand = self.updating(contents)
         for layer in contents:
@@ -169,8 +160,7 @@ class DiskStore(ParameterStore):
         self._has_stepped = True
         return parts.finish()
 
-    def updating(self, contents: Sequence[HasParameters]) -> AtHand:
-        """Return an object that loads the tensors of a layer's optimizer step into memory, in layer order."""
+    def updating(self, contents: Sequence[LayerContents]) -> AtHand:
         held = {layer.index: (_on_host(layer), self.targets(layer.parameters())) for layer in contents}
 
         def of_layer(layer: int) -> list[torch.Tensor]:
@@ -204,17 +194,10 @@ class DiskStore(ParameterStore):
                 'closure, for example, or train in memory:\n    RoundPipe(model, host="memory")'
             )
 
-    def _reserve_state(self, optimizer: Optimizer, parts: OptimizerParts) -> None:
-        """Reserve space for the state of an optimizer, so that a full disk raises an error before any update."""
-        new = [p for p in parts.parameters if p not in optimizer.state]
-        if new:
-            share = state_share(optimizer)
-            self.memory.reserve(sum(int(share * p.nbytes) + 2 * _paged(1) for p in new))
-
     # -- parameters and master weights -------------------------------------------------------------------------------
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Make parameters and master weights equal, without reading what a step has already made equal."""
+        """What a step has already made equal is not read."""
         stepped = (self.note_published() or stepped) and not self._has_stepped
         self._has_stepped = False
         self.take_gradients()
@@ -229,7 +212,6 @@ class DiskStore(ParameterStore):
                 self.memory.leave([parameter, master.tensor])
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Load master weights from :meth:`masters`, except for parameters that have the optimizer's dtype."""
         for name, value in masters.items():
             super().load_masters({name: value})
             if name in self._masters:
@@ -237,20 +219,19 @@ class DiskStore(ParameterStore):
             page_out(value)
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients, by the names of parameters, to the gradient buffers."""
         for name, value in gradients.items():
             super().load_gradients({name: value})
             page_out(value)
 
     def freeze(self) -> None:
-        """Raise an error: copies of all parameters, which stages would read during a step, would fill the memory."""
+        """Copies of all parameters, which stages would read during a step, would fill the memory."""
         raise ConfigError(
             f'step(..., is_async=True) needs a copy of all parameters, but host="disk:{self.memory.folder}" has no '
             'memory for the copy. Run the step layer by layer:\n    model.step(step_fn, is_async="exact")'
         )
 
     def close(self) -> None:
-        """End the threads. The parameters keep their values."""
+        """The parameters keep their values."""
         self._landing.close()
         self.memory.close()
         _STORES.discard(self)
@@ -267,7 +248,7 @@ def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
-    """Move the optimizer state of a parameter, for example after loading, to the disk if the parameter is there."""
+    """Move optimizer state, for example after loading, to the disk if the parameter is there."""
     state = getattr(optimizer, "state", {}).get(target)
     for store in list(_STORES):
         if state and store.memory.holds(target):
@@ -279,7 +260,7 @@ def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
 
 
 def _copy_to(memory: DiskMemory, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """Copy a parameter to the disk; an empty parameter is copied in memory."""
+    """An empty parameter is copied in memory."""
     if not _can_move(parameter):
         return parameter.detach().to(dtype, copy=True)
     made = memory.copy(("master", id(parameter)), parameter, dtype)
@@ -288,7 +269,7 @@ def _copy_to(memory: DiskMemory, parameter: nn.Parameter, dtype: torch.dtype) ->
     return made
 
 
-def _on_host(contents: HasParameters) -> list[torch.Tensor]:
+def _on_host(contents: LayerContents) -> list[torch.Tensor]:
     return [parameter for parameter in contents.parameters() if _can_move(parameter)]
 
 
@@ -307,7 +288,7 @@ def _paged(nbytes: int) -> int:
 
 @functools.cache
 def clip_by_parts() -> None:
-    """Let torch's ``clip_grad_norm_`` read gradients on a disk in groups, with bitwise identical results."""
+    """Let ``clip_grad_norm_`` of torch read gradients on a disk in groups, with bitwise identical results."""
     found = norm_and_scaling()
     if found is None:  # an older torch, which reads all gradients into memory at once
         return
@@ -389,14 +370,7 @@ class LayersAtHand:
 
     @contextlib.contextmanager
     def __call__(self, layer: int) -> Iterator[None]:
-        """Keep the tensors of a layer in memory during the with block, which several devices may run in parallel."""
-        self._arrive(layer)
-        try:
-            yield
-        finally:
-            self._memory.leave(self._tensors_of(layer), written=self._written)
-
-    def _arrive(self, layer: int) -> None:
+        """Keep the tensors of a layer in memory during the block, which several devices may run in parallel."""
         with self._lock:
             left = self._places.get(layer)
             place = left.popleft() if left else None
@@ -407,6 +381,10 @@ class LayersAtHand:
             self._memory.read(self._tensors_of(layer))
         else:
             here.result()
+        try:
+            yield
+        finally:
+            self._memory.leave(self._tensors_of(layer), written=self._written)
 
     def _fetch_after(self, place: int) -> None:
         self._next = max(self._next, place + 1)

@@ -24,10 +24,10 @@ from torch import nn
 
 from ..device.worker import add_note_once, on_error
 from ..errors import ConfigError, StageError
-from .adam import check_shapes
-from .parameters import ParameterStore, added, is_watched
-from .parts import HasParameters, Landed, LandingQueue, OptimizerParts, can_step_in_parts
-from .torch_steps import Optimizer, count_step, dtype_of_gradient, watch_originals
+from .layer_contents import LayerContents
+from .parameters import Landed, ParameterStore, added, is_watched
+from .parts import LandingQueue, OptimizerParts, can_step_in_parts
+from .torch_steps import Optimizer, check_shapes, count_step, dtype_of_gradient, watch_originals
 
 _IN_PLACE = 'RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bfloat16, update="in_place")'
 
@@ -49,7 +49,6 @@ class InBackwardStore(ParameterStore):
         watch_originals(self)
 
     def use(self, optimizers: Sequence[Optimizer]) -> None:
-        """Set the optimizers that update the layers from now on."""
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._note_called)
         self._optimizers = list(optimizers)
@@ -64,7 +63,7 @@ class InBackwardStore(ParameterStore):
         return self._current is not None
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Return why gradients of these parameters cannot be clipped; ``None`` for parameters of other models."""
+        """``None`` for parameters of other models."""
         held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         if held.isdisjoint(map(id, parameters)):
             return None
@@ -75,8 +74,7 @@ class InBackwardStore(ParameterStore):
 
     # -- a run -------------------------------------------------------------------------------------------------------
 
-    def begin_run(self, contents: Sequence[HasParameters]) -> None:
-        """Check, before a run begins, that the optimizers can update layers during its backward."""
+    def begin_run(self, contents: Sequence[LayerContents]) -> None:
         self._current = None
         self.check_whole()
         if self._not_called:
@@ -125,7 +123,7 @@ class InBackwardStore(ParameterStore):
             check_shapes(optimizer, (), {})
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Start to update a layer with its gradients; return no gradients, because none are kept."""
+        """Start to update the layer; no gradients are returned, because none are kept."""
         steps = self._current
         if steps is None:
             raise StageError(
@@ -150,11 +148,10 @@ class InBackwardStore(ParameterStore):
                 steps.step(complete)
 
     def wait_landed(self) -> None:
-        """Wait until all layers are updated; raise the error of a failed update."""
         self._landing.wait()
 
     def note_failed(self, error: BaseException) -> None:
-        """Add a note to the error of a failed run that names the layers which the run had already updated."""
+        """A note of the error names the layers that the run had already updated."""
         steps, self._current = self._current, None
         if steps is not None:
             steps.stop(error)
@@ -164,7 +161,7 @@ class InBackwardStore(ParameterStore):
             add_note_once(error, self._damage())
 
     def end_run(self) -> None:
-        """Record that a run has updated all layers, so that its optimizers count as stepped."""
+        """The optimizers count as stepped."""
         steps, self._current = self._current, None
         if steps is not None:
             steps.finish()
@@ -173,12 +170,11 @@ class InBackwardStore(ParameterStore):
             self._not_called = set(self._optimizers)
 
     def check_whole(self) -> None:
-        """Raise an error if a run has failed after it had updated some of the layers."""
         if self._stepped:
             raise StageError(self._damage())
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Load master weights, and forget that an earlier run has updated only some of the layers."""
+        """Also forget that an earlier run has updated only some of the layers."""
         super().load_masters(masters)
         self._stepped.clear()
         self._not_called.clear()
@@ -191,7 +187,6 @@ class InBackwardStore(ParameterStore):
         )
 
     def close(self) -> None:
-        """End the thread."""
         self._current = None
         self._landing.close()
         _STORES.discard(self)
@@ -200,7 +195,7 @@ class InBackwardStore(ParameterStore):
 class _Steps:
     """The optimizer steps of one run, and the gradients that wait for further layers."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], contents: Sequence[HasParameters]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], contents: Sequence[LayerContents]) -> None:
         self.has_failed = False
         self._parts = [OptimizerParts(optimizer) for optimizer in optimizers]
         self._own = [{id(p) for g in optimizer.param_groups for p in g["params"]} for optimizer in optimizers]
@@ -209,7 +204,7 @@ class _Steps:
         self._found: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
 
     def complete(self, layer: int, gradients: Landed) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the parameters that no remaining layer uses, each with its gradient summed over all layers."""
+        """Parameters that no remaining layer uses, with gradients summed over all layers."""
         for parameter, (gradient, _) in gradients.items():
             self._found.setdefault(parameter, {})[layer] = gradient.to(dtype_of_gradient(parameter))
         found = {}
@@ -227,7 +222,6 @@ class _Steps:
             parts.step(set(map(id, mine)))
 
     def stop(self, error: BaseException) -> None:
-        """Stop updating layers, because of an error."""
         self.has_failed = True
 
     def finish(self) -> None:
@@ -240,7 +234,7 @@ _STORES: weakref.WeakSet[InBackwardStore] = weakref.WeakSet()
 
 @functools.cache
 def _watch_scalers() -> None:
-    """Make gradient scalers raise an error in a run that steps gradients before a scaler can divide them."""
+    """A scaler could not divide gradients before a run steps them."""
     plain: Callable[..., Any] = torch.amp.GradScaler.scale
 
     @functools.wraps(plain)

@@ -16,10 +16,10 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeAlias
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,9 +27,7 @@ from torch import nn
 from yobx_flatten.errors.failures import result_or
 from yobx_flatten.private_names.of_torch import is_traceable_wrapper_subclass
 
-from ..device.generator import generator_kept
-from ..device.protocol import Event
-from ..device.worker import Worker
+from ..device.worker import Worker, generator_kept
 from ..errors import ConfigError, StageError
 from .torch_steps import PART, Optimizer, dtype_of_gradient
 
@@ -77,7 +75,7 @@ class OptimizerParts:
         self._attributes_after = _attributes(part)
 
     def finish(self) -> Optimizer:
-        """Write back options and attributes that the step changed; return an optimizer whose step does nothing."""
+        """Write back what the step changed; return an optimizer whose step does nothing."""
         for group, before, after in zip(self._optimizer.param_groups, self._before, self._after, strict=False):
             group.update(_changed(before, after))
         self._optimizer.__dict__.update(_changed(self._attributes, self._attributes_after))
@@ -133,7 +131,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the attributes without parameters, states and hooks."""
+    """Without parameters, states and hooks."""
     return {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups", PART, *_HOOKS)}
 
 
@@ -183,12 +181,16 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
     """
     found = _FOUND.get(optimizer)
     if found is None or found[0] != len(optimizer.param_groups):
-        _FOUND[optimizer] = found = len(optimizer.param_groups), _is_proven(optimizer)
+        # an optimizer that raises an error for small tensors cannot be checked
+        is_proven = hasattr(type(optimizer).step, "__wrapped__") and result_or(
+            lambda: _has_same_bits(optimizer), lambda error: False
+        )
+        _FOUND[optimizer] = found = len(optimizer.param_groups), is_proven
     return found[1]
 
 
 def state_share(optimizer: Optimizer) -> float:
-    """Return the bytes of an optimizer's state per byte of a parameter, measured on small placeholders."""
+    """Bytes of the optimizer state per byte of a parameter, measured on small placeholders."""
     return result_or(lambda: _state_share(optimizer), lambda error: 0.0)
 
 
@@ -200,13 +202,6 @@ def _state_share(optimizer: Optimizer) -> float:
     kept = [(p, v) for p, state in stand_in.state.items() for v in state.values() if isinstance(v, torch.Tensor)]
     sizes = {p: sum(v.nbytes for owner, v in kept if owner is p and v.dim()) / p.nbytes for p in stand_in.state}
     return max(sizes.values(), default=0.0)
-
-
-def _is_proven(optimizer: Optimizer) -> bool:
-    if not hasattr(type(optimizer).step, "__wrapped__"):
-        return False
-    # an optimizer that raises an error for small tensors cannot be checked
-    return result_or(lambda: _has_same_bits(optimizer), lambda error: False)
 
 
 def _has_same_bits(optimizer: Optimizer) -> bool:
@@ -225,7 +220,7 @@ def _has_same_bits(optimizer: Optimizer) -> bool:
 
 @contextlib.contextmanager
 def _trial() -> Iterator[None]:
-    """Context manager for steps of small tensors: nothing is compiled, and the random generator is restored."""
+    """For steps of small tensors: nothing is compiled, and the random generator is restored."""
     # Compilation for the shapes of the trial would take seconds. Layers draw from the generator in parallel. The wait
     # for the generator is limited, because the layer that holds it may wait for this step.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
@@ -239,9 +234,10 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
     groups: list[dict[str, Any]] = []
     state: dict[torch.Tensor, Any] = {}
     for group in optimizer.param_groups[:_GROUPS]:
-        chosen = _chosen([p for p in group["params"] if p.requires_grad])
+        held = [p for p in group["params"] if p.requires_grad]
+        others = {p.ndim: p for p in reversed(held[_STAND_INS - 1 :])}  # a later parameter per number of axes
         parameters = []
-        for parameter in chosen:
+        for parameter in [*held[: _STAND_INS - 1], *others.values()]:
             shape = [min(size, _WIDEST) for size in parameter.shape]  # slicing a DTensor would be a collective call
             values = torch.randn(shape, dtype=torch.float64, generator=generator).to(parameter.dtype)
             stand_in = nn.Parameter(values, requires_grad=True)
@@ -257,14 +253,8 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
     return _twin(optimizer, groups, state, attributes)
 
 
-def _chosen(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the first parameters of a group, and one later parameter per number of axes."""
-    others = {p.ndim: p for p in reversed(parameters[_STAND_INS - 1 :])}
-    return parameters[: _STAND_INS - 1] + list(others.values())
-
-
 def _small(value: Any, parameter: torch.Tensor) -> Any:
-    """Return the part of a state that belongs to the first elements of a parameter along each axis."""
+    """The state of the first elements along each axis."""
     if isinstance(value, torch.Tensor) and value.ndim == parameter.ndim:
         return value[tuple(slice(0, _WIDEST) for _ in value.shape)].clone()
     return copy.deepcopy(value)
@@ -302,12 +292,6 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# Context manager that keeps the tensors of a layer in memory.
-AtHand: TypeAlias = Callable[[int], AbstractContextManager[None]]
-
-# Gradients on the host, with events for their completion.
-Landed: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
-
 # Number of layers whose gradients may be in transit from devices to the disk or to their step.
 LANDING = 2
 
@@ -331,7 +315,7 @@ class LandingQueue:
         return started
 
     def wait(self) -> None:
-        """Wait for all tasks; raise the error of a failed task."""
+        """Raise the error of a failed task."""
         with self._lock:
             left = list(self._left)
             self._left.clear()
@@ -339,64 +323,7 @@ class LandingQueue:
             one.result()
 
     def close(self) -> None:
-        """End the thread."""
         self._worker.close()
-
-
-class HasParameters(Protocol):
-    """The interface of a layer with an index and parameters."""
-
-    @property
-    def index(self) -> int:
-        """The index of the layer in the model."""
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters, each once."""
-
-
-class InMemory:
-    """A store whose tensors always stay in memory; base class of :class:`ParameterStore`."""
-
-    def at_hand(self, contents: Sequence[HasParameters], order: Sequence[int]) -> AtHand:
-        """Return an object that loads the parameters of each layer into memory, in the order of a run."""
-        return _in_memory
-
-    def updating(self, contents: Sequence[HasParameters]) -> AtHand:
-        """Return an object that loads the tensors of a layer's optimizer step into memory, in layer order."""
-        return _in_memory
-
-    def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
-        """Move the optimizer state of a parameter to the memory in which this store keeps optimizer states."""
-
-    def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """Update the parameters of this store; return an optimizer whose step updates the rest."""
-        return widened(optimizer, args, kwargs)
-
-    def land(self, layer: int, gradients: Landed) -> Landed:
-        """Store the gradients of a layer until the optimizer step, and return the stored gradients."""
-        return gradients
-
-    def wait_landed(self) -> None:
-        """Wait until gradients are stored; raise the error of a failed write."""
-
-    def begin_run(self, contents: Sequence[HasParameters]) -> None:
-        """Check, before a run begins, that this store can take the gradients of the run."""
-
-    def note_failed(self, error: BaseException) -> None:
-        """Record that a run has failed after this store may have received some of its gradients."""
-
-    def end_run(self) -> None:
-        """Record that all results of a run are in the model."""
-
-    def check_whole(self) -> None:
-        """Raise an error if a run has failed after it had updated some of the layers."""
-
-    def close(self) -> None:
-        """Release the resources of this store."""
-
-
-def _in_memory(layer: int) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 # Number of values of a tensor that are compared.
@@ -420,22 +347,21 @@ class Mark:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, with_numbers: bool = True) -> Mark:
-        """Return the current mark of a tensor: its version, its address and some of its values."""
         if not is_plain(tensor):
             return cls(weakref.ref(tensor), tensor._version, 0, None)
         return cls(weakref.ref(tensor), tensor._version, tensor.data_ptr(), _sample(tensor) if with_numbers else None)
 
     def is_counted(self, tensor: torch.Tensor) -> bool:
-        """Report whether ``tensor`` is another tensor, or torch has counted an in-place write to it since the mark."""
+        """Whether ``tensor`` is another tensor, or torch has counted an in-place write since the mark."""
         return self.source() is not tensor or self.version != tensor._version
 
     def has_numbers(self, tensor: torch.Tensor) -> bool:
-        """Report whether some values, spread over the tensor, still equal the values that the mark has stored."""
+        """Whether the stored values, spread over the tensor, are unchanged."""
         return self.sample is None or torch.equal(self.sample, _sample(tensor))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Report whether torch counts in-place writes to a tensor; it does not for tensors that wrap other tensors."""
+    """Whether torch counts in-place writes; not for tensors that wrap other tensors."""
     is_itself = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
     return is_itself and not tensor.is_inference()  # an inference tensor has no version
 

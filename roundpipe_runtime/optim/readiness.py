@@ -36,42 +36,37 @@ class LayerReadiness:
     holds: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def can_read(self, version: int) -> bool:
-        """Report whether this version is current and not being replaced."""
         return self.version == version and not self.writing
 
     def start_read(self, version: int) -> None:
-        """Count one more reader of this version."""
         _require(self.can_read(version), f"version {version} cannot be read", self)
         self.readers += 1
 
     def end_read(self) -> None:
-        """Count one reader of the layer less."""
         _require(self.readers > 0, "no stage reads it", self)
         self.readers -= 1
 
     def can_write(self, version: int) -> bool:
-        """Report whether ``version`` is the next version, and no run reads the current version now or later."""
+        """Whether ``version`` is the next version, and no run reads the current version now or later."""
         free = not self.writing and not self.readers and not self.holds.get(self.version)
         return free and self.version + 1 == version
 
     def start_write(self, version: int) -> None:
-        """Begin to replace the parameters by the next version."""
         _require(self.can_write(version), f"version {version} cannot be written", self)
         self.writing = True
 
     def end_write(self, *, done: bool = True) -> None:
-        """Make the next version current; if the write is not ``done``, keep the previous version."""
+        """If the write is not ``done``, the previous version stays current."""
         _require(self.writing, "no step writes it", self)
         self.writing = False
         self.version += done
 
     def hold(self, version: int) -> None:
-        """Count a run that needs this version of the layer, now or later."""
+        """Count a run that needs this version, now or later."""
         _require(version >= self.version, f"version {version} is gone", self)
         self.holds[version] = self.holds.get(version, 0) + 1
 
     def let_go(self, version: int) -> None:
-        """Stop counting a run that needed this version of the layer."""
         _require(self.holds.get(version, 0) > 0, f"no stage holds version {version}", self)
         self.holds[version] -= 1
         if not self.holds[version]:
@@ -94,11 +89,11 @@ class ReadinessTable:
 
     @property
     def latest(self) -> int:
-        """The version that a run starting now reads; some layers may get this version only later."""
+        """Version that a run starting now reads; some layers may get the version only later."""
         return self._latest
 
     def advance(self) -> int:
-        """Start the next version, which all later runs wait for, and return its number."""
+        """Start the next version, which all later runs wait for."""
         with self._changed:
             self._failure = None
             self._latest += 1
@@ -108,17 +103,15 @@ class ReadinessTable:
         return len(self._layers)
 
     def version(self, layer: int) -> int:
-        """Return the current version of a layer."""
         with self._changed:
             return self._layers[layer].version
 
     def can_read(self, layer: int, version: int) -> bool:
-        """Report whether this version of the layer can be read without waiting."""
         with self._changed:
             return self._layers[layer].can_read(version)
 
     def start_read(self, layer: int, version: int, *, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until this version of the layer can be read, and count a reader."""
+        """Wait until this version can be read, and count a reader."""
         # check: function that is called ten times a second while waiting; it may raise to give up
         with self._changed:
             while not self._layers[layer].can_read(version):
@@ -129,11 +122,10 @@ class ReadinessTable:
             self._layers[layer].start_read(version)
 
     def end_read(self, layer: int) -> None:
-        """Count one reader of the layer less."""
         self._each([layer], LayerReadiness.end_read)
 
     def write(self, layer: int, version: int, fill: Callable[[], None], *, done: bool = True) -> None:
-        """Wait until a layer may be replaced, then call ``fill``; if it fails, the version stays the same."""
+        """Wait until the layer may be replaced, then call ``fill``; if it fails, the version stays the same."""
         # done: whether the layer is complete afterwards; otherwise another call will complete it
         with self._changed:
             self._changed.wait_for(lambda: self._layers[layer].can_write(version))
@@ -156,13 +148,12 @@ class ReadinessTable:
         self._each(range(len(self)), lambda state: state.hold(version))
 
     def hold_latest(self) -> int:
-        """Count a run that begins now and needs the latest version of all layers, and return this version."""
+        """Count a run that begins now, and return the version that the run needs."""
         with self._changed:
             self._each(range(len(self)), lambda state: state.hold(self._latest))
             return self._latest
 
     def let_go(self, version: int) -> None:
-        """Stop counting a run that needed this version of all layers."""
         self._each(range(len(self)), lambda state: state.let_go(version))
 
     def _each(self, layers: Iterable[int], change: Callable[[LayerReadiness], None]) -> None:

@@ -27,7 +27,8 @@ from torch.amp import GradScaler as _GradScaler
 
 from ..device.worker import Uninterrupted, Worker, error_of, free_after_fork, is_done, noting, on_error, wait_for
 from ..errors import RoundPipeWarning, StageError, warn
-from .parameters import LayerContents, ParameterStore
+from .layer_contents import LayerContents
+from .parameters import ParameterStore
 from .parts import OptimizerParts, can_step_in_parts
 from .readiness import ReadinessTable
 from .torch_steps import Optimizer, install, other_post_hooks, taking_over, under_way
@@ -133,7 +134,6 @@ class OptimizerCtx:
 
 
 def in_optimizer_ctx() -> bool:
-    """Report whether the caller is inside an :class:`OptimizerCtx`."""
     return _DEPTH.get() > 0
 
 
@@ -156,14 +156,14 @@ class StepRunner:
         _RUNNERS.add(self)
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run a step function now, in this thread, so that the next run reads the new parameters."""
+        """Run a step function in this thread; the next run reads the new parameters."""
         self.synchronize()
         self._store.adopt()
         _in_ctx(step)
         self._store.publish(stepped=True)
 
     def start(self, step: Callable[[], Any]) -> None:
-        """Run a step in the background. The next run reads the old parameters; later runs read the new parameters."""
+        """Run a step in the background; the next run reads the old parameters, later runs read the new ones."""
         self.finish()
         self._store.adopt()
         self._store.freeze()
@@ -172,30 +172,21 @@ class StepRunner:
             self._update = self._worker.submit(_in_ctx, step)
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
-        """Run a step function in the background layer by layer, and return when the caller may continue."""
+        """Step layer by layer in the background, and return when the caller may continue."""
         self.synchronize()
+
+        def not_begun(error: BaseException) -> None:
+            self._ahead = None
+
         with lock:  # a run of another thread has ended, and finds the step when it begins
-            steps = self.begin_exact(step)
-        self.wait_exact(steps)
-
-    def begin_exact(self, step: Callable[[], Any]) -> LayerSteps:
-        """Start a step function in the background; the next run waits until each layer is updated."""
-        # no run may begin between the call of `synchronize` and this call
-        self.synchronize()
-        self._store.adopt()
-        self._store.note_names()
-        steps = LayerSteps(self._store, self._table, self._scan(), self._expected)
-        with Uninterrupted(), on_error(self._not_begun):
-            self._ahead = steps
-            self._update = self._worker.submit(_in_ctx, partial(steps.run, step))
-        return steps
-
-    def _not_begun(self, error: BaseException) -> None:
-        self._ahead = None
-
-    def wait_exact(self, steps: LayerSteps) -> None:
-        """Wait until the caller of a step may continue, because the step has read its inputs or has ended."""
-        wait_for(steps.has_begun)
+            self.synchronize()  # again, because no run may begin between this call and the start of the step
+            self._store.adopt()
+            self._store.note_names()
+            steps = LayerSteps(self._store, self._table, self._scan(), self._expected)
+            with Uninterrupted(), on_error(not_begun):
+                self._ahead = steps
+                self._update = self._worker.submit(_in_ctx, partial(steps.run, step))
+        wait_for(steps.has_begun)  # the step has read its inputs, or has ended
         if steps.met:
             self._expected = max(steps.met, self._expected or 0)
         if steps.reason is not None and steps.reason not in self._warned:
@@ -210,12 +201,12 @@ class StepRunner:
 
     @property
     def pending(self) -> bool:
-        """Whether the parameters do not have the result of a background step yet, as the calling thread sees them."""
+        """Whether the calling thread does not see the result of a background step in the parameters yet."""
         ahead = self._ahead is not None and (self._ahead.is_ahead or not self.is_here())
         return self._unpublished or self._publication is not None or ahead
 
     def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Report whether a background step may change one of these parameters before the next run reads it."""
+        """Whether a background step may change one of these parameters before the next run reads it."""
         ahead = self._ahead
         return ahead is not None and ahead.is_ahead and ahead.writes(parameters)
 
@@ -226,7 +217,7 @@ class StepRunner:
         return ahead is not None and ahead.is_ahead
 
     def run_ended(self) -> None:
-        """Start to publish the result of the last background step, because the run during the step has succeeded."""
+        """Start to publish the result of the background step, because the run during the step has succeeded."""
         self.wait_update()
         if self._unpublished:
             with Uninterrupted():
@@ -239,19 +230,19 @@ class StepRunner:
         """Wait for the end of a step that updates layers during this run, as it may clear gradients at its end."""
         ahead = self._ahead
         if ahead is not None and ahead.is_ahead:
-            ahead.wait_ended()
+            ahead.ended.wait()
 
     def is_here(self) -> bool:
-        """Report whether the caller runs in the thread of background steps."""
+        """Whether the caller runs in the thread of background steps."""
         return self._worker.is_here()
 
     def check_not_here(self) -> None:
-        """Raise an error if the caller is a step function that runs in the background layer by layer."""
+        """Refuse a step function that runs in the background layer by layer."""
         if self._ahead is not None and self._ahead.is_ahead and self.is_here():
             self.wait_update()
 
     def wait_update(self) -> None:
-        """Wait for the background step, if there is one, and raise its error."""
+        """Raise the error of the background step."""
         update, ahead = self._update, self._ahead
         if self.is_here():  # `_update` may not be set yet
             if ahead is not None and not ahead.is_ahead:
@@ -286,7 +277,7 @@ class StepRunner:
             self._store.thaw()
 
     def note_raised(self, error: BaseException) -> None:
-        """Record that a run has raised an error, so that an error of a background step is not raised twice."""
+        """An error of a background step that a run has raised is not raised again."""
         update = self._update
         if self._ahead is not None and update is not None and not self.is_here():
             with contextlib.suppress(BaseException):
@@ -296,7 +287,7 @@ class StepRunner:
                 self._end_exact()
 
     def resume(self) -> None:
-        """Continue to publish the result of a step after a failure, for the layers that do not have it yet."""
+        """Continue to publish after a failure, for the layers that do not have the result yet."""
         update = self._update
         if self.is_exact and update is not None and is_done(update) and error_of(update) is None:
             self.wait_update()
@@ -307,7 +298,6 @@ class StepRunner:
                 self._publication = self._worker.submit(self._publish, self._table.latest)
 
     def finish(self) -> None:
-        """Wait for the step in the background and publish its result."""
         self.resume()
         try:
             self.run_ended()
@@ -321,20 +311,19 @@ class StepRunner:
             self._publication = None
 
     def wait_written(self) -> None:
-        """Wait until no thread writes parameters; the result of a background step may still be unpublished."""
+        """Wait until no thread writes parameters; the result of a background step may be unpublished."""
         self.resume()
         self.wait_update()
         if not self.is_here():
             self._wait_publication()
 
     def synchronize(self) -> None:
-        """Wait for the background step and publish its result, so that stages read the parameters themselves."""
+        """Publish the result of the background step, so that stages read the parameters themselves."""
         self.finish()
         if not self.is_here():
             self._store.thaw()
 
     def close(self) -> None:
-        """Wait for the background step, publish its result, and end the thread."""
         try:
             self.synchronize()
         finally:
@@ -361,7 +350,7 @@ _LOG = logging.getLogger("roundpipe_runtime")
 
 @atexit.register
 def _report_failures() -> None:
-    """Log an error of the last step that no call has raised, so that the failure of the process is visible."""
+    """Log an error of the last step that no call has raised, so that the failure is visible."""
     for runner in list(_RUNNERS):
         for what, future in (("function given to", runner._update), ("publication of", runner._publication)):
             error = None if future is None else error_of(future)
@@ -374,7 +363,7 @@ _RUNNERS_LOCK = free_after_fork(threading.Lock())
 
 
 def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) -> None:
-    """Wait for background steps of all pipelines; an error of a step is raised by the next call of its pipeline."""
+    """Wait for background steps of all pipelines; their errors are raised by the next call of each pipeline."""
     # which: function that chooses the pipelines. Default: all.
     with _RUNNERS_LOCK:
         runners = list(_RUNNERS)
@@ -402,7 +391,7 @@ class LayerSteps:
         self.is_ahead = False
         self.reason: str | None = None
         self._store, self._table, self._contents, self._expected = store, table, contents, expected
-        self._ended = threading.Event()
+        self.ended = threading.Event()
         self._targets = {c.index: store.targets(c.parameters()) for c in contents}
         self._parameters = {id(parameter) for layer in contents for parameter in layer.parameters()}
         self._in_layers = {id(target) for targets in self._targets.values() for target in targets}
@@ -410,12 +399,8 @@ class LayerSteps:
         self._published: set[int] = set()
         self._released: dict[int, list[int]] = {}
 
-    def wait_ended(self) -> None:
-        """Wait until the step function has ended, with or without an error."""
-        self._ended.wait()
-
     def run(self, step: Callable[[], Any]) -> None:
-        """Run the step function; after its end, the next run can read every layer."""
+        """After the end of the step function, the next run can read every layer."""
         try:
             with on_error(self._fail):
                 with taking_over(self._take):
@@ -424,12 +409,12 @@ class LayerSteps:
                 if self.is_ahead:
                     self.release_all()
         finally:
-            self._ended.set()
+            self.ended.set()
             if not self.is_ahead:
                 self.has_begun.set_result(None)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise an error in the run that waits for layers."""
+        """Raise the error in the run that waits for layers."""
         if self.is_ahead:
             self._table.fail(error)
 
@@ -440,7 +425,6 @@ class LayerSteps:
                 self._release(contents, lambda: None)
 
     def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Report whether the step may change one of these parameters of a layer."""
         return any(id(parameter) in self._parameters for parameter in parameters)
 
     def _take(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
@@ -460,7 +444,7 @@ class LayerSteps:
         if self.reason is not None or self._expected is None or self.met < self._expected:
             self._pending -= mine
             return self._store.take_step(optimizer, args, kwargs)  # the caller waits for this step
-        under_way(optimizer, self._ended)
+        under_way(optimizer, self.ended)
         if not self.is_ahead:
             self._table.advance()
             self.is_ahead = True

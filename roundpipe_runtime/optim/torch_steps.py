@@ -1,4 +1,4 @@
-"""Count or take over the steps of torch's optimizers, and refuse steps of parameters that have master weights.
+"""Adam for the host; optimizer steps are counted, taken over, or refused for parameters with master weights.
 
 torch calls global hooks around the step of every optimizer. The first pipeline registers these hooks, because an import
 must not change torch.
@@ -20,13 +20,86 @@ from torch.utils.hooks import RemovableHandle
 
 from yobx_flatten.private_names.of_torch import clipping_functions, optimizer_post_hooks
 
-from ..errors import ConfigError
+from ..errors import ConfigError, warn
 
 Optimizer: TypeAlias = torch.optim.Optimizer
 
 # Function of an optimizer and the arguments of its step, which returns the optimizer that steps instead.
 Taker: TypeAlias = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Optimizer]
 Hook: TypeAlias = Callable[[Optimizer, Any, Any], None]
+
+
+class Adam(torch.optim.Adam):
+    """Adam on the CPU with torch's fused kernel, and with the arguments of ``Adam`` in the RoundPipe package.
+
+    The kernel does not support complex numbers, so torch's loop over parameters steps a group with a complex parameter.
+
+    Args:
+        params: parameters or groups, from :meth:`RoundPipe.optim_parameters`.
+        lr: learning rate.
+        betas: coefficients of the two averages.
+        eps: term added to the denominator.
+        weight_decay: factor of the L2 penalty, or of the decay of weights if ``decoupled_weight_decay``.
+        amsgrad: whether to use the AMSGrad variant.
+        foreach: no effect here; if given, it is ignored with a warning.
+        maximize: whether to maximize instead of minimize.
+        capturable: must be ``False``.
+        differentiable: must be ``False``.
+        fused: no effect here: the fused kernel is always used.
+        decoupled_weight_decay: whether weight decay is decoupled, as in AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+    ) -> None:
+        if capturable or differentiable:
+            raise ConfigError("Adam: capturable and differentiable are not supported here. Use torch.optim.Adam.")
+        if foreach is not None or fused is not None:
+            warn("Adam: foreach and fused are ignored; a fused kernel is always used.", UserWarning)
+        how = {"maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay}
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, fused=True, **how)
+        self._choose_kernels()
+        self.register_step_pre_hook(check_shapes)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, and choose a kernel that supports them."""
+        super().add_param_group(param_group)
+        self._choose_kernels()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load an optimizer state that :meth:`state_dict` of this class or of ``torch.optim.Adam`` returned."""
+        super().load_state_dict(state_dict)
+        self._choose_kernels()
+
+    def _choose_kernels(self) -> None:
+        # torch refuses complex parameters in a group that has `fused=True`
+        for group in self.param_groups:
+            group["fused"] = not any(parameter.is_complex() for parameter in group["params"])
+        # with this attribute, a GradScaler passes its scale to the optimizer, which the loop does not support
+        self._step_supports_amp_scaling = all(group["fused"] for group in self.param_groups)
+
+
+def check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """The fused kernel would write outside of the moments of a resized parameter."""
+    for one in [one for group in optimizer.param_groups for one in group["params"]]:
+        moments = optimizer.state.get(one, {}).get("exp_avg", one)
+        gradient = one if one.grad is None else one.grad
+        if gradient.shape != one.shape or moments.shape != one.shape:
+            shapes = f"{tuple(one.shape)}, unlike gradient {tuple(gradient.shape)} or moments {tuple(moments.shape)}"
+            raise ConfigError(f"Adam: a parameter was resized to {shapes}. Create the optimizer again.")
 
 
 class _Taking(threading.local):
@@ -54,18 +127,18 @@ _OTHERWISE: list[Taker] = []
 
 
 def number_of_steps() -> int:
-    """Return how many optimizer steps have ended in this process since :func:`install`."""
+    """Optimizer steps of this process that have ended since :func:`install`."""
     return _counted
 
 
 def count_step() -> None:
-    """Count an optimizer step that torch's hooks did not see."""
+    """For a step that the hooks of torch did not see."""
     global _counted
     _counted += 1
 
 
 def dtype_of_gradient(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype that torch accepts for the gradient of a tensor."""
+    """The dtype that torch accepts for ``tensor.grad``."""
     chosen: torch.dtype | None = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
     return chosen or tensor.dtype
 
@@ -76,19 +149,18 @@ _OWN: set[Hook] = set()
 
 @functools.cache
 def install() -> None:
-    """Register the optimizer hooks of this file with torch, once per process."""
     hear_steps(_before, _after)
 
 
 def hear_steps(before: Hook, after: Hook) -> None:
-    """Call two functions of this package before and after each step of every optimizer."""
+    """The functions belong to this package, and read no gradient."""
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     _OWN.add(after)
 
 
 def take_over_always(taker: Taker, *, first: bool = False) -> None:
-    """Let a function run the optimizer steps of all threads, except those in a ``taking_over`` block."""
+    """For the steps of all threads, except those in a ``taking_over`` block."""
     # first: whether the function is called before functions that are already registered
     if taker not in _OTHERWISE:
         _OTHERWISE.insert(0 if first else len(_OTHERWISE), taker)
@@ -96,7 +168,7 @@ def take_over_always(taker: Taker, *, first: bool = False) -> None:
 
 @contextlib.contextmanager
 def taking_over(taker: Taker | None) -> Iterator[None]:
-    """Context manager in which a function runs optimizer steps of this thread, after the optimizers' own hooks."""
+    """Let ``taker`` run the steps of this thread, after the hooks of the optimizers."""
     # taker: function that runs the steps; `None`: optimizers step normally
     before, _TAKING.taker = _TAKING.taker, taker
     try:
@@ -120,7 +192,7 @@ def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
 
 
 def other_post_hooks(optimizer: Optimizer) -> bool:
-    """Report whether code outside of this package has registered a hook after the steps of an optimizer."""
+    """Whether code outside of this package has registered a hook after the steps of the optimizer."""
     everywhere = optimizer_post_hooks.values()
     return bool(optimizer._optimizer_step_post_hooks) or any(hook not in _OWN for hook in everywhere)
 
@@ -166,27 +238,26 @@ class HasMasters(Protocol):
     """A store that knows the master weights of a model's parameters."""
 
     def originals(self) -> dict[int, torch.Tensor]:
-        """Return the master weights of the model's parameters, by the ``id()`` of each parameter."""
+        """Master weights by the ``id()`` of the parameters."""
 
     def take_gradients(self) -> None:
         """Copy changes that user code made to ``grad`` of parameters into the gradients of master weights."""
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Return why gradients of these parameters cannot be clipped; ``None`` if clipping works."""
+        """Why gradients of these parameters cannot be clipped; ``None`` if clipping works."""
 
 
 _STORES: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_originals(store: HasMasters) -> None:
-    """Raise an error, from now on, if code clips or steps parameters instead of the master weights of this store."""
+    """Raise an error, from now on, if code clips or steps parameters that have a master weight in the store."""
     _STORES.add(store)
     _install()
 
 
 @functools.cache
 def _install() -> None:
-    """Check what torch's functions and optimizers are given, once per process."""
     for owner, name in clipping_functions():
         setattr(owner, name, _checked(getattr(owner, name)))
     register_optimizer_step_pre_hook(_check_stepped)
@@ -203,7 +274,7 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_clipped(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise an error if clipping these parameters has no effect, because their gradients are already used."""
+    """Clipping has no effect on gradients that were already used."""
     given = list(parameters)
     for store in list(_STORES):
         if reason := store.why_not_clipped(given):

@@ -18,7 +18,7 @@ from ..engine.config import RoundPipeRunConfig, check_compile_options
 from ..engine.driver import Engine
 from ..engine.parameters.kept import ParameterTraffic
 from ..errors import ConfigError
-from ..optim.large_tables import LargeTables, check_large_tables
+from ..optim.layer_contents import LargeTables, check_large_tables
 from ..optim.parameters import Update
 from ..schedule.costs import LayerCost
 

@@ -28,7 +28,7 @@ from ..engine.lifecycle import EngineOptions
 from ..engine.loss_check import JoinedLossError
 from ..engine.rows import RowCheck
 from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_site, warn
-from ..optim.parameters import scan
+from ..optim.layer_contents import scan
 from ..optim.parts import widened
 from ..optim.torch_steps import take_over_always
 from .engine_handle import CALL_HOOKS, PipelineOptions, as_module, layers_of

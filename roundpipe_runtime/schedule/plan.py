@@ -76,17 +76,7 @@ class ModelExecutePlan:
         Raises:
             PlanError: if a layer is missing, repeated or out of order; the message names the layer.
         """
-        for value in given:
-            name = "num_layers" if type(value) is int else "run_type"
-            if name in named:
-                raise PlanError(f'{name} is given twice:\n    plan.check_valid(4, "fused")')
-            named[name] = value
-        if set(named) != {"num_layers", "run_type"}:
-            raise PlanError(
-                f"check_valid takes num_layers and run_type, found {', '.join(sorted(named)) or 'nothing'}:\n"
-                '    plan.check_valid(4, "fused")'
-            )
-        num_layers, run_type = named["num_layers"], named["run_type"]
+        num_layers, run_type = _checked_arguments(given, named)
         if run_type not in ("infer", "train", "fused"):
             raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
         if num_layers < 1:
@@ -189,6 +179,22 @@ class ModelExecutePlan:
         plans = [cls(forward, backward) for forward, backward in found]
         plans[-1].last_stage_copies = copies
         return plans[0] if len(models) == 1 else plans
+
+
+def _checked_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, Any]:
+    """Return ``num_layers`` and ``run_type`` from the arguments of ``check_valid``."""
+    found = dict(named)
+    for value in given:
+        name = "num_layers" if type(value) is int else "run_type"
+        if name in found:
+            raise PlanError(f'{name} is given twice:\n    plan.check_valid(4, "fused")')
+        found[name] = value
+    if set(found) != {"num_layers", "run_type"}:
+        raise PlanError(
+            f"check_valid takes num_layers and run_type, found {', '.join(sorted(found)) or 'nothing'}:\n"
+            '    plan.check_valid(4, "fused")'
+        )
+    return found["num_layers"], found["run_type"]
 
 
 def _check_number(name: str, value: Any) -> None:

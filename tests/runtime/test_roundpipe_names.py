@@ -16,7 +16,7 @@ from roundpipe_runtime import (
     RoundPipePackedData,
     RoundPipeRunConfig,
 )
-from roundpipe_runtime.optim.adam import Adam
+from roundpipe_runtime.optim import Adam
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "coming_from.md").read_text(encoding="utf-8")
 

@@ -66,10 +66,7 @@ def mirror(
     require_node(cls, "mirror")
     targets = _targets(source, to)
     start = f"mirror({cls.__qualname__}, source={source!r}, "
-    recipe = REGISTRY.recipe_in_force(cls, source)
-    if recipe is None:  # the functions that an earlier `mirror` from this source copied are copied again
-        held = [REGISTRY.recipe_in_force(cls, library) for library in _SOURCES]
-        recipe = next((one for one in held if one is not None and one.remedy.startswith(start)), None)
+    recipe = REGISTRY.recipe_in_force(cls, source) or _mirrored_before(cls, start)
     if recipe is None:
         flatten, flatten_with_keys, unflatten = _SOURCES[source](cls, namespace)
         recipe = Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys, remedy=f"{start}to={targets!r})")
@@ -100,6 +97,12 @@ def _targets(source: str, to: str | Iterable[str]) -> tuple[str, ...]:
             '    mirror(MyClass, source="jax", to=("torch",))'
         )
     return names
+
+
+def _mirrored_before(cls: type, start: str) -> Recipe | None:
+    """Return the flatten functions that an earlier :func:`mirror` from this source copied, to copy them again."""
+    held = [REGISTRY.recipe_in_force(cls, library) for library in _SOURCES]
+    return next((recipe for recipe in held if recipe is not None and recipe.remedy.startswith(start)), None)
 
 
 def _unknown(cls: type, library: str, line: str) -> NotRegisteredError:

@@ -163,6 +163,7 @@ def _unflattening(content: _Content) -> Callable[..., Any]:
 
 
 def name_functions(cls: type, functions: FlattenFunctions) -> FlattenFunctions:
+    """Set the names of the three functions to ``flatten_<class>`` and so on, and return the functions."""
     for prefix, function in zip(("flatten", "flatten_with_keys", "unflatten"), functions, strict=True):
         function.__name__ = function.__qualname__ = f"{prefix}_{snake_case(cls.__name__)}"
         function.__doc__ = f"{prefix} for {cls.__qualname__}"
@@ -230,6 +231,7 @@ def _unset(content: _Content, obj: object, error: AttributeError) -> UnsetFieldE
 
 
 def names_of(names: str | Iterable[str]) -> list[str]:
+    """Return attribute names as a list; a string is one name."""
     return [names] if isinstance(names, str) else list(names)
 
 

@@ -17,6 +17,7 @@ from .contract import UNSET, Recipe, hashable, held_attributes, is_derived
 
 
 def check_round_trip(recipe: Recipe, sample: object) -> None:
+    """Raise an error if a sample, flattened and unflattened with the recipe's functions, differs."""
     name = recipe.cls.__qualname__
     if type(sample) is not recipe.cls:
         raise RoundTripError(f"f_check of {name} returned a {type(sample).__qualname__}; return an instance of {name}.")
@@ -100,7 +101,7 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
 def _check_placeholders(recipe: Recipe, sample: object) -> None:
     """Refuse an unflatten function that reads its leaves: torch.export passes shapes, and JAX placeholders."""
     children, static = _flatten(recipe, sample)
-    placeholders = [child if get_node_type(child) in pytree.SUPPORTED_NODES else object() for child in children]
+    placeholders = [object() if _is_leaf(child) else child for child in children]
 
     def failure(error: Exception) -> RoundTripError:
         return RoundTripError(
@@ -241,6 +242,10 @@ def _recorded() -> Iterator[dict[str, None]]:
         pop_mode()
 
 
+def _is_leaf(child: object) -> bool:
+    return get_node_type(child) not in pytree.SUPPORTED_NODES
+
+
 def _difference(found: list[Any], expected: list[Any]) -> str:
     if len(found) != len(expected):
         return f"{len(found)} instead of {len(expected)}"
@@ -250,7 +255,7 @@ def _difference(found: list[Any], expected: list[Any]) -> str:
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:
-    """Return whether two lists have the same leaves; a copy of a tensor is not the same."""
+    """Return whether two lists have the same leaves."""
     left_leaves, left_spec = pytree.tree_flatten(left)
     right_leaves, right_spec = pytree.tree_flatten(right)
     # an equal copy of a tensor would lose the dynamic shapes of a trace

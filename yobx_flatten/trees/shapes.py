@@ -55,18 +55,8 @@ def dynamic_shapes(
     8
     """
     check_no_cycles(inputs, "inputs", caller="dynamic_shapes")
-    own, left = name_in(inputs), dict[str, Any]()
-    for path, entry in (overrides or {}).items():  # the cache gets its name among the inputs
-        first, dot, rest = path.partition(".")
-        is_cache = own is not None and first not in inputs and word_in_files(first, inputs[own]) == CACHE
-        left[f"{own}{dot}{rest}" if is_cache else path] = entry
-    for name, most in (bounds or {}).items():
-        if name not in _MEANINGS or type(most) is not int or most < 2:
-            raise InvalidArgumentError(
-                f"bounds: expected sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. Set "
-                'bounds of other axes by overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
-            )
-    written = _write(inputs, (), None, left, bounds or {})
+    left = _as_named_in(inputs, overrides or {})
+    written = _write(inputs, (), None, left, _checked_bounds(bounds or {}))
     if left:
         known = sorted({".".join(map(key_name, place.keys)) for place in walk(inputs, own_children) if place.keys})
         raise DynamicShapesError(
@@ -75,6 +65,17 @@ def dynamic_shapes(
     if overrides:
         check_dynamic_shapes(inputs, written)
     return written
+
+
+def _as_named_in(inputs: PyTree, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overrides, in which the cache has its name among the inputs."""
+    own = name_in(inputs)
+    named = {}
+    for path, entry in overrides.items():
+        first, dot, rest = path.partition(".")
+        is_cache = own is not None and first not in inputs and word_in_files(first, inputs[own]) == CACHE
+        named[f"{own}{dot}{rest}" if is_cache else path] = entry
+    return named
 
 
 def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: DynamicShapes) -> list[Any]:
@@ -175,6 +176,16 @@ def shapes_of_leaves(inputs: PyTree, shapes: DynamicShapes) -> list[dict[int, An
 
 _MEANINGS = ("batch", "length")
 _PLAIN = dict(enumerate(_MEANINGS))  # for a tensor without a registration
+
+
+def _checked_bounds(bounds: Mapping[str, int]) -> Mapping[str, int]:
+    for name, most in bounds.items():
+        if name not in _MEANINGS or type(most) is not int or most < 2:
+            raise InvalidArgumentError(
+                f"bounds: expected sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. Set "
+                'bounds of other axes by overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
+            )
+    return bounds
 
 
 def _write(

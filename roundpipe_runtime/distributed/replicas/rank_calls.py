@@ -32,7 +32,8 @@ from ...engine.draws import move_generator, run_base
 from ...engine.driver import Engine
 from ...engine.one_group import Call, Cutting, OneGroup, feed_inputs
 from ...engine.run import Run
-from ...optim.parameters import LayerContents, ParameterStore, scan
+from ...optim.layer_contents import LayerContents, scan
+from ...optim.parameters import ParameterStore
 from ...optim.readiness import ReadinessTable
 from ...optim.step import StepRunner
 from ..ranks.alarm import News

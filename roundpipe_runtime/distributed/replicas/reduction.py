@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ...engine.parameters.on_device import Gradients
-from ...optim.parameters import LayerContents
+from ...optim.layer_contents import LayerContents
 from ..ranks.ranks import Ranks
 from ..weights import RankStore, is_cut, pieces, shards
 

@@ -24,7 +24,7 @@ from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, ma
 from ...device.protocol import NOW, Device, Event
 from ...device.transfer import as_sent, sent_dtype
 from ...errors import StageError
-from ...optim.parameters import LayerContents, Table
+from ...optim.layer_contents import LayerContents, Table
 from .kept import GradientMemory
 
 # Methods that only query a tensor's metadata.

@@ -19,7 +19,7 @@ from ...device.pinning import PinnedMemory
 from ...device.protocol import Device
 from ...device.transfer import sent_nbytes
 from ...errors import DeviceMemoryError
-from ...optim.parameters import LayerContents
+from ...optim.layer_contents import LayerContents
 from ...optim.parts import Mark, is_plain
 from ...optim.torch_steps import number_of_steps
 from .partial_table import bytes_present

@@ -23,7 +23,7 @@ from ...device.composite import Rebuilding, is_composite, plain_numbers, same_nu
 from ...device.protocol import Device, Event
 from ...device.transfer import as_sent, sent_dtype
 from ...errors import StageError
-from ...optim.parameters import LayerContents
+from ...optim.layer_contents import LayerContents
 from ..draws import traits_of
 from ..layer_graph import HOST_PARAMETER, watch_escaped
 from .host_table import LayerTables

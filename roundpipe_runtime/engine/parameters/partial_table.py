@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...device.protocol import Device
-from ...optim.parameters import LayerContents
+from ...optim.layer_contents import LayerContents
 
 # Consecutive rows, as (start, stop).
 Runs: TypeAlias = Sequence[tuple[int, int]]

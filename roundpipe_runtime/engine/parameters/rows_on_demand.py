@@ -29,7 +29,7 @@ from torch import nn
 from yobx_flatten.private_names.of_torch import grouped_products, pytree
 
 from ...device.protocol import Device
-from ...optim.parameters import LayerContents, ParameterSlot
+from ...optim.layer_contents import LayerContents, ParameterSlot
 from .partial_table import PartialPlan, Runs, TableReader, reserve_table, runs_of, table_of
 
 # Properties and methods that read no values.

@@ -26,7 +26,8 @@ from ...engine.digests import Digest, digest, distance, typical
 from ...engine.driver import Engine
 from ...engine.lifecycle import EngineOptions
 from ...errors import CutError
-from ...optim.parameters import is_watched, scan
+from ...optim.layer_contents import scan
+from ...optim.parameters import is_watched
 
 
 def check_equivalence(

@@ -29,8 +29,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 from yobx_flatten.registry.patches import AttributePatch
 
 from ...device.accelerator import DeviceSpec, parse_devices
-from ...device.generator import generator_kept
-from ...device.worker import Outcome
+from ...device.worker import Outcome, generator_kept
 from ...distributed.ranks.ranks import Ranks
 from ...distributed.ranks.torchrun import own_devices
 from ...distributed.replicas.sampler import ReplicaBatchSampler, collate_with_empty

@@ -32,7 +32,7 @@ from ...checkpoint.folder import (
     step_of,
     verify,
 )
-from ...device.generator import generator_kept
+from ...device.worker import generator_kept
 from ...distributed.ranks.torchrun import own_devices
 from ...engine.config import RoundPipeRunConfig, check_compile_options
 from ...errors import CheckpointError, CheckpointWarning, ConfigError, CutError, DamagedCheckpointError, warn

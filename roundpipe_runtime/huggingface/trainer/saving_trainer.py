@@ -24,7 +24,7 @@ from ...checkpoint.model_state import collect_progress, load_weights, optimizer_
 from ...checkpoint.shards import cut_like, ranks_of
 from ...checkpoint.training_state import check_optimizer, named_state, read_values, restore_optimizer, write_values
 from ...device.disk import HOST_IN_MEMORY
-from ...device.generator import generator_kept
+from ...device.worker import generator_kept
 from ...errors import CheckpointError, ConfigError, DamagedCheckpointError
 from ...optim.disk_store import hold_on_disk
 from ...pipeline import RoundPipe

@@ -17,7 +17,8 @@ from yobx_flatten.core import interrupts
 from yobx_flatten.recipe.contract import Recipe
 from yobx_flatten.registry.optional import Waiting
 from yobx_flatten.registry.patches import AttributePatch, ImportedPatch
-from yobx_flatten.registry.torch_tables import TorchCpp, TorchFx, TorchPython
+from yobx_flatten.registry.torch_cpp import TorchCpp
+from yobx_flatten.registry.torch_python import TorchFx, TorchPython
 
 RECIPE = Recipe(Pair, flatten, unflatten, flatten_with_keys, "tests:Rare", "register it")
 

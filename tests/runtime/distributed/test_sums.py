@@ -17,7 +17,7 @@ from roundpipe_runtime.distributed.replicas.reduction import (
     rows_of_rank,
 )
 from roundpipe_runtime.distributed.weights import RankStore, clip_grad_norm, pieces, shards
-from roundpipe_runtime.optim.parameters import scan
+from roundpipe_runtime.optim.layer_contents import scan
 from tests.cases import examples
 from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads
 

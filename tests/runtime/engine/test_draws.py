@@ -305,4 +305,4 @@ def test_only_the_module_of_the_lock_puts_the_generator_back():
     """Elsewhere what is put back could be the state of a layer that draws in another thread."""
     package = pathlib.Path(roundpipe_runtime.__file__).parent
     found = {str(path.relative_to(package)) for path in package.rglob("*.py") if "fork_rng(" in path.read_text()}
-    assert found == {"device/generator.py"}
+    assert found == {"device/worker.py"}

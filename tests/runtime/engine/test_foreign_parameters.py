@@ -9,7 +9,7 @@ from torch import nn
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError, VirtualDevice
 from roundpipe_runtime.engine.layer_graph import check_leaves
 from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
-from roundpipe_runtime.optim.parameters import scan
+from roundpipe_runtime.optim.layer_contents import scan
 
 
 class Penalised(nn.Linear):

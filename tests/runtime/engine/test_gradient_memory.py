@@ -6,7 +6,7 @@ from torch import nn
 
 from roundpipe_runtime.device import pinning
 from roundpipe_runtime.engine.parameters.kept import GradientMemory
-from roundpipe_runtime.optim.parameters import scan
+from roundpipe_runtime.optim.layer_contents import scan
 
 
 def own_dtype(parameter):

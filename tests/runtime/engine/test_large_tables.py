@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional
 
 from roundpipe_runtime import ConfigError, RoundPipe, RoundPipeRunConfig, StageError
-from roundpipe_runtime.optim import large_tables
-from roundpipe_runtime.optim.parameters import scan
+from roundpipe_runtime.optim import layer_contents
+from roundpipe_runtime.optim.layer_contents import scan
 
 ROWS, WIDTH = 201, 16
 CONFIG = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
@@ -18,7 +18,7 @@ CONFIG = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch):
     """The tables of these tests count as large."""
-    monkeypatch.setattr(large_tables, "LARGE", ROWS * WIDTH * 4)
+    monkeypatch.setattr(layer_contents, "LARGE", ROWS * WIDTH * 4)
 
 
 def model(**options):
@@ -67,9 +67,9 @@ def test_rows_have_the_bits_of_the_whole_table(padding):
 def test_embeddings_that_do_more_than_look_up_travel_whole(options):
     """A table that its forward writes, that counts, or that has sparse gradients is no table of rows."""
     made = model(**options)
-    (first, *_) = large_tables.TableRule(by_rows=True).mark(scan(list(made)))
+    (first, *_) = layer_contents.TableRule(by_rows=True).mark(scan(list(made)))
     assert not first.tables
-    assert large_tables.TableRule(by_rows=True).mark(scan(list(model())))[0].tables
+    assert layer_contents.TableRule(by_rows=True).mark(scan(list(model())))[0].tables
     if "sparse" in options:  # the others are refused: a forward that writes a parameter, gradients that mix rows
         same(once(made, "auto"), once(made, "whole"))
 
@@ -156,7 +156,7 @@ def test_gradients_of_several_batches_add_up():
 
 def test_layers_that_torch_compiles_get_whole_tables():
     """Compiled code takes no stand-ins for parameters."""
-    rule = large_tables.rule_for(list(model()), "slices", None, is_compiled=True)
+    rule = layer_contents.rule_for(list(model()), "slices", None, is_compiled=True)
     assert not rule.mark(scan(list(model())))[0].tables
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, RoundPipeWarning, WeightedLoss
 from roundpipe_runtime.batch.entries import FlatBatch
 from roundpipe_runtime.batch.splitting import split_flat
-from roundpipe_runtime.device.generator import generator_lock
+from roundpipe_runtime.device.worker import generator_lock
 from roundpipe_runtime.engine.code_state import state_of
 from roundpipe_runtime.engine.loss_check import LossChecks, Sample
 from roundpipe_runtime.engine.rows import RowTrial

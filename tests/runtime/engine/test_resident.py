@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice, WeightedLoss
 from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
-from roundpipe_runtime.optim.parameters import scan
+from roundpipe_runtime.optim.layer_contents import scan
 from tests.runtime.small import batch, gradients, near, same_bits, small_model
 
 

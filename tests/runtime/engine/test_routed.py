@@ -9,7 +9,7 @@ from torch import nn
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, Timeline, VirtualDevice
 from roundpipe_runtime.engine.parameters import partial_table
 from roundpipe_runtime.engine.parameters.partial_table import find_groups
-from roundpipe_runtime.optim.parameters import scan
+from roundpipe_runtime.optim.layer_contents import scan
 from tests.runtime.small import assert_same_gradients, checked_devices, gradients, without_row_check
 
 F = nn.functional

@@ -17,7 +17,7 @@ from roundpipe_runtime import (
     wrap_model_to_roundpipe,
 )
 from roundpipe_runtime.huggingface.loss.label_smoothing import SmoothedLoss
-from roundpipe_runtime.optim import large_tables
+from roundpipe_runtime.optim import layer_contents
 from tests.runtime.small import assert_same_gradients
 
 VOCABULARY, WIDTH = 301, 32
@@ -31,9 +31,9 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch):
     """Tables of the small models count as large, and have several slices of 64 rows."""
-    monkeypatch.setattr(large_tables, "LARGE", VOCABULARY * WIDTH)
-    monkeypatch.setattr(large_tables, "_SMALLEST_SLICE", 2**10)
-    monkeypatch.setattr(large_tables, "_LARGEST_SLICE", 2**14)
+    monkeypatch.setattr(layer_contents, "LARGE", VOCABULARY * WIDTH)
+    monkeypatch.setattr(layer_contents, "_SMALLEST_SLICE", 2**10)
+    monkeypatch.setattr(layer_contents, "_LARGEST_SLICE", 2**14)
 
 
 def llama(*, tied=False, dtype=torch.float64, **changes):
@@ -334,9 +334,9 @@ def test_only_large_tables_stay_on_the_host(devices, monkeypatch):
     model = llama()
     nbytes = model.lm_head.weight.nbytes
     for threshold, count in [(nbytes, 1), (nbytes + 1, 0)]:
-        monkeypatch.setattr(large_tables, "LARGE", threshold)
+        monkeypatch.setattr(layer_contents, "LARGE", threshold)
         pipe = wrapped(copy.deepcopy(model), devices)
-        contents = pipe._rp_engine.planner.rule.mark(large_tables.scan(pipe.cut.pieces))
+        contents = pipe._rp_engine.planner.rule.mark(layer_contents.scan(pipe.cut.pieces))
         assert [len(layer.tables) for layer in contents] == [count, 0, 0, count]
         pipe.close()
 

@@ -8,7 +8,7 @@ from roundpipe_runtime import RoundPipeRunConfig, VirtualDevice, wrap_model_to_r
 from roundpipe_runtime.engine.planner import FOR_PARAMETERS
 from roundpipe_runtime.estimate.hardware import Hardware
 from roundpipe_runtime.huggingface.plan_training import PlannedTraining
-from roundpipe_runtime.optim import large_tables
+from roundpipe_runtime.optim import layer_contents
 
 VOCABULARY, WIDTH, LENGTH = 3001, 32, 6
 
@@ -16,8 +16,8 @@ VOCABULARY, WIDTH, LENGTH = 3001, 32, 6
 @pytest.fixture(autouse=True)
 def small_is_large(monkeypatch):
     """The tables of the small model count as large, and have many slices."""
-    monkeypatch.setattr(large_tables, "LARGE", VOCABULARY * WIDTH)
-    monkeypatch.setattr(large_tables, "_SMALLEST_SLICE", 2**10)
+    monkeypatch.setattr(layer_contents, "LARGE", VOCABULARY * WIDTH)
+    monkeypatch.setattr(layer_contents, "_SMALLEST_SLICE", 2**10)
 
 
 def llama(*, tied=False):

@@ -255,8 +255,8 @@ def test_adapters_of_peft(update):
 @pytest.mark.parametrize("tables", ["whole", "slices"])
 def test_large_tables(tables, monkeypatch):
     """Rows of an embedding and slices of a head are rounded like whole parameters."""
-    monkeypatch.setattr("roundpipe_runtime.optim.large_tables.LARGE", 2**10)
-    monkeypatch.setattr("roundpipe_runtime.optim.large_tables._SMALLEST_SLICE", 2**10)
+    monkeypatch.setattr("roundpipe_runtime.optim.layer_contents.LARGE", 2**10)
+    monkeypatch.setattr("roundpipe_runtime.optim.layer_contents._SMALLEST_SLICE", 2**10)
     for pipe in pipelines_of_the_same_bits(lambda: model_of("llama"), "in_backward", large_tables=tables):
         marked = pipe._rp_engine.planner.rule.mark(pipe._rp_engine._read_layers())
         assert any(layer.tables for layer in marked) == (tables == "slices")

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from roundpipe_runtime.device import pinning
-from roundpipe_runtime.optim.parameters import ParameterStore, scan
+from roundpipe_runtime.optim.layer_contents import scan
+from roundpipe_runtime.optim.parameters import ParameterStore
 from tests.runtime.small import small_model
 
 

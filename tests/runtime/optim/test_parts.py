@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
-from roundpipe_runtime.device.generator import generator_alone
+from roundpipe_runtime.device.worker import generator_alone
 from roundpipe_runtime.optim.parts import OptimizerParts, can_step_in_parts
 from roundpipe_runtime.optim.torch_steps import hear_steps, other_post_hooks
 

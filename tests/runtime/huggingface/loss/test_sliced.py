@@ -11,7 +11,7 @@ from roundpipe_runtime.engine.parameters.host_table import HostSum, HostTable, T
 from roundpipe_runtime.huggingface.loss import sliced
 from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits
 from roundpipe_runtime.huggingface.loss.sliced import chunked_cross_entropy
-from roundpipe_runtime.optim.parameters import Table
+from roundpipe_runtime.optim.layer_contents import Table
 
 VOCABULARY, WIDTH = 23, 6
 

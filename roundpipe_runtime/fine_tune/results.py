@@ -1,34 +1,158 @@
-"""Check before a training that its files can be written; save the trained model, its card and its losses."""
+"""Records of steps and evaluations, checks of the places of results, the trained model, its card and its losses.
+
+::
+
+    {"step": 1, "loss": 5.58, "tokens": 2048, "tokens_per_s": 9120.4, "lr": 3e-05, "grad_norm": 2.9, ...}
+    {"step": 20, "eval_loss": 3.31, "eval_tokens": 4096, "seconds": 0.19}
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import itertools
+import json
+import math
 import os
 import pathlib
 import platform
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TextIO
 
 import torch
 from torch import nn
 
 from yobx_flatten.errors.dependencies import require
 from yobx_flatten.errors.failures import format_bytes
+from yobx_flatten.files.document import read_text
 from yobx_flatten.files.scratch import check_writable, publish_folder, scratch_for, settle, whole_file, write_text
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY
 from yobx_flatten.model_folder.source.find import find_model
 
+from ..device.accelerator import AcceleratorDevice
 from ..device.composite import is_composite
 from ..device.disk import disk_folder, disk_of
+from ..device.protocol import Device
 from ..errors import FineTuneError
 from ..huggingface.adapters import is_adapted, model_inside
 from .adapters import packed_state, quiet_peft, rounded_layers, unrounded_state
 from .models import ModelSource, Tokenizer
-from .records import EvalRecord, StepRecord
 from .settings import Settings
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepRecord:
+    """Metrics of one training step.
+
+    Attributes:
+        step: number of the step, counted from 1.
+        loss: mean over the tokens of the step, before the update.
+        tokens: number of tokens of the step.
+        tokens_per_s: tokens per second of this step, including copies and optimizer.
+        lr: learning rate.
+        grad_norm: norm of all gradients, before clipping; ``None`` with ``update="in_backward"``.
+        seconds: duration of the step.
+        process_bytes: memory of the process, after the step.
+        device_bytes: peak bytes of tensors on one accelerator so far; ``None`` without accelerators.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    tokens_per_s: float
+    lr: float
+    grad_norm: float | None
+    seconds: float
+    process_bytes: int | None
+    device_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EvalRecord:
+    """Metrics of one evaluation.
+
+    Attributes:
+        step: number of training steps before the evaluation.
+        eval_loss: mean over the tokens of the held-out rows.
+        eval_tokens: number of tokens of these rows.
+        seconds: duration of the evaluation.
+    """
+
+    step: int
+    eval_loss: float
+    eval_tokens: int
+    seconds: float
+
+
+def record_of(logs: Mapping[str, float], step: int) -> StepRecord | EvalRecord | None:
+    """Return the record of a Trainer's log entry; ``None`` if the entry is not about a step or an evaluation.
+
+    >>> record_of({"eval_loss": 2.5, "eval_tokens": 64, "eval_runtime": 0.5}, 3)
+    EvalRecord(step=3, eval_loss=2.5, eval_tokens=64, seconds=0.5)
+    """
+    if "eval_loss" in logs:
+        return EvalRecord(step, logs["eval_loss"], int(logs["eval_tokens"]), logs["eval_runtime"])
+    if "loss" not in logs:
+        return None
+    names = ("loss", "tokens", "tokens_per_s", "seconds", "process_bytes")
+    known: dict[str, Any] = {name: logs[name] for name in names}
+    known |= {name: logs.get(name) for name in ("grad_norm", "device_bytes")}
+    return StepRecord(step=step, lr=logs["learning_rate"], **known)
+
+
+def process_memory() -> int:
+    """Return the bytes of memory that the process holds now (resident set size)."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def device_peak(devices: Iterable[Device]) -> int | None:
+    """Return the highest peak of tensor bytes among the accelerators; ``None`` without accelerators.
+
+    Virtual devices use memory of the process.
+    """
+    accelerators = [device.torch_device for device in devices if isinstance(device, AcceleratorDevice)]
+    return max((torch.accelerator.max_memory_allocated(device) for device in accelerators), default=None)
+
+
+class MetricsFile:
+    """A JSON lines file to which one line is added after each step and each evaluation."""
+
+    # path: path of the file; lines up to `step` are kept, later ones are overwritten
+    # step: last step whose line is kept; a run that was killed can have written more lines than its checkpoint knows
+
+    def __init__(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
+        self.path = pathlib.Path(path)
+        kept: list[str] = []
+        if step and self.path.is_file():
+            lines = read_text(self.path, failure=FineTuneError).split("\n")[:-1]  # the last is empty or incomplete
+            kept = [f"{line}\n" for line in lines if _step_of(line) <= step]
+        write_text(self.path, "".join(kept))
+        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 # open as long as the object
+
+    def __enter__(self) -> MetricsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, record: StepRecord | EvalRecord) -> None:
+        values = dataclasses.asdict(record)
+        for name, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                values[name] = None
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # not a record, so the line is dropped
 
 
 def check_output(folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
@@ -153,7 +277,7 @@ def save_model(
 
 
 def _write_weights(model: Any, folder: pathlib.Path) -> None:
-    """Save a model; save the integers if it was trained quantization-aware."""
+    """A model that was trained quantization-aware is saved as integers."""
     if not rounded_layers(model):
         model.save_pretrained(folder)
         return
@@ -234,14 +358,12 @@ def model_card(
         lines += ["| step | loss | held out |", "|---|---|---|"]
         stride = -(-len(steps) // _LINES)
         shown = [record for record in steps if record.step % stride == 0 or record is steps[-1]]
-        lines += [f"| {one.step} | {one.loss:.4f} | {_number(held_out.get(one.step))} |" for one in shown]
+        for one in shown:
+            of_eval = f"{held_out[one.step]:.4f}" if one.step in held_out else ""
+            lines.append(f"| {one.step} | {one.loss:.4f} | {of_eval} |")
         lines.append("")
     lines += ["## Options", "", *_listed(options), "", "## Versions", ""]
     return "\n".join([*lines, *_listed({"python": platform.python_version(), **_versions()}), ""])
-
-
-def _number(found: float | None) -> str:
-    return "" if found is None else f"{found:.4f}"
 
 
 def _listed(values: Mapping[str, object]) -> list[str]:

@@ -78,7 +78,7 @@ def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch
 
 
 def names_in_parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split names in order into parts of at most ``limit`` bytes; a larger tensor is a part of its own."""
+    """Split names in order into parts of at most ``limit`` bytes; a larger tensor is alone in its part."""
     parts: list[list[str]] = [[]]
     filled = 0
     for name, nbytes in sizes.items():

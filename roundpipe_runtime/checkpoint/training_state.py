@@ -47,8 +47,6 @@ _WEIGHTS = "weights:"  # prefix for weights of a model that is itself sharded
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrainingObjects:
-    """The optimizers, schedulers and gradient scaler of a training, which are saved with the model."""
-
     optimizers: Sequence[Any] = ()  # optimizers of the model
     schedulers: Sequence[Any] = ()  # objects with `state_dict` and `load_state_dict`
     scaler: Any = None  # object with `state_dict` and `load_state_dict`

@@ -264,7 +264,6 @@ class AcceleratorDevice:
             self._visits.append(_Visit(nbytes, _record(self._compute, self.torch_device), self._end()))
 
     def _fits(self, nbytes: int) -> bool:
-        """Whether a stage of this many bytes fits in addition to the active stages."""
         present = self._entered + [visit.nbytes for visit in self._visits]
         return len(present) < _STAGES_AT_ONCE and nbytes + sum(present) <= _ROOM * max(self._largest, nbytes)
 
@@ -415,7 +414,6 @@ def _accelerator(device: torch.device | str) -> Device:
 
 
 def accelerators() -> list[torch.device]:
-    """The accelerators that torch finds on this machine."""
     kind: Callable[[], torch.device | None] = torch.accelerator.current_accelerator
     found = kind() if torch.accelerator.is_available() else None
     return [] if found is None else [torch.device(found.type, i) for i in range(torch.accelerator.device_count())]

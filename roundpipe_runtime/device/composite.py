@@ -367,7 +367,7 @@ def _reached(value: object) -> set[int]:
 
 
 def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor) -> str | None:
-    """A message if a layer computes different values with a copy of its weight."""
+    """A message if the layer computes different values with a copy of its weight."""
     with weights_kept(owner), torch.no_grad():
         # a layer that raises an error with its own weight needs another device, and cannot be compared on the host
         expected = result_or(lambda: type(owner).forward(owner, given), lambda error: None)
@@ -388,7 +388,6 @@ def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor
 
 
 def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Whether a copy of a parameter still has the values of the parameter."""
     with torch.no_grad():  # not detached, because a virtual device counts a view of a host tensor as its memory
         if copy.device.type == "cpu" and torch.equal(copy, source):
             return torch.ones((), dtype=torch.bool)

@@ -215,7 +215,6 @@ class DiskMemory:
                 os.preadv(self._file, [buffer], at)
 
     def leave(self, tensors: Iterable[torch.Tensor], *, written: bool = True) -> None:
-        """Release pages: in this process at once, in the page cache after the disk has the data."""
         # written: whether the tensors may have changed since the last `leave`. Default: `True`.
         ranges = self._ranges(tensors)
         for _, start, end in ranges:
@@ -326,7 +325,6 @@ def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:
 
 
 def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[list[torch.Tensor]]:
-    """Consecutive groups of about ``nbytes`` bytes."""
     groups: list[list[torch.Tensor]] = []
     size = nbytes
     for tensor in tensors:

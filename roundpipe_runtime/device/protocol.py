@@ -156,8 +156,6 @@ class Event(Protocol):
 
 
 class _Passed:
-    """An event that is complete."""
-
     def done(self) -> bool:
         return True
 
@@ -202,7 +200,7 @@ HOST_CLOCK = HostClock()
 
 
 class EventClock:
-    """The clock of an accelerator, which measures times by events in the accelerator's streams."""
+    """Times are those of events in the streams of an accelerator."""
 
     is_late = True
 
@@ -219,6 +217,5 @@ class EventClock:
         return self._record(self._others.get(kind, self._stream))
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """The event is complete."""
         assert not isinstance(moment, float)
         return self._start + self._first.elapsed_time(moment) / 1e3

@@ -258,7 +258,6 @@ def leaf_test() -> Callable[[Any], bool] | None:
 
 
 def held(tree: PyTree) -> PyTree:
-    """Wrap each ``BlockMask`` in a :class:`HeldMask`."""
     if "torch.nn.attention.flex_attention" not in sys.modules:
         return tree
     leaves, spec = pytree.tree_flatten(tree, is_leaf=is_block_mask)
@@ -268,7 +267,6 @@ def held(tree: PyTree) -> PyTree:
 
 
 def cut_mask(mask: Any, start: int, stop: int) -> Any:
-    """The mask for the rows from ``start`` to ``stop`` of the batch."""
     # mask: a `BlockMask` whose batch size is not 1
     part = mask[start:stop]  # torch splits the blocks, and replaces the function by a function that raises
     mask_mod: Callable[..., torch.Tensor] = mask.mask_mod

@@ -98,7 +98,6 @@ class Mailbox:
 
     @property
     def error(self) -> BaseException | None:
-        """First error of any thread, which stopped the run."""
         return None if isinstance(self._error, StoppedRun) else self._error
 
     def put(self, key: Hashable, value: Any) -> None:

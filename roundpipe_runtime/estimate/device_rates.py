@@ -30,8 +30,6 @@ Work: TypeAlias = "tuple[torch.Stream, Callable[[], object]]"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """Measured speeds of one accelerator: of copies, of matrix products, and of both at the same time."""
-
     up: float  # bytes per second from pinned memory to the device
     down: float  # bytes per second from the device to pinned memory
     both: float  # bytes per second in both directions together, when copied at the same time
@@ -79,6 +77,8 @@ def measure_device(
     products = compute, lambda: [matrix @ matrix for _ in range(number)]
     computing = _seconds(device, products)
     hidden = alone["up"] + computing - _seconds(device, up, products)
+    start = time.perf_counter()
+    clock = _once(device, (products,)) / (time.perf_counter() - start)
     return DeviceRates(
         up=nbytes / alone["up"],
         down=nbytes / alone["down"],
@@ -87,7 +87,7 @@ def measure_device(
         pageable_down=nbytes / pageable_down,
         flops=2 * rows**3 / alone["product"],
         overlap=min(1.0, max(0.0, hidden / min(alone["up"], computing))),
-        clock=_clock(device, products),
+        clock=clock,
     )
 
 
@@ -109,12 +109,6 @@ def _once(device: torch.device, works: tuple[Work, ...]) -> float:
     end = first.record_event(torch.Event(device, enable_timing=True))
     end.synchronize()
     return max(float(begin.elapsed_time(end)) / 1e3, 1e-9)
-
-
-def _clock(device: torch.device, work: Work) -> float:
-    start = time.perf_counter()
-    found = _once(device, (work,))
-    return found / (time.perf_counter() - start)
 
 
 # Measure the interpreter's cost of calling a layer.
@@ -169,8 +163,6 @@ _MOST = 32  # pieces
 
 
 class DiskRates(NamedTuple):
-    """Measured read and write speed of a disk."""
-
     read: float  # bytes per second
     write: float  # bytes per second
 

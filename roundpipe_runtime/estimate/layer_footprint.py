@@ -172,13 +172,11 @@ def _measure(
     with Footprint() as found:
         found.ignore(held_before)
         graph, results = _called(contents, call, given)
-    entries, exits = graph.entries, graph.exits
-    forward_peak, held, forward_flops = found.peak, found.restart(), found.flops
-    parts_forward = parts.up
+    forward_peak, held, forward_flops, parts_forward = found.peak, found.restart(), found.flops, parts.up
     own = {parameter.untyped_storage()._cdata: parameter for parameter in contents.parameters()}
     grouped = [(rows, own[key]) for key, rows in found.grouped.items() if key in own]
     found.grouped.clear()
-    starts = [(exit_, torch.empty_like(exit_)) for exit_ in exits if exit_.requires_grad]
+    starts = [(exit_, torch.empty_like(exit_)) for exit_ in graph.exits if exit_.requires_grad]
     with found:
         found.ignore(gradient for _, gradient in starts)
         if starts:
@@ -196,7 +194,7 @@ def _measure(
         grad_bytes=sum(p.numel() * gradient_dtype(p).itemsize for p in reached),
         inputs=storage_bytes(given.tensors),
         outputs=storage_bytes(results.tensors),
-        grads_in=storage_bytes(e.grad for e in entries if e is not None and e.grad is not None),
+        grads_in=storage_bytes(e.grad for e in graph.entries if e is not None and e.grad is not None),
         grads_out=storage_bytes(gradient for _, gradient in starts),
         forward_peak=forward_peak,
         held=held,

@@ -129,7 +129,6 @@ def device_memory(
     prefetches: bool,
     room_to_keep: float = 0.0,
 ) -> list[DeviceMemory]:
-    """Peak memory of each device in a run."""
     # prefetches: whether a stage is loaded while the previous stage computes; false for virtual devices
     # room_to_keep: bytes of each device for parameters that stay between steps. Default: 0.
     found = []
@@ -204,7 +203,6 @@ def host_memory(
     gradient_dtype: torch.dtype | None = None,
     update: Update = "masters",
 ) -> HostMemory:
-    """Peak memory of the host in a run with its optimizer step."""
     # parameters: the parameters of the model, each once
     # optim_dtype: dtype of the optimizer. Default: the dtype of each parameter.
     # gradient_dtype, update: as in `RoundPipe`. Default: the dtype of the optimizer, and `"masters"`.

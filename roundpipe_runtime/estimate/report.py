@@ -31,8 +31,6 @@ _NEXT_TO_NOTHING = 1e-7
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlanReport:
-    """The plan of a training on given hardware, with the estimated memory and times."""
-
     step: StepPlan  # the training step, whatever machine runs it
     simulated: StepSimulation  # the step on the devices and the host
     hardware: Hardware  # devices and host

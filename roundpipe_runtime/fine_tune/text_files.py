@@ -54,7 +54,7 @@ def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
 
 
 def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterator[str | None]:
-    """Yield the text of all documents in pieces, and END after each document."""
+    """Yield documents in pieces, with ``END`` after each document."""
     # field: field of JSON lines, and of folders of `datasets`, that holds the text
     for path in paths:
         if path.is_dir():

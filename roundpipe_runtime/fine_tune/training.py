@@ -426,17 +426,29 @@ def run(
 
     if checkpoints is not None:
         training.save_into(checkpoints, keep=keep)
-    with Interruption(is_silent=training.job.size > 1) as interruption, contextlib.ExitStack() as stack:
+    job, step = training.job, training.step
+    with Interruption(is_silent=job.size > 1) as interruption, contextlib.ExitStack() as stack:
+        file: MetricsFile | None = None
+        if metrics is not None:
+            file = job.together(lambda: MetricsFile(metrics, step=step) if job.is_first else None)
+        if file is not None:
+            stack.enter_context(file)
+
+        def note(record: StepRecord | EvalRecord) -> None:
+            if file is not None:
+                file.write(record)
+            show(record)
+
         callback = RunCallback(
             training.trainer,
             interruption,
             every=every if checkpoints is not None else None,
             at_end=at_end if checkpoints is not None else None,
-            note=stack.enter_context(_noting(training, metrics, show)),
+            note=note,
             show_evaluation=show_evaluation,
             save_model=save_model,
-            recorded=None if timeline is None else min(training.step + _RECORDED_STEP, training.steps),
-            save_timeline=lambda drawn: drawn.save(timeline_of_rank(timeline or "", training.job.rank)),
+            recorded=None if timeline is None else min(step + _RECORDED_STEP, training.steps),
+            save_timeline=lambda drawn: drawn.save(timeline_of_rank(timeline or "", job.rank)),
         )
         training.trainer.add_callback(callback)
         stack.callback(training.trainer.remove_callback, callback)
@@ -461,28 +473,6 @@ def _train(training: Training, callback: RunCallback, *, has_checkpoints: bool) 
         training.train()
         if not callback.status and not callback.is_model_saved:  # an earlier run made the last step
             callback.save_model()
-
-
-@contextlib.contextmanager
-def _noting(
-    training: Training, path: str | os.PathLike[str] | None, show: Callable[[StepRecord | EvalRecord], None]
-) -> Iterator[Callable[[StepRecord | EvalRecord], None]]:
-    """Yield a function that shows a record, and in the first process also writes the record into a file."""
-    if path is None:
-        yield show
-        return
-    job, step = training.job, training.step
-    file = job.together(lambda: MetricsFile(path, step=step) if job.is_first else None)
-    if file is None:
-        yield show
-        return
-
-    def note(record: StepRecord | EvalRecord) -> None:
-        file.write(record)
-        show(record)
-
-    with file:
-        yield note
 
 
 def _save_after_error(training: Training, saved: str | None) -> str | None:

@@ -29,7 +29,6 @@ MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     "roundpipe_runtime.fine_tune.trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.pipeline_trainer": {"transformers"},
     "roundpipe_runtime.huggingface.trainer.classes": {"transformers"},
-    "roundpipe_runtime.huggingface.trainer.saving_trainer": {"transformers"},
 }
 
 

@@ -32,7 +32,7 @@ READERS = {
     "roundpipe_runtime/device/disk.py": SYSTEM,
     "roundpipe_runtime/distributed/ranks/alarm.py": SYSTEM,
     "roundpipe_runtime/estimate/hardware.py": SYSTEM,
-    "roundpipe_runtime/huggingface/trainer/saving_trainer.py": "files of a Trainer, which are pickles",
+    "roundpipe_runtime/huggingface/trainer/pipeline_trainer.py": "files of a Trainer, which are pickles",
 }
 HIDDEN = "it is given a place in a hidden folder, which its caller publishes"
 # Files of both packages that write, rename or save by themselves, and why they may
@@ -54,8 +54,7 @@ WRITERS = {
     "roundpipe_runtime/cli/app.py": "nothing is kept: os.devnull",
     "roundpipe_runtime/fine_tune/results.py": f"lines are added to a file that was written whole; {HIDDEN}",
     "roundpipe_runtime/fine_tune/trainer.py": HIDDEN,
-    "roundpipe_runtime/huggingface/trainer/pipeline_trainer.py": "a checkpoint that is complete gets its name",
-    "roundpipe_runtime/huggingface/trainer/saving_trainer.py": HIDDEN,
+    "roundpipe_runtime/huggingface/trainer/pipeline_trainer.py": "a complete, hidden checkpoint gets its name",
     "yobx_flatten/export/exported_model.py": "a program of another library, which is opened in a hidden folder",
 }
 LOADERS = {"torch", "torch.export", "onnx", "ir", "onnx_ir", "numpy", "np", "json"}

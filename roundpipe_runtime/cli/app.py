@@ -62,7 +62,6 @@ app = _app()
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
     # argv: the arguments. Default: those of the process.
     given = list(sys.argv[1:] if argv is None else argv)
     run_once = functools.partial(run_app, app, given, program="roundpipe", expected=(FlattenError, RoundPipeError))

@@ -90,12 +90,17 @@ class _Block(nn.Module):
 
 
 def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | None = None) -> int:
-    """Train with plain PyTorch and with a pipeline, compare memory and losses, and draw one step of the pipeline."""
     # as_json: function that gets the results as one object; tables are then written to stderr
     console = make_console(stderr=as_json is not None)
     with _one_thread(), contextlib.closing(_pipeline()) as pipeline:
         plain = _build()
-        _introduce(console, plain)
+        count = sum(parameter.numel() for parameter in plain.parameters())
+        console.print("A model that is larger than its device", style="bold")
+        console.print(
+            f"Text: the help pages of Python, a token per byte. Model: a transformer of {BLOCKS} blocks, {count:,} "
+            f"parameters, random weights, {ROWS} rows per step. Devices: {DEVICES}, simulated on the CPU, with "
+            f"{format_bytes(LIMIT)} of memory each."
+        )
         needs = measure_needs(plain, list(_batches(COUNTED_STEPS)), _loss_fn, LIMIT, DEVICES)
         _compare(console, needs)
         losses, seconds, timeline = _train(console, plain, pipeline, steps)
@@ -212,16 +217,6 @@ def _one_thread() -> Iterator[None]:
 # -- terminal output -----------------------------------------------------------------------------------------------
 
 
-def _introduce(console: Any, model: nn.Module) -> None:
-    count = sum(parameter.numel() for parameter in model.parameters())
-    console.print("A model that is larger than its device", style="bold")
-    console.print(
-        f"Text: the help pages of Python, a token per byte. Model: a transformer of {BLOCKS} blocks, {count:,} "
-        f"parameters, random weights, {ROWS} rows per step. Devices: {DEVICES}, simulated on the CPU, with "
-        f"{format_bytes(LIMIT)} of memory each."
-    )
-
-
 def _compare(console: Any, needs: Needs) -> None:
     weights = format_bytes(needs.weights)
     rows = [
@@ -270,8 +265,6 @@ _LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Needs:
-    """The bytes that a device needs at most, with plain PyTorch and with a pipeline."""
-
     weights: int  # the weights of the model
     plain: int  # memory for weights, gradients, Adam's state and all activations on the device
     refusal: str  # the out-of-memory error of plain training on a device with the limit
@@ -286,13 +279,11 @@ class CountingDevice(VirtualDevice):
         self.footprint = _LimitedFootprint(self)
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocate memory on the device, and count it towards the limit."""
         tensor = super().allocate(like)
         self.footprint.count(tensor)
         return tensor
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Count the memory that operations allocate in the with block."""
         return self.footprint
 
 
@@ -313,7 +304,7 @@ class _LimitedFootprint(Footprint):
 
 
 def measure_needs(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn, limit: int, devices: int) -> Needs:
-    """Train copies of a model on counting devices, and return how much memory they need."""
+    """Train copies of a model on counting devices, and return the memory that they need."""
     # batches: inputs and labels of each step. The second step has Adam's state in addition to the activations.
     # limit: bytes of a device, which suffice for the pipeline and not for plain training
     roomy = CountingDevice("a device with room")

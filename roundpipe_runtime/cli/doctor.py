@@ -31,7 +31,7 @@ from ..device.worker import generator_kept
 from ..engine.config import RoundPipeRunConfig
 from ..engine.planner import FOR_PARAMETERS
 from ..errors import ConfigError
-from ..estimate.device_rates import DeviceRates, call_seconds, measure_device, measure_disk
+from ..estimate.device_rates import call_seconds, measure_device, measure_disk
 from ..estimate.hardware import cores, describe_hardware, host_memory_available, host_memory_rate, save_machine
 from ..optim.step import OptimizerCtx
 from ..pipeline import RoundPipe
@@ -41,8 +41,6 @@ Status = Literal["ok", "warning", "fail"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """Result of one check of the installation."""
-
     name: str  # subject of the check
     status: Status  # `"ok"`; `"warning"`, something is missing or slow; `"fail"`, it does not work
     found: str  # the finding, in words
@@ -99,7 +97,11 @@ def examine(folder: pathlib.Path = HERE) -> list[Check]:
 
 
 def _versions() -> list[Check]:
-    ranges = _declared()
+    try:
+        lines = importlib.metadata.requires(_PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:  # the package runs from a clone that is not installed
+        lines = []
+    ranges = {one.name: one.specifier for one in map(Requirement, lines) if one.specifier}
     found = [Check("python", "ok", f"{platform.python_version()}, {platform.system()} {platform.machine()}")]
     return found + [_version(name, lost, ranges.get(name, SpecifierSet())) for name, lost in _LIBRARIES.items()]
 
@@ -117,15 +119,6 @@ def _version(name: str, lost: str, wanted: SpecifierSet) -> Check:
             line = f"If something fails, install that version: pip install '{name}<={untried.tried}'"
             return Check(name, "warning", f"{version}, newer than the newest tried ({untried.tried})", line)
     return Check(name, "ok", f"{version} (newest tried: {NEWEST_TRIED[name]})" if name in NEWEST_TRIED else version)
-
-
-def _declared() -> dict[str, SpecifierSet]:
-    """Return the versions that this package requires of each library, extras included."""
-    try:
-        lines = importlib.metadata.requires(_PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:  # the package runs from a clone that is not installed
-        return {}
-    return {found.name: found.specifier for found in map(Requirement, lines) if found.specifier}
 
 
 # -- the machine -----------------------------------------------------------------------------------------------------
@@ -219,7 +212,7 @@ def _trained(devices: DeviceSpec, name: str) -> Check:
 
 
 def train_difference(devices: DeviceSpec) -> float:
-    """Train a small model for two steps with a pipeline and with plain PyTorch, and return the largest difference."""
+    """Return the largest difference of a small model trained for two steps by a pipeline and by plain PyTorch."""
     with generator_kept():
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 4))
@@ -304,37 +297,31 @@ _CLOCKS_AGREE = 0.5, 1.2
 
 
 def device_checks(device: torch.device) -> list[Check]:
-    """Measure an accelerator and return the findings."""
     rates = measure_device(device)
-    speed = Check(f"speed of {device}", "ok", f"{rates.flops / 1e12:.0f} TFLOP/s in bfloat16 matrix products")
-    plan = _plan(device, rates, AcceleratorDevice(device).memory)
-    return [_link(device, rates), speed, _streams(device, rates), _events(device, rates), plan]
-
-
-def _link(device: torch.device, rates: DeviceRates) -> Check:
     up, down, both = (format_bytes(rate) for rate in (rates.up, rates.down, rates.both))
     pageable = f"{format_bytes(rates.pageable_up)}/s and {format_bytes(rates.pageable_down)}/s"
-    found = f"{up}/s up, {down}/s down, {both}/s both at once; from and to memory that is not pinned {pageable}"
-    line = "Transfers are too slow to overlap with computing. Is the card in a slot with all lanes?"
-    return Check.of(f"link of {device}", found, min(rates.up, rates.down) >= _SLOW_LINK, line)
-
-
-def _streams(device: torch.device, rates: DeviceRates) -> Check:
-    found = f"{rates.overlap:.0%} of a copy overlaps with a computation"
-    line = "Copies wait for kernels. Unset CUDA_LAUNCH_BLOCKING, and stop other programs that use it."
-    return Check.of(f"streams of {device}", found, rates.overlap >= _OVERLAPS, line)
-
-
-def _events(device: torch.device, rates: DeviceRates) -> Check:
-    found = f"its clock shows {rates.clock:.2f} s during one second of the host's clock"
-    least, most = _CLOCKS_AGREE
-    line = "roundpipe plan would use this wrong clock: measure again."
-    return Check.of(f"events of {device}", found, least <= rates.clock <= most, line)
-
-
-def _plan(device: torch.device, rates: DeviceRates, memory: int | None) -> Check:
-    tokens = rates.tokens_to_hide_transfers()
+    link = Check.of(
+        f"link of {device}",
+        f"{up}/s up, {down}/s down, {both}/s both at once; from and to memory that is not pinned {pageable}",
+        min(rates.up, rates.down) >= _SLOW_LINK,
+        "Transfers are too slow to overlap with computing. Is the card in a slot with all lanes?",
+    )
+    speed = Check(f"speed of {device}", "ok", f"{rates.flops / 1e12:.0f} TFLOP/s in bfloat16 matrix products")
+    streams = Check.of(
+        f"streams of {device}",
+        f"{rates.overlap:.0%} of a copy overlaps with a computation",
+        rates.overlap >= _OVERLAPS,
+        "Copies wait for kernels. Unset CUDA_LAUNCH_BLOCKING, and stop other programs that use it.",
+    )
+    slowest, fastest = _CLOCKS_AGREE
+    events = Check.of(
+        f"events of {device}",
+        f"its clock shows {rates.clock:.2f} s during one second of the host's clock",
+        slowest <= rates.clock <= fastest,
+        "roundpipe plan would use this wrong clock: measure again.",
+    )
+    tokens, memory = rates.tokens_to_hide_transfers(), AcceleratorDevice(device).memory
     found = f"from {tokens:,.0f} tokens per step on, a forward takes longer than copying its parameters to the device"
     if memory is not None:  # 16-bit parameters and gradients
         found += f"; models of up to {FOR_PARAMETERS * memory / 4e9:.1f} billion 16-bit parameters fit on it"
-    return Check(f"plan for {device}", "ok", found)
+    return [link, speed, streams, events, Check(f"plan for {device}", "ok", found)]

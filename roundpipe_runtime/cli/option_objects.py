@@ -18,7 +18,6 @@ T = TypeVar("T")
 
 
 def option(metavar: str, text: str, panel: str | None = None, **more: Any) -> Any:
-    """Return a typer option with its help text, shown in a panel of the command's help."""
     return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, **more)
 
 
@@ -65,11 +64,6 @@ def _parameters(concern: type) -> list[inspect.Parameter]:
         )
         for field in dataclasses.fields(concern)
     ]
-
-
-def flat_options(*concerns: Any) -> dict[str, Any]:
-    """Return the values of all options in several dataclass objects, by name of the option."""
-    return {field.name: getattr(concern, field.name) for concern in concerns for field in dataclasses.fields(concern)}
 
 
 _UNITS = {

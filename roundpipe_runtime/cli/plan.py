@@ -34,8 +34,6 @@ _STEP = "A step"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of ``roundpipe plan`` for the model and the printed output."""
-
     model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_NAMES + " Weights are not read.")]
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
     details: Annotated[
@@ -92,8 +90,6 @@ class MachineOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of ``roundpipe plan`` for the batch and the computation of a step."""
-
     batch: train_options.Batch = 8
     length: Annotated[int | None, option("N", "Tokens a row (default: model's limit, at most 512).", _STEP, min=2)] = (
         None
@@ -143,7 +139,6 @@ class StepOptions:
 
     @property
     def copies(self) -> int | Literal["auto"]:
-        """The number of devices that run the LM head, or ``"auto"``."""
         return "auto" if self.last_stage_copies == "auto" else int(self.last_stage_copies)
 
 

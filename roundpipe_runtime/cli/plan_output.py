@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from yobx_flatten.errors.failures import format_bytes, table
 
-from ..estimate.memory_estimate import JoinedLoss
 from ..estimate.report import PlanReport
 from ..huggingface.quantize import count_weights
 from .option_objects import format_count, format_seconds
@@ -88,13 +87,14 @@ def write_plan(
     details: bool = False,
     is_small: bool = False,
 ) -> str:
-    """Return the plan as text: whether it fits, and a table; with details, also layers, stages, memory and times."""
     above = [*_verdict(report, change), "", *_model(training, report, is_small=is_small)]
     parts = [*above, *_summary(report, rows, length)]
     if reference is not None:
         parts += _reference(reference)
     if not details:
         return "\n".join([*parts, "", "--details adds layers, stages, the parts of memory, and transfers."])
+    joined = training.joined_loss(batch=rows, length=length)
+    device, host = format_bytes(joined.device), format_bytes(joined.host)
     parts += [
         "",
         f"Layers, on a microbatch of {-(-rows // report.step.num_microbatch)} x {length} tokens",
@@ -106,7 +106,8 @@ def write_plan(
         *_experts(report),
         "",
         *_memory(report),
-        *_joined_loss(training.joined_loss(batch=rows, length=length)),
+        f"A loss of the whole batch takes {device} on a device and {host} more on the host.",
+        "  The first step checks whether the loss needs the whole batch.",
         "",
         *_time(report),
     ]
@@ -139,10 +140,13 @@ def _model(training: PlannedTraining, report: PlanReport, *, is_small: bool) -> 
 
 
 def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
-    """Return the table of the machine and of a step."""
     machine, run = report.hardware, report.simulation
     origin = {**dict.fromkeys(("flops", "link", "memory"), "unknown"), **machine.origin}  # a profile may be incomplete
     names = ", ".join(machine.names[:4]) + (f" ... {machine.names[-1]}" if len(machine.names) > 4 else "")
+    seconds, together = format_seconds(report.simulated.optimizer_seconds), format_seconds(_exact(report))
+    adam = [["then AdamW", seconds, "on the host"], ["together", together, 'with is_async="exact"']]
+    if report.step.update == "in_backward":
+        adam = [["AdamW", seconds, "on the host, during the backward"]]
     memory = ["unknown: give it with --memory"]
     if machine.memory is not None:
         memory = [format_bytes(machine.memory), origin["memory"]]
@@ -154,24 +158,17 @@ def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
             ["compute", f"{_operations(machine.flops)}/s", origin["flops"]],
             ["a step", f"{rows} rows of {length} tokens", f"{report.step.num_microbatch} microbatches"],
             ["its time", format_seconds(run.time), f"devices compute {100 * run.utilisation:.0f} % of it"],
-            *_adam(report),
+            *adam,
             ["bottleneck", report.simulated.bottleneck],
         ]
     )
-
-
-def _adam(report: PlanReport) -> list[list[str]]:
-    seconds, together = format_seconds(report.simulated.optimizer_seconds), format_seconds(_exact(report))
-    if report.step.update == "in_backward":
-        return [["AdamW", seconds, "on the host, during the backward"]]
-    return [["then AdamW", seconds, "on the host"], ["together", together, 'with is_async="exact"']]
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
 def _tables(report: PlanReport) -> list[str]:
-    """Return the lines on tables that stay on the host, with the bytes that each microbatch copies."""
+    """Return lines on tables that stay on the host, with the bytes that each microbatch copies."""
     found = [layer for layer in report.layers if layer.parts_forward]
     lines = []
     for layer in found:
@@ -245,7 +242,7 @@ def _stages(report: PlanReport) -> list[str]:
 
 
 def _experts(report: PlanReport) -> list[str]:
-    """Return the lines on the expected upload of experts; no lines for a model without experts."""
+    """Return lines on the expected upload of experts."""
     whole, expected = report.step.expert_bytes
     if not whole:
         return []
@@ -295,14 +292,6 @@ def _memory(report: PlanReport) -> list[str]:
                 ("reference model", host.reference),
             ]
         ),
-    ]
-
-
-def _joined_loss(found: JoinedLoss) -> list[str]:
-    device, host = format_bytes(found.device), format_bytes(found.host)
-    return [
-        f"A loss of the whole batch takes {device} on a device and {host} more on the host.",
-        "  The first step checks whether the loss needs the whole batch.",
     ]
 
 
@@ -404,7 +393,6 @@ def _verdict(report: PlanReport, change: SettingsChange | None) -> list[str]:
 
 
 def _host_remedies(report: PlanReport) -> list[str]:
-    """Return lines on the host memory that a training needs with other options."""
     host, free = report.host_memory, report.hardware.host or 0
 
     def line(option: str, count: int) -> str:

@@ -28,7 +28,7 @@ from ..errors import PlanError, RoundPipeError
 from ..fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training, sparkline
 from ..huggingface.quantize import count_weights
 from .models import read_by, row_length, source_of
-from .option_objects import flat_options, takes_options
+from .option_objects import takes_options
 from .train_options import (
     FileOptions,
     LearningOptions,
@@ -83,8 +83,15 @@ def train(
     pupil = _prepared(context, job, what, data, step, learning)
     job.together(lambda: _check_disk(pupil, settings, what.folder, files))
     seen: dict[type, tuning.StepRecord | tuning.EvalRecord] = {}
-    given = {**flat_options(data, step, learning), "files": [*(data.chat or data.text or []), *what.more_text]}
-    with _naming_rank(job), _naming_memory(step), tuning.Training(pupil.model, pupil.rows, settings) as training:
+    given = {
+        field.name: getattr(concern, field.name)
+        for concern in (data, step, learning)
+        for field in dataclasses.fields(concern)
+    }
+    given["files"] = [*(data.chat or data.text or []), *what.more_text]
+    # errors name rank, stage and layer if there are several processes
+    naming_rank = contextlib.nullcontext() if job.size == 1 else raised_as(partial(_named, job.rank), RoundPipeError)
+    with naming_rank, _naming_memory(step), tuning.Training(pupil.model, pupil.rows, settings) as training:
         outcome = _run(training, pupil, what.folder, files, seen, given)
     _say_end(training, outcome, what, files, context.obj)
     if what.json and job.is_first:
@@ -109,8 +116,6 @@ def _prepared(
     step: StepOptions,
     learning: LearningOptions,
 ) -> _Pupil:
-    """Read text and model in all processes, and print their description."""
-
     def read() -> tuple[tuning.ModelSource, tuning.Lora | None, tuning.Tokenizer, tuning.Blocks | tuning.ChatRows]:
         source = dataclasses.replace(source_of(what.name), unmatched_weights=step.unmatched_weights)
         adapters = _adapters(learning, source)
@@ -199,10 +204,6 @@ def _run(
     return outcome
 
 
-def _described(rows: tuning.Blocks | tuning.ChatRows, tokenizer: tuning.Tokenizer) -> str:
-    return format_chats(rows, tokenizer) if isinstance(rows, tuning.ChatRows) else format_text(rows, tokenizer)
-
-
 def _card(training: tuning.Training, pupil: _Pupil, given: Mapping[str, Any]) -> str:
     rows = pupil.rows
     data = _described(rows, pupil.tokenizer)
@@ -224,7 +225,12 @@ def _say_end(
 ) -> None:
     if outcome.status:
         say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To continue:")
-        say(f"    {_to_go_on(argv, training.job)}")
+        words = [word for word in argv or ["train", "..."] if word != "--resume"]
+        size = training.job.size
+        starts = ["roundpipe"]
+        if size > 1:
+            starts = ["torchrun", f"--nproc-per-node={size}", "-m", "roundpipe_runtime"]
+        say(f"    {shlex.join([*starts, *words, '--resume'])}")
         return
     say(f"saved in {what.folder}; the saved weights were loaded and compared")
     losses = [record.loss for record in training.history if isinstance(record, tuning.StepRecord)]
@@ -242,7 +248,6 @@ def _summary(
     output: pathlib.Path,
     seen: dict[type, tuning.StepRecord | tuning.EvalRecord],
 ) -> dict[str, Any]:
-    """Return the object that ``--json`` prints."""
     return {
         "model": pupil.source.name,
         "random_weights": not pupil.source.has_weights,
@@ -258,11 +263,6 @@ def _summary(
 # Paths, and options that only change the output.
 _NOT_ON_CARD = ("text", "chat", "files", "tokenizer", "chat_template", "show_rows")
 _RECORDS = {"last_step": tuning.StepRecord, "last_evaluation": tuning.EvalRecord}
-
-
-def _naming_rank(job: tuning.Job) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager whose errors name rank, stage and layer if there are several processes."""
-    return contextlib.nullcontext() if job.size == 1 else raised_as(partial(_named, job.rank), RoundPipeError)
 
 
 def _named(rank: int, error: Exception) -> Exception:
@@ -330,14 +330,6 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _to_go_on(argv: Any, job: tuning.Job) -> str:
-    """Return the command line that continues this run."""
-    words = [word for word in argv or ["train", "..."] if word != "--resume"]
-    if job.size == 1:
-        return shlex.join(["roundpipe", *words, "--resume"])
-    return shlex.join(["torchrun", f"--nproc-per-node={job.size}", "-m", "roundpipe_runtime", *words, "--resume"])
-
-
 # The output of ``roundpipe train``: settings first, then a bar on a terminal or plain lines elsewhere.
 
 
@@ -380,11 +372,22 @@ class Display:
         self._bar.stop()
 
     def show(self, record: StepRecord | EvalRecord) -> None:
-        """Show the results of a step or of an evaluation."""
         if isinstance(record, EvalRecord):
-            self._line(f"step {record.step}/{self.steps}  held-out loss {record.eval_loss:.4f}")
+            text = f"step {record.step}/{self.steps}  held-out loss {record.eval_loss:.4f}"
+            if self._shows_lines:
+                say(text)
+            else:
+                self._bar.console.print(text)
             return
-        words = format_step(record)
+        memory = "" if record.process_bytes is None else format_bytes(record.process_bytes)
+        device = "" if record.device_bytes is None else f"device {format_bytes(record.device_bytes)}"
+        words = [
+            f"loss {record.loss:.4f}",
+            f"{record.tokens_per_s:,.0f} tokens/s",
+            ", ".join(word for word in (memory, device) if word),
+            f"lr {record.lr:.2e}",
+            *([] if record.grad_norm is None else [f"gradient {record.grad_norm:.3g}"]),
+        ]
         self._losses.append(record.loss)
         self._of_step = "  ".join([sparkline(self._losses), *words[:3]])
         self._bar.update(self._task, completed=record.step, description=self._of_step)
@@ -401,38 +404,16 @@ class Display:
             self._said = time.monotonic()
             say(text)
 
-    def _line(self, text: str) -> None:
-        if self._shows_lines:
-            say(text)
-        else:
-            self._bar.console.print(text)
 
-
-def format_step(record: StepRecord) -> list[str]:
-    """Return loss, speed, memory and other results of a step as texts, the most important first."""
-    memory = "" if record.process_bytes is None else format_bytes(record.process_bytes)
-    device = "" if record.device_bytes is None else f"device {format_bytes(record.device_bytes)}"
-    return [
-        f"loss {record.loss:.4f}",
-        f"{record.tokens_per_s:,.0f} tokens/s",
-        ", ".join(word for word in (memory, device) if word),
-        f"lr {record.lr:.2e}",
-        *([] if record.grad_norm is None else [f"gradient {record.grad_norm:.3g}"]),
-    ]
-
-
-def format_text(blocks: Blocks, tokenizer: Tokenizer) -> str:
-    """Return one line about the amount of training and held-out text."""
-    rows, held_out = len(blocks.tokens), len(blocks.held_out)
-    read = "bytes" if tokenizer.name == "bytes" else f"tokens of {tokenizer.name}"
-    return (
-        f"text: {rows * blocks.length + blocks.left_over:,} {read}, {rows:,} rows of {blocks.length}; "
-        f"{held_out:,} rows are held out"
-    )
-
-
-def format_chats(rows: ChatRows, tokenizer: Tokenizer) -> str:
-    """Return one line about the number of conversations, and about the tokens that are trained."""
+def _described(rows: Blocks | ChatRows, tokenizer: Tokenizer) -> str:
+    """Return one line about the amount of text: rows or conversations, tokens that are trained, held-out rows."""
+    if not isinstance(rows, ChatRows):
+        count, held_out = len(rows.tokens), len(rows.held_out)
+        read = "bytes" if tokenizer.name == "bytes" else f"tokens of {tokenizer.name}"
+        return (
+            f"text: {count * rows.length + rows.left_over:,} {read}, {count:,} rows of {rows.length}; "
+            f"{held_out:,} rows are held out"
+        )
     total, packed = rows.tokens_in(range(len(rows))), f" in {len(rows):,} rows" if rows.positions else ""
     notes = [f"held out: {len(rows.held_out):,}"]
     if rows.cut:
@@ -469,7 +450,6 @@ def _runs(ids: list[int], labels: list[int]) -> list[tuple[list[int], bool]]:
 
 
 def format_model(model: nn.Module, source: ModelSource) -> str:
-    """Return one line about the number of parameters and of trainable parameters."""
     parameters = list(model.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     total = count_weights(model)
@@ -482,7 +462,6 @@ def format_model(model: nn.Module, source: ModelSource) -> str:
 
 
 def format_training(training: Training) -> str:
-    """Return a description of the pipeline, its devices, the batch and the number of steps."""
     report = training.pipeline.cut.report
     exact = report.equivalence
     proof = ""

@@ -104,8 +104,6 @@ Host = Annotated[
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Options of ``roundpipe train`` for the model and its output folder."""
-
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -144,7 +142,6 @@ class ModelOptions:
 
     @property
     def name(self) -> str:
-        """The model."""
         return self.model if self.model is not None else (self.words or [""])[0]
 
     @property
@@ -154,14 +151,11 @@ class ModelOptions:
 
     @property
     def folder(self) -> pathlib.Path:
-        """The folder for the trained model."""
         return self.output or pathlib.Path()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """Options of ``roundpipe train`` for the training data and the length of its rows."""
-
     text: Annotated[
         list[str] | None,
         option(
@@ -229,8 +223,6 @@ class TextOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of ``roundpipe train`` for the batch, the devices and the computation of a step."""
-
     devices: Annotated[
         str,
         option("DEVICES", "auto, virtual:N (N devices simulated on the CPU), or cuda:0,cuda:1.", _STEP),
@@ -295,8 +287,6 @@ class StepOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningOptions:
-    """Options of ``roundpipe train`` for adapters, quantization, the optimizer and evaluations."""
-
     lora: Annotated[
         str | None,
         option("R[,ALPHA[,NAMES]]", "Train LoRA adapters of rank R only: 8, or 8,16, or 8,16,q_proj,v_proj.", _RATE),
@@ -369,7 +359,6 @@ class FileOptions:
 
     @property
     def writes_last(self) -> bool:
-        """Whether a checkpoint is written after the last step."""
         return self.every is not None or self.checkpoint is not None or self.resume
 
     def checkpoints(self, output: pathlib.Path) -> pathlib.Path:
@@ -377,7 +366,7 @@ class FileOptions:
         return self.checkpoint or output.with_name(f"{output.name}-checkpoints")
 
     def check(self, output: pathlib.Path) -> None:
-        """Raise an error, before the training, if an output file exists or cannot be written."""
+        """Raise an error, before the training, if a file exists or cannot be written."""
         check_output(output, overwrite=self.overwrite)
         if self.plot is not None:
             check_curve(self.plot)
@@ -404,7 +393,6 @@ class FileOptions:
 def settings_of(
     step: StepOptions, learning: LearningOptions, replicas: int | None, report_to: list[str] | None = None
 ) -> Settings:
-    """Return the settings of a training, from the options of ``roundpipe train``."""
     # report_to: additional targets of the Trainer's logs
     if step.update == "in_backward" and (learning.clip or step.accumulate > 1):
         raise UserError(
@@ -425,7 +413,6 @@ def settings_of(
 
 
 def check_update(update: str, host: str) -> None:
-    """Raise an error for ``--update in_place`` or ``in_backward`` with weights on a disk."""
     if update != "masters" and host != HOST_IN_MEMORY:
         raise UserError(f"--update {update} needs all weights in memory. Leave --host {host} out")
 
@@ -437,12 +424,10 @@ def check_quantize(kind: str, lora: str | None) -> None:
 
 
 def few_bits(kind: str) -> FewBits | None:
-    """Return the quantization of frozen weights, such as ``"nf4"``; ``None`` for ``"none"``."""
     return None if kind == "none" else cast("FewBits", kind)
 
 
 def check_host_option(text: str) -> None:
-    """Raise an error if the value of ``--host`` is neither ``memory`` nor ``disk:DIR``."""
     try:
         check_host(text)
     except ConfigError as error:
@@ -450,7 +435,7 @@ def check_host_option(text: str) -> None:
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """Return the dtype with this name; ``None`` for ``auto`` and ``same``, which mean the dtype of the weights."""
+    """Return the dtype of this name; ``None`` for ``auto`` and ``same``, the dtype of the weights."""
     return None if name in ("auto", "same") else getattr(torch, name)
 
 
@@ -515,7 +500,6 @@ def _as_typed(value: object, place: str) -> Any:
 
 
 def format_config(concerns: Iterable[tuple[str, Any]]) -> str:
-    """Return the text of a YAML file with the values of all options."""
     lines: list[str] = []
     for heading, concern in concerns:
         lines.append(f"# {heading}")

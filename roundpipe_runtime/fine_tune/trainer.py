@@ -24,7 +24,7 @@ from ..engine.config import RoundPipeRunConfig
 from ..errors import DamagedCheckpointError, FineTuneError
 from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from ..huggingface.trainer.classes import RoundPipeTrainer
-from ..huggingface.wrapped_model import WrappedModel
+from ..huggingface.wrap import WrappedModel
 from ..timeline.record import Timeline
 from .job import Interruption, Job
 from .results import EvalRecord, StepRecord, device_peak, process_memory, record_of

@@ -22,8 +22,7 @@ from ..device.accelerator import parse_devices
 from ..device.worker import on_error
 from ..errors import ConfigError, FineTuneError
 from ..huggingface.cutting.check import evaluating
-from ..huggingface.wrap import wrap_model_to_roundpipe
-from ..huggingface.wrapped_model import WrappedModel
+from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
 from .adapters import rounded_layers
 from .chat_rows import ChatRows, check_packing
 from .job import Interruption, Job

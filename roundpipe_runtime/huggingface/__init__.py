@@ -7,11 +7,10 @@ from .cutting.activations import PassedTensor, passed_tensors
 from .cutting.check import CutReport, Equivalence
 from .cutting.cut import Cut, cut
 from .long_rows import LongRows
-from .loss.label_smoothing import SmoothedLoss
+from .loss.call_options import SmoothedLoss
 from .loss.sliced import chunked_cross_entropy
 from .quantize import quantize_frozen
-from .wrap import wrap_model_to_roundpipe
-from .wrapped_model import WrappedModel
+from .wrap import WrappedModel, wrap_model_to_roundpipe
 
 __all__ = [
     "BatchStructureError",

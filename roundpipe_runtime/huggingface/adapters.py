@@ -16,16 +16,12 @@ from ..errors import ConfigError
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Report whether a model is wrapped by PEFT."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """Return the Hugging Face model inside a PEFT model; other models are returned unchanged.
-
-    PEFT's wrapper hides the class of the inner model, and the argument names of its forward.
-    """
+    """Return the model inside PEFT's wrapper, which hides the class and the argument names of the model's forward."""
     if not is_adapted(model):
         return model
     find = getattr(model, "get_base_model", None)  # models with mixed adapters lack it
@@ -56,7 +52,6 @@ _LARGEST_TOKEN = 100  # larger ids may be image tokens
 
 
 def example_inputs(model: nn.Module) -> Kwargs:
-    """Return keyword arguments for a model's forward: tokens, and a mask and decoder tokens if it accepts them."""
     vocabulary = getattr(text_config(model), "vocab_size", None) or _LARGEST_TOKEN
     generator = torch.Generator().manual_seed(0)
     high = min(vocabulary, _LARGEST_TOKEN)
@@ -87,8 +82,7 @@ def without_cache(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
 def plain_rows(kwargs: Kwargs) -> Kwargs:
     """Convert mappings inside lists to dictionaries, because image processors return objects of their own classes."""
-    return {name: _plain(value) if type(value) is list else value for name, value in kwargs.items()}
-
-
-def _plain(values: list[Any]) -> list[Any]:
-    return [dict(value) if isinstance(value, Mapping) else value for value in values]
+    return {
+        name: [dict(one) if isinstance(one, Mapping) else one for one in value] if type(value) is list else value
+        for name, value in kwargs.items()
+    }

@@ -37,8 +37,17 @@ from .adapters import model_inside
 from .cutting.caches import HeldCache, join_held, swapped
 from .cutting.check import evaluating
 from .loss.call_options import gives_share, is_proven
-from .loss.moe_aux_loss import batch_auxiliary_loss, has_auxiliary_loss, has_router_logits, without_auxiliary_loss
-from .loss.weights import check_weights, has_labels, loss_of, loss_of_batch, with_loss
+from .loss.own_loss import (
+    auxiliary_loss_of,
+    check_weights,
+    has_auxiliary_loss,
+    has_labels,
+    has_router_logits,
+    loss_of,
+    loss_of_batch,
+    with_loss,
+    without_auxiliary_loss,
+)
 
 # Arguments with the images of all rows and the size of each image, and names of the image token in a configuration.
 _PACKED = (
@@ -151,7 +160,7 @@ def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequ
         if axis is not None:
             rules[column[0].path] = TensorChunkSpec(axis)
     joined = join(outputs, weights, rows=rows, merge=rules or None)
-    return with_encoder_outputs(joined, of_pictures)
+    return _with_entries(joined, {**joined, **of_pictures}) if of_pictures else joined
 
 
 def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:
@@ -185,11 +194,6 @@ def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree]
     return [_with_entries(output, {k: v for k, v in output.items() if k not in found}) for output in outputs], found
 
 
-def with_encoder_outputs(joined: PyTree, found: Mapping[str, Any]) -> PyTree:
-    """Return the joined output with the entries that :func:`without_encoder_outputs` removed."""
-    return _with_entries(joined, {**joined, **found}) if found else joined
-
-
 def _with_entries(output: Mapping[str, Any], entries: Mapping[str, Any]) -> Any:
     made: Any = type(output)
     return made(**entries)
@@ -217,7 +221,6 @@ class _Pictures:
 
     @classmethod
     def of(cls, outputs: Sequence[Mapping[str, Any]]) -> _Pictures:
-        """Find the pictures from the encoder outputs of all microbatches."""
         columns = ([output.get(name) for output in outputs] for name in ("pooler_output", "last_hidden_state"))
         pooled = next((column for column in columns if len(_present(column)) == len(outputs)), [])
         counts = [len(value) for value in pooled if isinstance(value, (list, tuple))]
@@ -281,7 +284,12 @@ def split_lists(
 ) -> SplitFunction | None:
     """Return a function that splits arguments that are lists with one entry per row, such as detection labels."""
     # inner: split function for the other arguments; `None` for the default split
-    lists = {name: value for name, value in kwargs.items() if _may_have_rows(value)}
+    kinds = (Mapping, torch.Tensor)
+    lists = {
+        name: value
+        for name, value in kwargs.items()
+        if type(value) is list and value and any(all(isinstance(v, kind) for v in value) for kind in kinds)
+    }
     if not lists:
         return inner
     others = {name: value for name, value in kwargs.items() if name not in lists}
@@ -307,11 +315,6 @@ def split_lists(
 
     split_input.is_of_batch = True  # type: ignore[attr-defined] # an attribute of a function
     return split_input
-
-
-def _may_have_rows(value: Any) -> bool:
-    kinds = (Mapping, torch.Tensor)
-    return type(value) is list and bool(value) and any(all(isinstance(v, k) for v in value) for k in kinds)
 
 
 def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
@@ -350,12 +353,7 @@ _ROUNDING, _ROUNDING_16 = 1e-4, 2e-2
 
 
 def is_packed(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a row has several texts: positions restart in it, and no token is masked.
-
-    >>> positions = torch.tensor([[0, 1, 2, 0, 1]])
-    >>> is_packed({"position_ids": positions}), is_packed({"position_ids": positions[:, :3]})
-    (True, False)
-    """
+    """Report whether a row has several texts: positions restart in it, and no token is masked."""
     positions = kwargs.get("position_ids")
     if not isinstance(positions, torch.Tensor) or positions.dim() < 2 or positions.shape[-1] < 3:
         return False
@@ -367,11 +365,7 @@ def is_packed(kwargs: Mapping[str, Any]) -> bool:
 
 
 def keeps_texts_apart(model: nn.Module) -> bool | None:
-    """Return whether a text gives the same results alone and packed after another text in one row.
-
-    The model is called with the text alone and with the packed texts, on the host. Recurrent models pass their state
-    from text to text. The result is ``None`` if the model does not run on tokens alone.
-    """
+    """Return whether a text has the same results alone and packed; ``None`` if the model rejects tokens alone."""
     one, other = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 3, 5]])
     positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
 
@@ -437,7 +431,6 @@ def _items(output: PyTree) -> list[Any]:
 
 
 def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
-    """Merge the outputs of the microbatches by the rule that the caller gave as ``merge_output``."""
     # outputs: `(output, items, rows)` of each microbatch
     rows = [count for _, _, count in outputs]
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
@@ -448,13 +441,19 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs
     # outputs: `(output, items, rows)` of each microbatch
     parts = [output for output, _, _ in outputs]
     losses = [loss for loss in map(loss_of, parts) if loss is not None]
-    has_loss = len(losses) == len(parts) and (is_smoothed or has_labels(model, kwargs) or _named_loss(parts[0]))
+    first = parts[0]
+    # the first value of a tuple is a loss only if there are labels
+    named = first.get("loss") if isinstance(first, dict) else getattr(first, "loss", None)
+    has_loss = len(losses) == len(parts) and (is_smoothed or has_labels(model, kwargs) or named is not None)
     items = [count for _, count, _ in outputs]
     if has_loss:
         check_weights(items, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
     rows = [count for _, _, count in outputs]
     joined = join_outputs(parts, [float(count) for count in rows], rows)
-    aux = batch_auxiliary_loss(model, joined, parts, kwargs) if has_router_logits(model, kwargs) else None
+    aux = None
+    routers = getattr(joined, "router_logits", None)
+    if has_router_logits(model, kwargs) and routers is not None and getattr(first, "aux_loss", None) is not None:
+        aux = auxiliary_loss_of(model, tuple(routers), kwargs.get("attention_mask"))
     if aux is not None:
         joined["aux_loss"] = aux[0]
     if not has_loss:
@@ -466,12 +465,6 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs
     return with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
 
 
-def _named_loss(output: PyTree) -> bool:
-    """Return whether an output has a named loss; the first value of a tuple is a loss only if there are labels."""
-    return (output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)) is not None
-
-
 def merge_as_tuple(merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
-    """Merge the outputs of the microbatches to a tuple, for callers with ``return_dict=False``."""
     # outputs: `(output, items, rows)` of each microbatch
     return merge(outputs).to_tuple()

@@ -24,10 +24,8 @@ from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_h
 from .cutting.capture import asked_for, install_hooks
 from .cutting.cut import Cut
 from .loss.call_options import CALL_OPTIONS, CallOptions
-from .loss.moe_aux_loss import has_router_logits, wants_tuple
-from .loss.weights import UnprovenLossError, has_labels, rows_of_call
-from .loss_proof import LossOfModel, LossWays
-from .piece_rows import PieceRows
+from .loss.own_loss import UnprovenLossError, has_labels, has_router_logits, rows_of_call, wants_tuple
+from .loss_proof import LossOfModel, LossWays, PieceRows
 
 
 class CutModel(RoundPipe):
@@ -43,12 +41,10 @@ class CutModel(RoundPipe):
 
     @functools.cached_property
     def _rp_losses(self) -> LossWays:
-        """The checks of how losses add up, by kind of call."""
         return LossWays(self._rp_rows)
 
     @functools.cached_property
     def _rp_rows(self) -> PieceRows:
-        """The checks of which pieces mix rows, by kind of call."""
         return PieceRows(self._rp_cut, self._rp_engine, shares_batches=self._rp_options.has_groups)
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
@@ -121,7 +117,7 @@ class CutModel(RoundPipe):
     def _rp_way_of_function(
         self, args: tuple[Any, ...], kwargs: Kwargs, function: LossOfModel, config: RoundPipeRunConfig, way: LossWay
     ) -> LossWay:
-        """Return how a caller's function of the model's loss is computed: with weights, or joined."""
+        """Return how the loss of a caller's function of the model's loss is computed."""
         resolved = self._rp_config(config)
         is_one, has_groups = resolved.num_microbatch == 1, self._rp_options.has_groups
         if way in ("joined", "whole") or (is_one and not has_groups):

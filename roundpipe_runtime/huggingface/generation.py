@@ -40,11 +40,7 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> AttributePatch:
 
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
-    """Return why a model cannot generate through its pipeline, and so generates on the host; ``None`` if it can.
-
-    As a trial, the pipeline and the model run a prompt of two rows, the first one padded, and one more token, with a
-    cache.
-    """
+    """Return why a model cannot generate through its pipeline; ``None`` if a trial with a cache equals the model."""
     inner = model_inside(cut.model)
     if cut.report.is_whole:
         return "it runs in one piece"
@@ -97,13 +93,18 @@ class GenerationPath:
         self._tried = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward."""
         with with_own_forwards(self.model):
             bound = inspect.signature(self.model.forward).bind_partial(*args)
             kwargs = {**bound.arguments, **kwargs}
             if not self._tried:
                 self._tried = True
-                self._make(kwargs)
+                # the code of a model may raise any error
+                reason = result_or(
+                    lambda: self._reason_for_host(kwargs), lambda error: f"{type(error).__name__}: {error}"
+                )
+                if reason is not None:
+                    _LOG.info("%s runs on the host in generate: %s", type(self.model).__name__, reason)
+                    self.close()
             return self.model.forward(**kwargs) if self._pipeline is None else self._pipeline.forward(**kwargs)
 
     @property
@@ -112,7 +113,6 @@ class GenerationPath:
         return self._tried and self._pipeline is None
 
     def close(self) -> None:
-        """Close the pipeline, but not its devices, which belong to the pipeline of the whole model."""
         if self._pipeline is not None:
             self._pipeline.close()
         self._pipeline = None
@@ -126,16 +126,9 @@ class GenerationPath:
         with torch.no_grad(), evaluating(self.model):
             return _difference_of_encoder(self.model, self._pipeline.forward, example, kwargs)
 
-    def _make(self, kwargs: Kwargs) -> None:
-        # the code of a model may raise any error
-        reason = result_or(lambda: self._reason_for_host(kwargs), lambda error: f"{type(error).__name__}: {error}")
-        if reason is not None:
-            _LOG.info("%s runs on the host in generate: %s", type(self.model).__name__, reason)
-            self.close()
-
 
 def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
-    """Return one :class:`GenerationPath` for an encoder, one for its encoder-decoder; none for other models."""
+    """Return paths for the encoder and the encoder-decoder; none for other models."""
     inner = model_inside(model)
     find = getattr(inner, "get_encoder", None)
     if find is None or not getattr(getattr(inner, "config", None), "is_encoder_decoder", False):

@@ -34,8 +34,7 @@ from ..schedule.plan import ModelExecutePlan
 from .adapters import model_inside, text_config
 from .cutting.check import evaluating
 from .loss.call_options import CALL_OPTIONS, CallOptions
-from .wrap import wrap_model_to_roundpipe
-from .wrapped_model import WrappedModel
+from .wrap import WrappedModel, wrap_model_to_roundpipe
 
 _NAMES = itertools.count()
 _TAKEN = ("input_ids", "attention_mask", "labels")
@@ -85,7 +84,12 @@ class LongRows:
             self._pipeline = wrap_model_to_roundpipe(
                 model, mesh=mesh, **{"example": self.cut(self._example()), **options}
             )
-            self._check_pipeline(self._pipeline)
+            if (count := len(self._pipeline.devices)) > 1:
+                raise ConfigError(
+                    f"LongRows runs one device in each process, found {count}. Start more processes:\n"
+                    f"    torchrun --nproc-per-node={count * self._exchange.size} train.py\n"
+                    '    LongRows(model, mesh=mesh, devices=f"cuda:{local_rank}")'
+                )
         except BaseException:
             self.close()
             raise
@@ -167,7 +171,7 @@ class LongRows:
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute attention for all tokens and the heads of this rank; transformers calls this function."""
+        """Attention of all tokens with this rank's heads; transformers calls this function."""
         total = query.shape[2] * self._exchange.size
         if (window := options.pop("sliding_window", None)) is not None and window < total:
             raise ConfigError(
@@ -195,7 +199,6 @@ class LongRows:
         return self._exchange.to_tokens(out).transpose(1, 2).contiguous(), None
 
     def _reason(self) -> BaseException | None:
-        """Return the error of another rank, which aborts the current call."""
         groups = None if self._pipeline is None else self._pipeline._rp_groups
         return None if groups is None else groups.news.reason
 
@@ -231,14 +234,6 @@ class LongRows:
                     f"(difference {difference:.1e}): it mixes tokens in more than its attention, or has its own loss. "
                     "Train it with wrap_model_to_roundpipe."
                 )
-
-    def _check_pipeline(self, pipeline: WrappedModel) -> None:
-        if len(pipeline.devices) > 1:
-            raise ConfigError(
-                f"LongRows runs one device in each process, found {len(pipeline.devices)}. Start more processes:\n"
-                f"    torchrun --nproc-per-node={len(pipeline.devices) * self._exchange.size} train.py\n"
-                '    LongRows(model, mesh=mesh, devices=f"cuda:{local_rank}")'
-            )
 
 
 def _attentions() -> Any:
@@ -323,7 +318,7 @@ class TokenExchange:
         return found
 
     def swap(self, parts: torch.Tensor) -> torch.Tensor:
-        """Send part i of the first axis to rank i, and return the parts received."""
+        """Send part i of the first axis to rank i, and return the received parts."""
         if self._group is None:
             self._group = dist.new_group(self._members, timeout=job_timeout(), backend="gloo")
         out = parts.to("cpu").contiguous()

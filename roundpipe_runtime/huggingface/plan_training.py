@@ -91,7 +91,6 @@ class PlannedTraining:
         last_stage_copies: int | Literal["auto"] = 1,
         keep_parameters: float | Literal["auto"] = 0,
     ) -> PlanReport:
-        """Return the plan for batches of this size."""
         # last_stage_copies: number of devices that run the last layer, each with a share of the microbatches; `"auto"`,
         # as many as make the simulated step clearly faster. Default: 1.
         # keep_parameters: parameters that stay on devices between steps, as in `RoundPipeRunConfig`. Default: 0.
@@ -112,10 +111,7 @@ class PlannedTraining:
         )
 
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:
-        """Return the memory of a loss that is computed once for the whole batch.
-
-        Only the first batch of a training shows which losses cannot be added; on ``meta``, tensors have no values.
-        """
+        """Return the memory of a loss of the whole batch, which only the first batch shows to be needed."""
         # returns: memory of the device that runs the last layer, and additional host memory
         return joined_loss(self._layers(batch, length, start=len(self.cut.pieces) - 1)[-1])
 
@@ -127,7 +123,11 @@ class PlannedTraining:
                 f"remedy: the memory of {device} is unknown. Give the memory in bytes:\n"
                 "    describe_hardware(devices, memory=24 * 2**30)"
             )
-        sizes = [(n, length) for n in _doubled(num_microbatch, batch)]
+        sizes: list[tuple[int, int]] = []
+        number = num_microbatch
+        while number < batch:
+            number = min(2 * number, batch)
+            sizes.append((number, length))
         sizes += [(batch, length // 2**k) for k in range(1, length.bit_length()) if length // 2**k >= 64]
         for number, shorter in sizes or [(num_microbatch, length)]:  # no sizes: already as small as possible
             report = self.report(batch=batch, length=shorter, num_microbatch=number)
@@ -137,7 +137,6 @@ class PlannedTraining:
         return SettingsChange(what, max(memory.total for memory in report.device_memory), bool(report.fits_devices))
 
     def _layers(self, rows: int, length: int, start: int = 0) -> list[LayerFootprint]:
-        """Return the measured layers of a microbatch of this size, from the layer with index ``start``."""
         key = rows, length, start
         if key not in self._measured:
             self.model.train()
@@ -173,15 +172,6 @@ def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module
         )
     model: nn.Module = made.to("meta")  # some models create parameters on the CPU
     return model
-
-
-def _doubled(first: int, most: int) -> list[int]:
-    """Return numbers above the first number, doubled up to the maximum."""
-    found = []
-    while first < most:
-        first = min(2 * first, most)
-        found.append(first)
-    return found
 
 
 def _cut(model: nn.Module, kind: str) -> Cut:

@@ -118,7 +118,7 @@ class _Weights:
         return self._known[id(parameter)][1]
 
     def numbers(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
-        """Return the values of a weight or a buffer, which may be mapped from a file."""
+        """Return the values of a weight or buffer, which may be mapped from a file."""
         assert parameter is not None
         if not parameter.is_meta or self._read is None:
             return parameter.detach()
@@ -132,7 +132,7 @@ class _Weights:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield the name and module of each linear layer in a list of layers, except layers with tied weights."""
+    """Yield each linear layer in a list of layers by name, except layers with tied weights."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for found in candidates(model):
         for path, layer in found.layers.items():

@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
+from yobx_flatten.recipe.aliases import Kwargs, PyTree
+
+from ..batch.loss_proof import LossWay
 from ..device.composite import check_copyable, stored_bytes
 from ..engine.config import RoundPipeRunConfig
-from ..errors import REPLACED_FORWARD, ConfigError, CutError, CutRefusedWarning, warn
+from ..engine.loss_check import JoinedLossError
+from ..errors import REPLACED_FORWARD, ConfigError, CutError, CutRefusedWarning, moved_away, warn
+from ..optim.parameters import resized_late
 from ..pipeline import RoundPipe
+from ..pipeline.roundpipe import back_from, forward_backward_method
 from .adapters import model_inside
-from .cutting.cut import Cut, cut, whole
-from .wrapped_model import WrappedModel
+from .batches import join_outputs, loss_fn_with_weight
+from .call_ways import CutModel
+from .cutting.cut import Cut, cut, pieces_of, whole
+from .cutting.cut_plan import CannotJoinError
+from .generation import GenerationPath, forward_of, generation_paths, reason_for_host, use_paths
+from .loss.call_options import CALL_OPTIONS, CallOptions, SmoothedLoss, gives_share, is_proven, smoothed_call
+from .loss.own_loss import (
+    ShareOfOwnLoss,
+    UnprovenLossError,
+    auxiliary_loss_of,
+    check_weights,
+    has_auxiliary_loss,
+    has_labels,
+    loss_of,
+    loss_of_batch,
+    own_loss,
+    rows_of_call,
+    wants_tuple,
+    with_loss,
+    without_auxiliary_loss,
+)
+from .loss_proof import LossOfModel
+
+_LOG = logging.getLogger(__name__)
 
 # Modules below this many bytes gain nothing from microbatches.
 _LOWER_THRESHOLD = 16 * 1024
@@ -70,35 +103,36 @@ def wrap_model_to_roundpipe(
     >>> model.close()
     """
     _check_model(model)
-    config = _config(model, override_config or {}, model_run_config)
+    overrides = override_config or {}
+    if others := [type(module).__name__ for module in overrides if module is not model]:
+        raise ConfigError(
+            f"override_config: {', '.join(others)} cannot have its own configuration, as the model is one "
+            "pipeline. Wrap the part alone, or give the configuration to the whole model:\n"
+            "    wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(...))"
+        )
+    config = overrides.get(model, RoundPipeRunConfig()).over(model_run_config or RoundPipeRunConfig())
     size = sum(stored_bytes(p) for p in model.parameters())
     if use_sequential_preset is False or size < lower_threshold or size <= (upper_threshold or 0):
         made = whole(model)
         if size < lower_threshold:
             config = RoundPipeRunConfig(num_microbatch=1).over(config)
     else:
-        made = _cut(model, example, skip_modules, check=check, must=use_sequential_preset is True)
-    _check_has_layers(made, roundpipe_kwargs.get("compile"))
-    return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
-
-
-def _check_has_layers(made: Cut, compiles: object) -> None:
-    if compiles and made.report.is_whole:
+        skipped = [module for module in model.modules() if module in skip_modules]
+        made = cut(model, example, check=check, skip_modules=skipped)
+        if made.report.is_whole:
+            reason, message = made.report.refused[-1]
+            if "forward" in vars(model_inside(model)):
+                message += REPLACED_FORWARD
+            kind = made.report.model
+            if use_sequential_preset is True:
+                raise CutError(reason, f"{kind} cannot be split: {message}")
+            warn(f"{kind} runs in one piece, as it cannot be split ({reason}): {message}", CutRefusedWarning)
+    if roundpipe_kwargs.get("compile") and made.report.is_whole:
         raise ConfigError(
             f"{made.report.model} runs in one piece, so it has no layers to compile. Split the model with "
             "lower_threshold=0, or leave compile out."
         )
-
-
-def _cut(
-    model: nn.Module, example: Mapping[str, Any] | None, skipped: Container[nn.Module], *, check: bool, must: bool
-) -> Cut:
-    """Split a model, and warn with the reason if it runs in one piece."""
-    skip = [module for module in model.modules() if module in skipped]
-    made = cut(model, example, check=check, skip_modules=skip)
-    if made.report.is_whole:
-        _report_whole(made, must)
-    return made
+    return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
 
 
 def _check_model(model: object) -> None:
@@ -112,24 +146,377 @@ def _check_model(model: object) -> None:
     check_copyable(model)  # before a check runs the model
 
 
-def _config(
-    model: nn.Module, overrides: Mapping[nn.Module, RoundPipeRunConfig], config: RoundPipeRunConfig | None
-) -> RoundPipeRunConfig:
-    others = [type(module).__name__ for module in overrides if module is not model]
-    if others:
+class WrappedModel(CutModel):
+    """A Hugging Face model that runs through a pipeline, made by :func:`wrap_model_to_roundpipe`.
+
+    Parameters, names, ``config``, ``generate``, ``save_pretrained`` and all other attributes are the model's own.
+    ``forward`` and ``forward_backward`` take the arguments of the model's forward.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from roundpipe_runtime import RoundPipe
+    >>> from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    ...                      vocab_size=64)
+    >>> model = wrap_model_to_roundpipe(LlamaForCausalLM(config), lower_threshold=0, devices="virtual:2")
+    >>> isinstance(model, RoundPipe), model.config.hidden_size, model.model.layers[0].mlp.up_proj.weight.shape
+    (True, 16, torch.Size([32, 16]))
+    >>> model.close()
+    """
+
+    def forward(self, *args: Any, roundpipe_run_config: RoundPipeRunConfig | None = None, **kwargs: Any) -> Any:
+        """Run the model forward, microbatch by microbatch, and return its joined output.
+
+        With labels, the output contains the loss of the whole batch.
+
+        Args:
+            *args: positional arguments of the model.
+            roundpipe_run_config: settings of this call, which override the settings of the pipeline.
+            **kwargs: keyword arguments of the model. Default of ``use_cache``: ``False``. A cache is split into caches
+                of the microbatches, and afterwards has the entries that all microbatches wrote.
+
+        Returns:
+            The output of the whole batch.
+
+        Raises:
+            BatchStructureError: the batch takes a different path through the model than the example for the split.
+            SplitError: inputs cannot be split into microbatches.
+        """
+        kwargs, config = self._rp_prepared(args, kwargs, roundpipe_run_config)
+        if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
+            kwargs, config = self._rp_with_cache(kwargs, config)
+            outputs = super().forward(*args, roundpipe_run_config=config, **kwargs)
+        else:
+            way = self._rp_way_for_rows(args, kwargs, config, self._rp_way(args, kwargs, config))
+            outputs = self._rp_forward(args, kwargs, config, way)
+        return outputs[0] if config.merge_output is False else outputs
+
+    def _rp_forward(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay) -> PyTree:
+        """Run forward such that a loss in the output is the loss of the whole batch."""
+        if way in ("items", "rows", "sum"):
+            try:
+                return super().forward(*args, roundpipe_run_config=config, **kwargs)
+            except UnprovenLossError:  # the labels are of another kind than those that were checked
+                if self._rp_options.has_groups:
+                    raise
+                way = self._rp_way_without_parts(kwargs)
+        resolved = self._rp_config(config)
+        if way == "joined":
+            self._rp_engine.synchronize()  # a background step would change weights before the backward
+        if way == "joined" and (join := self._rp_rows.join(args, kwargs, resolved)) is not None:
+            try:
+                return self._rp_engine.forward_joined(args, kwargs, resolved, join)
+            except CannotJoinError as error:
+                _LOG.info("%s runs in one microbatch: %s", self.cut.report.model, error)
+        one = dataclasses.replace(config, num_microbatch=1)
+        return super().forward(*args, roundpipe_run_config=one, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate like the model, through the pipeline; or on the host, if a trial run of the pipeline fails.
+
+        Args:
+            *args: positional arguments of the model's ``generate``.
+            **kwargs: keyword arguments of the model's ``generate``.
+
+        Returns:
+            The value that the model's ``generate`` returns.
+        """
+        self.synchronize()
+        self._rp_read_model()  # before the forward is replaced, because copies would have the replacement
+        generate: Callable[..., Any] = self.cut.model.generate  # type: ignore[assignment] # attributes of modules
+        if paths := self._rp_paths:
+            with use_paths(paths):
+                return generate(*args, **kwargs)
+        if self._rp_host_reason is not None:
+            return generate(*args, **kwargs)
+        with forward_of(self.cut.model, self.forward):
+            return generate(*args, **kwargs)
+
+    @functools.cached_property
+    def _rp_paths(self) -> list[GenerationPath]:
+        return [] if self.cut.report.is_whole else generation_paths(self.cut.model, self._rp_alike)
+
+    def _rp_alike(self, made: Cut) -> WrappedModel:
+        """Return a pipeline on the same devices for another split of the same parameters."""
+        config = self._rp_options.model_run_config
+        return WrappedModel(made, name=self.name, model_run_config=config, pin_model="off", devices=self.devices)
+
+    def close(self) -> None:
+        """Wait for an optimizer step in the background, and end the threads; the pipeline cannot run afterwards."""
+        for path in self.__dict__.pop("_rp_paths", ()):
+            path.close()
+        super().close()
+
+    @functools.cached_property
+    def _rp_host_reason(self) -> str | None:
+        reason = reason_for_host(self.cut, self.forward)
+        if reason is not None:
+            _LOG.info("%s generates on the host: %s", self.cut.report.model, reason)
+        return reason
+
+    @forward_backward_method
+    def forward_backward(
+        self,
+        input_args: tuple[Any, ...] = (),
+        input_kwargs: Mapping[str, Any] | None = None,
+        label: Any = None,
+        loss_fn: Callable[[Any, Any], Any] = own_loss,
+        return_outputs: bool = False,
+        run_config: RoundPipeRunConfig | None = None,
+    ) -> Any:
+        """Run forward, loss and backward, and return the loss.
+
+        A model with labels among ``input_kwargs`` computes its own loss. A ``loss_fn`` that returns this loss, or
+        a multiple of it, gives the loss and the gradient of the whole batch, for any split.
+
+        Args:
+            input_args: positional arguments of the model.
+            input_kwargs: keyword arguments of the model.
+            label: labels for ``loss_fn``, split like the inputs.
+            loss_fn: ``loss_fn(outputs, label)`` of a microbatch. Default: the loss that the model computed. With a
+                `SmoothedLoss`, the labels can also be among ``input_kwargs``.
+            return_outputs: whether to also return the outputs, joined and detached.
+            run_config: settings of this call, which override the settings of the pipeline.
+
+        Returns:
+            The loss of the batch, detached, on the host; or the list of losses if ``loss_fn`` returns several. With
+            ``return_outputs``, ``(loss, outputs)``.
+
+        Raises:
+            BatchStructureError: the batch takes a different path through the model than the example for the split.
+            SplitError: inputs or labels cannot be split into microbatches.
+            LossError: ``loss_fn`` returned something that is not a loss.
+        """
+        with self._rp_engine.groups.entering():
+            return self._rp_forward_backward(input_args, input_kwargs, label, loss_fn, return_outputs, run_config)
+
+    def _rp_forward_backward(
+        self,
+        input_args: tuple[Any, ...],
+        input_kwargs: Mapping[str, Any] | None,
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        return_outputs: bool,
+        run_config: RoundPipeRunConfig | None,
+    ) -> Any:
+        model = self.cut.model
+        options: CallOptions = (input_kwargs or {}).get(CALL_OPTIONS, CallOptions())
+        if isinstance(loss_fn, SmoothedLoss):
+            input_kwargs, smoothed, labels = smoothed_call(model, loss_fn, input_kwargs or {}, label)
+            options = CallOptions(smoothed_loss=smoothed, labels=labels)
+            loss_fn, label = own_loss, None
+        input_kwargs = {**(input_kwargs or {}), CALL_OPTIONS: options}
+        kwargs, config = self._rp_prepared(input_args, input_kwargs, run_config)
+        _check_no_cache(kwargs)
+        is_smoothed = options.smoothed_loss is not None
+        computes_loss = is_smoothed or loss_fn is own_loss or has_labels(model, kwargs)
+        if loss_fn is own_loss and not return_outputs:
+            kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
+        way: LossWay = self._rp_way(input_args, kwargs, config) if computes_loss else "items"
+        way = self._rp_way_for_rows(input_args, kwargs, config, way, is_late=computes_loss)
+        if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
+            if self._rp_groups is not None:
+                _check_merge((run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config))
+                whole = WholeBatchLoss(model, kwargs, loss_fn, label, as_tuple=wants_tuple(model, input_kwargs))
+                found = self._rp_groups.forward_backward_whole(
+                    self._rp_engine, input_args, kwargs, whole, self._rp_config(config)
+                )
+                return found if return_outputs else found[0]
+            return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
+        if computes_loss and not isinstance(loss_fn, ShareOfOwnLoss) and loss_fn is not own_loss:
+            way = self._rp_way_of_function(input_args, kwargs, LossOfModel(loss_fn, label), config, way)
+        if way == "joined" or (not computes_loss and self._rp_config(config).loss_reduction == "joined"):
+            self._rp_check_alone()
+            return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
+        if way == "whole":
+            config = dataclasses.replace(config, num_microbatch=1)
+        if computes_loss:  # shares of a mean are added
+            config = dataclasses.replace(config, loss_reduction="sum")
+        # the rows of the batch over all ranks are known when a microbatch has its loss
+        rows_of_batch = functools.partial(self._rp_engine.groups.rows_of_batch, rows_of_call(input_args, kwargs))
+        batch = rows_of_batch if computes_loss else None
+        weighted = loss_fn_with_weight(loss_fn, batch, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
+        run = functools.partial(super().forward_backward, input_args, kwargs, label, weighted, return_outputs)
+        try:
+            result = run(config)
+        except (UnprovenLossError, JoinedLossError) as error:
+            if self._rp_options.has_groups:
+                raise
+            joined = functools.partial(
+                self._rp_backward_from_joined, input_args, kwargs, label, loss_fn, return_outputs, config, "joined"
+            )
+            if isinstance(error, JoinedLossError):
+                return self._rp_joined_instead(error, joined)
+            if self._rp_way_without_parts(kwargs) == "joined":
+                return joined()
+            result = run(dataclasses.replace(config, num_microbatch=1))
+        return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
+
+    def _rp_backward_from_joined(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Kwargs,
+        label: Any,
+        loss_fn: Callable[[Any, Any], Any],
+        return_outputs: bool,
+        config: RoundPipeRunConfig,
+        way: LossWay,
+    ) -> Any:
+        with torch.enable_grad():
+            outputs = self._rp_forward(args, kwargs, config, way)
+        if config.merge_output is False:
+            outputs = outputs[0]
+        return back_from(outputs, label, loss_fn, return_outputs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model with its own ``save_pretrained`` after the last step; with LoRA, save only adapters.
+
+        Args:
+            *args: positional arguments of the model's ``save_pretrained``.
+            **kwargs: keyword arguments of the model's ``save_pretrained``.
+
+        Returns:
+            The value that the model's ``save_pretrained`` returns.
+        """
+        self.synchronize()
+        return self.cut.model.save_pretrained(*args, **kwargs)  # type: ignore[operator] # attributes of modules
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Upload the model with its own ``push_to_hub``, after the last optimizer step.
+
+        Args:
+            *args: positional arguments of the model's ``push_to_hub``.
+            **kwargs: keyword arguments of the model's ``push_to_hub``.
+
+        Returns:
+            The value that the model's ``push_to_hub`` returns.
+        """
+        self.synchronize()
+        return self.cut.model.push_to_hub(*args, **kwargs)  # type: ignore[operator] # attributes of modules
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """Resize the token embeddings like the model; refuse if an optimizer has copies of the embeddings.
+
+        Args:
+            *args: positional arguments of the model's ``resize_token_embeddings``.
+            **kwargs: keyword arguments of the model's ``resize_token_embeddings``.
+
+        Returns:
+            The value that the model's ``resize_token_embeddings`` returns.
+
+        Raises:
+            ConfigError: an optimizer has copies of the embeddings, because of ``optim_dtype``.
+        """
+        self.synchronize()
+        if (args or kwargs) and (self._rp_engine.store.masters() or self._rp_options.update != "masters"):
+            raise resized_late()
+        return self.cut.model.resize_token_embeddings(*args, **kwargs)  # type: ignore[operator] # attributes of modules
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Apply ``to``, ``half``, ``cuda`` and the like, which can change the dtype but not the device."""
+        device = fn(torch.empty(0)).device
+        if device.type != "cpu":
+            raise moved_away(str(device))
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # torch has no types for it
+
+    def __getstate__(self) -> dict[str, Any]:
+        of_cut = {"program": self.cut.program, "report": self.cut.report, "names": list(self.cut.layers)}
+        return {**super().__getstate__(), **of_cut}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        model, program = state["model"], state["program"]
+        made = whole(model)
+        if program is not None:
+            layers = {name: model.get_submodule(name) for name in state["names"]}
+            made = Cut.of(model, pieces_of(model, layers, program), state["report"], layers)
+        self.__dict__["_rp_cut"] = made
+        super().__setstate__(state)
+
+
+def _check_no_cache(kwargs: Kwargs) -> None:
+    if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
+        names = " and ".join(name for name in (name_in(kwargs), "use_cache") if name and kwargs[name])
+        raise ConfigError(f"forward_backward returns no cache: leave {names} out.")
+
+
+def _check_merge(config: RoundPipeRunConfig) -> None:
+    if config.merge_output not in (None, True):
         raise ConfigError(
-            f"override_config: {', '.join(others)} cannot have its own configuration, as the model is one "
-            "pipeline. Wrap the part alone, or give the configuration to the whole model:\n"
-            "    wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(...))"
+            "The model has an auxiliary loss over all rows, which needs the default way to join outputs. Leave "
+            "merge_output= out."
         )
-    given = overrides.get(model, RoundPipeRunConfig())
-    return given.over(config or RoundPipeRunConfig())
 
 
-def _report_whole(made: Cut, is_error: bool) -> None:
-    reason, message = made.report.refused[-1]
-    if "forward" in vars(model_inside(made.model)):
-        message += REPLACED_FORWARD
-    if is_error:
-        raise CutError(reason, f"{made.report.model} cannot be split: {message}")
-    warn(f"{made.report.model} runs in one piece, as it cannot be split ({reason}): {message}", CutRefusedWarning)
+class WholeBatchLoss:
+    """Computes the loss of a batch, including the auxiliary loss of experts, from outputs in several processes."""
+
+    def __init__(
+        self, model: nn.Module, kwargs: Kwargs, loss_fn: Callable[[Any, Any], Any], label: Any, *, as_tuple: bool
+    ) -> None:
+        self._model, self._label, self._loss_fn, self._as_tuple = model, label, loss_fn, as_tuple
+        mask = kwargs.get("attention_mask")
+        self._mask: torch.Tensor | None = mask if isinstance(mask, torch.Tensor) else None
+        self._is_share, self._is_proven = gives_share(kwargs), is_proven(kwargs)
+        self._next_row = 0
+
+    def state(self, group: Sequence[PyTree]) -> dict[str, Any] | None:
+        """Return what other processes need of a group of rows: losses and router logits; ``None`` without rows."""
+        if not group:
+            return None
+        parts = [output for output, _, _ in group]
+        rows = sum(count for _, _, count in group)
+        first, self._next_row = self._next_row, self._next_row + rows
+        routers = _routers(parts)
+        return {
+            "losses": _own_losses(self._model, parts),
+            "items": [items for _, items, _ in group],
+            "routers": routers,
+            "mask": None if self._mask is None else self._mask[first : first + rows].reshape(1, -1),
+        }
+
+    def compute(
+        self, groups: Sequence[Sequence[PyTree]], own: Sequence[int], stated: Sequence[dict[str, Any] | None]
+    ) -> tuple[Any, PyTree]:
+        """Return the loss of the batch and the joined output of this process; see :class:`BatchLoss`."""
+        here = [group for group in groups if group]
+        if not here:
+            return None, None
+        all_of = [dict(one) if one is not None else None for one in stated]
+        for number, group in zip(own, groups, strict=True):
+            if group:  # the stated losses have no graph
+                parts = [output for output, _, _ in group]
+                own_part: Any = all_of[number]
+                own_part |= {"losses": _own_losses(self._model, parts), "routers": _routers(parts)}
+        found = [one for one in all_of if one is not None]
+        aux = None
+        if all(one["routers"] is not None for one in found):
+            masks = [one["mask"] for one in found]
+            mask = None if any(one is None for one in masks) else torch.cat(masks, 1)
+            aux = auxiliary_loss_of(self._model, _one_after_another([one["routers"] for one in found]), mask)
+        outputs = [output for group in here for output in group]
+        counts = [rows for _, _, rows in outputs]
+        joined = join_outputs([output for output, _, _ in outputs], [float(rows) for rows in counts], counts)
+        if aux is not None:
+            joined["aux_loss"] = aux[0]
+        losses = [loss for one in found for loss in one["losses"]]
+        if losses:
+            items = [count for one in found for count in one["items"]]
+            check_weights(items, is_share=self._is_share, is_proven=self._is_proven)
+            loss = loss_of_batch(losses, items)
+            joined = with_loss(joined, loss if aux is None else loss + aux[1])
+        output = joined.to_tuple() if self._as_tuple else joined
+        return self._loss_fn(output, self._label), output
+
+
+def _own_losses(model: nn.Module, parts: Sequence[PyTree]) -> list[torch.Tensor]:
+    return [without_auxiliary_loss(model, part) for part in parts if loss_of(part) is not None]
+
+
+def _routers(parts: Sequence[PyTree]) -> tuple[torch.Tensor, ...] | None:
+    """Return the router logits of microbatches, one tensor per layer."""
+    if any(getattr(part, "aux_loss", None) is None for part in parts):
+        return None
+    return _one_after_another([part.router_logits for part in parts])
+
+
+def _one_after_another(routers: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.cat(list(layers)) for layers in zip(*routers, strict=True))

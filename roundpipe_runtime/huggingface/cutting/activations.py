@@ -92,8 +92,6 @@ def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[
 
 @dataclasses.dataclass
 class _StateTensor:
-    """A tensor of the state, the piece that produced it, and the pieces that read it."""
-
     tensor: torch.Tensor
     made: int
     read: list[int] = dataclasses.field(default_factory=list)
@@ -128,7 +126,7 @@ def _contents(state: CutState) -> dict[Any, torch.Tensor]:
 
 
 def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]) -> list[Any]:
-    """Return the keys of the tensors that a piece reads; a phase may read all tensors of the state."""
+    """Return the keys of the tensors that a piece reads; a phase may read all tensors."""
     if not isinstance(piece, LayerCall):
         return list(held)
     spec = call_log.calls.get(piece.place)
@@ -159,7 +157,6 @@ class _Names:
                         self._hidden.add(name)
 
     def name(self, key: Any) -> str:
-        """Return the name of a tensor, as in :class:`PassedTensor`."""
         if not isinstance(key, Key):
             return f"{self._names.get(key[0], 'box')}{key[1]}"
         if key in self._captured:
@@ -168,7 +165,6 @@ class _Names:
         return name or (f"output {key.leaf}" if self._program.is_extra(*key) else "hidden_states")
 
     def kind(self, key: Any, read: tuple[int, ...], made: int) -> str:
-        """Return the kind of a tensor, such as ``"hidden"``, as in :class:`PassedTensor`."""
         if key in self._captured:
             return "captured"
         if isinstance(key, Key) and key.call < 0:

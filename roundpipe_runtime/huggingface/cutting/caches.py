@@ -127,7 +127,6 @@ def with_layers(cache: Any, lists: Sequence[Any], read: Mapping[int, bool] | Non
 
 
 def has_layers(cache: Any) -> bool:
-    """Report whether a KV cache stores its entries in lists of layers."""
     return all(hasattr(part, "layers") for part in parts_of(cache))
 
 
@@ -163,7 +162,7 @@ def open_caches(
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """Return the name of the KV cache argument of a model's forward; ``None`` if the forward takes no cache."""
+    """Return the name of the KV cache argument of a model's forward."""
     return argument_of(model_inside(model).forward)
 
 
@@ -279,7 +278,6 @@ class MadeCache:
 
     @classmethod
     def of(cls, cache: Any, named: Callable[[Any], Any], read: frozenset[Entry] | None) -> MadeCache:
-        """Describe a cache."""
         # read: entries to describe, which the layer reads; `None` for all
         found = []
         for side, part in enumerate(parts_of(cache)):
@@ -294,7 +292,6 @@ class MadeCache:
         return cls(with_layers(cache, [[] for _ in found]), tuple(found))
 
     def keys(self) -> set[Key]:
-        """Return the identifiers (class `Key`) of the tensors in the cache that these entries describe."""
         held = [entry for part in self.entries for entry in part if entry is not None]
         return {leaf for _, _, leaves in held for leaf in leaves if isinstance(leaf, Key)}
 
@@ -319,8 +316,6 @@ def _entry(described: _Described | None, values: Mapping[Key, torch.Tensor]) -> 
 
 
 class _MadeEntries(list[Any]):
-    """The entries of a cache, which record their reads."""
-
     def __init__(self, entries: Iterable[Any]) -> None:
         super().__init__(entries)
         self.read: set[int] = set()
@@ -341,7 +336,6 @@ class _MadeEntries(list[Any]):
 
 
 def entries_read(arguments: PyTree) -> frozenset[Entry]:
-    """Return which entries a layer has read from the KV caches among its arguments."""
     caches = [leaf for leaf in pytree.tree_leaves(arguments) if is_cache(leaf)]
     lists = [(side, part.layers) for cache in caches for side, part in enumerate(parts_of(cache))]
     return frozenset((side, number) for side, held in lists if isinstance(held, _MadeEntries) for number in held.read)

@@ -28,7 +28,7 @@ class Tree:
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
-        """Return the keys of the tensors in this value, including tensors in mutable arguments and KV caches."""
+        """Return the keys of all tensors, also of those inside boxes and KV caches."""
         found = {leaf for leaf in self.leaves if isinstance(leaf, Key)}
         for leaf in self.leaves:
             if isinstance(leaf, BoxUse) and leaf.content is not None:
@@ -38,7 +38,6 @@ class Tree:
         return found
 
     def build(self, values: Mapping[Key, Any], boxes: Mapping[int, Any]) -> PyTree:
-        """Return the nested value, with tensors from ``values`` and mutable arguments from ``boxes``."""
         found = []
         for leaf in self.leaves:
             if isinstance(leaf, Key):
@@ -80,11 +79,10 @@ class CallSpec:
     collect: tuple[tuple[str, int], ...] = ()
 
     def boxes(self) -> list[BoxUse]:
-        """Return the boxes (mutable mappings and sequences) among the arguments."""
         return [leaf for leaf in self.arguments.leaves if isinstance(leaf, BoxUse)]
 
     def caches(self) -> list[EmptyCache | MadeCache]:
-        """Return the KV caches among the arguments that the model itself created."""
+        """Return the KV caches that the model itself created among the arguments."""
         return [leaf for leaf in self.arguments.leaves if isinstance(leaf, (EmptyCache, MadeCache))]
 
 
@@ -118,7 +116,7 @@ class CallLog(Static):
     is_of_others: bool = False
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
-        """Return a copy of the call log with these new calls, and with keys of tensors that later pieces need."""
+        """Return a log with new calls, and with keys of tensors that later pieces need."""
         last_use = dict(self.last_use)
         for place, call in sorted(calls.items()):
             last_use.update(dict.fromkeys(call.arguments.keys(), place))
@@ -127,7 +125,7 @@ class CallLog(Static):
         )
 
     def made(self, place: int, result: Tree, captured: Tree | None) -> CallLog:
-        """Return a copy of the call log in which the call at ``place`` has completed with this result."""
+        """Return a log in which the call at ``place`` has completed."""
         held = self.captured if captured is None else {**self.captured, place: captured}
         return dataclasses.replace(self, results={**self.results, place: result}, captured=held)
 
@@ -151,12 +149,10 @@ def is_box(value: Any) -> bool:
 
 
 def box_content(box: Any) -> PyTree:
-    """Return the content of a box, which is a mutable argument, as a plain dictionary or list."""
     return dict(box) if isinstance(box, MutableMapping) else list(box)
 
 
 def fill_box(box: Any, content: Any) -> None:
-    """Replace the content of a box, which is a mutable argument of a layer."""
     box.clear()
     if isinstance(box, MutableMapping):
         box.update(content)
@@ -208,8 +204,6 @@ def _is_of_layers(module: nn.Module) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class OutputSpec:
-    """The structure of the output of a layer."""
-
     spec: pytree.TreeSpec
     # for a tensor, the position of an input tensor with the same shape and dtype, or `-1`; `(value,)` for other leaves
     leaves: tuple[int | tuple[Any], ...]

@@ -34,7 +34,7 @@ def _collector() -> Any:
 
 
 def _collected() -> dict[str, Any]:
-    """Return the outputs that the running forward has captured; empty if it captures none."""
+    """Return the outputs that the running forward has captured, by name."""
     collector = _collector()
     return (collector.get() if collector is not None else None) or {}
 
@@ -208,32 +208,24 @@ def _wrapper(function: Any) -> Callable[..., Any] | None:
 
 
 def _ties_last(forward: Any) -> bool:
-    """Return whether the last hidden state is the output: an argument of the decorator since 5.0."""
     wrapper = _wrapper(forward)
     assert wrapper is not None
     return bool(inspect.getclosurevars(wrapper).nonlocals.get("tie_last_hidden_states", True))
 
 
 def _recorders(module: nn.Module) -> dict[str, list[Any]]:
-    """Return how the outputs of a module are recorded, by the name of the output."""
     generic = sys.modules["transformers.utils.generic"]
     found: Mapping[str, Any] = generic._CAN_RECORD_REGISTRY.get(str(type(module))) or {}
-    made = {}
+    made: dict[str, list[Any]] = {}
     for key, given in found.items():
-        made[key] = [
-            one if isinstance(one, generic.OutputRecorder) else _recorder(generic, key, one)
-            for one in (given if isinstance(given, list) else [given])
-        ]
+        made[key] = []
+        for one in given if isinstance(given, list) else [given]:
+            is_name, index = isinstance(one, str), 0 if "hidden_states" in key else 1
+            if not isinstance(one, generic.OutputRecorder):
+                kind, name = (None, one) if is_name else (one, None)
+                one = generic.OutputRecorder(target_class=kind, class_name=name, index=index)
+            made[key].append(one)
     return made
-
-
-def _recorder(generic: Any, key: str, what: Any) -> Any:
-    is_name = isinstance(what, str)
-    return generic.OutputRecorder(
-        target_class=None if is_name else what,
-        class_name=what if is_name else None,
-        index=0 if "hidden_states" in key else 1,
-    )
 
 
 def _is_meant(recorder: Any, name: str, module: nn.Module) -> bool:

@@ -43,7 +43,10 @@ def check_equivalence(
         expected = objective(outputs, None)
         torch.autograd.backward(expected)
     config = RoundPipeRunConfig(
-        num_microbatch=1, requires_grad=True, preserve_rng_state=False, split_input=_uncut
+        num_microbatch=1,
+        requires_grad=True,
+        preserve_rng_state=False,
+        split_input=lambda args, kwargs, _: ([args], [kwargs]),
     ).resolved(1)
     with engine_on_host(model, pieces) as engine, own_gradients(model) as found, torch.enable_grad():
         engine.take_gradient = found.offer
@@ -78,10 +81,6 @@ class _Host(VirtualDevice):
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
         return tensor if parameter else super().copy_in(tensor, ready)
-
-
-def _uncut(args: Any, kwargs: Any, num_microbatch: int) -> tuple[list[Any], list[Any]]:
-    return [args], [kwargs]
 
 
 def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
@@ -124,13 +123,13 @@ def checking(model: nn.Module) -> Iterator[None]:
 
 
 def _tensors(outputs: PyTree) -> dict[str, torch.Tensor]:
-    """Return the tensors sorted by key path, because the model may set the entries of an output in any order."""
+    """Return the tensors by path, sorted, because a model may set entries of an output in any order."""
     found = {leaf.path: leaf.value for leaf in leaves(outputs, name="outputs") if isinstance(leaf.value, torch.Tensor)}
     return dict(sorted(found.items()))
 
 
 def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """Return the difference of a tensor from its reference; infinity if only one of them exists."""
+    """Return the relative difference of two tensors; infinity if only one exists."""
     if one is None or other is None:
         return math.inf
     one, other = (t if t.is_floating_point() or t.is_complex() else t.double() for t in (one, other))
@@ -211,7 +210,7 @@ def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
 def _collecting(
     found: Gradients, parameter: nn.Parameter, place: nn.Parameter
 ) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in which gradients of a parameter's placeholder are added to the digests."""
+    """Add gradients of ``place``, a stand-in with the same values as a parameter, to the digests."""
     if not (place.requires_grad and place.is_leaf):
         return contextlib.nullcontext()
     handle: RemovableHandle = place.register_post_accumulate_grad_hook(functools.partial(_collect, found, parameter))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from ...device.composite import parts_of, stored_bytes
 from ...errors import CutError, MissingEmbeddingError, StageError
 from ...pipeline.live import ModelReading, changed_layers, read_model
 from ..adapters import example_inputs, plain_rows, without_cache
-from ..loss.weights import with_labels
+from ..loss.own_loss import with_labels
 from .caches import Entry, check_apart
 from .call_log import Candidate, candidates, observe
 from .capture import asked_for, install_hooks
@@ -111,11 +111,18 @@ class Cut:
         """Copy the model's own code again after its modules, functions or objects changed."""
         # It is not known which phases read a new parameter, so all phases get it. Later phases may now compute with the
         # outputs of embeddings, so all phases compute these outputs.
-        program = self.program
-        assert program is not None
+        first = self.pieces[0]
+        assert isinstance(first, Phase)
+        program = first.program
         inside = {id(p) for layer in self.layers.values() for p in layer.parameters()}
         names = {name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) not in inside}
-        others = self._modules_of_other_classes()
+        copies = dict(first.copy.named_modules())
+        others = {  # modules whose class or forward differs from their copies
+            name
+            for name, module in self.model.named_modules()
+            if name in copies
+            and (not isinstance(copies[name], type(module)) or "forward" in {*vars(module)} ^ {*vars(copies[name])})
+        }
         known = {name for used in program.used for name in used or () if name.rpartition(".")[0] not in others}
         new = {name for name in names if name not in known or name.rpartition(".")[0] in program.embeddings}
         used = [frozenset((found or names) & names | new) for found in program.used]
@@ -125,18 +132,6 @@ class Cut:
                 piece.program = program
             if isinstance(piece, Phase):
                 piece.copy = copy_with_stubs(self.model, self.layers)
-
-    def _modules_of_other_classes(self) -> set[str]:
-        """Return the names of modules whose class or forward differs from their copies."""
-        first = self.pieces[0]
-        assert isinstance(first, Phase)
-        copies = dict(first.copy.named_modules())
-        return {
-            name
-            for name, module in self.model.named_modules()
-            if name in copies
-            and (not isinstance(copies[name], type(module)) or "forward" in {*vars(module)} ^ {*vars(copies[name])})
-        }
 
 
 def _read(model: nn.Module, layers: Mapping[str, nn.Module]) -> ModelReading:
@@ -195,7 +190,12 @@ def cut(
         called = _called(model, candidates(model), kwargs)
         if example is None and not is_planned:
             kwargs = with_labels(model, kwargs)
-        for chosen in _choices(called, skip_modules):
+        skip = {id(inner) for module in skip_modules for inner in module.modules()}
+        allowed = [one for one in called if not any(id(layer) in skip for layer in one.layers.values())]
+        # stages for a list with less than a tenth of the largest list's parameters cost more time than they save memory
+        large = [one for one in allowed if one.size * 10 >= allowed[0].size]
+        choices = [large, large[:1]] if len(large) > 1 else [large]
+        for chosen in choices if large else ():
             # a model may raise any error when stubs replace its layers
             attempt = partial(_try, model, chosen, kwargs, check and not is_planned, refused)
             if (made := result_or(attempt, lambda error: refused.append(_reason(error)))) is not None:
@@ -212,14 +212,13 @@ def _reason(error: Exception) -> tuple[str, str]:
 
 
 def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
-    """Return a :class:`Cut` that has the whole model as its only piece."""
     size = sum(map(stored_bytes, model.parameters()))
     report = CutReport(type(model).__name__, (), (type(model).__name__,), (size,), None, tuple(refused))
     return Cut.of(model, [Whole(model)], report, {})
 
 
 def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> list[Candidate]:
-    """Return the lists of which the forward calls at least one element."""
+    """Return the lists with at least one layer that the forward calls."""
     layers = {name: layer for one in found for name, layer in one.layers.items()}
 
     def refused(error: Exception) -> CutError:
@@ -233,16 +232,6 @@ def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> lis
         calls, _ = observe(layers, lambda: model(**kwargs))
     names = {call.layer for call in calls}
     return [one for one in found if not names.isdisjoint(one.layers)]
-
-
-def _choices(found: Sequence[Candidate], skipped: Sequence[nn.Module]) -> list[list[Candidate]]:
-    """Return the choices of lists to split: all large lists, then only the largest."""
-    skip = {id(inner) for module in skipped for inner in module.modules()}
-    allowed = [one for one in found if not any(id(layer) in skip for layer in one.layers.values())]
-    # stages for a list with less than a tenth of the largest list's parameters cost more time than they save memory
-    worth = [one for one in allowed if one.size * 10 >= allowed[0].size]
-    choices = [worth, allowed[:1]] if len(worth) > 1 else [worth]
-    return [choice for choice in choices if choice]
 
 
 def _try(
@@ -259,7 +248,6 @@ def _try(
 
 
 def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: CutPlan) -> list[nn.Module]:
-    """Return the pieces of a split model, which are the modules of its pipeline, for a plan."""
     pieces: list[nn.Module] = []
     start = 0
     for phase, end in enumerate(program.ends):
@@ -303,7 +291,13 @@ def discover(model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any,
         calls, _ = observe(dict(layers), lambda: model(*args, **kwargs))
         if not calls:
             raise CutError("layers", f"The forward of {type(model).__name__} calls none of {', '.join(layers)}.")
-        program = CutPlan(calls, (), embeddings=frozenset(_embeddings(model, layers)))
+        inside = {id(module) for layer in layers.values() for module in layer.modules()}
+        embeddings = frozenset(
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding) and id(module) not in inside
+        )
+        program = CutPlan(calls, (), embeddings=embeddings)
         copies: list[nn.Module] = []
         reads_of: list[set[str]] = []  # names of the parameters that each copy has read
         while True:
@@ -338,14 +332,21 @@ def _run(
             # each phase has its own copy, as in the pipeline, because a module that caches a value computed from a
             # parameter reads the parameter in its first call only
             copies.append(copy_with_stubs(model, layers, program.embeddings))
-            reads_of.append(_tracked(copies[-1]))
+            reads_of.append(set())
+            for path, module in copies[-1].named_modules():
+                prefix = f"{path}." if path else ""
+                module.__dict__["_parameters"] = _Tracked(module._parameters, prefix, reads_of[-1])
         trial = dataclasses.replace(program, ends=[*ends, len(program.calls)], keep=frozenset(keep))
         result = Phase(trial, number, copies[number]).advance(state)
         if isinstance(result, Finished):
             ends.append(len(program.calls))
             check_apart([call.layer for call in program.calls], reads)
-            used_names = _completed(reads_of[: len(ends)], model, layers)
-            return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=used_names, cache_reads=reads)
+            inside = {id(p) for layer in layers.values() for p in layer.parameters()}
+            names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
+            # other batches may use parameters that the example did not use
+            unread = names.difference(*reads_of[: len(ends)])
+            used = [frozenset(read | unread) for read in reads_of[: len(ends)]]
+            return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=used, cache_reads=reads)
         state = result.state
         keep.add(result.needed)  # the next phase reads it
         start, end = (ends[-1] if ends else 0), max(state.call_log.calls) + 1
@@ -371,22 +372,9 @@ def _fails_alone(layer: str, error: Exception) -> CutError:
     )
 
 
-def _embeddings(model: nn.Module, layers: Mapping[str, nn.Module]) -> Iterator[str]:
-    inside = {id(module) for layer in layers.values() for module in layer.modules()}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and id(module) not in inside:
-            yield name
-
-
-def _tracked(copied: nn.Module) -> set[str]:
-    """Return a set to which the names of parameters are added when the copy reads them."""
-    read: set[str] = set()
-    for path, module in copied.named_modules():
-        module.__dict__["_parameters"] = _Tracked(module._parameters, f"{path}." if path else "", read)
-    return read
-
-
 class _Tracked(dict[str, Any]):
+    """Parameters of a module, whose names are added to a set when they are read."""
+
     def __init__(self, held: dict[str, Any], prefix: str, read: set[str]) -> None:
         super().__init__(held)
         self._prefix, self._read = prefix, read
@@ -396,11 +384,3 @@ class _Tracked(dict[str, Any]):
         if found is not None:
             self._read.add(self._prefix + name)
         return found
-
-
-def _completed(used: list[set[str]], model: nn.Module, layers: Mapping[str, nn.Module]) -> list[frozenset[str]]:
-    """Return the parameters of each phase, and those that the example did not use, which other batches may use."""
-    inside = {id(p) for layer in layers.values() for p in layer.parameters()}
-    names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
-    unread = names.difference(*used)
-    return [frozenset(found | unread) for found in used]

@@ -36,7 +36,6 @@ class CutPlan:
 
     @property
     def phases(self) -> int:
-        """The number of phases: pieces that run the model's own code instead of a layer."""
         return len(self.ends)
 
     def is_extra(self, place: int, leaf: int) -> bool:
@@ -96,7 +95,7 @@ pytree_dataclass(CutState, backends="torch")
 
 
 def begin(args: tuple[Any, ...], kwargs: Kwargs, model: nn.Module) -> CutState:
-    """Return the state with which a microbatch enters the first piece of a split model."""
+    """Return the state with which a microbatch enters the first piece."""
     kwargs, options = split_options(kwargs)
     # if layers may be dropped, the code after the layers may read the output of any layer
     keep = "all" if model.training and drops_layers(model) else asked_for(model, kwargs)
@@ -111,7 +110,7 @@ def drops_layers(model: nn.Module) -> bool:
 
 
 def device_of(tree: PyTree) -> torch.device:
-    """Return the device of the first tensor in a nested value; the host if there is none."""
+    """Return the device of the first tensor; the host if there is no tensor."""
     found = (leaf.device for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     return next(found, torch.device("cpu"))
 
@@ -148,7 +147,7 @@ class RowAxes:
     @classmethod
     def of(cls, whole: CutState, part: CutState) -> RowAxes:
         """Find the axes by comparing two states of the same call, one of which has more rows."""
-        (held, spec), (others, other_spec) = _leaves(whole), _leaves(part)
+        (held, spec), (others, other_spec) = state_leaves(whole), state_leaves(part)
         if spec != other_spec or not _are_alike(held, others):
             raise CannotJoinError("the structure of the layers' outputs depends on the rows")
         values = tuple(
@@ -164,8 +163,7 @@ class RowAxes:
 
 
 def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...], kwargs: Kwargs) -> CutState:
-    """Join the states of the microbatches into the state of the whole batch."""
-    flat = [_leaves(state) for state in states]
+    flat = [state_leaves(state) for state in states]
     _, spec = flat[0]
     logs = [state.call_log for state in states]
     is_alike = all(other == spec and _are_alike(leaves, flat[0][0]) for leaves, other in flat)
@@ -178,12 +176,8 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
     return CutState((args, own), options, values, boxes, _joined_log(logs, axes), states[0].seed)
 
 
-def state_leaves(state: CutState) -> list[Any]:
-    """Return the leaves of a state that pieces have added, without the arguments of the model."""
-    return _leaves(state)[0]
-
-
-def _leaves(state: CutState) -> tuple[list[Any], pytree.TreeSpec]:
+def state_leaves(state: CutState) -> tuple[list[Any], pytree.TreeSpec]:
+    """Flatten what pieces have added to a state, without the arguments of the model."""
     leaves, spec = pytree.tree_flatten((dict(sorted(state.values.items())), state.boxes))
     return leaves, spec
 

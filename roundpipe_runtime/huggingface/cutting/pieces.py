@@ -20,7 +20,7 @@ from ...engine.recomputed import restart_generators
 from ...errors import BatchStructureError, CutError, MissingEmbeddingError, changed_results
 from ..loss.call_options import run_with_options, split_options
 from ..loss.lazy_logits import weight_of_head
-from ..loss.weights import rows_of_call
+from ..loss.own_loss import rows_of_call
 from .caches import Entry, HeldCache, MadeCache, entries_read, has_layers, open_caches, swapped, without_caches
 from .call_log import (
     BoxUse,
@@ -37,7 +37,7 @@ from .call_log import (
 )
 from .capture import collect_recorded, collected_so_far, collecting, extend_collected
 from .cut_plan import CutPlan, CutState, begin, device_of, drops_layers
-from .stub import Key, NeedsValue, Placeholder, holds_placeholder, running
+from .stub import Key, NeedsValue, Placeholder, first_placeholder, running
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +67,6 @@ class Phase(nn.Module):
         self.number = number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own code up to the next layers."""
         # args: arguments of the model in phase 0; else the state
         # returns: the state; in the last phase, the output of the model in the requested form
         state: CutState = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
@@ -86,12 +85,11 @@ class Phase(nn.Module):
 
     @property
     def _rp_head_weight(self) -> torch.Tensor | None:
-        """The weight of the layer that computes the logits."""
         return weight_of_head(self.copy)
 
     @property
     def _rp_to_compile(self) -> None:
-        """``None``, because an exception ends the model's own code where the code needs a layer."""
+        """An exception ends the model's own code at a layer, so the code is not compiled."""
         return
 
     @property
@@ -110,7 +108,6 @@ class Phase(nn.Module):
         return result.output if isinstance(result, Finished) else result.state
 
     def advance(self, state: CutState) -> Finished | Paused:
-        """Run the model's forward until it needs the output of a layer."""
         session = PhaseSession(self.program, state, self.number)
         args, kwargs = state.call
         kwargs = {
@@ -127,14 +124,16 @@ class Phase(nn.Module):
         except NeedsValue as needs:
             needed = needs.key
         else:
-            waiting = holds_placeholder(pytree.tree_leaves(output))
+            waiting = first_placeholder(pytree.tree_leaves(output))
             if waiting is None:
                 output = session.held_again(output)
                 return Finished(output if state.call[1].get("use_cache") else without_caches(output))
             needed = waiting.key
         # an output of a completed call was not kept, and running layers would not produce it
         if needed.call not in session.calls:
-            raise _missing(needed, session.call_log)
+            embedded = session.call_log.embedded.items()
+            name = next((name for name, made in embedded if needed in (one.key for one in made)), None)
+            raise MissingValueError(needed) if name is None else MissingEmbeddingError(name)
         call_log = session.call_log.record(session.calls, needed)
         if self.number == 0:
             call_log = dataclasses.replace(call_log, embedded=session.embedded)
@@ -159,12 +158,6 @@ class MissingValueError(BatchStructureError):
         return type(self), (self.key,)
 
 
-def _missing(key: Key, call_log: CallLog) -> BatchStructureError:
-    names = (name for name, made in call_log.embedded.items() if key in (one.key for one in made))
-    name = next(names, None)
-    return MissingValueError(key) if name is None else MissingEmbeddingError(name)
-
-
 class Whole(nn.Module):
     """The only piece of a pipeline for a model that was not split."""
 
@@ -174,16 +167,14 @@ class Whole(nn.Module):
 
     @property
     def _rp_head_weight(self) -> torch.Tensor | None:
-        """The weight of the layer that computes the logits."""
         return weight_of_head(self.model)
 
     @property
     def _rp_to_compile(self) -> None:
-        """``None``, because the piece also returns the loss and caches."""
+        """The piece also returns the loss and caches, so it is not compiled."""
         return
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
         kwargs, options = split_options(kwargs)
         return run_with_options(
             self.model, functools.partial(self._run, args, kwargs), options, rows_of_call(args, kwargs)
@@ -210,12 +201,11 @@ class LayerCall(nn.Module):
         return self.layer
 
     def forward(self, state: CutState) -> CutState:
-        """Call the layer with the arguments that the model's own code has recorded before."""
         # returns: the state after the call; the same state if this microbatch skips the layer
         return self.observe(state)[0]
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
-        """Call the layer; return the new state, and the entries that it read from KV caches that the model created."""
+        """Call the layer; return the new state, and the entries read from caches that the model created."""
         spec = state.call_log.calls.get(self.place)
         if spec is None:
             return state, frozenset()
@@ -321,14 +311,12 @@ class PhaseSession:
         self._alive: list[Any] = []  # objects that are known by id, because the id of a deleted object can be reused
 
     def hand_out(self, held: HeldCache) -> Any:
-        """Return a copy of a held KV cache for the model's own code, and remember the held cache of the copy."""
         view = held.before()
         self._alive.append(view)
         self._held[id(view)] = held
         return view
 
     def held_again(self, output: PyTree) -> PyTree:
-        """Return the output of the model with held KV caches instead of the copies from :meth:`hand_out`."""
         return swapped(output, self._held)
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
@@ -390,7 +378,10 @@ class PhaseSession:
             return
         recorded = self.call_log.calls[place].arguments.leaves
         if len(given) == len(recorded):
-            differs = any(_is_or_is_none(one, other) for one, other in zip(given, recorded, strict=True))
+            differs = any(
+                (one is None and isinstance(other, Key)) or (other is None and isinstance(one, torch.Tensor))
+                for one, other in zip(given, recorded, strict=True)
+            )
         else:
             differs = not self._held  # with caches, the numbers of leaves differ
         if differs:
@@ -497,7 +488,3 @@ def _box_below(kwargs: Kwargs) -> Callable[[Any], bool]:
     # torch's flattening forms a reference cycle with this function, so the function must not refer to tensors
     outside = id(kwargs)
     return lambda value: id(value) != outside and is_box(value)
-
-
-def _is_or_is_none(given: Any, recorded: Any) -> bool:
-    return (given is None and isinstance(recorded, Key)) or (recorded is None and isinstance(given, torch.Tensor))

@@ -28,11 +28,9 @@ from .capture import collect_on_copy
 class Session(Protocol):
     """An object that computes the results of calls of stubs, which are modules that replace layers."""
 
-    def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
-        """Return the output of a layer, or placeholders for it."""
+    def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree: ...
 
-    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree:
-        """Return the output of an embedding, or a placeholder for it."""
+    def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree: ...
 
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
@@ -89,17 +87,14 @@ def _stub_class(kind: Any) -> type:
     return made
 
 
-def _stub(layer: nn.Module, name: str) -> nn.Module:
-    made = nn.Module()
-    made.__dict__.update(_rp_layer=layer, _rp_name=name, training=layer.training)
-    made.__class__ = _stub_class(type(layer))  # type: ignore[arg-type] # mypy takes __hash__ of the class for that of its objects
-    return made
-
-
 def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embeddings: Set[str] = frozenset()) -> nn.Module:
-    """Return a copy of a model, with the same parameters, in which stubs replace these layers."""
+    """Return a copy of a model, with the same parameters, with stubs instead of these layers."""
     # embeddings: names of embeddings that call the session
-    memo: dict[int, Any] = {id(layer): _stub(layer, name) for name, layer in layers.items()}
+    memo: dict[int, Any] = {}
+    for name, layer in layers.items():
+        memo[id(layer)] = stub = nn.Module()
+        stub.__dict__.update(_rp_layer=layer, _rp_name=name, training=layer.training)
+        stub.__class__ = _stub_class(type(layer))  # type: ignore[arg-type] # mypy takes __hash__ of the class for that of its objects
     inside = {id(module) for layer in layers.values() for module in layer.modules()}
     for module in model.modules():
         if id(module) not in inside:
@@ -164,7 +159,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
-    """Make functions set on modules of a copy, such as a replaced ``forward``, use modules of the copy."""
+    """Rebind functions on a copy's modules, such as a replaced ``forward``, to modules of the copy."""
     made: dict[int, Any] = {}
     for module in copied.modules():
         for name, value in list(module.__dict__.items()):
@@ -253,7 +248,6 @@ class Placeholder(torch.Tensor):
 
     @staticmethod
     def __new__(cls, key: Key, like: torch.Tensor | None) -> Placeholder:
-        """Make a placeholder with the shape, dtype and device of ``like``, which is ``None`` if they are unknown."""
         known = like is not None and not (isinstance(like, Placeholder) and not like.has_form)
         with DisableTorchFunctionSubclass():
             form = like if known and like is not None else torch.empty(0)
@@ -270,7 +264,7 @@ class Placeholder(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer queries about a known shape; end the forward for any other operation."""
-        found = _first([*args, *(kwargs or {}).values()])
+        found = first_placeholder([*args, *(kwargs or {}).values()])
         if found is None or func in _ALWAYS or (found.has_form and func in _FORM):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -285,19 +279,15 @@ class Placeholder(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """End the forward, because an operator that no torch function covers reads the values."""
-        found = _first([*args, *(kwargs or {}).values()])
+        found = first_placeholder([*args, *(kwargs or {}).values()])
         raise NeedsValue(found.key if found is not None else Key(-1, -1))
 
 
-def _first(values: Any) -> Placeholder | None:
+def first_placeholder(values: Any) -> Placeholder | None:
+    """Return the first placeholder among values, also inside lists and tuples."""
     for value in values:
         if isinstance(value, Placeholder):
             return value
-        if isinstance(value, (list, tuple)) and (inner := _first(value)) is not None:
+        if isinstance(value, (list, tuple)) and (inner := first_placeholder(value)) is not None:
             return inner
     return None
-
-
-def holds_placeholder(leaves: Any) -> Placeholder | None:
-    """Return the first placeholder among leaves; ``None`` if there is none."""
-    return _first(leaves)

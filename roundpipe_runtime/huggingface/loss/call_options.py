@@ -1,4 +1,8 @@
-"""Options of one call of a pipeline, passed to its last piece in addition to the model's arguments."""
+"""Options of one call of a pipeline, passed to its last piece in addition to the model's arguments.
+
+One option is label smoothing: the loss of the Trainer's ``label_smoothing_factor``, computed from the logits of a
+microbatch. Like the Trainer, this package calls the model without labels, so that the model computes no loss.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,140 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from yobx_flatten import pytree_dataclass
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
+from ...batch.loss import WeightedLoss
 from ...batch.loss_proof import Way
-from ...errors import ConfigError
-from .label_smoothing import SmoothedLoss, with_smoothed_loss
+from ...device.transfer import Static
+from ...errors import ConfigError, LossError
+from ..adapters import model_inside
 from .lazy_logits import loss_only, without_logits
-from .weights import counting, with_loss_weight
+from .own_loss import counting, with_loss, with_loss_weight
+
+
+@dataclasses.dataclass(frozen=True)
+class SmoothedLoss(Static):
+    """Cross-entropy with label smoothing, as the Trainer computes it; a loss function for ``forward_backward``.
+
+    The loss is ``(1 - factor)`` times the cross-entropy with the labels, plus ``factor`` times the cross-entropy with
+    uniform labels. With a Hugging Face model, the loss is computed without storing the logits of all tokens.
+
+    Args:
+        factor: ``label_smoothing_factor`` of the Trainer, from 0 to 1.
+        shift_labels: whether token i predicts label i + 1. Default: ``True`` for classes that transformers lists as
+            causal language models.
+        num_items_in_batch: divisor of the sum. Default: the number of labels in the batch that are not ignored.
+        ignore_index: label that is ignored.
+        scale: factor by which the loss is multiplied.
+
+    Raises:
+        LossError: the factor is not between 0 and 1.
+
+    >>> logits = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    >>> total, count = SmoothedLoss(0.1, shift_labels=False)((logits,), torch.tensor([1, -100]))
+    >>> [round(total.item(), 4), count]
+    [0.3633, 1.0]
+    """
+
+    factor: float = 0.1
+    shift_labels: bool | None = None
+    num_items_in_batch: float | torch.Tensor | None = None
+    ignore_index: int = -100
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the factor, and store a float, because a `Static` object contains no tensor."""
+        if not 0 <= self.factor <= 1:
+            raise LossError(f"SmoothedLoss: the factor must be from 0 to 1, found {self.factor!r}.")
+        if self.num_items_in_batch is not None:
+            object.__setattr__(self, "num_items_in_batch", float(self.num_items_in_batch))
+
+    def __call__(self, outputs: PyTree, labels: torch.Tensor) -> WeightedLoss | torch.Tensor:
+        """Return the loss of outputs that hold logits.
+
+        Args:
+            outputs: a dictionary with ``"logits"``, or a tuple whose first item is the logits.
+            labels: labels of these rows.
+
+        Returns:
+            The sum and the number of labels that are not ignored; or the loss if ``num_items_in_batch`` is given.
+        """
+        if self.shift_labels is None:
+            raise LossError(
+                "SmoothedLoss: without a Hugging Face model, state whether labels are shifted:\n"
+                "    SmoothedLoss(0.1, shift_labels=True)"
+            )
+        if self.num_items_in_batch is not None:
+            return self.of_logits(_logits(outputs), labels)
+        counted = labels[..., 1:] if self.shift_labels else labels
+        count = float((counted != self.ignore_index).sum())
+        return WeightedLoss(self._cross_entropy(_logits(outputs), labels, "sum") * self.scale, count)
+
+    def of_logits(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the scaled loss: a mean over labels that are not ignored, or a sum divided by ``num_items_in_batch``.
+
+        Args:
+            logits: logits, with the vocabulary on the last axis.
+            labels: labels of these rows.
+
+        Returns:
+            The loss, without axes.
+        """
+        if self.num_items_in_batch is None:
+            return self._cross_entropy(logits, labels, "mean") * self.scale
+        return self._cross_entropy(logits, labels, "sum") * (self.scale / self.num_items_in_batch)
+
+    def _cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, reduction: str) -> torch.Tensor:
+        if labels.is_floating_point():
+            raise LossError(f"SmoothedLoss: labels must be class indices, found {labels.dtype}.")
+        if self.shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        logits = logits.reshape(-1, logits.shape[-1])
+        return functional.cross_entropy(
+            logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits,
+            labels.reshape(-1).to(logits.device),
+            ignore_index=self.ignore_index,
+            reduction=reduction,
+            label_smoothing=self.factor,
+        )
+
+
+def is_causal(model: nn.Module) -> bool:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(model_inside(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def smoothed_call(
+    model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any], label: Any
+) -> tuple[Kwargs, SmoothedLoss, torch.Tensor]:
+    """Separate the labels from the model's arguments, so that the model itself computes no loss."""
+    # label: labels; `None` if they are among the arguments
+    # returns: the keyword arguments of the model, with the decoder inputs that an encoder-decoder computes from labels;
+    # the loss, with `shift_labels` set; and the labels
+    made = dict(kwargs)
+    among = made.pop("labels", None)
+    labels = among if label is None else label
+    if not isinstance(labels, torch.Tensor):
+        raise LossError('SmoothedLoss needs labels:\n    forward_backward(input_kwargs={**batch, "labels": labels})')
+    prepare = getattr(model_inside(model), "prepare_decoder_input_ids_from_labels", None)
+    has_inputs = any(made.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds"))
+    if label is None and prepare is not None and not has_inputs:
+        made["decoder_input_ids"] = prepare(labels=labels)
+    if loss.shift_labels is None:
+        loss = dataclasses.replace(loss, shift_labels=is_causal(model))
+    return made, loss, labels
+
+
+def _logits(output: PyTree) -> torch.Tensor:
+    found = output.get("logits") if isinstance(output, dict) else output[0]
+    if not isinstance(found, torch.Tensor):
+        raise LossError(f"SmoothedLoss: {type(output).__name__} contains no logits.")
+    return found
+
 
 # Name of the keyword argument with the options. The model never gets it; the engine splits it, because it has labels.
 CALL_OPTIONS = "roundpipe_call_options"
@@ -55,10 +184,7 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
 
 
 def gives_share(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether the summed loss of a microbatch is its share of the loss of the whole batch.
-
-    The loss was divided by the number of items of the batch, or a check has found that losses are added.
-    """
+    """Report whether the summed losses of microbatches are the loss of the batch: shares, or sums by a check."""
     options = kwargs.get(CALL_OPTIONS)
     if isinstance(options, CallOptions) and options.weight_by == "sum":
         return True
@@ -68,7 +194,6 @@ def gives_share(kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_proven(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether the weights of the losses of microbatches were checked for this kind of call."""
     options = kwargs.get(CALL_OPTIONS)
     return isinstance(options, CallOptions) and options.weight_by is not None
 
@@ -82,7 +207,10 @@ def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOpti
 
     def complete() -> Any:
         output = run()
-        return output if loss is None or labels is None else with_smoothed_loss(output, loss, labels)
+        if loss is None or labels is None:
+            return output
+        value = loss.of_logits(_logits(output), labels)
+        return (value, *output) if isinstance(output, tuple) else with_loss(output, value)
 
     with counting() as items:
         output = loss_only(model, complete) if options.loss_only else complete()

@@ -69,7 +69,6 @@ class LazyLogits(torch.Tensor):
         steps: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
         computed: list[tuple[torch.Tensor, int]] | None = None,
     ) -> LazyLogits:
-        """Make lazy logits, which take no memory."""
         with torch.no_grad():  # an empty product has the right dtype, also under autocast
             probe = _done(functional.linear(hidden.reshape(-1, hidden.shape[-1])[:0], *head), steps)
         shape = (*hidden.shape[:-1], head[0].shape[0])
@@ -81,15 +80,13 @@ class LazyLogits(torch.Tensor):
         return made
 
     def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> LazyLogits:
-        """Return these logits with ``step`` recorded as a further operation on them."""
         return LazyLogits(self.hidden, self.head, (*self.steps, step), self.computed)
 
     def of(self, hidden: torch.Tensor) -> LazyLogits:
-        """Return lazy logits with the same head and the same operations for these hidden states."""
         return LazyLogits(hidden, self.head, self.steps, self.computed)
 
     def check_unwritten(self) -> None:
-        """Raise :class:`NotLazy` if code wrote in place to values that were computed for these logits."""
+        """Raise an error if code wrote in place to values that were computed for these logits."""
         if any(values._version != version for values, version in self.computed):
             raise NotLazy
 
@@ -97,7 +94,6 @@ class LazyLogits(torch.Tensor):
         return f"LazyLogits({tuple(self.shape)})"
 
     def compute(self) -> torch.Tensor:
-        """Return the logits."""
         self.check_unwritten()
         values = _done(functional.linear(self.hidden, *self.head), self.steps)
         self.computed.append((values, values._version))
@@ -157,7 +153,9 @@ def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         return logits.then(lambda values: func(values, number))
     if func in _RESHAPING and args[0] is logits:
         sizes = args[1:] if isinstance(args[1], int) else tuple(args[1])
-        return _reshaped(logits, sizes)
+        if not sizes or sizes[-1] != logits.head[0].shape[0] or any(type(size) is not int for size in sizes):
+            return None
+        return logits.of(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
     if func is torch.Tensor.__getitem__ and args[0] is logits:
         return _rows(logits, args[1])
     return None
@@ -165,13 +163,6 @@ def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _reshaped(logits: LazyLogits, sizes: Sequence[int]) -> LazyLogits | None:
-    width = logits.hidden.shape[-1]
-    if not sizes or sizes[-1] != logits.head[0].shape[0] or any(type(size) is not int for size in sizes):
-        return None
-    return logits.of(logits.hidden.reshape(*sizes[:-1], width))
 
 
 def _rows(logits: LazyLogits, index: Any) -> LazyLogits | None:
@@ -235,7 +226,6 @@ class _Head(TorchFunctionMode):
 
 @contextlib.contextmanager
 def lazy_head(model: nn.Module) -> Iterator[None]:
-    """Context manager in which the head of a model returns :class:`LazyLogits` if the logits are large."""
     weight = weight_of_head(model)
     with contextlib.nullcontext() if weight is None else _Head(weight):
         yield

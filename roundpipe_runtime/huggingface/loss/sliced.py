@@ -29,8 +29,6 @@ _MOST = 2**26
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Settings:
-    """Settings of the loss, without its tensors."""
-
     access: TableAccess
     slice_rows: int
     transform: Callable[[torch.Tensor], torch.Tensor] | None
@@ -41,7 +39,6 @@ class _Settings:
 
     @property
     def chunk(self) -> int:
-        """Number of rows whose logits for one slice of the vocabulary are computed at once."""
         return max(1, _MOST // self.slice_rows)
 
     def logits(self, hidden: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -80,21 +77,14 @@ def sliced_cross_entropy(
         access, weight.access.table.slice_rows, transform, ignore_index, label_smoothing, kind, autocast
     )
     flat = labels.reshape(-1)
-    _check_labels(flat, access.size, ignore_index)
+    if flat.device.type == "cpu":  # on an accelerator, a wrong label makes the loss NaN, without a wait
+        wrong = flat[(flat != ignore_index) & ((flat < 0) | (flat >= access.size))]
+        if len(wrong):
+            raise IndexError(f"Target {int(wrong[0])} is out of bounds: the head has {access.size} logits.")
     total: torch.Tensor = _Sliced.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, settings
     )
     return total if reduction == "sum" else total / (flat != ignore_index).sum()
-
-
-def _check_labels(labels: torch.Tensor, size: int, ignored: int) -> None:
-    """Check labels of a CPU tensor; on an accelerator, a wrong label makes the loss NaN, without a wait."""
-    if labels.device.type != "cpu":
-        return
-    wrong = labels[(labels != ignored) & ((labels < 0) | (labels >= size))]
-    if len(wrong):
-        label = int(wrong[0])
-        raise IndexError(f"Target {label} is out of bounds: the head has {size} logits.")
 
 
 class _Sliced(torch.autograd.Function):
@@ -174,7 +164,7 @@ def _slope(
     whole: torch.Tensor,
     factors: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the gradient of the logits of some rows for a slice."""
+    """Return the gradient of the logits of some rows for one slice of the vocabulary."""
     # whole: log-sum-exp of all logits of each row
     # factors: gradient of the loss of each row
     size, smoothing = settings.access.size, settings.smoothing
@@ -341,7 +331,6 @@ def _by_chunks(
 def _add(
     found: list[torch.Tensor | None], slope: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, part: slice
 ) -> None:
-    """Add the contribution of a chunk to the gradients of hidden states, weight and bias."""
     of_hidden, of_weight, of_bias = found
     dtype = slope.dtype  # under autocast not the dtype of the weight
     if of_hidden is not None:

@@ -37,12 +37,10 @@ from ...engine.config import RoundPipeRunConfig
 from ...errors import ConfigError, format_failure, raise_first
 from ...pipeline import RoundPipe
 from ...pipeline.live import OtherForward
-from ..loss.label_smoothing import SmoothedLoss, is_causal
-from ..loss.weights import ShareOfOwnLoss, has_labels
-from ..wrap import wrap_model_to_roundpipe
-from ..wrapped_model import WrappedModel
-from .pipeline_trainer import PipelineTrainer, check_overrides
-from .saving_trainer import SavingTrainer
+from ..loss.call_options import SmoothedLoss, is_causal
+from ..loss.own_loss import ShareOfOwnLoss, has_labels
+from ..wrap import WrappedModel, wrap_model_to_roundpipe
+from .pipeline_trainer import PipelineTrainer, SavingTrainer, check_overrides
 
 # Preference trainers compare the model with frozen models, such as a reference or a reward model. With adapters, the
 # reference is the model without adapters:
@@ -115,12 +113,10 @@ class FrozenModelTrainer(PipelineTrainer):
             return super().evaluate(*args, **kwargs)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the log-probabilities of the reference as TRL does, through the pipeline."""
         with self._rp_called_through_pipeline():
             return super()._precompute_ref_logps(*args, **kwargs)
 
     def _rp_called_through_pipeline(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which calls of the model run through its pipeline."""
         held = None if getattr(self, "model_init", None) is not None else self.model.__dict__
         if held is None or isinstance(held.get("forward"), PipelineForward) or self.pipeline.cut.report.is_whole:
             return contextlib.nullcontext()
@@ -186,9 +182,14 @@ class GroupTrainer(PipelineTrainer):
 
     def _rp_has_other_loss(self) -> bool:
         """Return whether other code computes the loss or the step, from the joined output of a process's rows."""
+        if self.compute_loss_func is not None:
+            return True
         # in `class Own(RoundPipeTrainer, Mine)`, the step of `Mine` comes after this class
-        methods = ("compute_loss", self.compute_loss), ("training_step", super().training_step)
-        return self.compute_loss_func is not None or not all(_is_of_trainer(*method) for method in methods)
+        for name, method in (("compute_loss", self.compute_loss), ("training_step", super().training_step)):
+            function = getattr(method, "__func__", None)
+            if function is not getattr(Trainer, name) or not function.__module__.startswith("transformers."):
+                return True
+        return False
 
     @contextlib.contextmanager
     def _rp_failing_together(self) -> Iterator[None]:
@@ -211,7 +212,6 @@ class GroupTrainer(PipelineTrainer):
         return rows * self.pipeline.replicas
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Return the number of rows of a step over all processes."""
         if not self._rp_has_groups():
             total: int = super().get_total_train_batch_size(args)
             return total
@@ -229,11 +229,6 @@ class GroupTrainer(PipelineTrainer):
         return super().evaluation_loop(
             CheckedLoader(dataloader, ranks) if ranks.size > 1 else dataloader, *args, **kwargs
         )
-
-
-def _is_of_trainer(name: str, method: Any) -> bool:
-    function = getattr(method, "__func__", None)
-    return function is getattr(Trainer, name) and function.__module__.startswith("transformers.")
 
 
 # Options of a Trainer's data loader that a loader of groups also gets.

@@ -1,4 +1,4 @@
-"""A Trainer with a pipeline around its model, the optimizer on the host, and crash-safe checkpoints."""
+"""A Trainer with a pipeline around its model, the optimizer on the host, and crash-safe checkpoints of all state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.files.document import read_document
@@ -32,13 +33,18 @@ from ...checkpoint.folder import (
     step_of,
     verify,
 )
+from ...checkpoint.model_state import collect_progress, load_weights, optimizer_targets, restore_progress
+from ...checkpoint.shards import cut_like, ranks_of
+from ...checkpoint.training_state import check_optimizer, named_state, read_values, restore_optimizer, write_values
+from ...device.disk import HOST_IN_MEMORY
 from ...device.worker import generator_kept
 from ...distributed.ranks.torchrun import own_devices
 from ...engine.config import RoundPipeRunConfig, check_compile_options
 from ...errors import CheckpointError, CheckpointWarning, ConfigError, CutError, DamagedCheckpointError, warn
+from ...optim.disk_store import hold_on_disk
 from ...optim.step import OptimizerCtx
-from ..wrap import wrap_model_to_roundpipe
-from ..wrapped_model import WrappedModel
+from ...pipeline import RoundPipe
+from ..wrap import WrappedModel, wrap_model_to_roundpipe
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"  # the file that a Trainer writes last
@@ -123,11 +129,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
 
 
 def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
-    """Return the undamaged checkpoint with the most steps; ``None`` if there are no checkpoints.
-
-    There is a warning for each damaged checkpoint with more steps. A checkpoint of a plain Trainer counts as undamaged
-    if it has the file that is written last.
-    """
+    """Return the undamaged checkpoint with the most steps; warn about damaged ones with more steps."""
     if run.is_dir():
         with contextlib.suppress(CheckpointError, OSError), only_writer(run):  # another process may be writing
             _settle(run)
@@ -285,7 +287,6 @@ class PipelineTrainer(CheckpointingTrainer):
         self.accelerator.no_sync = lambda model=None: contextlib.nullcontext()
 
     def _rp_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward of the loss of this process's rows, divided by the number of processes."""
         self._rp_plain_backward(loss / self.args.world_size, **kwargs)
 
     def _rp_norm(self, *args: Any, **options: Any) -> torch.Tensor | None:
@@ -335,7 +336,13 @@ class PipelineTrainer(CheckpointingTrainer):
             kind, options = given or self.get_optimizer_cls_and_kwargs(self.args, own)
             check_kernels(kind, options, has_copies="optim_dtype" in self._rp_options)
         if pipeline._rp_options.update == "in_backward":
-            check_steps_in_backward(self.args)
+            for name, most in (("max_grad_norm", 0), ("gradient_accumulation_steps", 1)):
+                if (found := getattr(self.args, name) or 0) > most:
+                    raise ConfigError(
+                        f'RoundPipeTrainer: update="in_backward" steps in each backward, and {name}={found} '
+                        f"needs all gradients first. Give TrainingArguments({name}={most}), or keep gradients: "
+                        'RoundPipeTrainer(..., update="in_place").'
+                    )
             pipeline.step_with(made)
         return made
 
@@ -361,7 +368,6 @@ _UNSUPPORTED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Raise an error for training arguments that a pipeline does not support."""
     for name, reason in _UNSUPPORTED.items():
         if getattr(args, name, None):
             raise ConfigError(f"RoundPipeTrainer: {name}={getattr(args, name)!r} is not supported: {reason}.")
@@ -388,19 +394,7 @@ def check_arguments(args: Any) -> None:
         )
 
 
-def check_steps_in_backward(args: Any) -> None:
-    """Check that the training arguments neither clip nor accumulate gradients, for ``update="in_backward"``."""
-    for name, most in (("max_grad_norm", 0), ("gradient_accumulation_steps", 1)):
-        if (getattr(args, name) or 0) > most:
-            raise ConfigError(
-                f'RoundPipeTrainer: update="in_backward" steps in each backward, and {name}={getattr(args, name)} '
-                f"needs all gradients first. Give TrainingArguments({name}={most}), or keep gradients: "
-                'RoundPipeTrainer(..., update="in_place").'
-            )
-
-
 def compile_options(args: Any) -> dict[str, str]:
-    """Return the keyword arguments of ``torch.compile`` that the training arguments request."""
     found = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -445,7 +439,8 @@ def check_overrides(kind: type[Trainer]) -> None:
         name
         for base in own
         for name, value in vars(base).items()
-        if isinstance(value, types.FunctionType) and hasattr(Trainer, name) and not _calls_super(value)
+        if isinstance(value, types.FunctionType) and hasattr(Trainer, name)
+        if "__class__" not in value.__code__.co_freevars  # it does not call `super()`
     }
     for base in mro[mro.index(own[-1]) + 1 :]:
         hidden = sorted(replaced.intersection(vars(base))) if not base.__module__.startswith("transformers.") else []
@@ -458,5 +453,144 @@ def check_overrides(kind: type[Trainer]) -> None:
             )
 
 
-def _calls_super(function: types.FunctionType) -> bool:
-    return "__class__" in function.__code__.co_freevars
+# A checkpoint also has the state of the pipeline, whole or in shards of several processes:
+#
+#     optimizer.pt                       the optimizer of one process, or of a mesh without shards
+#     roundpipe.json, .safetensors       number of runs, for seeds; master weights; with shards or a disk, also the
+#                                        optimizer by name, written and read one tensor after the other
+#     shards/                            the rows of each of several processes, readable by any number of processes
+
+# Name of the files that a plain Trainer does not write.
+_PROGRESS = "roundpipe"
+
+
+def _saves_by_name(pipeline: RoundPipe) -> bool:
+    """Report whether the optimizer is saved by name, because it has shards, or may not fit into memory."""
+    return pipeline.ranks.num_shards > 1 or pipeline.host != HOST_IN_MEMORY
+
+
+def _load_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
+    """Load the state of a pipeline, which a checkpoint of a plain Trainer lacks."""
+    if (folder / f"{_PROGRESS}.json").exists():
+        restore_progress(pipeline, read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline)))
+
+
+def _save_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
+    """Write the progress of a pipeline and its optimizer in shards; all processes must call it."""
+    # all processes write into the folder of the first process
+    targets = optimizer_targets(pipeline)
+    ranks = ranks_of(pipeline, targets)
+    home = pathlib.Path(ranks.exchange(str(folder))[0])
+    ranks.together(lambda: _check_shared(home))
+    values = {**collect_progress(pipeline), "optimizers": [named_state(optimizer, targets)]}
+    write_values(home, _PROGRESS, values, ranks=ranks)
+
+
+def _has_shards(folder: pathlib.Path) -> bool:
+    file = folder / f"{_PROGRESS}.json"
+    return file.exists() and "optimizers" in read_document(file, dict[str, Any], failure=DamagedCheckpointError)
+
+
+def _load_whole(file: pathlib.Path, optimizer: torch.optim.Optimizer) -> None:
+    """Load this process's part of an optimizer that was saved as a whole."""
+    stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    held: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
+    numbers = [group["params"] for group in stored["param_groups"]]
+    if [len(group) for group in numbers] != [len(group) for group in held]:
+        raise CheckpointError(f"{file} is for a different optimizer: its groups have different numbers of parameters.")
+    for number, target in ((n, t) for ns, ts in zip(numbers, held, strict=True) for n, t in zip(ns, ts, strict=True)):
+        state: dict[str, Any] = stored["state"].get(number, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.numel() == target.numel():
+                state[key] = cut_like(value, target)
+    optimizer.load_state_dict(stored)
+    for target in (target for group in held for target in group):
+        hold_on_disk(optimizer, target)
+
+
+def _check_shared(folder: pathlib.Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder.parent.parent} is not the same folder on all machines. Train into a folder that all machines "
+            "mount:\n    TrainingArguments(output_dir=...)"
+        )
+
+
+class SavingTrainer(PipelineTrainer):
+    """A Trainer whose checkpoints also store the state of the pipeline, such as master weights."""
+
+    _rp_is_converted = False
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self._rp_pipeline is not None:
+            self._rp_pipeline.synchronize()
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = pathlib.Path(output_dir)
+        if _saves_by_name(self.pipeline):
+            _save_shards(folder, self.pipeline, self._rp_own_optimizer())
+            if self.args.should_save and self.lr_scheduler is not None:
+                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+            return
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            write_values(folder, _PROGRESS, collect_progress(self.pipeline))
+
+    def _rp_own_optimizer(self) -> torch.optim.Optimizer:
+        found: Any = self.optimizer
+        own: torch.optim.Optimizer = getattr(found, "optimizer", found)
+        return own
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.pipeline.host != HOST_IN_MEMORY and load_weights(pathlib.Path(resume_from_checkpoint), self.model):
+            return
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._rp_load_converted(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._rp_load_converted(self.state.best_model_checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        has_others = bool(load_result.missing_keys and load_result.unexpected_keys)
+        self._rp_is_converted = has_others and isinstance(self.model, PreTrainedModel)
+        if not self._rp_is_converted:
+            super()._issue_warnings_after_load(load_result)
+
+    def _rp_load_converted(self, folder: str) -> None:
+        """Load weights whose names in the checkpoint differ from the names in the model, such as experts.
+
+        The Trainer ignores these weights with a warning: https://github.com/huggingface/transformers/issues/43701
+        """
+        if self._rp_is_converted:
+            with generator_kept():
+                loaded, info = type(self.model).from_pretrained(
+                    folder, config=self.model.config, dtype="auto", output_loading_info=True
+                )
+            if missing := sorted(info["missing_keys"]):
+                model, first = type(self.model).__name__, missing[0]
+                raise ConfigError(
+                    f"{folder} is for a different model: it lacks {len(missing)} weights of {model}, like {first}."
+                )
+            self.model.load_state_dict(loaded.state_dict())
+            self._rp_is_converted = False
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder, pipeline, optimizer = pathlib.Path(checkpoint), self.pipeline, self._rp_own_optimizer()
+        if _has_shards(folder):
+            stored = read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline))
+            check_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
+            restore_progress(pipeline, stored)
+            restore_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
+        elif _saves_by_name(pipeline) and (folder / OPTIMIZER_NAME).is_file():
+            _load_whole(folder / OPTIMIZER_NAME, optimizer)
+            _load_progress(folder, pipeline)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            _load_progress(folder, pipeline)
+            return
+        if (folder / SCHEDULER_NAME).is_file():
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))

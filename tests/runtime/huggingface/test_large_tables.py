@@ -16,7 +16,7 @@ from roundpipe_runtime import (
     save_checkpoint,
     wrap_model_to_roundpipe,
 )
-from roundpipe_runtime.huggingface.loss.label_smoothing import SmoothedLoss
+from roundpipe_runtime.huggingface.loss.call_options import SmoothedLoss
 from roundpipe_runtime.optim import layer_contents
 from tests.runtime.small import assert_same_gradients
 

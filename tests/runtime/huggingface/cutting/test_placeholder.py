@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roundpipe_runtime.huggingface.cutting.stub import Key, NeedsValue, Placeholder, holds_placeholder
+from roundpipe_runtime.huggingface.cutting.stub import Key, NeedsValue, Placeholder, first_placeholder
 
 KEY = Key(3, 0)
 
@@ -73,7 +73,7 @@ def test_models_do_not_catch_it():
 
 
 def test_a_placeholder_is_found_among_leaves():
-    """`holds_placeholder` looks into lists and tuples."""
+    """`first_placeholder` looks into lists and tuples."""
     made = Placeholder(KEY, None)
-    assert holds_placeholder([1, (torch.ones(1), [made])]) is made
-    assert holds_placeholder([1, torch.ones(1)]) is None
+    assert first_placeholder([1, (torch.ones(1), [made])]) is made
+    assert first_placeholder([1, torch.ones(1)]) is None

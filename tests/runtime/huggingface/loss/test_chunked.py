@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from matrix.models import make_model
 from roundpipe_runtime.errors import LossError
 from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits, lazy_head, loss_only
+from roundpipe_runtime.huggingface.loss.own_loss import counting
 from roundpipe_runtime.huggingface.loss.sliced import chunked_cross_entropy
-from roundpipe_runtime.huggingface.loss.weights import counting
 from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, wrapped
 
 

@@ -1,4 +1,4 @@
-"""Tests of huggingface.loss.label_smoothing: what the Trainer computes of all logits, without all logits."""
+"""Tests of huggingface.loss.call_options: what the Trainer computes of all logits, without all logits."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Tests of huggingface.loss.weights and .auxiliary: the loss that a model computes, of the whole batch."""
+"""Tests of huggingface.loss.own_loss: the loss that a model computes, of the whole batch."""
 
 import copy
 
@@ -9,7 +9,7 @@ from packaging.version import Version
 from torch.nn import functional
 
 from matrix.models import make_config
-from roundpipe_runtime.huggingface.loss.weights import counting, loss_of, with_loss_weight
+from roundpipe_runtime.huggingface.loss.own_loss import counting, loss_of, with_loss_weight
 from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, worst_gradient, wrapped
 
 pytestmark = pytest.mark.slow

@@ -78,7 +78,7 @@ def test_one_that_is_not_whole_is_passed_over(tmp_path, damage, message):
 def test_notes_of_a_checkpoint_that_are_something_else(tmp_path, name, content):
     """They are those of a stranger where a folder is: one error, and a pipe is not waited for."""
     from roundpipe_runtime.fine_tune.trainer import read_notes
-    from roundpipe_runtime.huggingface.trainer.saving_trainer import _has_shards
+    from roundpipe_runtime.huggingface.trainer.pipeline_trainer import _has_shards
 
     make(tmp_path, 2, 4, manifest=False)
     file = tmp_path / "checkpoint-4" / name

@@ -17,7 +17,7 @@ from matrix.cut_cases import batch_of
 from matrix.models import make_model as make_small
 from roundpipe_runtime import ConfigError, wrap_model_to_roundpipe
 from roundpipe_runtime.errors import CutError
-from roundpipe_runtime.huggingface.loss.label_smoothing import SmoothedLoss
+from roundpipe_runtime.huggingface.loss.call_options import SmoothedLoss
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeSeq2SeqTrainer, RoundPipeTrainer
 from tests import fresh_process
 from tests.cases import cases

@@ -1,4 +1,4 @@
-"""Weights of microbatch losses: the number of items that a model's own loss averages over, observed as it runs.
+"""The model's own loss: weights of microbatch losses, and the auxiliary loss of mixtures of experts.
 
 A model with labels may return a mean over rows, tokens, tokens that are not ignored, or tokens shifted by one, and its
 configuration does not state which. So calls of torch's averaging functions are intercepted while the loss is computed.
@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 from ...batch.averages import Items, count_items
 from ...batch.loss_proof import Way
 from ...errors import LossError
-from ..adapters import model_inside
+from ..adapters import model_inside, text_config
 from .sliced import chunked_cross_entropy
 
 
@@ -82,7 +82,7 @@ class UnprovenLossError(LossError):
 
 
 def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss of zero with a graph, for a microbatch whose labels are all ignored."""
+    """Return a zero loss with a graph, for a microbatch whose labels are all ignored."""
     found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim() and t.is_floating_point()]
     if not found:  # the logits are lazy
         return torch.zeros_like(loss)
@@ -90,7 +90,7 @@ def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(output: PyTree) -> torch.Tensor | None:
-    """Return the loss in an output, if it is one number; ``None`` otherwise."""
+    """Return the loss in an output, if the loss is one number."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
         loss = output[0]
@@ -98,7 +98,7 @@ def loss_of(output: PyTree) -> torch.Tensor | None:
 
 
 def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
-    """Return the output with ``loss`` instead of its own loss."""
+    """Return the output with ``loss``; a mapping is changed in place."""
     # output: a tuple, whose first item is the loss, or a mapping, which is changed in place
     if isinstance(output, tuple):
         return (loss, *output[1:])
@@ -107,7 +107,6 @@ def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
 
 
 def label_names(model: nn.Module) -> set[str]:
-    """Return the names of the arguments that are labels, by the signature of a model's forward."""
     generic = sys.modules.get("transformers.utils.generic")
     return {"labels", *(generic.find_labels(type(model)) if generic is not None else [])}
 
@@ -169,12 +168,10 @@ def _logits(outputs: PyTree) -> torch.Tensor | None:
 
 
 def has_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a call has labels, from which the model computes a loss."""
     return any(kwargs.get(name) is not None for name in label_names(model))
 
 
 def rows_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the number of rows of a call."""
     first = [kwargs.get(name) for name in ("labels", "input_ids", "inputs_embeds", "decoder_input_ids")]
     for value in (*first, *args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.dim():
@@ -189,12 +186,10 @@ class ShareOfOwnLoss:
     share: float
 
     def __call__(self, outputs: PyTree, labels: Any) -> Any:
-        """Return the loss divided by ``share``."""
         return own_loss(outputs, labels) / self.share
 
 
 def own_loss(outputs: PyTree, labels: Any) -> Any:
-    """Return the loss that the model computed from its labels."""
     loss = loss_of(outputs)
     if loss is None:
         raise LossError(
@@ -202,3 +197,66 @@ def own_loss(outputs: PyTree, labels: Any) -> Any:
             '    forward_backward(input_kwargs={**batch, "labels": labels})'
         )
     return loss
+
+
+# The auxiliary loss of experts multiplies each expert's share of tokens by its mean probability, both over the batch.
+# This product cannot be computed from microbatches, so the function of the model's own module computes the loss once,
+# from the joined router logits.
+
+
+def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Report whether a call returns the logits of routers, and so an auxiliary loss."""
+    asked = kwargs.get("output_router_logits")
+    config = getattr(model, "config", None)
+    asked = getattr(config, "output_router_logits", False) if asked is None else asked
+    return bool(asked) and _balancing_function(model) is not None
+
+
+def has_auxiliary_loss(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    return has_router_logits(model, kwargs) and bool(_coefficient(model))
+
+
+def wants_tuple(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    asked = kwargs.get("return_dict")
+    return (getattr(getattr(model, "config", None), "return_dict", True) if asked is None else asked) is False
+
+
+def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
+    """Return the loss of a model's output minus the auxiliary loss that it includes."""
+    loss: torch.Tensor = output.loss
+    aux = getattr(output, "aux_loss", None)
+    return loss if aux is None else loss - _coefficient(model) * aux.to(loss.device)
+
+
+def auxiliary_loss_of(model: nn.Module, routers: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> Any:
+    """Return the auxiliary loss of router logits, and its contribution to the model's loss."""
+    # routers: one tensor per layer, with a row per token
+    # returns: `(loss, contribution to the model's loss)`; `None` if the model has no such loss
+    function = _balancing_function(model)
+    if function is None:
+        return None
+    count = _setting(model, ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"))
+    aux = function(routers, count, _setting(model, ("num_experts_per_tok", "moe_top_k", "moe_k")), mask)
+    return aux, _coefficient(model) * aux
+
+
+def _balancing_function(model: nn.Module) -> Callable[..., Any] | None:
+    for kind in type(model_inside(model)).__mro__:
+        found = getattr(sys.modules.get(kind.__module__), "load_balancing_loss_func", None)
+        if found is not None:
+            function: Callable[..., Any] = found
+            return function
+    return None
+
+
+def _coefficient(model: nn.Module) -> float:
+    return float(_setting(model, ("router_aux_loss_coef", "aux_loss_coef")) or 0.0)
+
+
+def _setting(model: nn.Module, names: Sequence[str]) -> Any:
+    for holder in (model_inside(model), text_config(model), getattr(model, "config", None)):
+        for name in names:
+            value = getattr(holder, name, None)
+            if isinstance(value, (int, float)):
+                return value
+    return None

@@ -40,7 +40,7 @@ from ...pipeline.live import OtherForward
 from ..loss.call_options import SmoothedLoss, is_causal
 from ..loss.own_loss import ShareOfOwnLoss, has_labels
 from ..wrap import WrappedModel, wrap_model_to_roundpipe
-from .pipeline_trainer import PipelineTrainer, SavingTrainer, check_overrides
+from .pipeline_trainer import PipelineTrainer, SavingTrainer
 
 # Preference trainers compare the model with frozen models, such as a reference or a reward model. With adapters, the
 # reference is the model without adapters:
@@ -481,6 +481,28 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             ignore_index=smoother.ignore_index,
             scale=1 / share,
         )
+
+
+def check_overrides(kind: type[Trainer]) -> None:
+    """Check that a class combined with RoundPipeTrainer overrides no method that a pipeline replaces."""
+    mro = kind.__mro__[: kind.__mro__.index(Trainer)]
+    own = [base for base in mro if base.__module__.startswith("roundpipe_runtime.")]
+    replaced = {
+        name
+        for base in own
+        for name, value in vars(base).items()
+        if isinstance(value, types.FunctionType) and hasattr(Trainer, name)
+        if "__class__" not in value.__code__.co_freevars  # it does not call `super()`
+    }
+    for base in mro[mro.index(own[-1]) + 1 :]:
+        hidden = sorted(replaced.intersection(vars(base))) if not base.__module__.startswith("transformers.") else []
+        if hidden:
+            names = ", ".join(f"{base.__name__}.{name}" for name in hidden)
+            raise ConfigError(
+                f"{kind.__name__}: {names} would never be called, because RoundPipeTrainer comes first and replaces "
+                "it. To use your method, derive its class from RoundPipeTrainer:\n"
+                f"    class {base.__name__}(RoundPipeTrainer): ..."
+            )
 
 
 class RoundPipeSeq2SeqTrainer(RoundPipeTrainer, Seq2SeqTrainer):  # type: ignore[misc] # as above

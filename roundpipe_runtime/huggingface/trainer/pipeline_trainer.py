@@ -9,7 +9,6 @@ import pathlib
 import re
 import shutil
 import tempfile
-import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -70,13 +69,19 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
     ) -> object:
         """Train as a Trainer does; ``resume_from_checkpoint=True`` resumes from the newest undamaged checkpoint."""
         if resume_from_checkpoint is True:
-            with self.args.main_process_first(
-                local=False, desc="the newest checkpoint"
-            ):  # `newest_whole` removes leftovers
+            # `newest_whole` removes leftovers
+            with self.args.main_process_first(local=False, desc="the newest checkpoint"):
                 found = newest_whole(pathlib.Path(self.args.output_dir))
             resume_from_checkpoint = found or True  # without a checkpoint, the Trainer raises its error
         elif resume_from_checkpoint and (pathlib.Path(resume_from_checkpoint) / MANIFEST).exists():
-            _verify_given(pathlib.Path(resume_from_checkpoint))
+            try:
+                verify(pathlib.Path(resume_from_checkpoint))
+            except DamagedCheckpointError as error:
+                raise DamagedCheckpointError(
+                    f"{error} Continue from the newest complete checkpoint:\n"
+                    "    trainer.train(resume_from_checkpoint=True)\n"
+                    f"If this checkpoint was changed on purpose, remove its {MANIFEST} instead."
+                ) from error
         if isinstance(resume_from_checkpoint, os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -182,16 +187,6 @@ def _verify(path: pathlib.Path) -> None:
         verify(path)
     elif not _is_whole(path):
         raise DamagedCheckpointError(f"{path}: {_STATE}, which is written last, is missing or truncated.")
-
-
-def _verify_given(path: pathlib.Path) -> None:
-    try:
-        verify(path)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(
-            f"{error} Continue from the newest complete checkpoint:\n    trainer.train(resume_from_checkpoint=True)\n"
-            f"If this checkpoint was changed on purpose, remove its {MANIFEST} instead."
-        ) from error
 
 
 def _is_whole(path: pathlib.Path) -> bool:
@@ -361,9 +356,9 @@ _UNSUPPORTED = {
     "fp16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.float16",
     "bf16_full_eval": "it would move the model to the accelerator. Load the model with dtype=torch.bfloat16",
     "auto_find_batch_size": "the memory of a device depends on the microbatch. Give microbatches= a larger number",
-    "fsdp": "a pipeline has its own devices and ranks. Leave it out",
-    "deepspeed": "a pipeline has its own devices and ranks. Leave it out",
-    "parallelism_config": "a pipeline has its own devices and ranks. Leave it out",
+    **dict.fromkeys(
+        ("fsdp", "deepspeed", "parallelism_config"), "a pipeline has its own devices and ranks. Leave it out"
+    ),
 }
 
 
@@ -431,28 +426,6 @@ def check_precision(precision: str) -> None:
         )
 
 
-def check_overrides(kind: type[Trainer]) -> None:
-    """Check that a class combined with RoundPipeTrainer overrides no method that a pipeline replaces."""
-    mro = kind.__mro__[: kind.__mro__.index(Trainer)]
-    own = [base for base in mro if base.__module__.startswith("roundpipe_runtime.")]
-    replaced = {
-        name
-        for base in own
-        for name, value in vars(base).items()
-        if isinstance(value, types.FunctionType) and hasattr(Trainer, name)
-        if "__class__" not in value.__code__.co_freevars  # it does not call `super()`
-    }
-    for base in mro[mro.index(own[-1]) + 1 :]:
-        hidden = sorted(replaced.intersection(vars(base))) if not base.__module__.startswith("transformers.") else []
-        if hidden:
-            names = ", ".join(f"{base.__name__}.{name}" for name in hidden)
-            raise ConfigError(
-                f"{kind.__name__}: {names} would never be called, because RoundPipeTrainer comes first and replaces "
-                "it. To use your method, derive its class from RoundPipeTrainer:\n"
-                f"    class {base.__name__}(RoundPipeTrainer): ..."
-            )
-
-
 # A checkpoint also has the state of the pipeline, whole or in shards of several processes:
 #
 #     optimizer.pt                       the optimizer of one process, or of a mesh without shards
@@ -473,17 +446,6 @@ def _load_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
     """Load the state of a pipeline, which a checkpoint of a plain Trainer lacks."""
     if (folder / f"{_PROGRESS}.json").exists():
         restore_progress(pipeline, read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline)))
-
-
-def _save_shards(folder: pathlib.Path, pipeline: RoundPipe, optimizer: torch.optim.Optimizer) -> None:
-    """Write the progress of a pipeline and its optimizer in shards; all processes must call it."""
-    # all processes write into the folder of the first process
-    targets = optimizer_targets(pipeline)
-    ranks = ranks_of(pipeline, targets)
-    home = pathlib.Path(ranks.exchange(str(folder))[0])
-    ranks.together(lambda: _check_shared(home))
-    values = {**collect_progress(pipeline), "optimizers": [named_state(optimizer, targets)]}
-    write_values(home, _PROGRESS, values, ranks=ranks)
 
 
 def _has_shards(folder: pathlib.Path) -> bool:
@@ -527,15 +489,20 @@ class SavingTrainer(PipelineTrainer):
         super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder = pathlib.Path(output_dir)
-        if _saves_by_name(self.pipeline):
-            _save_shards(folder, self.pipeline, self._rp_own_optimizer())
+        folder, pipeline = pathlib.Path(output_dir), self.pipeline
+        if _saves_by_name(pipeline):
+            targets = optimizer_targets(pipeline)
+            ranks = ranks_of(pipeline, targets)
+            home = pathlib.Path(ranks.exchange(str(folder))[0])  # all processes write into the folder of the first one
+            ranks.together(lambda: _check_shared(home))
+            values = {**collect_progress(pipeline), "optimizers": [named_state(self._rp_own_optimizer(), targets)]}
+            write_values(home, _PROGRESS, values, ranks=ranks)
             if self.args.should_save and self.lr_scheduler is not None:
                 torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
             return
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
-            write_values(folder, _PROGRESS, collect_progress(self.pipeline))
+            write_values(folder, _PROGRESS, collect_progress(pipeline))
 
     def _rp_own_optimizer(self) -> torch.optim.Optimizer:
         found: Any = self.optimizer

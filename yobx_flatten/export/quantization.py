@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -169,7 +168,6 @@ class Quantization:
 def choose_quantization(
     quantize: WeightBits | Quantization | None, facts: ModelFacts, caller: str, runtime: str = "onnxruntime"
 ) -> Quantization | None:
-    """Return the requested quantization after a check; ``None`` if the weights are not quantized."""
     if quantize is None:
         return None
     chosen: Any = quantize
@@ -204,7 +202,6 @@ def choose_quantization(
 
 
 def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
-    """Check that the quantizer of another runtime is installed."""
     asked = f"quantize={chosen.weights!r}"
     if runtime not in ("openvino", "executorch"):
         raise InvalidArgumentError(
@@ -234,7 +231,6 @@ def _check_tool(chosen: Quantization, runtime: str, caller: str) -> None:
 
 
 def nothing_kept(module: str) -> InvalidArgumentError:
-    """Return the error for ``quantize="keep"`` of a module without weights that are integers times scales."""
     return InvalidArgumentError(
         f'quantize="keep": no weight of {module} is stored as integers of 4 or 8 bits with scales. To quantize them: '
         'quantize="int4" or quantize="int8" (--quantize int4)'
@@ -260,30 +256,22 @@ def _describe(tokens: Any) -> str:
 
 @functools.cache
 def _library() -> Any:
-    """Import onnxruntime's quantizer."""
+    # the import of onnxruntime's quantizer calls `logging.basicConfig`
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
     try:
-        with _without_handlers():
-            from onnxruntime.quantization import matmul_nbits_quantizer
+        from onnxruntime.quantization import matmul_nbits_quantizer
     except ImportError as error:
         raise MissingDependencyError(
             f"quantize= needs the quantizer of onnxruntime, which cannot be imported ({first_line(error)}):\n"
             "    pip install --upgrade onnxruntime onnx ml_dtypes onnx_ir"
         ) from error
-    return matmul_nbits_quantizer
-
-
-@contextlib.contextmanager
-def _without_handlers() -> Iterator[None]:
-    """Restore the root logger after the block: the import of the quantizer calls ``logging.basicConfig``."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    try:
-        yield
     finally:
         root.handlers[:] = handlers
         root.setLevel(level)
         # or it prints a line for every weight where the application logs
         logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)
+    return matmul_nbits_quantizer
 
 
 _SCORES = 2**25
@@ -381,14 +369,6 @@ def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch
 _READ = {"input_ids", "attention_mask", "token_type_ids"}
 
 
-@dataclasses.dataclass(frozen=True)
-class RoundingCalls:
-    """Calls of a model that read a calibration text, and the tokens of the text."""
-
-    cases: Sequence[Case]
-    tokens: torch.Tensor  # the text, int64 of shape (texts, length)
-
-
 def reads_once(kwargs: Mapping[str, Any]) -> bool:
     """Return whether inputs are tokens that are read in one call without a cache."""
     return "input_ids" in kwargs and set(kwargs) <= _READ and cache_of(kwargs) is None
@@ -396,24 +376,23 @@ def reads_once(kwargs: Mapping[str, Any]) -> bool:
 
 def rounding_calls(
     example: Example, quantization: Quantization, at_most: tuple[int | None, int | None] = (None, None)
-) -> RoundingCalls | None:
-    """Return the model calls that calibrate the rounding of matrices; ``None`` without a calibration text."""
+) -> tuple[Sequence[Case], torch.Tensor] | None:
+    """Return model calls that read a calibration text, and its tokens (texts, length); ``None`` without a text."""
     # at_most: the largest number of texts, and of tokens of each text; `None` for all
     tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
     if tokens is None:
         return None
     tokens = tokens[: at_most[0], : at_most[1]]
     if not reads_once(example.kwargs):
-        return RoundingCalls(text_cases(example.module, example.kwargs, tokens), tokens)
+        return text_cases(example.module, example.kwargs, tokens), tokens
     cases = []
     for number, read in enumerate(tokens.split(len(example.kwargs["input_ids"]))):
         others = {"input_ids": read, "attention_mask": torch.ones_like(read), "token_type_ids": torch.zeros_like(read)}
         cases.append(Case(f"text {number}", (), {name: others[name] for name in example.kwargs}))
-    return RoundingCalls(cases, tokens)
+    return cases, tokens
 
 
 def check_text(example: Example, quantization: Quantization | None) -> None:
-    """Refuse a calibration text that the module of an example cannot read, before anything is traced."""
     if quantization is None or quantization.tokens is None:
         return
     tokens, module = quantization.tokens, example.module

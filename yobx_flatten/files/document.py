@@ -52,13 +52,11 @@ def open_regular(path: pathlib.Path, *, failure: type[Exception], most: int | No
 
 
 def read_bytes(path: pathlib.Path, *, failure: type[Exception], most: int = _LARGEST) -> bytes:
-    """Read a whole file, up to a size limit."""
     with open_regular(path, failure=failure, most=most) as file:
         return file.read()
 
 
 def read_text(path: pathlib.Path, *, failure: type[Exception], most: int = _LARGEST) -> str:
-    """Read a whole UTF-8 text, up to a size limit."""
     try:
         return read_bytes(path, failure=failure, most=most).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -87,7 +85,12 @@ def read_document(
 def read_configuration(path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "") -> T:
     """Read a configuration; accept infinity and NaN, as numbers or as transformers 5 writes them in JSON."""
     # `read_document` does not convert the numbers, so that a changed configuration can be written in the same form
-    return _parsed(read_bytes(path, failure=failure), form, str(path), failure, remedy, object_hook=_untagged)
+
+    def untagged(entries: dict[str, Any]) -> Any:
+        tag = entries.get("__float__")
+        return _TAGGED[tag] if len(entries) == 1 and isinstance(tag, str) and tag in _TAGGED else entries
+
+    return _parsed(read_bytes(path, failure=failure), form, str(path), failure, remedy, object_hook=untagged)
 
 
 def parse_document(
@@ -99,7 +102,6 @@ def parse_document(
     remedy: str = "",
     finite: bool = True,
 ) -> T:
-    """Parse JSON text, and check that its contents have the type ``form``."""
     how: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite} if finite else {}
     return _parsed(text, form, where, failure, remedy, **how)
 
@@ -128,11 +130,6 @@ def _finite(number: str) -> float:
     if not math.isfinite(found):
         raise ValueError(f"{number} is not a finite number")
     return found
-
-
-def _untagged(entries: dict[str, Any]) -> Any:
-    tag = entries.get("__float__")
-    return _TAGGED[tag] if len(entries) == 1 and isinstance(tag, str) and tag in _TAGGED else entries
 
 
 def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> pathlib.Path:
@@ -172,10 +169,7 @@ def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]
 
 
 def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None = None) -> None:
-    """Refuse a path that is not a regular file, such as a folder, an endless device or a pipe.
-
-    Links to files are followed, since the Hub's cache consists of links.
-    """
+    """Refuse a path that is not a regular file, such as a pipe; links are followed, as the Hub's cache has links."""
     # most: the largest number of bytes; no limit by default
     _check(os.stat(path), path, failure, most)
 
@@ -189,7 +183,7 @@ def _check(found: os.stat_result, path: pathlib.Path, failure: type[Exception], 
 
 @contextlib.contextmanager
 def opened_tensors(path: pathlib.Path, *, failure: type[Exception]) -> Iterator[Any]:
-    """In a ``with`` block, open a file as ``safetensors.safe_open`` does; raise ``failure`` if it is damaged."""
+    """Yield a file opened by ``safetensors.safe_open``; raise ``failure`` if the file is damaged."""
     from safetensors import SafetensorError, safe_open
 
     with open_regular(path, failure=failure) as file:

@@ -56,7 +56,6 @@ class Limited(Generic[P, T]):
         self._child: _Child | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the function, with limits."""
         if not hasattr(os, "fork"):
             return self._function(*args, **kwargs)
         with self._lock:

@@ -45,7 +45,17 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yield an empty hidden folder on the target's disk; remove the folder after the ``with`` block."""
     target.parent.mkdir(parents=True, exist_ok=True)
     settle(target)
-    folder, lock = _locked_folder(target)
+    lock = None
+    while lock is None:  # until no other process removes the folder as a leftover before the lock is acquired
+        folder = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
+        with undone_on_failure(functools.partial(shutil.rmtree, folder, ignore_errors=True)):
+            lock = _lock_of(folder)
+        if lock is not None:
+            try:
+                (folder / _NEW).mkdir()
+            except FileNotFoundError:
+                lock.release()
+                lock = None
     try:
         yield folder / _NEW
     finally:
@@ -55,10 +65,8 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) -> None:
-    """Refuse a file or folder that cannot be written, before a long computation.
-
-    A trial folder is created and removed, since the permissions of a folder do not show a read-only disk.
-    """
+    """Refuse a file or folder that cannot be written, before a long computation."""
+    # a trial folder is created and removed, since the permissions of a folder do not show a read-only disk
     # in_parent: whether to check the parent folder, where the target is first written under a hidden name
     import psutil
 
@@ -174,7 +182,6 @@ def publish_folder(new: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def move_in(new: pathlib.Path, folder: pathlib.Path) -> None:
-    """Move all files into another folder, in which a user can inspect them."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted(new.iterdir()):
         os.replace(file, folder / file.name)
@@ -190,7 +197,16 @@ def settle(target: pathlib.Path) -> None:
         if lock is None:
             continue  # another process writes to this folder
         try:
-            _settle_one(left, target)
+            new, old = left / _NEW, left / _OLD
+            if old.is_dir() and not target.exists():  # its complete replacement is ready
+                os.replace(new if new.is_dir() else old, target)
+            # a write that ended before the last rename leaves new data without a file; after the rename, the old data
+            # is unused
+            names = left / (_OTHERS if (new / target.name).exists() else _STALE)
+            listed = names.read_text(encoding="utf-8", errors="replace").split("\n") if names.is_file() else []
+            # the list is untrusted, so it can only remove files with names from `data_path`
+            unused = [name for name in listed if is_data_of(name, target) and not (new / name).exists()]
+            _unlink(target.parent, unused)
             _remove(left, lock)
         finally:
             lock.release()
@@ -216,17 +232,6 @@ def is_folder(path: pathlib.Path) -> bool:
 def _left_of(target: pathlib.Path) -> list[pathlib.Path]:
     pattern = f".{glob.escape(target.name)}.writing-*"
     return [path for path in sorted(target.parent.glob(pattern)) if path.is_dir() and not path.is_symlink()]
-
-
-def _settle_one(left: pathlib.Path, target: pathlib.Path) -> None:
-    new, old = left / _NEW, left / _OLD
-    if old.is_dir() and not target.exists():  # its complete replacement is ready
-        os.replace(new if new.is_dir() else old, target)
-    # a write that ended before the last rename leaves new data without a file; after the rename, the old data is unused
-    names = left / (_OTHERS if (new / target.name).exists() else _STALE)
-    listed = names.read_text(encoding="utf-8", errors="replace").split("\n") if names.is_file() else []
-    # the list is untrusted, so it can only remove files with names from `data_path`
-    _unlink(target.parent, [name for name in listed if is_data_of(name, target) and not (new / name).exists()])
 
 
 def _remove(folder: pathlib.Path, lock: BaseFileLock) -> None:
@@ -260,21 +265,6 @@ def _unlink(folder: pathlib.Path, names: Iterable[str]) -> None:
             (folder / name).unlink()
 
 
-def _locked_folder(target: pathlib.Path) -> tuple[pathlib.Path, BaseFileLock]:
-    while True:
-        folder = pathlib.Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
-        with undone_on_failure(functools.partial(shutil.rmtree, folder, ignore_errors=True)):
-            lock = _lock_of(folder)
-        if lock is not None:
-            try:
-                (folder / _NEW).mkdir()
-            except FileNotFoundError:
-                lock.release()
-            else:
-                return folder, lock
-        # before the lock was acquired, another process removed the folder as a leftover
-
-
 def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
     """Acquire the lock of a hidden folder; return ``None`` if another process has the lock or removed the folder."""
     import filelock
@@ -293,16 +283,14 @@ def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
 
 
 def flush_tree(folder: pathlib.Path) -> None:
-    """Flush a folder and everything in it to the disk; files get the permissions of new files in their folder.
-
-    Libraries that write through a temporary file, like safetensors, leave a file that only its owner may read.
-    """
+    """Flush a folder and everything in it to the disk; files get the permissions of new files in their folder."""
     for path in sorted([folder, *folder.rglob("*")], reverse=True):  # the contents of a folder before the folder itself
         if path.is_symlink():
             continue
         if path.is_dir():
             flush_folder(path)
         else:
+            # safetensors writes through a temporary file, which only its owner may read
             # Windows flushes only files that are open for writing, and a copied file may be read-only
             if os.name != "nt" and stat.S_IMODE(path.stat().st_mode) == 0o600:
                 path.chmod(path.parent.stat().st_mode & 0o666)

@@ -255,7 +255,6 @@ class RunOutputs:
                 self._outputs.update({f"{base}.{key}": value for key, value in zip(keys, values, strict=True)})
 
     def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Raise an error if the model has no output with the record's name and this shape."""
         found = self._outputs.get(record["name"])
         if found is None or found.shape != dims:
             raise DamagedFileError(f"The model has no output {record['name']!r} of shape {dims}.")
@@ -277,5 +276,4 @@ class RunOutputs:
         view[:] = array.reshape(-1).view(numpy.uint8).data
 
     def strings(self, record: dict[str, Any]) -> list[bytes]:
-        """Return the elements of an output that holds strings."""
         return [text.encode() for text in self._outputs[record["name"]].reshape(-1).tolist()]

@@ -215,17 +215,7 @@ def replay_case(
 
 
 def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseReport:
-    """Run an open file or program on the inputs of a stored case, and compare its outputs with the stored outputs."""
-    inputs, unused = _inputs(runner, case.inputs)
-    start = time.perf_counter()
-    results = runner.run(inputs)
-    seconds = time.perf_counter() - start
-    return CaseReport(case.name, runner.name, _compare(case, results), unused, seconds, tolerance)
-
-
-def _inputs(runner: Runner, inputs: PyTree) -> tuple[dict[str, Any], list[str]]:
-    """Return the inputs of the runner, and the names of leaves that the runner does not accept."""
-    named = zip(leaf_names(inputs), plain_names(inputs), leaves_of(inputs), strict=True)
+    named = zip(leaf_names(case.inputs), plain_names(case.inputs), leaves_of(case.inputs), strict=True)
     given = [row for row in named if _is_data(row[2])]
     wanted = list(runner.ports)
     places = match(wanted, [(name, *spellings_of(plain), plain) for name, plain, _ in given])
@@ -237,7 +227,23 @@ def _inputs(runner: Runner, inputs: PyTree) -> tuple[dict[str, Any], list[str]]:
         )
     used = set(places.values())
     unused = [name for place, (name, _, _) in enumerate(given) if place not in used]
-    return {name: given[places[name]][2] for name in wanted}, unused
+    inputs = {name: given[places[name]][2] for name in wanted}
+    start = time.perf_counter()
+    results = runner.run(inputs)
+    seconds = time.perf_counter() - start
+
+    names = output_names(case.outputs, leaf_names(case.inputs))
+    rows = list(zip(names, plain_names(case.outputs), leaves_of(case.outputs), strict=True))
+    rows = [row for row in rows if _is_data(row[2])]
+    places = match(list(results), [(name, *spellings_of(plain), plain) for name, plain, _ in rows])
+    found = {place: name for name, place in places.items()}
+    outputs = [
+        OutputDifference(name, found[place], *_difference(expected, results[found[place]]), share_of_nan(expected))
+        if place in found
+        else OutputDifference(name, None, float("inf"), "the model has no such output")
+        for place, (name, _, expected) in enumerate(rows)
+    ]
+    return CaseReport(case.name, runner.name, outputs, unused, seconds, tolerance)
 
 
 def _is_data(leaf: object) -> bool:
@@ -245,20 +251,6 @@ def _is_data(leaf: object) -> bool:
     if isinstance(leaf, (torch.Tensor, bool, int, float, complex, str)):
         return True
     return hasattr(leaf, "__array__") and hasattr(leaf, "dtype")
-
-
-def _compare(case: StoredCase, results: Mapping[str, Any]) -> list[OutputDifference]:
-    names = output_names(case.outputs, leaf_names(case.inputs))
-    rows = list(zip(names, plain_names(case.outputs), leaves_of(case.outputs), strict=True))
-    rows = [row for row in rows if _is_data(row[2])]
-    places = match(list(results), [(name, *spellings_of(plain), plain) for name, plain, _ in rows])
-    found = {place: name for name, place in places.items()}
-    return [
-        OutputDifference(name, found[place], *_difference(expected, results[found[place]]), share_of_nan(expected))
-        if place in found
-        else OutputDifference(name, None, float("inf"), "the model has no such output")
-        for place, (name, _, expected) in enumerate(rows)
-    ]
 
 
 def _difference(expected: object, found: object) -> tuple[float, str | None]:

@@ -8,7 +8,7 @@ import os
 import pathlib
 import typing
 import zlib
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ..errors import DamagedFileError, ForeignFileError, InvalidArgumentError, describe_class
 from ..files.document import damage_as, open_regular, read_bytes
@@ -183,7 +183,6 @@ class Initializers:
         self._sizes: dict[str, int] = {}
 
     def check(self, record: dict[str, Any], element: Element, dims: tuple[int, ...], nbytes: int) -> None:
-        """Raise an error if a leaf's record does not match its stored data, before memory is allocated for the leaf."""
         tensor = self._tensor(record)
         if tensor.data_type != element.code or tuple(tensor.dims) != dims or min(dims, default=0) < 0:
             raise self._damaged(record, "has a different type or shape than its metadata")
@@ -201,13 +200,16 @@ class Initializers:
             raise self._damaged(record, f"has {len(tensor.raw_data)} bytes instead of {nbytes}")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Copy the bytes of a leaf's initializer into ``view``."""
         tensor = self._tensor(record)
         if tensor.HasField("data_location") and tensor.data_location == 1:
             path, start, _ = self._place(record, tensor)
             with open_regular(path, failure=DamagedFileError) as file:
                 file.seek(start)
-                checksum = _read(file, view)
+                checksum = 0
+                for begin in range(0, len(view), _PIECE):
+                    piece = view[begin : begin + _PIECE]
+                    file.readinto(piece)
+                    checksum = zlib.crc32(piece, checksum)
         else:
             view[:] = tensor.raw_data
             checksum = zlib.crc32(view)
@@ -215,7 +217,6 @@ class Initializers:
             raise self._damaged(record, "has a wrong checksum")
 
     def strings(self, record: dict[str, Any]) -> list[bytes]:
-        """Return the elements of an initializer that holds strings."""
         found = list(self._tensor(record).string_data)
         if crc_of_strings(found) != record["crc32"]:
             raise self._damaged(record, "has a wrong checksum")
@@ -256,12 +257,3 @@ class Initializers:
     def _damaged(self, record: dict[str, Any], problem: str) -> DamagedFileError:
         model, tensor = self._name, record["name"]
         return DamagedFileError(f"{model} is damaged: {tensor!r} {problem}.")
-
-
-def _read(file: BinaryIO, view: memoryview) -> int:
-    checksum = 0
-    for start in range(0, len(view), _PIECE):
-        piece = view[start : start + _PIECE]
-        file.readinto(piece)  # type: ignore[attr-defined] # every binary file in Python has this method
-        checksum = zlib.crc32(piece, checksum)
-    return checksum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -54,7 +55,6 @@ class OnnxWriter:
         self._outputs: list[Any] = []
 
     def add_structure(self, structure: Structure) -> None:
-        """Add every leaf of a flattened object to the model as an output."""
         self._taken |= {payload.record["name"] for payload in structure.payloads}
         self._taken |= {record["name"] for record in structure.again}
         for payload in structure.payloads:
@@ -85,7 +85,6 @@ class OnnxWriter:
             self.add_output(name, code, payload.dims)
 
     def add_sequence(self, name: str, payloads: Sequence[Payload]) -> None:
-        """Add an output that is a sequence of several leaves."""
         for payload in payloads:
             if payload.record["name"] not in self._payloads:
                 self.add(payload, output=False)
@@ -95,11 +94,9 @@ class OnnxWriter:
         self.add_output(name, _FLOAT if first.cast else first.code, None, sequence=True)
 
     def add_node(self, operator: str, inputs: Sequence[str], output: str, **attributes: Any) -> None:
-        """Add a node with one output to the graph."""
         self._nodes.append(self._onnx.helper.make_node(operator, list(inputs), [output], **attributes))
 
     def add_output(self, name: str, code: int, dims: Sequence[int] | None, *, sequence: bool = False) -> None:
-        """Make a value an output of the graph."""
         # code: the type of the elements, a value of `onnx.TensorProto.DataType`
         # sequence: whether the value is a sequence of tensors; `False` by default
         helper = self._onnx.helper
@@ -107,7 +104,6 @@ class OnnxWriter:
         self._outputs.append(make(name, code, dims))
 
     def model(self, json_: dict[str, Any] | None, content: str) -> onnx.ModelProto:
-        """Return the ``onnx.ModelProto``."""
         # json_: the structure, for the metadata; `None` without one
         if not self._outputs:  # onnxruntime loads no graph without outputs
             record = {"name": unique("nothing", self._taken)}
@@ -154,7 +150,6 @@ class OnnxWriter:
 
 
 def crc_of_strings(strings: Sequence[bytes]) -> int:
-    """Return the checksum of a list of strings, computed with a zero byte after each string."""
     checksum = 0
     for text in strings:
         checksum = zlib.crc32(text + b"\0", checksum)
@@ -181,28 +176,19 @@ def save(
     require_onnx(function)
     with scratch_for(path) as folder:
         written, data = folder / path.name, data_path(folder / path.name, path)
-        if external_data:
-            with open(data, "wb") as external:
-                _write(written, structure, function, content, external, data.name)
-        else:
-            _write(written, structure, function, content, None, "")
+        with contextlib.ExitStack() as stack:
+            external = stack.enter_context(open(data, "wb")) if external_data else None
+            writer = OnnxWriter(function, external=external, location=data.name)
+            writer.add_structure(structure)
+            with open(written, "wb") as file:
+                file.write(writer.model(structure.json, content).SerializeToString())
         size = sum(file.stat().st_size for file in folder.iterdir())
         publish_files(folder, path, data_files_of(path) - {data.name})
     return size
 
 
 def check_size(nbytes: int, function: str, remedy: str) -> None:
-    """Raise an error if this many bytes are too large for one ONNX file."""
     if nbytes > _LARGEST:
         raise InvalidArgumentError(
             f"{function}: {nbytes / 1e9:.1f} GB do not fit into one ONNX file, whose limit is 2 GB; {remedy}."
         )
-
-
-def _write(
-    file: pathlib.Path, structure: Structure, function: str, content: str, external: BinaryIO | None, location: str
-) -> None:
-    writer = OnnxWriter(function, external=external, location=location)
-    writer.add_structure(structure)
-    with open(file, "wb") as opened:
-        opened.write(writer.model(structure.json, content).SerializeToString())

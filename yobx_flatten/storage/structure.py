@@ -11,6 +11,7 @@ initializer is made. The bytes of a payload are read when they are written, one 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
@@ -78,7 +79,6 @@ def flatten_tree(tree: PyTree) -> Structure:
 
 
 def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTree:
-    """Rebuild the object that :func:`flatten_tree` flattened."""
     read: dict[str, Any] = {}
 
     def visit(part: dict[str, Any]) -> Any:
@@ -201,11 +201,9 @@ class Source(Protocol):
     def check(self, record: Record, element: Element, dims: tuple[int, ...], nbytes: int) -> None:
         """Raise an error if a leaf's record does not match its stored data, before memory is allocated for the leaf."""
 
-    def fill(self, record: Record, element: Element, view: memoryview) -> None:
-        """Copy the stored bytes of a leaf into ``view``."""
+    def fill(self, record: Record, element: Element, view: memoryview) -> None: ...
 
-    def strings(self, record: Record) -> list[bytes]:
-        """Return the elements of a leaf that contains strings."""
+    def strings(self, record: Record) -> list[bytes]: ...
 
 
 # -- to a file -------------------------------------------------------------------------------------------------------
@@ -222,7 +220,17 @@ def write_leaf(leaf: object, name: str, *, where: str) -> tuple[Record, Payload 
         written = _write_scalar(leaf, name)
         if written is not None:
             return written
-    return _write_static(leaf, where), None
+    try:
+        return {"leaf": "static", "value": dump_static(leaf, where=where)}, None
+    except StaticDataError as error:
+        found = find_unregistered(leaf, name=where)
+        if found:
+            raise NotRegisteredError(str(found[0])) from error
+        if type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib"):
+            raise InvalidArgumentError(
+                f"{where} is an array of JAX. Store a NumPy array:\n    numpy.asarray(array)"
+            ) from error
+        raise
 
 
 def _write_tensor(leaf: torch.Tensor, name: str, where: str) -> tuple[Record, Payload]:
@@ -256,9 +264,10 @@ def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where
         "shape": list(array.shape),
     }
     plain_class = scalar or type(array) in (numpy.ndarray, numpy.memmap)  # a subclass has more data, such as a mask
-    texts = _texts_of(array) if plain_class and dtype.kind in "UO" else None
-    if texts is not None:
-        return record, Payload(record, STRING, array.shape, 0, _nothing, texts)
+    if plain_class and dtype.kind in "UO":
+        with contextlib.suppress(AttributeError, UnicodeEncodeError):  # an element is not text that UTF-8 can encode
+            texts = [text.encode() for text in array.reshape(-1).tolist()]
+            return record, Payload(record, STRING, array.shape, 0, _nothing, texts)
     if dtype.kind == "U":
         record["text"] = False
     stored = _array_element(dtype)
@@ -295,14 +304,6 @@ def _low_byte_first(dtype: numpy.dtype[Any]) -> numpy.dtype[Any]:
     return dtype.newbyteorder("<") if dtype.byteorder == ">" else dtype
 
 
-def _texts_of(array: numpy.ndarray[Any, Any]) -> list[bytes] | None:
-    """Return the elements of an array of text; ``None`` if an element is not text that UTF-8 can encode."""
-    try:
-        return [text.encode() for text in array.reshape(-1).tolist()]
-    except (AttributeError, UnicodeEncodeError):
-        return None
-
-
 def _write_scalar(leaf: object, name: str) -> tuple[Record, Payload] | None:
     record: Record = {"leaf": type(leaf).__name__, "name": name}
     if isinstance(leaf, str):
@@ -321,20 +322,6 @@ def _write_scalar(leaf: object, name: str) -> tuple[Record, Payload] | None:
     return record, Payload(record, element, dims, len(data), lambda: memoryview(data))
 
 
-def _write_static(leaf: object, where: str) -> Record:
-    try:
-        return {"leaf": "static", "value": dump_static(leaf, where=where)}
-    except StaticDataError as error:
-        found = find_unregistered(leaf, name=where)
-        if found:
-            raise NotRegisteredError(str(found[0])) from error
-        if type(leaf).__module__.partition(".")[0] in ("jax", "jaxlib"):
-            raise InvalidArgumentError(
-                f"{where} is an array of JAX. Store a NumPy array:\n    numpy.asarray(array)"
-            ) from error
-        raise
-
-
 def _dims(element: Element, shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape, 2) if element.pair else tuple(shape)
 
@@ -347,7 +334,6 @@ def _nothing() -> memoryview:
 
 
 def read_leaf(record: Record, source: Source, device: Device) -> Any:
-    """Rebuild a leaf that :func:`write_leaf` stored."""
     kind = record["leaf"]
     if kind == "static":
         return load_trusted(record["value"])

@@ -113,12 +113,10 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def progress(first: str) -> Iterator[Any]:
-    """Show the progress of a command on stderr: a bar on a terminal, elsewhere a line for each step.
-
-    If a step is logged with ``done`` and ``total``, the bar shows both numbers and an estimate of the remaining time.
-    After a step with the finished ``share`` of all work, each step shows the remaining time of the command.
-    """
+    """Show the progress of a command on stderr: a bar on a terminal, elsewhere a line for each step."""
     # yields: a function that shows a step; steps that the package logs are shown automatically
+    # If a step is logged with `done` and `total`, the bar shows both numbers and an estimate of the remaining time.
+    # After a step with the finished `share` of all work, each step shows the remaining time of the command.
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     shown_on = console(stderr=True)

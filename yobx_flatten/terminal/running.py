@@ -68,13 +68,8 @@ def reflow_help(app: typer.Typer) -> None:
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
-def _hide_types_of_flags(command: Any) -> None:
-    """Remove the type ``<bool>``, which typer 0.29 shows for flags, from the help."""
-    for one in (command, *getattr(command, "commands", {}).values()):
-        one.get_params = functools.partial(_without_types, one.get_params)
-
-
 def _without_types(get_params: Callable[[Any], list[Any]], context: typer.Context) -> list[Any]:
+    """Return the parameters of a command without the type ``<bool>``, which typer 0.29 shows for flags in the help."""
     params = get_params(context)
     for param in params:
         if param.param_type_name == "argument":
@@ -94,47 +89,39 @@ def run_app(
 ) -> int:
     """Run one command and return its exit status; the command reads its command-line words from ``context.obj``."""
     with lasting_streams(), terminable():
-        return _run(app, argv, program, expected, is_reporter)
+        import typer
 
+        given = list(sys.argv[1:] if argv is None else argv)
+        fail = functools.partial(
+            explain_failure, debug="--debug" in given, program=program, expected=expected, is_reporter=is_reporter
+        )
+        command: Any = typer.main.get_command(app)
+        for one in (command, *getattr(command, "commands", {}).values()):
+            one.get_params = functools.partial(_without_types, one.get_params)
+        interruption: list[KeyboardInterrupt] = []
+        invoke = command.invoke
 
-def _run(
-    app: typer.Typer,
-    argv: Sequence[str] | None,
-    program: str,
-    expected: tuple[type[Exception], ...],
-    is_reporter: Callable[[], bool],
-) -> int:
-    import typer
+        def invoke_and_notice(context: typer.Context) -> Any:
+            # typer and click catch Ctrl-C, and some of their versions report nothing
+            try:
+                return invoke(context)
+            except KeyboardInterrupt as error:
+                interruption.append(error)
+                raise
 
-    given = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in given
-    fail = functools.partial(explain_failure, debug=debug, program=program, expected=expected, is_reporter=is_reporter)
-    command: Any = typer.main.get_command(app)
-    _hide_types_of_flags(command)
-    interruption: list[KeyboardInterrupt] = []
-    invoke = command.invoke
-
-    def invoke_and_notice(context: typer.Context) -> Any:
-        # typer and click catch Ctrl-C, and some of their versions report nothing
+        command.invoke = invoke_and_notice
+        words = [word for word in given if word != "--debug"]
         try:
-            return invoke(context)
-        except KeyboardInterrupt as error:
-            interruption.append(error)
-            raise
-
-    command.invoke = invoke_and_notice
-    words = [word for word in given if word != "--debug"]
-    try:
-        status = command.main(words, prog_name=program, standalone_mode=False, obj=words)
-    except (Exception, KeyboardInterrupt) as error:
+            status = command.main(words, prog_name=program, standalone_mode=False, obj=words)
+        except (Exception, KeyboardInterrupt) as error:
+            if interruption:
+                return fail(interruption[0])
+            if type(error).__name__ == "NoArgsIsHelpError":  # the message of this error, the help, is printed already
+                return 2
+            return fail(error)
         if interruption:
             return fail(interruption[0])
-        if type(error).__name__ == "NoArgsIsHelpError":  # the message of this error, the help, is printed already
-            return 2
-        return fail(error)
-    if interruption:
-        return fail(interruption[0])
-    return status if isinstance(status, int) else 0
+        return status if isinstance(status, int) else 0
 
 
 class _LastingStream:
@@ -220,7 +207,7 @@ def explain_failure(
 
 
 def interruption_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """Return the ``KeyboardInterrupt`` that caused an error, such as an error of an interrupted import, or ``None``."""
+    """Return the ``KeyboardInterrupt`` that caused an error, such as that of an interrupted import, or ``None``."""
     below = error.__cause__ or error.__context__
     behind = None if below is None else interruption_behind(below)
     return error if isinstance(error, KeyboardInterrupt) else behind
@@ -238,9 +225,22 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
         return REFUSED, _with(line, " ".join(without_cause(error).split()))
     # newer versions of typer contain their own copy of click
     if {base.__name__ for base in type(error).__mro__} & {"ClickException", "TyperException"}:
-        return REFUSED, f"{_click_message(error)} (see --help)"
-    if isinstance(error, OSError) or _is_disk_full(error):
-        return REFUSED, _about_files(error)
+        formatted = getattr(error, "format_message", lambda: str(error))()
+        if (typed := getattr(error, "option_name", None)) and type(error).__name__ == "NoSuchOption":
+            context: Any = getattr(error, "ctx", None)
+            known = [name for one in context.command.params for name in one.opts] if context else []
+            formatted = f"No such option: {typed}.{meant_option(typed, known)}"
+        # newer versions of typer check values with pydantic, which begins with the class of the error
+        message = " ".join(str(formatted).split()).replace(": Value error, ", ": ").rstrip(".")
+        return REFUSED, f"{message} (see --help)"
+    # libraries in C++ and Rust raise their own classes, with the text of the system's error
+    is_disk_full = "No space left on device" in str(error) or "os error 28" in str(error)
+    if isinstance(error, OSError) or is_disk_full:
+        place = getattr(error, "filename", None)
+        if getattr(error, "errno", None) == errno.ENOSPC or is_disk_full:
+            return REFUSED, f"the disk is full{f', writing {place}' if place else ''}; nothing was left behind"
+        reason = getattr(error, "strerror", None) or str(error)
+        return REFUSED, f"{place}: {reason}" if place else str(reason)
     if isinstance(error, MemoryError):
         return REFUSED, "out of memory"
     first = next((line for line in str(error).splitlines() if line.strip()), "no message")
@@ -251,35 +251,12 @@ def _with(line: str, text: str) -> str:
     return f"{text}\n{line}" if line else text
 
 
-def _click_message(error: BaseException) -> str:
-    formatted = getattr(error, "format_message", lambda: str(error))()
-    if (typed := getattr(error, "option_name", None)) and type(error).__name__ == "NoSuchOption":
-        context: Any = getattr(error, "ctx", None)
-        known = [name for one in context.command.params for name in one.opts] if context else []
-        formatted = f"No such option: {typed}.{meant_option(typed, known)}"
-    # newer versions of typer check values with pydantic, which begins with the class of the error
-    return " ".join(str(formatted).split()).replace(": Value error, ", ": ").rstrip(".")
-
-
 def meant_option(typed: str, known: Iterable[str]) -> str:
     """Return "Did you mean ...?" for an option of similar meaning or spelling, or an empty string."""
     names = {name.strip("-"): name for name in known}
     name = typed.strip("-").replace("_", "-")
     close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in names else difflib.get_close_matches(name, names, 1)
     return f" Did you mean {names[close[0]]}?" if close else ""
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    # libraries in C++ and Rust raise their own classes, with the text of the system's error
-    return "No space left on device" in str(error) or "os error 28" in str(error)
-
-
-def _about_files(error: BaseException) -> str:
-    place = getattr(error, "filename", None)
-    if getattr(error, "errno", None) == errno.ENOSPC or _is_disk_full(error):
-        return f"the disk is full{f', writing {place}' if place else ''}; nothing was left behind"
-    reason = getattr(error, "strerror", None) or str(error)
-    return f"{place}: {reason}" if place else str(reason)
 
 
 class Terminated(KeyboardInterrupt):

@@ -110,13 +110,13 @@ def written(monkeypatch):
     def write(traced, path, *, backend, in_place, quantized):
         found.append((backend, in_place))
         path.write_text("file", encoding="utf-8")
-        return runtimes.Written(64, ["past_key_values.0.key"] if in_place else [])
+        return 64, ["past_key_values.0.key"] if in_place else []
 
     def replayed(job, *, trust=False, more=()):
         difference = 1.0 if found[-1] in differing else 1e-6
         job.report.cases.append(CaseResult("the example", "executorch", 1, {"logits": difference}, 0.0))
 
-    monkeypatch.setattr(write, "require_executorch", lambda caller: None)
+    monkeypatch.setattr(runtimes, "require_executorch", lambda caller: None)
     monkeypatch.setattr(runtimes, "write_pte", write)
     monkeypatch.setattr(runtimes._Job, "replay", replayed)
     return found, differing

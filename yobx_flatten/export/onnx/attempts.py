@@ -49,8 +49,6 @@ _SEVERAL_ROWS = (
 
 @dataclasses.dataclass(frozen=True)
 class _Attempt:
-    """One variant of the file to try."""
-
     opset: int | None  # version of ONNX's operators; `None` for the exporter's own choice
     fuse: bool  # whether attention is one operator that takes the cache
     share: bool = False  # whether it is onnxruntime's attention operator
@@ -131,7 +129,6 @@ def _written(
     quantization: Quantization | None,
     translations: Mapping[Any, Callable[..., Any]] | None,
 ) -> torch.onnx.ONNXProgram:
-    """Convert a program and write the file."""
     traced = source.traced
     with report.timed("convert"):
         converted = convert(
@@ -163,13 +160,7 @@ def _attempts(opset_version: int | None) -> list[_Attempt]:
 
 
 def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
-    """Store relations between input sizes as metadata of an ONNX file, since ONNX cannot assert them; return notes.
-
-    The upper bounds of the caller are left out, since the ONNX file accepts any length. An inequality is kept only if
-    it decides which branch the model's code takes: one about a quotient or a remainder, or about a single size. Other
-    inequalities only exclude sizes of 1, which the file accepts. An inequality is also left out if a test case violates
-    it, or if the program computes correct results for sizes that violate it.
-    """
+    """Store relations between input sizes as metadata of an ONNX file, since ONNX cannot assert them; return notes."""
     example, traced = source.example, source.traced
     fix_sizes(model, traced.unasserted)
     try:
@@ -182,10 +173,13 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     others = OtherSizes(example, traced, signature)
 
     def decides(one: Expression) -> bool:
+        # no test case violates the inequality, and the program is wrong for sizes that violate it
         # cases whose sizes are unknown are skipped
         known = (sizes for sizes in replayed if names_in(one) <= sizes.keys())
         return all(holds(one, sizes) for sizes in known) and not others.are_right_without(one)
 
+    # An inequality is kept only if it decides which branch the model's code takes: one about a quotient or a remainder,
+    # or about a single size. Other inequalities only exclude sizes of 1, which the file accepts.
     kept = [
         one
         for one in signature.relations
@@ -197,16 +191,15 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
     # for a mask over past and new tokens, torch requires at least 2 + 2 columns, but one token of each is also correct
     least = {name: size for name, size in least.items() if size > bound_by_sums(name, signature.relations)}
     least = {name: size for name, size in least.items() if decides(("<=", size, name))}
+    # without the upper bounds of the caller, since the ONNX file accepts any length
     stated = dataclasses.replace(signature, largest={}, smallest=least, relations=kept)
     if not shared:  # a shared cache has room for more tokens than it contains
         model.metadata_props[KEY] = stated.to_json()
-    return _notes(refuse_sizes(model, stated, traced.largest))
-
-
-def _notes(refused: Sequence[str]) -> list[str]:
-    shortest = sorted(refused, key=len)
-    found = [*shortest[:_SHOWN], *([f"and {len(shortest) - _SHOWN} more"] if len(shortest) > _SHOWN else [])]
-    return [f"the model's code fixes sizes; the file refuses other sizes: {', '.join(found)}."] * bool(found)
+    refused = sorted(refuse_sizes(model, stated, traced.largest), key=len)
+    if not refused:
+        return []
+    shown = ", ".join([*refused[:_SHOWN], *([f"and {len(refused) - _SHOWN} more"] if len(refused) > _SHOWN else [])])
+    return [f"the model's code fixes sizes; the file refuses other sizes: {shown}."]
 
 
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:

@@ -64,8 +64,6 @@ class NodeDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """The result of :func:`compare_nodes`: how many values were compared, and the first node that differs."""
-
     values: int
     first: NodeDifference | None  # `None` if no node differs
 
@@ -98,7 +96,6 @@ class _Values:
         self._outputs = [value.name for value in graph.output]
 
     def run(self, names: Sequence[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the file, and return the named values of its graph."""
         import onnx
         import onnxruntime
 

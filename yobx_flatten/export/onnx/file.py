@@ -20,7 +20,6 @@ from ...files.document import data_files_of
 from ...files.scratch import data_path, move_in, publish_files, scratch_for
 from ...huggingface.cache_names import CACHE, PRESENT
 from ...huggingface.layer_weights import Reader
-from ...private_names.of_torch import OpOverload
 from ...runners.adapters import FIRST
 from ..flat_program import decompose_untranslated, flat_program
 from .rewrite.attention import fuse_attention, put_tokens_first
@@ -36,7 +35,6 @@ LARGE = 2**28
 
 
 def check_opset(opset_version: int | None) -> None:
-    """Refuse an ONNX opset version that the installed onnx does not have, before anything is traced."""
     if opset_version is None:
         return
     if type(opset_version) is not int or opset_version < 18:
@@ -52,16 +50,6 @@ def check_opset(opset_version: int | None) -> None:
             f"opset_version={opset_version}: the installed onnx has operators up to version {newest}. Pass None to "
             "let the exporter choose the version."
         )
-
-
-def check_translations(translations: Mapping[Any, Callable[..., Any]] | None) -> None:
-    """Refuse translations whose keys are not torch operators, or whose values are not functions."""
-    for operator, function in (translations or {}).items():
-        if not isinstance(operator, OpOverload) or not callable(function):
-            raise InvalidArgumentError(
-                f"translations: expected a dict from operators to functions, found {function!r} for {operator!r}:\n"
-                "    translations={torch.ops.mine.twice.default: twice}"
-            )
 
 
 def convert(
@@ -185,11 +173,9 @@ class UnprovenFile:
         return size
 
     def publish(self) -> None:
-        """Rename the file to its final name, replacing a former file and its weights."""
         publish_files(self.folder, self.target, data_files_of(self.target) - data_files_of(self.path))
 
     def keep(self, folder: pathlib.Path) -> pathlib.Path:
-        """Move the file to a folder for inspection; return the path."""
         move_in(self.folder, folder)
         return folder / self.path.name
 

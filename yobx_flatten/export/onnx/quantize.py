@@ -67,7 +67,6 @@ class QuantizedWeights:
         return max(self.blocks, key=self.blocks.__getitem__, default=0)
 
     def add(self, value: Any, nbytes: int, kept_bits: int | None = None) -> None:
-        """Add one quantized matrix to the counts."""
         # nbytes: size with scales and zero points
         # kept_bits: bits of the original integers, if the matrix is stored as these
         self.count += 1
@@ -94,10 +93,8 @@ def quantize_graph(
     splits: InputSplits | None = None,
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
-    """Replace the weights of all linear layers in a graph by weights that are quantized when they are written.
-
-    A matrix whose values are already integers times scales keeps its integers, if they fit into the requested bits.
-    """
+    """Replace the weights of all linear layers in a graph by weights that are quantized when they are written."""
+    # a matrix whose values are already integers times scales keeps its integers, if they fit into the requested bits
     # bits: bits by role; the bits of the quantization for all other roles
     # grids: caches the search for matrices that are integers with scales already
     # rounded: matrices that were rounded with a calibration text
@@ -215,7 +212,6 @@ def quantize_model(
 def remark_quantized(
     found: QuantizedWeights, quantization: Quantization, report: ExportReport, bits: Bits | None = None
 ) -> None:
-    """Note in a report how weights were stored."""
     if quantization.weights == "keep":
         report.remark(
             f"{found.count} weights are stored as their original integers, {found.bytes / 1e6:.2f} MB instead of "
@@ -337,13 +333,19 @@ class Products:
         self._inputs = SplitInputs(splits)
 
     def replace(self, node: Any, stored: StoredMatrix, weight: tuple[Any, bool], *, rounds_inputs: bool) -> None:
-        """Replace a ``MatMul`` or ``Gemm`` by a product with a quantized matrix."""
         # weight: the unquantized matrix, and whether it is transposed
         import onnx_ir as ir
 
         sizes = {"K": stored.rows, "N": stored.columns, "bits": stored.bits, "block_size": stored.block_size}
         x = node.inputs[0]
-        rounds_inputs = rounds_inputs or not _takes_floats(x, stored)
+        # a product can keep its inputs in float if they are float32, and their size is a multiple of the block
+        rounds_inputs = (
+            rounds_inputs
+            or stored.parts[1].const_value.dtype.name != "FLOAT"
+            or x.shape is None
+            or len(x.shape) < 2
+            or stored.rows % stored.block_size != 0
+        )
         split = None if rounds_inputs else self._inputs.of(x)
         sizes["accuracy_level"] = _FLOATS if stored.bits == 4 and not rounds_inputs and split is None else _INTEGERS
         made: list[Any] = []
@@ -409,12 +411,6 @@ class Products:
         total = ir.node("ReduceSum", [cut[-1].outputs[0], last.outputs[0]], {"keepdims": 0})
         self._sums[key] = total.outputs[0]
         return [*cast, *cut, last, total]
-
-
-def _takes_floats(x: Any, stored: StoredMatrix) -> bool:
-    """Return whether a product can keep its inputs in float: float32 inputs whose size is a multiple of the block."""
-    is_float = stored.parts[1].const_value.dtype.name == "FLOAT"
-    return is_float and x.shape is not None and len(x.shape) > 1 and stored.rows % stored.block_size == 0
 
 
 def share_table(value: Any, stored: StoredMatrix) -> bool:

@@ -155,7 +155,6 @@ def _measured(
     report: ExportReport,
     known: list[Texts],
 ) -> Quality:
-    """Write a model to a separate file, and measure that file."""
     # known: losses and logits of the model on the text; the first call fills the list, so that later calls reuse it
     trial = UnprovenFile(file.target, file.folder / "trial")
     trial.folder.mkdir()
@@ -255,7 +254,6 @@ class _Group:
     moments: torch.Tensor | None = None  # sum of the second moments of the inputs on the calibration text
 
     def add(self, other: _Group) -> None:
-        """Add the matrices of another group."""
         self.nodes += other.nodes
         self.weights |= other.weights
         self.inputs |= other.inputs
@@ -296,8 +294,9 @@ def _with_moments(
     }
     done: list[_Group] = []
     if calls is not None and sizes:
+        cases, tokens = calls
         missing = dict.fromkeys(sizes)
-        for name, moments in input_moments(file, sizes, calls.cases, source.example.names, calls.tokens):
+        for name, moments in input_moments(file, sizes, cases, source.example.names, tokens):
             group = names[name]
             group.moments = moments if group.moments is None else group.moments + moments
             del missing[name]

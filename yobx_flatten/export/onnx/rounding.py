@@ -58,7 +58,6 @@ class _Form:
 
     @property
     def most(self) -> int:
-        """The largest integer."""
         return int(2**self.bits - 1)
 
     def fit(self, block: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,7 +76,8 @@ class _Form:
         for shrink in _SHRINKS[self.bits]:
             middle, half = (low + high) / 2, (high - low) / 2 * shrink
             first = middle - half if self.is_lowest else low * shrink
-            scale = self._short(2 * half / self.most)
+            scale = (2 * half / self.most).to(self.scales).float()
+            scale = torch.where(scale > 0, scale, torch.ones_like(scale))
             if self.is_even:
                 offset = torch.full_like(scale, 2 ** (self.bits - 1))
             elif self.is_lowest:
@@ -88,21 +88,14 @@ class _Form:
             best = [torch.where(made[0] < best[0], *pair) for pair in zip(made, best, strict=True)] if best else made
         return best[1], best[2], best[0]
 
-    def _short(self, scale: torch.Tensor) -> torch.Tensor:
-        scale = scale.to(self.scales).float()
-        return torch.where(scale > 0, scale, torch.ones_like(scale))
-
     def numbers(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        """Return the integers that are nearest to weights, for a scale and an offset."""
         steps = (weights - offset) / scale if self.is_lowest else weights / scale + offset
         return steps.round_().clamp_(0, self.most)
 
     def near(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        """Return the values nearest to ``weights`` that integers with this scale and offset represent."""
         return self.value(self.numbers(weights, scale, offset), scale, offset)
 
     def value(self, numbers: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        """Return the weights that integers with this scale and offset represent."""
         return numbers * scale + offset if self.is_lowest else (numbers - offset) * scale
 
 
@@ -136,7 +129,12 @@ def round_with_feedback(
             errors[row] = (block[row] - form.value(found, scale, offset)) / inside[row, row]
             block[row + 1 :].addr_(inside[row, row + 1 :], errors[row], alpha=-1)
         weights[end:].addmm_(following[start:end, end:].T, errors, alpha=-1)
-    return _grid(form, numbers, parts, block_size)
+    scales, offsets = (torch.stack(one, 1) for one in zip(*parts, strict=True))
+    held = numbers.T.reshape(columns, -1, block_size).contiguous().numpy()
+    steps = scales.to(form.scales).numpy()
+    if form.is_lowest:
+        return WeightGrid(form.bits, held, steps, lowest=offsets.half().numpy())
+    return WeightGrid(form.bits, held, steps, zeros=None if form.is_even else offsets.to(torch.uint8).numpy())
 
 
 def _following(moments: torch.Tensor) -> torch.Tensor:
@@ -170,15 +168,6 @@ def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, d
     return lowest if errors[0] > errors[1] * 4.0**more else whole  # each bit divides the squared error by four
 
 
-def _grid(form: _Form, numbers: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]], size: int) -> WeightGrid:
-    scales, offsets = (torch.stack(one, 1) for one in zip(*parts, strict=True))
-    held = numbers.T.reshape(numbers.shape[1], -1, size).contiguous().numpy()
-    steps = scales.to(form.scales).numpy()
-    if form.is_lowest:
-        return WeightGrid(form.bits, held, steps, lowest=offsets.half().numpy())
-    return WeightGrid(form.bits, held, steps, zeros=None if form.is_even else offsets.to(torch.uint8).numpy())
-
-
 logger = logging.getLogger("yobx_flatten")
 
 RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]
@@ -195,6 +184,7 @@ def round_by_text(
     calls = rounding_calls(source.example, quantization)
     if calls is None:
         return {}
+    cases, tokens = calls
     wanted: dict[str, dict[tuple[str, bool], Any]] = {}
     sizes: dict[str, int] = {}
     for node, (value, transposed) in products:
@@ -212,19 +202,11 @@ def round_by_text(
         return {}
     found, names = RoundedMatrices(), source.example.names
     logger.info("reading what %d products multiply", len(sizes), extra=STEP)
-    for name, moments in input_moments(file, sizes, calls.cases, names, calls.tokens):
-        found |= _rounded(wanted[name], moments, quantization)
-    return found
-
-
-def _rounded(
-    matrices: dict[tuple[str, bool], Any], moments: torch.Tensor, quantization: Quantization
-) -> RoundedMatrices:
-    found, bits = RoundedMatrices(), quantization.bits
-    block_size = quantization.block_for(bits, len(moments))
-    for key, value in matrices.items():
-        weights = read_matrix(value, key[1])
-        found[key] = round_with_feedback(weights, moments, block_size, weights.dtype, bits)
+    for name, moments in input_moments(file, sizes, cases, names, tokens):
+        block_size = quantization.block_for(quantization.bits, len(moments))
+        for key, value in wanted[name].items():
+            weights = read_matrix(value, key[1])
+            found[key] = round_with_feedback(weights, moments, block_size, weights.dtype, quantization.bits)
     return found
 
 
@@ -353,6 +335,7 @@ def input_splits(
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:
         return {}
+    cases, tokens = calls
     sizes = {}
     for node, (value, transposed) in products:
         x, size = node.inputs[0], int(value.const_value.shape[1 if transposed else 0])
@@ -361,7 +344,7 @@ def input_splits(
             sizes[x.name] = size
     logger.info("reading what %d products multiply", len(sizes), extra=STEP)
     rows: dict[str, list[torch.Tensor]] = {name: [] for name in sizes}
-    for read in read_inputs(file, sizes, calls.cases, source.example.names, calls.tokens):
+    for read in read_inputs(file, sizes, cases, source.example.names, tokens):
         for name, found in read.items():
             rows[name].append(found)
     if not any(rows.values()):

@@ -40,14 +40,12 @@ if TYPE_CHECKING:
 def refuse_sizes(
     model: ir.Model, signature: Signature, largest: Mapping[tuple[str, int], int] = types.MappingProxyType({})
 ) -> list[str]:
-    """Make an ONNX graph fail for input sizes that its exported program refuses.
-
-    Relations between sums of sizes are left out, since operators that concatenate tokens check these sizes. Relations
-    with the size of a cache are left out, since cache memory that is shared between calls is longer than its contents.
-    """
+    """Make an ONNX graph fail for input sizes that its exported program refuses; return the relations as texts."""
     # largest: upper bounds by input and axis, above which the model's code takes another branch
+    # without the size of a cache, since cache memory that is shared between calls is longer than its contents
     places = {name: place for name, place in place_of_sizes(signature).items() if not place[0].startswith(CACHE)}
     inputs = {value.name: value for value in model.graph.inputs}
+    # without sums of sizes, which operators that concatenate tokens check
     refused = [
         one
         for one in signature.relations

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StoredMatrix:
-    """A quantized matrix in a graph."""
-
     bits: int
     block_size: int  # number of weights that share a scale
     rows: int  # number of inputs
@@ -122,7 +120,6 @@ class Grids:
         self._known: dict[tuple[str, bool], WeightGrid | None] = {}
 
     def find(self, value: Any, *, transposed: bool) -> WeightGrid | None:
-        """Return integers and scales that reproduce a weight; ``None`` if there are none."""
         key = value.name, transposed
         if key not in self._known:
             array = value.const_value.numpy()
@@ -132,7 +129,6 @@ class Grids:
         return self._known[key]
 
     def is_exact(self, value: Any, bits: int, *, transposed: bool) -> bool:
-        """Return whether integers of at most ``bits`` bits reproduce a weight."""
         grid = self.find(value, transposed=transposed)
         return grid is not None and grid.bits <= bits
 
@@ -153,7 +149,15 @@ def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool)
     offsets = None
     if grid.lowest is not None:
         held.append(new_value(graph, f"{name}_lowest", ir.tensor(grid.lowest)))
-        offsets = block_offsets(graph, held[-1], held[1], grid.middle)
+        # weights `(number - middle) * scale` need the offset `lowest + middle * scale`, in float32
+        first = graph[0]
+        middle = ir.node("Constant", [], {"value": ir.tensor(float(grid.middle), dtype=ir.DataType.FLOAT)})
+        graph.insert_before(first, middle)
+        lowest, scales = (cast_value(graph, value, ir.DataType.FLOAT) for value in (held[-1], held[1]))
+        times = ir.node("Mul", [scales, middle.outputs[0]])
+        total = ir.node("Add", [lowest, times.outputs[0]])
+        graph.insert_before(first, [times, total])
+        offsets = total.outputs[0]
     nbytes = sum(one.const_value.nbytes for one in held)
     columns, blocks, size = grid.numbers.shape
     return StoredMatrix(grid.bits, size, blocks * size, columns, parts, nbytes, offsets, is_half)
@@ -169,20 +173,6 @@ def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
     graph.insert_before(graph[0], cast)
     cast.outputs[0].dtype, cast.outputs[0].shape = dtype, value.shape
     return cast.outputs[0]
-
-
-def block_offsets(graph: Any, lowest: Any, scales: Any, number: int) -> Any:
-    """Return the offset ``lowest + middle * scale`` of weights ``(number - middle) * scale``, in float32."""
-    import onnx_ir as ir
-
-    first = graph[0]
-    middle = ir.node("Constant", [], {"value": ir.tensor(float(number), dtype=ir.DataType.FLOAT)})
-    graph.insert_before(first, middle)
-    wide = [cast_value(graph, value, ir.DataType.FLOAT) for value in (lowest, scales)]
-    times = ir.node("Mul", [wide[1], middle.outputs[0]])
-    plus = ir.node("Add", [wide[0], times.outputs[0]])
-    graph.insert_before(first, [times, plus])
-    return plus.outputs[0]
 
 
 # Multiply with a matrix in 8 bits at nearly the precision of float inputs.

@@ -89,11 +89,7 @@ def _transposed(tensor: ir.TensorProtocol, order: list[int]) -> ir.TensorProtoco
 
 
 def write_weights(model: ir.Model, path: pathlib.Path) -> None:
-    """Write the weights of a model to their own file, one by one; the model then refers to this file.
-
-    Large weights begin at a page boundary, so that they can be mapped. Progress is logged with bytes ``done`` and
-    ``total``.
-    """
+    """Write the weights of a model to their own file, one by one; the model then refers to this file."""
     import onnx_ir as ir
 
     held = [(value, tensor) for value in model.graph.initializers.values() if (tensor := value.const_value) is not None]
@@ -105,7 +101,7 @@ def write_weights(model: ir.Model, path: pathlib.Path) -> None:
         for _, tensor in held:
             logger.info(shown, extra={**STEP, "done": done, "total": total})
             if id(tensor) not in places:
-                if tensor.nbytes >= _PAGE:
+                if tensor.nbytes >= _PAGE:  # large weights begin at a page boundary, so that they can be mapped
                     file.seek(-file.tell() % _PAGE, 1)
                 offset = file.tell()
                 tensor.tofile(file) if hasattr(tensor, "tofile") else file.write(tensor.tobytes())
@@ -160,7 +156,6 @@ class WeightGrid:
 
     @property
     def block_size(self) -> int:
-        """Number of weights that share a scale."""
         return int(self.numbers.shape[2])
 
     @property
@@ -179,7 +174,6 @@ class WeightGrid:
         return _pairs(numpy.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2)))) if self.bits == 4 else zeros
 
     def weights(self) -> Floats:
-        """Return the matrix that the integers and scales represent, in float32."""
         scales = self.scales[..., None].astype(numpy.float32)
         if self.lowest is not None:
             found = self.numbers * scales + self.lowest[..., None].astype(numpy.float32)

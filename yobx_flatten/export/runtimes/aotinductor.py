@@ -29,7 +29,6 @@ from ..traced import Traced
 
 
 def check_compiler(caller: str) -> None:
-    """Check that there is a C++ compiler."""
     if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")):
         raise MissingDependencyError(
             f"{caller} needs a C++ compiler, and found no g++, clang++ or cl. Install one, or set its path:\n    apt "
@@ -38,7 +37,6 @@ def check_compiler(caller: str) -> None:
 
 
 def write_package(traced: Traced, path: pathlib.Path) -> None:
-    """Compile a program to an AOTInductor package. Needs ``register_flattening_functions``."""
     program = flat_program(traced.program)
     _compiled(program, _signature(traced, program), path)
 
@@ -117,7 +115,7 @@ def with_buffers(
         _write_in_place(graph, nodes[name], cats[name], past)
     others = [name for name in outputs if name not in {presents[one] for one in kept}]
     last.args = (tuple(returned[name] for name in others),)
-    graph.eliminate_dead_code(is_impure_node=_is_written)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.is_impure() or node.target is aten.copy_.default)
     graph.set_codegen(torch.fx.graph.CodeGen())
     flat = torch.fx.GraphModule(module, graph)  # without the input checks of `module`
     example = dict(zip(inputs, program.example_inputs[0], strict=True))
@@ -153,15 +151,9 @@ def _write_in_place(graph: torch.fx.Graph, buffer: torch.fx.Node, cat: torch.fx.
     cat.replace_all_uses_with(both, delete_user_cb=lambda user: user.op != "output")
 
 
-def _is_written(node: torch.fx.Node) -> bool:
-    return node.is_impure() or node.target is aten.copy_.default
-
-
 def transposed_weights(program: ExportedProgram) -> ExportedProgram:
-    """Return a program that stores float32 weights of matrix products transposed; the graph is changed in place.
-
-    A product with a single row is faster with transposed weights.
-    """
+    """Return a program that stores float32 weights of matrix products transposed; the graph is changed in place."""
+    # a product with a single row is faster with transposed weights
     state = dict(program.state_dict)
     for names in _shared(program):
         targets = [program.graph_signature.inputs_to_parameters[node.name] for node in names]
@@ -253,9 +245,13 @@ def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[s
 
 def _call_without(empty: str, given: Mapping[str, int], signature: Signature, example: _Shapes) -> _Shapes | None:
     """Return input shapes that the signature accepts, with one size 0; ``None`` if there are none."""
-    for sizes in _nearby({**given, empty: 0}, empty):
+    sizes = {**given, empty: 0}
+    likely = {first + sign * second for first in sizes.values() for second in sizes.values() for sign in (1, -1)}
+    others = [{name: other} for name in sizes if name != empty for other in sorted(likely) if other > 0]
+    for changed in ({}, *others):
+        near = {**sizes, **changed}
         shapes = {
-            name: tuple(_value(size, sizes, one) for size, one in zip(of, example[name], strict=True))
+            name: tuple(_value(size, near, one) for size, one in zip(of, example[name], strict=True))
             for name, _, of in signature.inputs
         }
         try:
@@ -264,15 +260,6 @@ def _call_without(empty: str, given: Mapping[str, int], signature: Signature, ex
             continue
         return shapes
     return None
-
-
-def _nearby(sizes: Mapping[str, int], kept: str) -> Iterator[Mapping[str, int]]:
-    yield sizes
-    likely = {first + sign * second for first in sizes.values() for second in sizes.values() for sign in (1, -1)}
-    for name in sizes:
-        for other in sorted(likely):
-            if other > 0 and name != kept:
-                yield {**sizes, name: other}
 
 
 def _value(size: Size, sizes: Mapping[str, int], example: int) -> int:
@@ -298,8 +285,13 @@ def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
         return not isinstance(result_or(run, lambda error: error), Exception)  # operators raise many classes of errors
 
 
-def _storing_tails(aggregate: Callable[..., None]) -> Callable[..., None]:
-    """Return an ``aggregate_reduction_buffers`` that keeps the last block of a tiled reduction within its output."""
+@functools.cache  # several threads share one patch
+def whole_tails() -> AbstractContextManager[None]:
+    """Return a ``with`` block in which inductor does not write past the end of a tiled reduction."""
+    kernels, name = cpp_kernels(), "aggregate_reduction_buffers"
+    if kernels is None or name not in vars(kernels):
+        return nullcontext()  # another version of torch; the replay shows whether the file is right
+    aggregate: Callable[..., None] = vars(kernels)[name]
 
     @functools.wraps(aggregate)
     def aggregate_reduction_buffers(self: Any, is_inner_only: bool, outer: Any) -> None:
@@ -310,13 +302,4 @@ def _storing_tails(aggregate: Callable[..., None]) -> Callable[..., None]:
             is_inner_only = is_inner_only or any(loop.is_reduction for loop in inside)
         aggregate(self, is_inner_only, outer)
 
-    return aggregate_reduction_buffers
-
-
-@functools.cache  # several threads share one patch
-def whole_tails() -> AbstractContextManager[None]:
-    """Return a ``with`` block in which inductor does not write past the end of a tiled reduction."""
-    kernels, name = cpp_kernels(), "aggregate_reduction_buffers"
-    if kernels is None or name not in vars(kernels):
-        return nullcontext()  # another version of torch; the replay shows whether the file is right
-    return AttributePatch(kernels, name, _storing_tails(vars(kernels)[name]))
+    return AttributePatch(kernels, name, aggregate_reduction_buffers)

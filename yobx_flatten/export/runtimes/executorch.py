@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
 
-from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError
+from ...errors import DynamicShapesError, FlattenError
 from ...errors.failures import first_line, raised_as
 from ...registry.patches import AttributePatch
 from ...runners.executorch_runner import METHOD, ROWS, SIGNATURE
@@ -27,20 +26,7 @@ Backend = Literal["auto", "xnnpack", "portable"]
 """Kernels of ExecuTorch: ``"auto"`` takes XNNPACK's if the file passes its checks with them, else portable ones."""
 
 
-def check_backend(backend: str, *, quantized: bool) -> None:
-    """Refuse an ExecuTorch backend that is not known, or that cannot run quantized weights."""
-    known = get_args(Backend)
-    if backend not in known:
-        raise InvalidArgumentError(f"backend must be one of {', '.join(map(repr, known))}, found {backend!r}.")
-    if quantized and backend == "portable":  # ExecuTorch 1.5 has no portable kernel for the operators of torchao
-        raise InvalidArgumentError(
-            'backend="portable" contradicts quantize=: only XNNPACK has kernels for quantized weights. Leave quantize= '
-            'out, or take\n    backend="xnnpack"'
-        )
-
-
 def check_bounds(signature: Signature) -> None:
-    """Refuse a program with a dynamic size that has no upper bound."""
     free = [
         f"{name} axis {axis}"
         for name, _, sizes in signature.inputs
@@ -54,18 +40,13 @@ def check_bounds(signature: Signature) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """A written ExecuTorch file: its planned memory, and the cache inputs that are updated in place."""
-
-    planned_bytes: int
-    in_place: list[str]  # names of the cache inputs
-
-
-def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend, in_place: bool, quantized: bool) -> Written:
+def write_pte(
+    traced: Traced, path: pathlib.Path, *, backend: Backend, in_place: bool, quantized: bool
+) -> tuple[int, list[str]]:
     """Lower a program to ExecuTorch and write the file. Needs ``register_flattening_functions``."""
     # in_place: whether the file writes a growing cache in place; else calls take and return the cache
     # quantized: whether the export was asked for quantized weights
+    # returns: the bytes of planned memory, and the names of the cache inputs that are updated in place
     signature = signature_of(traced, ("executorch",))
     check_bounds(signature)
 
@@ -106,7 +87,7 @@ def write_pte(traced: Traced, path: pathlib.Path, *, backend: Backend, in_place:
         raise FlattenError(f"ExecuTorch cannot run the program. {_without_kernel(', '.join(missing))}")
     with path.open("wb") as file:
         made.write_to_file(file)
-    return Written(int(sum(plan.non_const_buffer_sizes)), [] if rows is None else [*rows.in_place])
+    return int(sum(plan.non_const_buffer_sizes)), [] if rows is None else [*rows.in_place]
 
 
 def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:

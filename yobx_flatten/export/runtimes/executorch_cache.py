@@ -75,7 +75,10 @@ def with_row_buffers(
     others = [name for name in outputs if name not in {presents[one] for one in kept}]
     last.args = (tuple(returned[name] for name in others),)
     for name in kept:
-        _without_reads(graph, nodes[name], past)
+        for user in list(nodes[name].users):
+            if user.target is aten.sym_size.int and user.args[1] in (0, 2):  # one row, whose tokens are counted
+                user.replace_all_uses_with(past if user.args[1] == 2 else 1)
+                graph.erase_node(user)
     graph.eliminate_dead_code()
     graph.set_codegen(torch.fx.graph.CodeGen())
     flat = torch.fx.GraphModule(module, graph)  # without the input checks of `module`
@@ -176,14 +179,6 @@ def _attend(
         scale,
     )
     return found.reshape(1, heads, new, size)  # type: ignore[no-any-return] # operators are untyped
-
-
-def _without_reads(graph: torch.fx.Graph, buffer: torch.fx.Node, past: torch.fx.Node) -> None:
-    """Replace sizes of a cache input by the number of its tokens for one row."""
-    for user in list(buffer.users):
-        if user.target is aten.sym_size.int and user.args[1] in (0, 2):
-            user.replace_all_uses_with(past if user.args[1] == 2 else 1)  # type: ignore[arg-type] # fx accepts a number
-            graph.erase_node(user)
 
 
 def _axes_of_rows(

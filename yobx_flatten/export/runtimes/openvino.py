@@ -30,7 +30,6 @@ from ..traced import Traced
 
 
 def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None:
-    """Convert a program to OpenVINO and write the files. Needs ``register_flattening_functions``."""
     # the program is converted from ONNX: OpenVINO 2026.4 cannot convert `sym_min`, which sliding layers use
     with _converted(traced, example, path) as model:
         _save(model, traced, path)

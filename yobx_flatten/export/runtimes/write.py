@@ -22,6 +22,7 @@ from ...errors.failures import STEP, first_line, format_bytes, result_or
 from ...errors.tried_versions import naming_untried_versions
 from ...huggingface.cache_names import CACHE
 from ...huggingface.decoders import SlidingDecoder, counts_by_itself, why_not_sliding
+from ...private_names.of_torch import OpOverload
 from ...runners.adapters import Adapter
 from ...runners.executorch_runner import require_executorch
 from ...runners.in_place import CheckedRunner
@@ -32,7 +33,7 @@ from ...runners.ports import check_cache_outputs
 from ..example import Example, make_example
 from ..model_facts import ModelFacts, memory_available
 from ..onnx.attempts import write_proven
-from ..onnx.file import UnprovenFile, check_opset, check_translations, unproven_file
+from ..onnx.file import UnprovenFile, check_opset, unproven_file
 from ..onnx.quantized import quantize_file
 from ..proof.eager_runs import Case, clone, written_parameters
 from ..proof.quality import Quality
@@ -43,7 +44,7 @@ from ..source import Source, replay_file, traced_example
 from ..traced import RETURN_THE_CACHE, Traced, trace
 from . import openvino
 from .aotinductor import check_compiler, write_package, write_package_in_place
-from .executorch import Backend, Written, check_backend, write_pte
+from .executorch import Backend, write_pte
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -54,8 +55,6 @@ CacheForm = Literal["in_place", "returned"]
 
 @dataclasses.dataclass(frozen=True)
 class FileOptions:
-    """The options for writing a file of one runtime."""
-
     runtime: str  # one of `open.RUNTIMES`, except `"torch"`
     path: pathlib.Path
     caller: str  # the function that the user called, for messages
@@ -81,11 +80,24 @@ class FileOptions:
                 f"keep_failed={os.fspath(folder)!r} is the folder of the file itself: a failed file would replace a "
                 "good one. Name another folder."
             )
-        check_backend(self.backend, quantized=self.quantize is not None)
+        if self.backend not in get_args(Backend):
+            known = ", ".join(map(repr, get_args(Backend)))
+            raise InvalidArgumentError(f"backend must be one of {known}, found {self.backend!r}.")
+        if self.quantize is not None and self.backend == "portable":
+            # ExecuTorch 1.5 has no portable kernel for the operators of torchao
+            raise InvalidArgumentError(
+                'backend="portable" contradicts quantize=: only XNNPACK has kernels for quantized weights. Leave '
+                'quantize= out, or take\n    backend="xnnpack"'
+            )
         quantization = choose_quantization(self.quantize, facts, self.caller, self.runtime)
         is_onnx = self.runtime == "onnxruntime"
         check_opset(self.opset_version)
-        check_translations(self.translations)
+        for operator, function in (self.translations or {}).items():
+            if not isinstance(operator, OpOverload) or not callable(function):
+                raise InvalidArgumentError(
+                    f"translations: expected a dict from operators to functions, found {function!r} for {operator!r}:\n"
+                    "    translations={torch.ops.mine.twice.default: twice}"
+                )
         if self.cache not in get_args(CacheForm):
             raise InvalidArgumentError(f'cache must be "in_place" or "returned", found {self.cache!r}.')
         if is_onnx and proof != "none" and folder is None:
@@ -96,7 +108,6 @@ class FileOptions:
         return dataclasses.replace(self, quantize=quantization)
 
     def check_example(self, example: Example) -> None:
-        """Refuse an example without data, and a calibration text that the model cannot read."""
         if example.no_data:
             without = "; export_program works without." if self.caller == "export_onnx" else "."
             raise InvalidArgumentError(
@@ -110,15 +121,8 @@ class FileOptions:
         assert not isinstance(self.quantize, str)
         return self.quantize
 
-    def check_suffix(self) -> None:
-        """Refuse a path without the file suffix of the runtime."""
-        suffix = RUNTIMES[self.runtime][0]
-        if self.path.suffix != suffix:
-            raise InvalidArgumentError(f"{self.caller} writes files with the suffix {suffix}, not {self.path}.")
-
 
 def check_libraries(runtime: str, caller: str) -> None:
-    """Check that the libraries that write and run the files of a runtime are installed."""
     check_runtime(runtime)
     if runtime == "onnxruntime":
         require("onnx", "onnxscript", "onnxruntime", purpose=caller, extra="onnx")
@@ -176,7 +180,6 @@ def has_kernels(dtype: str) -> bool:
 
 
 def check_kernels(types: Iterable[str], caller: str) -> None:
-    """Refuse weights in a dtype that onnxruntime cannot run on the CPU, before anything is traced."""
     for dtype in types:
         if not has_kernels(dtype):
             raise InvalidArgumentError(
@@ -188,7 +191,9 @@ def check_kernels(types: Iterable[str], caller: str) -> None:
 
 def write_for(source: Source, options: FileOptions) -> ExportReport:
     """Write the file of a runtime from a program that is already traced."""
-    options.check_suffix()
+    suffix = RUNTIMES[options.runtime][0]
+    if options.path.suffix != suffix:
+        raise InvalidArgumentError(f"{options.caller} writes files with the suffix {suffix}, not {options.path}.")
     check_libraries(options.runtime, options.caller)
     options = options.checked(source.facts, proof=source.proof if source.cases else "none")
     options.check_example(source.example)
@@ -220,34 +225,26 @@ def write_file(source: Source, options: FileOptions, file: UnprovenFile, report:
     with naming_untried_versions():
         _WRITERS[options.runtime](_Job(fed, options, file, report))
     if not report.ok:
-        raise ReplayError(f"{report.failure()}\n{report}\n{_otherwise(options, file)}", report)
+        where = f"Nothing was written to {options.path}."
+        if options.keep_failed is not None:
+            where += f" The file that failed is {file.keep(options.keep_failed)}."
+        elif options.caller == "export_onnx":
+            where += ' To look at the file, pass keep_failed="a folder".'
+        raise ReplayError(f"{report.failure()}\n{report}\n{where}", report)
     if options.runtime == "onnxruntime":
         file.publish()
     else:
         file.keep(options.path.parent)
 
 
-def _otherwise(options: FileOptions, file: UnprovenFile) -> str:
-    """Return a sentence that states whether a file that failed its check was kept, and where."""
-    nothing = f"Nothing was written to {options.path}."
-    if options.keep_failed is not None:
-        return f"{nothing} The file that failed is {file.keep(options.keep_failed)}."
-    return (
-        f'{nothing} To look at the file, pass keep_failed="a folder".' if options.caller == "export_onnx" else nothing
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """One file to write."""
-
     source: Source
     options: FileOptions
     file: UnprovenFile
     report: ExportReport  # gets the results
 
     def replay(self, *, trust: bool = False, more: Sequence[Case] = ()) -> None:
-        """Run the test cases with the written file, and compare its outputs with the module's outputs."""
         # trust: whether to load a file that runs code when it is loaded
         report, source, runtime = self.report, self.source, self.options.runtime
         report.file_bytes = self._bytes()
@@ -283,7 +280,13 @@ class _Job:
             kind = "" if isinstance(made, FlattenError) else f"{type(made).__name__}: "
             reason = f"{kind}{first_line(made)}"
         else:
-            self.replay(trust=trust, more=self._small_cases())
+            more: list[Case] = []
+            # small cases that proof="sample" leaves out, because retraced code may fail for one token
+            if self.source.proof == "sample" and self.source.cases:
+                example, known = self.source.example, {case.name for case in self.source.cases}
+                others, _ = example.other_cases(2)
+                more = [case for case in others if case.name not in known and example.holds(case, case.steps)]
+            self.replay(trust=trust, more=more)
             failed = next(iter(report.failed()), None)
             if failed is None:
                 report.in_place = made
@@ -294,17 +297,7 @@ class _Job:
         del report.cases[done:]
         return False
 
-    def _small_cases(self) -> list[Case]:
-        """Return small cases that ``proof="sample"`` leaves out, because retraced code may fail for one token."""
-        example = self.source.example
-        if self.source.proof != "sample" or not self.source.cases:
-            return []
-        known = {case.name for case in self.source.cases}
-        others, _ = example.other_cases(2)
-        return [case for case in others if case.name not in known and example.holds(case, case.steps)]
-
     def quantize(self, rewrite: Callable[[Quantization], Quality | None]) -> None:
-        """Replace a checked file by a quantized file, and measure how much its outputs differ from the model."""
         # rewrite: writes the quantized file, and returns its quality if checks run
         asked, report = self.options.quantization, self.report
         if asked is None or not report.ok:
@@ -315,7 +308,6 @@ class _Job:
             report.remark("the table shows the file before its weights were quantized.")
 
     def measured(self, write: Callable[[Quantization], object], asked: Quantization) -> Quality | None:
-        """Write the quantized file, and return how much its outputs differ from the model's outputs."""
         report = self.report
         with report.timed("quantize"):
             write(asked)
@@ -387,9 +379,9 @@ def _pte_of(job: _Job, backend: Backend) -> None:
 
     def write(traced: Traced = job.source.traced, kernels: Backend = backend, *, in_place: bool = False) -> list[str]:
         asked = job.options.quantization is not None
-        written: Written = write_pte(traced, job.file.path, backend=kernels, in_place=in_place, quantized=asked)
-        job.report.planned_bytes = written.planned_bytes
-        return written.in_place
+        path, report = job.file.path, job.report
+        report.planned_bytes, kept = write_pte(traced, path, backend=kernels, in_place=in_place, quantized=asked)
+        return kept
 
     in_place = job.keeps_cache and job.written_in_place(functools.partial(write, in_place=True), "ExecuTorch")
     if not in_place:

@@ -167,8 +167,12 @@ def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
     query, key, scale, cap = parts
     key, value = unrepeated(key), unrepeated(input_of(product, 1))
     shapes = [one.shape for one in (query, key, value) if one.shape is not None and len(one.shape) == 4]
-    # the operator repeats keys and values, an integer number of times
-    if len(shapes) < 3 or not _divides(*(shape[1] for shape in shapes)):
+    if len(shapes) < 3:
+        return False
+    heads, keys, values = (shape[1] for shape in shapes)
+    if not isinstance(heads, int) or not isinstance(keys, int) or not isinstance(values, int):
+        return False
+    if keys != values or heads % keys:  # the operator repeats keys and values, an integer number of times
         return False
     # the operator would treat a boolean mask differently from the sum in this graph
     if mask is not None and (mask.shape is None or len(mask.shape) > 4 or mask.dtype != query.dtype):
@@ -182,10 +186,8 @@ def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
 
 
 def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, float] | None:
-    """Return query, key, scale and soft cap of the scores ``cap * tanh(query @ key.mT * scale / cap)``, else ``None``.
-
-    The cap is 0 if there is no ``tanh``.
-    """
+    """Return query, key, scale and soft cap of scores ``cap * tanh(query @ key.mT * scale / cap)``, else ``None``."""
+    # the cap is 0 if there is no `tanh`
     if value is None:
         return None
     inner, scale = _scaled(value)
@@ -196,8 +198,11 @@ def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, flo
         inner, scale = _scaled(input_of(tanh, 0))
         scale *= cap
     product = producer(inner, "MatMul")
-    key = None if product is None else _transposed(product.inputs[1])
-    if product is None or key is None:
+    turned = None if product is None else producer(product.inputs[1], "Transpose")
+    if product is None or turned is None or list(attribute(turned, "perm", ())) != [0, 1, 3, 2]:
+        return None
+    key = turned.inputs[0]
+    if key is None:
         return None
     query, first = _scaled(input_of(product, 0))
     return query, key, scale * first, cap
@@ -219,13 +224,6 @@ def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
     return value, factor
 
 
-def _transposed(value: ir.Value | None) -> ir.Value | None:
-    node = producer(value, "Transpose")
-    if node is None or list(attribute(node, "perm", ())) != [0, 1, 3, 2]:
-        return None
-    return node.inputs[0]
-
-
 def unrepeated(value: ir.Value) -> ir.Value:
     """Return keys or values before they are repeated for every query head; unchanged if they are not repeated."""
     reshaped = producer(value, "Reshape")
@@ -242,12 +240,6 @@ def unrepeated(value: ir.Value) -> ir.Value:
     if len(given.shape) != 4 or len(flat) != 4 or not all(isinstance(size, int) for size in heads):
         return value
     return given if heads[0] * heads[1] == heads[2] else value
-
-
-def _divides(queries: int | ir.SymbolicDim, keys: int | ir.SymbolicDim, values: int | ir.SymbolicDim) -> bool:
-    if not isinstance(queries, int) or not isinstance(keys, int) or not isinstance(values, int):
-        return False
-    return keys == values and queries % keys == 0
 
 
 # -- tokens before heads ----------------------------------------------------------------------------------------------

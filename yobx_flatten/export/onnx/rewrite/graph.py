@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 
 def repair_graph(model: ir.Model) -> None:
-    """Repair names, types and shapes in a graph that torch's exporter wrote, in place."""
     _name_apart(model.graph)
     _one_type(model.graph)
     if any(_rotates(node) for node in model.graph.all_nodes()):
@@ -38,13 +37,11 @@ def repair_graph(model: ir.Model) -> None:
 
 
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
-    """Return an attribute of a node, or a default if the node has none."""
     found = node.attributes.get(name)
     return default if found is None else found.value
 
 
 def input_of(node: ir.Node, place: int) -> ir.Value:
-    """Return a required input of a node."""
     value = node.inputs[place]
     if value is None:
         raise ValueError(f"the {node.op_type} {node.name} has no input {place}")
@@ -52,7 +49,6 @@ def input_of(node: ir.Node, place: int) -> ir.Value:
 
 
 def type_of(value: ir.Value) -> ir.DataType:
-    """Return the element type of a value; raise an error if the type is not known."""
     if value.dtype is None:
         raise ValueError(f"the type of {value.name} is not known")
     return value.dtype
@@ -64,18 +60,15 @@ def text_of_size(dim: int | ir.SymbolicDim) -> int | str | None:
 
 
 def copy_type(value: ir.Value, like: ir.Value) -> None:
-    """Copy the element type of one value to another, if the type is known."""
     if like.dtype is not None:
         value.dtype = like.dtype  # not `type`: both values would then share one mutable object
 
 
 def sizes_of(tensor: ir.TensorProtocol) -> list[int]:
-    """Return the sizes of a constant's axes as integers."""
     return [size for size in tensor.shape if isinstance(size, int)]
 
 
 def insert_before(node: ir.Node, made: list[ir.Node]) -> None:
-    """Insert nodes before another node, in that node's graph."""
     if node.graph is None:
         raise ValueError(f"the {node.op_type} {node.name} does not belong to a graph")
     node.graph.insert_before(node, made)
@@ -219,7 +212,6 @@ class _RuleOfOperator:
         return getattr(self._rule, name)
 
     def try_rewrite(self, model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any) -> Any:
-        """Return the rule's replacement for a node; ``None`` if the rule does not match."""
         if self._operator is not None and node.op_type != self._operator:
             return None
         return self._rule.try_rewrite(model, graph, node, **options)
@@ -234,7 +226,11 @@ def join_projections(model: ir.Model) -> None:
     for node in list(model.graph):
         if node.op_type in ("Attention", "GroupQueryAttention"):
             products = [made for value in node.inputs[:3] if (made := _product(value)) is not None]
-            if _same_input(products):
+            sources = {id(one.inputs[0]) for one in products}
+            types = {input_of(one, 1).dtype for one in products}
+            # a matrix with another reader would be stored twice
+            unshared = all(len(list(input_of(one, 1).uses())) == 1 for one in products)
+            if len({id(one) for one in products}) == 3 and len(sources) == len(types) == 1 and unshared:
                 _join(model.graph, products)
 
 
@@ -247,13 +243,6 @@ def _product(value: ir.Value | None) -> ir.Node | None:
         return None
     matrix = input_of(node, 1).const_value
     return node if matrix is not None and len(matrix.shape) == 2 else None
-
-
-def _same_input(products: list[ir.Node]) -> bool:
-    sources, types = ({id(one.inputs[0]) for one in products}, {input_of(one, 1).dtype for one in products})
-    # a matrix with another reader would be stored twice
-    unshared = all(len(list(input_of(one, 1).uses())) == 1 for one in products)
-    return len({id(one) for one in products}) == 3 and len(sources) == len(types) == 1 and unshared
 
 
 def _join(graph: ir.Graph, products: list[ir.Node]) -> None:
@@ -292,11 +281,9 @@ _AXIS = "kept_sequence_length"
 
 
 def keep_last_scores(model: ir.Model) -> None:
-    """Add an optional input that limits the logits of a decoder to the last positions, in place.
-
-    The decoder of an encoder-decoder model reads few tokens at the start, so its file gets no such input. A file that
-    does not return its cache (``loop=False``) scores texts, and needs all logits.
-    """
+    """Add an optional input that limits the logits of a decoder to the last positions, in place."""
+    # The decoder of an encoder-decoder model reads few tokens at the start, so its file gets no such input. A file that
+    # does not return its cache (`loop=False`) scores texts, and needs all logits.
     import numpy
     import onnx_ir as ir
 
@@ -341,9 +328,10 @@ def _path_to_head(scores: ir.Value) -> list[ir.Node]:
             return []
         path.append(node)
         if node.op_type == "MatMul":
-            hidden = input_of(node, 0)
-            is_matrix = _is_weight(input_of(node, 1)) and hidden.dtype is not None
-            return path if is_matrix and _is_of_tokens(hidden) else []
+            hidden, turned = input_of(node, 0), producer(node.inputs[1], "Transpose")
+            matrix = input_of(node, 1) if turned is None else input_of(turned, 0)
+            is_weight = matrix.is_initializer() and matrix.shape is not None and len(matrix.shape) == 2
+            return path if is_weight and hidden.dtype is not None and _is_of_tokens(hidden) else []
         if node.op_type not in _ON_THE_WAY or not all(_is_fixed(other) for other in node.inputs[1:]):
             return []
         value = node.inputs[0]
@@ -353,12 +341,6 @@ def _path_to_head(scores: ir.Value) -> list[ir.Node]:
 def _is_of_tokens(value: ir.Value) -> bool:
     """Return whether a value has a row for each token of a call."""
     return value.shape is not None and len(value.shape) == 3 and not isinstance(value.shape[1], int)
-
-
-def _is_weight(value: ir.Value) -> bool:
-    turned = producer(value, "Transpose")
-    found = value if turned is None else input_of(turned, 0)
-    return found.is_initializer() and found.shape is not None and len(found.shape) == 2
 
 
 def _is_fixed(value: ir.Value | None) -> bool:

@@ -72,7 +72,6 @@ def share_cache(model: ir.Model) -> None:
 
 
 def shared_inputs(path: str | os.PathLike[str]) -> list[str]:
-    """Return the names of a file's inputs that may share memory with an output."""
     properties = read_onnx(pathlib.Path(path), failure=DamagedFileError).metadata_props
     return next((entry.value.split(",") for entry in properties if entry.key == SHARED_CACHE), [])
 
@@ -120,7 +119,6 @@ class _Lengths:
         self.total = self.make("Squeeze", self.make("Cast", total, to=6))
 
     def make(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        """Add a node to the graph; return the node's output."""
         import onnx_ir as ir
 
         node = ir.node(op_type, inputs, attributes)
@@ -128,28 +126,22 @@ class _Lengths:
         return node.outputs[0]
 
     def constant(self, numbers: list[int]) -> ir.Value:
-        """Add a constant list of integers to the graph; return its value."""
         return self.make("Constant", value_ints=numbers)
 
     def bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Return a boolean mask as numbers to add to the attention scores."""
+        import numpy
         import onnx_ir as ir
 
         if mask.dtype == dtype:
             return mask
         if mask not in self.biases:
-            numbers = [self.make("Constant", value=_scalar(number, dtype)) for number in (0.0, _LOWEST[dtype])]
+            scalars = (numpy.array(number, dtype.numpy()) for number in (0.0, _LOWEST[dtype]))
+            numbers = [self.make("Constant", value=ir.tensor(scalar)) for scalar in scalars]
             bias = self.make("Where", mask, *numbers)
             bias.dtype, bias.shape = dtype, None if mask.shape is None else ir.Shape(mask.shape)
             self.biases[mask] = bias
         return self.biases[mask]
-
-
-def _scalar(number: float, dtype: ir.DataType) -> ir.TensorProtocol:
-    import numpy
-    import onnx_ir as ir
-
-    return ir.tensor(numpy.array(number, dtype.numpy()))
 
 
 def _replace(node: ir.Node, lengths: _Lengths) -> None:
@@ -166,8 +158,12 @@ def _replace(node: ir.Node, lengths: _Lengths) -> None:
         "softcap": attribute(node, "softcap", 0.0),
     }
     taken: list[ir.Value | None] = []
-    # the value before its transpose if the graph has one, else the transposed value
-    taken += [tokens_first(one, lengths.make) or _swapped(one, lengths) for one in (query, key, value)]
+    for one in (query, key, value):
+        first = tokens_first(one, lengths.make)  # the value before its transpose, if the graph has one
+        if first is None:
+            first = lengths.make("Transpose", one, perm=SWAP)
+            first = lengths.make("Reshape", first, lengths.constant([0, 0, -1]))
+        taken.append(first)
     taken += [*pasts, lengths.last, lengths.total, None, None, None, lengths.bias(mask, type_of(query))]
     # from (1, heads, 1, 1) to (heads,)
     taken += [lengths.make("Reshape", sinks, lengths.constant([-1])) for sinks in node.inputs[6:]]
@@ -181,12 +177,6 @@ def _replace(node: ir.Node, lengths: _Lengths) -> None:
         node.outputs[0].replace_all_uses_with(swapped)
     for old, present in zip(node.outputs[1:], new.outputs[1:], strict=True):
         replace_value(old, present)
-
-
-def _swapped(value: ir.Value, lengths: _Lengths) -> ir.Value:
-    """Convert a value of shape (batch, heads, tokens, size) to (batch, tokens, heads * size)."""
-    swapped = lengths.make("Transpose", value, perm=SWAP)
-    return lengths.make("Reshape", swapped, lengths.constant([0, 0, -1]))
 
 
 def _axes(shape: ir.Node) -> tuple[int, int]:
@@ -308,8 +298,9 @@ def _reads_each_key(node: ir.Node, padded: ir.Node, mask: ir.Value, new: ir.Valu
         return False
     if attribute(padded, "mode", "constant") != "constant" or attribute(node, "batch_dims", 0):
         return False
-    before = [number_of(one) for one in _elements(padded.inputs[1])]
-    if before[:3] != [0, 0, 0]:  # the padding must be after the columns of the mask
+    sizes = producer(padded.inputs[1], "Concat")
+    # the padding must be after the columns of the mask
+    if sizes is None or [number_of(one) for one in sizes.inputs[:3]] != [0, 0, 0]:
         return False
     rows, keys = (_counted(one) for one in places.inputs)
     if rows is None or keys is None or rows[0][1:] != [1, 1, 1]:
@@ -342,11 +333,6 @@ def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Val
 def _unsqueezed(value: ir.Value | None) -> ir.Value | None:
     squeezed = producer(value, "Squeeze")
     return value if squeezed is None else squeezed.inputs[0]
-
-
-def _elements(value: ir.Value | None) -> list[ir.Value | None]:
-    joined = producer(value, "Concat")
-    return [] if joined is None else list(joined.inputs)
 
 
 def _is_true(value: ir.Value | None) -> bool:

@@ -121,10 +121,15 @@ class Quantization:
         if ratio is not None and not (isinstance(ratio, (int, float)) and ratio > 1):
             raise InvalidArgumentError(f"Quantization: perplexity_ratio must be a number above 1, found {ratio!r}.")
         for name, tokens in (("tokens", self.tokens), ("calibration", self.calibration)):
-            if tokens is not None and not _is_text(tokens):
+            found = describe_class(tokens)
+            if isinstance(tokens, torch.Tensor):
+                found = f"{str(tokens.dtype).removeprefix('torch.')} of shape {tuple(tokens.shape)}"
+                if tokens.dtype is torch.int64 and tokens.dim() == 2 and tokens.shape[0] >= 1 and tokens.shape[1] >= 3:
+                    continue
+            if tokens is not None:
                 raise InvalidArgumentError(
                     f"Quantization: {name} must be int64 of shape (texts, length), with 3 tokens or more in each text, "
-                    f"found {_describe(tokens)}."
+                    f"found {found}."
                 )
 
     @property
@@ -241,17 +246,6 @@ def remark_of_kept(counts: Mapping[int, int]) -> str:
     """Return a note on how many weights are stored as their original integers, by the bits of these integers."""
     listed = " and ".join(f"{count / 1e6:.3g} million in {bits} bits" for bits, count in sorted(counts.items()))
     return f"already integers with scales, stored without rounding again: {listed}."
-
-
-def _is_text(tokens: Any) -> bool:
-    is_tensor = isinstance(tokens, torch.Tensor) and tokens.dtype is torch.int64
-    return is_tensor and tokens.dim() == 2 and tokens.shape[0] >= 1 and tokens.shape[1] >= 3
-
-
-def _describe(tokens: Any) -> str:
-    if isinstance(tokens, torch.Tensor):
-        return f"{str(tokens.dtype).removeprefix('torch.')} of shape {tuple(tokens.shape)}"
-    return describe_class(tokens)
 
 
 @functools.cache

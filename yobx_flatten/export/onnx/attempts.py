@@ -8,6 +8,7 @@ import logging
 import os
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,6 @@ from ..source import Source, replay_cases, replay_file
 from ..traced import Traced
 from .file import UnprovenFile, convert
 from .quantize import quantize_model, remark_quantized
-from .rewrite.attention import count_operators
 from .sizes import OtherSizes, fix_sizes, refuse_sizes, sizes_in
 
 logger = logging.getLogger("yobx_flatten")
@@ -40,6 +40,12 @@ logger = logging.getLogger("yobx_flatten")
 
 _SHOWN = 4
 """Largest number of size constraints that a note of a report lists; models with image windows have very many."""
+
+_COUNTED = (
+    *("Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"),
+    *("RMSNormalization", "LayerNormalization", "Softmax"),
+)
+"""Operators of attention and normalization, which a report counts."""
 
 _SEVERAL_ROWS = (
     "onnxruntime's GroupQueryAttention can add several tokens to a filled cache for one row only. With several rows, "
@@ -101,7 +107,8 @@ def write_proven(
             report.remark(f"{attempt} was left out: {reason}")
             continue
         report.opset = converted.model.opset_imports.get("")
-        report.operators = count_operators(converted.model.graph)
+        counts = Counter(node.op_type for node in converted.model.graph.all_nodes())
+        report.operators = {name: counts[name] for name in _COUNTED if counts[name]}
         decomposed = converted.exported_program
         del converted
         replay_onnx(file.path, source, report)
@@ -300,7 +307,13 @@ def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception
     else:
         operator, reason = "", f"torch's exporter raises {_shown(causes[-1])}"
     reason = f"{reason} {operator}{_place(traced.program, operator)}" if operator else reason
-    varying = _varying(traced)
+    values = {node.name: node.meta.get("val") for node in traced.program.graph.find_nodes(op="placeholder")}
+    varying = {  # symbols of the input axes whose size is a single symbol
+        (name, axis): str(size)
+        for argument, name in names_by_argument(traced).items()
+        for axis, size in enumerate(getattr(values[argument], "shape", ()))
+        if re.fullmatch(r"s\d+", str(size))
+    }
     numbers = [text for text in traced.constants.values() if re.match(r"-?\d", text)]
     if operator and not (missing is not None and of_sizes):
         advice = (
@@ -321,17 +334,6 @@ def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception
 
 def _shown(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error).rstrip('.')[:200]}"
-
-
-def _varying(traced: Traced) -> dict[tuple[str, int], str]:
-    """Return the symbols of the input axes whose size is a single symbol."""
-    values = {node.name: node.meta.get("val") for node in traced.program.graph.find_nodes(op="placeholder")}
-    return {
-        (name, axis): str(size)
-        for argument, name in names_by_argument(traced).items()
-        for axis, size in enumerate(getattr(values[argument], "shape", ()))
-        if re.fullmatch(r"s\d+", str(size))
-    }
 
 
 def _place(program: ExportedProgram, operator: str) -> str:

@@ -364,16 +364,9 @@ def open_rooms(model: ir.Model, rooms: Mapping[str, str]) -> None:
         value.shape = ir.Shape([rows, rank] if is_first else [rank, columns])
         graph.register_initializer(value)
         graph.inputs.append(value)
-        if is_first:
-            _state_rank(value, rank)
-
-
-def _state_rank(first: ir.Value, rank: str) -> None:
-    """Write the rank into the shapes of LoRA products, because onnxruntime shares memory by declared shapes."""
-    import onnx_ir as ir
-
-    for node, place in first.uses():
-        product = node.outputs[0]
-        if node.op_type != "MatMul" or place != 1 or product.shape is None:
-            raise FlattenError(f"{first.name} must be multiplied by a layer's input, but {node.op_type} reads it.")
-        product.shape = ir.Shape([*product.shape[:-1], rank])
+        # the shapes of LoRA products have the rank, because onnxruntime shares memory by declared shapes
+        for node, place in value.uses() if is_first else ():
+            product = node.outputs[0]
+            if node.op_type != "MatMul" or place != 1 or product.shape is None:
+                raise FlattenError(f"{value.name} must be multiplied by a layer's input, but {node.op_type} reads it.")
+            product.shape = ir.Shape([*product.shape[:-1], rank])

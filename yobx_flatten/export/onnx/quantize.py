@@ -460,7 +460,11 @@ def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_t
     tensor = value.const_value
     columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
     blocks, name = -(-rows // size), f"{value.name}{'_T' if transposed else ''}"
-    is_short = is_table and _are_short(_blocks(_read(tensor, transposed), size))
+    is_short = False  # whether all scales are in the range of float16
+    if is_table:
+        scales = numpy.abs(_blocks(_read(tensor, transposed), size)).max(2) / _MOST
+        scales = scales[scales > 0]
+        is_short = not scales.size or bool(scales.min() >= 2.0**-14 and scales.max() < 2.0**15)
     unmap(tensor)
     kind = ir.DataType.FLOAT16 if is_short else tensor.dtype
     made = []
@@ -482,13 +486,6 @@ def _read(tensor: Any, transposed: bool) -> Floats:
 def _blocks(matrix: Floats, size: int) -> Floats:
     filled: Floats = numpy.pad(matrix, ((0, 0), (0, -matrix.shape[1] % size)))
     return filled.reshape(len(matrix), -1, size)
-
-
-def _are_short(blocks: Floats) -> bool:
-    """Return whether all scales are in the range of float16."""
-    scales = numpy.abs(blocks).max(2) / _MOST
-    scales = scales[scales > 0]
-    return not scales.size or bool(scales.min() >= 2.0**-14 and scales.max() < 2.0**15)
 
 
 def _part(tensor: Any, transposed: bool, size: int, kind: Any, index: int) -> Any:

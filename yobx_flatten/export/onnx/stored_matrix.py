@@ -227,10 +227,18 @@ class SplitInputs:
 
     def rows(self, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> tuple[list[ir.Node], ir.Value]:
         """Return the added nodes, and a value that contains both parts of an input, joined on the first axis."""
+        import onnx_ir as ir
+
         key, split = (graph, x, stored.block_size), self.of(x)
         if key in self._rows:
             return [], self._rows[key]
-        made = _by_blocks(x, rank, stored) if split is None else _by_limit(x, split.limit)
+        if split is None:
+            made = _by_blocks(x, rank, stored)
+        else:  # small values, and the remainder of large values
+            ends = [ir.node("Constant", [], {"value_float": end}) for end in (-split.limit, split.limit)]
+            small = ir.node("Clip", [x, *(end.outputs[0] for end in ends)])
+            rest = ir.node("Sub", [x, small.outputs[0]])
+            made = [*ends, small, rest, ir.node("Concat", [small.outputs[0], rest.outputs[0]], {"axis": 0})]
         self._rows[key] = made[-1].outputs[0]
         return made, self._rows[key]
 
@@ -256,16 +264,6 @@ class SplitInputs:
 
         parts = ir.node("Split", [product], {"axis": 0, "num_outputs": 2}, num_outputs=2)
         return [parts, ir.node("Add", list(parts.outputs))]
-
-
-def _by_limit(x: ir.Value, limit: float) -> list[ir.Node]:
-    """Split inputs into small values and the remainder of large values."""
-    import onnx_ir as ir
-
-    ends = [ir.node("Constant", [], {"value_float": end}) for end in (-limit, limit)]
-    small = ir.node("Clip", [x, *(end.outputs[0] for end in ends)])
-    rest = ir.node("Sub", [x, small.outputs[0]])
-    return [*ends, small, rest, ir.node("Concat", [small.outputs[0], rest.outputs[0]], {"axis": 0})]
 
 
 def _by_blocks(x: ir.Value, rank: int, stored: StoredMatrix) -> list[ir.Node]:

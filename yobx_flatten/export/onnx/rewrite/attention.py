@@ -21,7 +21,6 @@ Queries, keys and values stay one tensor each, which copies nothing. Both operat
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,17 +29,7 @@ from .graph import attribute, copy_type, input_of, insert_before, number_of, onl
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_COUNTED = (
-    *("Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"),
-    *("RMSNormalization", "LayerNormalization", "Softmax"),
-)
 _AHEAD = 64  # largest number of nodes that are searched after a concatenation; sliding layers have fewer
-
-
-def count_operators(graph: ir.Graph) -> dict[str, int]:
-    """Return how often a graph has each operator of attention and normalisation."""
-    found = Counter(node.op_type for node in graph.all_nodes())
-    return {name: found[name] for name in _COUNTED if found[name]}
 
 
 def fuse_attention(model: ir.Model) -> None:

@@ -27,8 +27,18 @@ if TYPE_CHECKING:
 
 
 def repair_graph(model: ir.Model) -> None:
+    import onnx_ir as ir
+
     _name_apart(model.graph)
-    _one_type(model.graph)
+    for node in list(model.graph.all_nodes()):
+        if node.op_type == "RMSNormalization" and node.domain in ("", "ai.onnx"):
+            tokens, weights = input_of(node, 0), input_of(node, 1)
+            if tokens.dtype is not None and weights.dtype is not None and tokens.dtype != weights.dtype:
+                # the type of the weights is also the type of the output
+                cast = ir.node("Cast", [tokens], attributes={"to": int(weights.dtype)})
+                cast.outputs[0].dtype, cast.outputs[0].shape = weights.dtype, tokens.shape
+                insert_before(node, [cast])
+                node.replace_input_with(0, cast.outputs[0])
     if any(_rotates(node) for node in model.graph.all_nodes()):
         import onnx_ir.passes.common as passes
 
@@ -90,20 +100,6 @@ def _name_apart(graph: ir.Graph) -> None:
         name = f"{value.name}_{number}"
         taken.add(name)
         value.name = name
-
-
-def _one_type(graph: ir.Graph) -> None:
-    """Cast the tokens of ``RMSNormalization`` to the type of its weights, which is also the type of its output."""
-    import onnx_ir as ir
-
-    for node in list(graph.all_nodes()):
-        if node.op_type == "RMSNormalization" and node.domain in ("", "ai.onnx"):
-            tokens, weights = input_of(node, 0), input_of(node, 1)
-            if tokens.dtype is not None and weights.dtype is not None and tokens.dtype != weights.dtype:
-                cast = ir.node("Cast", [tokens], attributes={"to": int(weights.dtype)})
-                cast.outputs[0].dtype, cast.outputs[0].shape = weights.dtype, tokens.shape
-                insert_before(node, [cast])
-                node.replace_input_with(0, cast.outputs[0])
 
 
 def _rotates(node: ir.Node) -> bool:

@@ -72,7 +72,6 @@ def read_document(
     finite: bool = True,
     kind: str = "",
 ) -> T:
-    """Read a JSON file, and check that its contents have the type ``form``."""
     # form: the expected type: a dataclass, or a type such as `dict[str, float]`
     # finite: whether to refuse `Infinity` and `NaN`, which transformers configurations may contain
     # kind: the kind of file, for the message about a file that does not begin like JSON

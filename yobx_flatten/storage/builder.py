@@ -223,7 +223,7 @@ _ENGINES = ("onnx", "onnxruntime", "ReferenceEvaluator")
 
 
 class RunOutputs:
-    """Runs an ONNX model that has no inputs, and reads leaves from its outputs; a :class:`.values.Source`."""
+    """Runs an ONNX model that has no inputs, and reads leaves from its outputs; a :class:`.structure.Source`."""
 
     # path: the file of the model; `None` for a model in memory
     # sep: separator between the name of a dict and `keys` or `values`, see `MiniOnnxBuilder`

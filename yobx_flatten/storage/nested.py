@@ -110,7 +110,6 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
 def read(
     given: str | os.PathLike[str] | onnx.ModelProto, function: str, *, device: Device, content: str | None
 ) -> PyTree:
-    """Return the nested object that is stored in the initializers of an ONNX file, or of a model in memory."""
     # content: the expected kind of content; `None` for any
     model, folder = open_model(given, function)
     name = "The model" if folder is None else os.fspath(given)
@@ -173,7 +172,7 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
 
 
 class Initializers:
-    """Reads leaves from the initializers of an ONNX model, one at a time; a :class:`.values.Source`."""
+    """Reads leaves from the initializers of an ONNX model, one at a time; a :class:`.structure.Source`."""
 
     # folder: the folder of the external data; `None` for a model in memory
 

@@ -31,8 +31,6 @@ _PIECE = 16 * 2**20  # bytes written at once
 
 
 class OnnxWriter:
-    """Collects initializers, nodes and outputs, and makes an ONNX model of them."""
-
     # opset: the version of ONNX's operators; an element type can require a newer version
     # external: file for the data, `None` to store it in the model
 

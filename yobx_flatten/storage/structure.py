@@ -185,8 +185,6 @@ _DRAWN = 10**9  # bytes; a small file could otherwise request any amount of memo
 
 @dataclasses.dataclass(frozen=True)
 class Payload:
-    """The data of one leaf, for an initializer of an ONNX file."""
-
     record: Record  # the leaf's metadata; the writer adds a checksum
     element: Element  # the type of the elements
     dims: tuple[int, ...]  # the shape of the initializer
@@ -435,8 +433,6 @@ _SCALARS: dict[type, tuple[Element, str, tuple[int, ...]]] = {
 
 
 class Obstacle(NamedTuple):
-    """The reason why a tensor cannot be stored directly, and an expression that can be stored instead."""
-
     what: str  # description of the tensor and the reason, for the message
     line: str  # the expression
 
@@ -484,7 +480,6 @@ _NO_DATA = "which has no plain data to store"
 
 
 def load_trusted(data: Static) -> Static:
-    """Load static data with :func:`.load_static`; raise ``DamagedFileError`` if the data cannot be read."""
     with raised_as(_damaged, NotRegisteredError):
         return load_static(data)
 

@@ -53,7 +53,6 @@ def starting(
 
 
 def has_libraries(program: str) -> bool:
-    """Return whether the libraries of the command line are installed; if not, print the line that installs them."""
     missing = [name for name in ("typer", "rich") if not is_installed(name)]
     if missing:
         wanted = " and ".join(missing)

@@ -281,8 +281,6 @@ _TORCH = os.path.dirname(torch.__file__)
 
 
 class ConversionRefusedError(InvalidArgumentError):
-    """torch's exporter cannot convert a program to ONNX."""
-
     def __init__(self, message: str, reason: str, axes: Collection[tuple[str, int]] | None) -> None:
         super().__init__(message)
         self.reason = reason

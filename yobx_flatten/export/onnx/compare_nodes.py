@@ -181,7 +181,6 @@ def _causes(node: onnx.NodeProto, same: onnx.NodeProto | None) -> Iterator[str]:
 
 
 def _weights(one: _Values, other: _Values, names: Sequence[str]) -> Iterator[str]:
-    """Yield the differences of the weights with these names."""
     mine, theirs = one.initializers(), other.initializers()
     for name in dict.fromkeys(names):
         if name not in mine or name not in theirs:

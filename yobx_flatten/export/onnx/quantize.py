@@ -76,7 +76,6 @@ class QuantizedWeights:
             self.kept[kept_bits] = self.kept.get(kept_bits, 0) + math.prod(value.const_value.shape)
 
     def add_role(self, name: str, size: int, *, is_last: bool, exact: int) -> None:
-        """Count a matrix of a role; see :class:`.Role`."""
         before = self.roles.get(name, Role(name, 0, 0, False, 0))
         last, most = before.is_last or is_last, max(before.exact, exact)
         self.roles[name] = Role(name, before.count + 1, before.size + size, last, most)

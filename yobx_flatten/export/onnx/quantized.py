@@ -124,10 +124,8 @@ def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
 def _quantize_by_token(
     file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport, grids: Grids
 ) -> tuple[Quality | None, bool]:
-    """Quantize products with one scale per token and per output, and all other products in blocks.
-
-    Return the quality, and whether the quality is sufficient; only then is the file replaced.
-    """
+    """Quantize products with one scale per token and per output; return the quality, and whether it is sufficient."""
+    # all other products are quantized in blocks; the file is replaced only if the quality is sufficient
     import onnx_ir as ir
 
     with report.timed("quantize"):

@@ -61,10 +61,8 @@ class _Form:
         return int(2**self.bits - 1)
 
     def fit(self, block: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return scales and offsets with the least error for blocks of shape (blocks, weights, outputs), and the error.
-
-        The offset is the zero point, or the weight that the integer 0 represents.
-        """
+        """Return scales and offsets with the least error for blocks (blocks, weights, outputs), and the error."""
+        # the offset is the zero point, or the weight that the integer 0 represents
         # costs: cost of a squared error for each input, of shape (blocks, weights, 1)
         low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
         if self.is_even:

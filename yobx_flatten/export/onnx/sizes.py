@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,7 +71,6 @@ def refuse_sizes(
 
 
 def fix_sizes(model: ir.Model, fixed: Mapping[tuple[str, int], int]) -> None:
-    """Declare axes of an ONNX graph's inputs as axes of a fixed size, in place."""
     import onnx_ir as ir
 
     inputs = {value.name: value for value in model.graph.inputs}
@@ -107,13 +106,28 @@ def _guard(
         nodes.append(node)
         return node.outputs[0]
 
-    made = _Numbers(add, sizes)
+    def number(found: Expression) -> ir.Value:
+        """Add nodes that compute an expression of sizes, as an int64 value of shape (1,)."""
+        if isinstance(found, int):
+            return add("Constant", value_ints=[found])
+        if isinstance(found, str):
+            value, axis = sizes[found]
+            return add("Shape", value, start=axis, end=axis + 1)
+        kind, first, *others = found[0], number(found[1]), *map(number, found[2:])
+        for other in others:
+            if kind == "//":  # ONNX's Div rounds towards zero
+                whole = add("Sub", first, add("Mod", first, other))
+                first = add("Div", whole, other)
+            else:
+                first = add(_OPERATORS[kind], first, other)
+        return first
+
     whole = add("Shape", given)
     entry = add("Constant", value_ints=[1])
     for relation, text in relations:
         assert isinstance(relation, tuple)
         kind, first, second = relation
-        met = add(_COMPARISONS[kind], made(first), made(second))
+        met = add(_COMPARISONS[kind], number(first), number(second))
         broken = met if kind == "!=" else add("Not", met)
         place = add("Cast", broken, to=int(ir.DataType.INT64))
         whole = add("Mul", whole, add("Gather", entry, place, name=f"these sizes are refused, expected {text}"))
@@ -124,29 +138,6 @@ def _guard(
         reader.replace_input_with(index, same)
     first = next(iter(graph))
     graph.insert_before(first, nodes)
-
-
-class _Numbers:
-    """Adds nodes that compute expressions of sizes to a graph, as int64 values of shape (1,)."""
-
-    def __init__(self, add: Callable[..., ir.Value], sizes: Mapping[str, tuple[ir.Value, int]]) -> None:
-        self._add, self._sizes = add, sizes
-
-    def __call__(self, found: Expression) -> ir.Value:
-        add = self._add
-        if isinstance(found, int):
-            return add("Constant", value_ints=[found])
-        if isinstance(found, str):
-            value, axis = self._sizes[found]
-            return add("Shape", value, start=axis, end=axis + 1)
-        kind, first, *others = found[0], self(found[1]), *map(self, found[2:])
-        for other in others:
-            if kind == "//":  # ONNX's Div rounds towards zero
-                whole = add("Sub", first, add("Mod", first, other))
-                first = add("Div", whole, other)
-            else:
-                first = add(_OPERATORS[kind], first, other)
-        return first
 
 
 _COMPARISONS = {"==": "Equal", "!=": "Equal", "<=": "LessOrEqual", "<": "Less"}

@@ -134,7 +134,6 @@ class Grids:
 
 
 def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool) -> StoredMatrix:
-    """Add the integers and scales of a weight to a graph."""
     import onnx_ir as ir
 
     name, is_half = f"{value.name}{'' if transposed else '_T'}", value.const_value.dtype.name == "FLOAT16"

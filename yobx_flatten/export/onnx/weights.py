@@ -169,7 +169,6 @@ class WeightGrid:
         return _pairs(numbers) if self.bits == 4 else numbers
 
     def packed_zeros(self) -> npt.NDArray[numpy.uint8]:
-        """Return the zero points in onnxruntime's layout; see :meth:`packed`."""
         zeros: npt.NDArray[numpy.uint8] = self.zeros
         return _pairs(numpy.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2)))) if self.bits == 4 else zeros
 

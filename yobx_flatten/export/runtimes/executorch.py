@@ -91,11 +91,9 @@ def write_pte(
 
 
 def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
-    """Give the sizes of a lowered program the bounds that they have in the program.
-
-    ExecuTorch 1.5 loses the upper bound of some sizes that several inputs share, and then plans memory for the size of
-    the example: a decoder with windows refused every larger batch.
-    """
+    """Give the sizes of a lowered program the bounds that they have in the program."""
+    # ExecuTorch 1.5 loses the upper bound of some sizes that several inputs share, and then plans memory for the size
+    # of the example: a decoder with windows refused every larger batch.
     known = {str(symbol): found for symbol, found in program.range_constraints.items()}
     values = (node.meta.get("val") for node in lowered.graph.find_nodes(op="placeholder"))
     axes: Iterator[Any] = (size for value in values if isinstance(value, torch.Tensor) for size in value.shape)
@@ -294,7 +292,6 @@ def written_out(program: ExportedProgram) -> ExportedProgram:
 
 
 def missing_kernels(operators: Iterable[Any]) -> list[str]:
-    """Return the operators of an execution plan that the installed ExecuTorch has no kernel for."""
     runtime: Any = importlib.import_module("executorch.runtime")
     known = set(runtime.Runtime.get().operator_registry.operator_names)
     names = (f"{operator.name}.{operator.overload}" if operator.overload else operator.name for operator in operators)

@@ -36,10 +36,7 @@ def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None
 
 
 def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path) -> list[str]:
-    """Write OpenVINO files with the KV cache as state; return the names of the cache inputs that became state.
-
-    Needs ``register_flattening_functions``.
-    """
+    """Write OpenVINO files with the KV cache as state; return the names of the cache inputs that became state."""
     # OpenVINO finds the cache by attention in one operator
     with _converted(traced, example, path, opset=ATTENTION_OPSET, fuse=True) as model:
         kept = keep_in_state(model, traced.presents)
@@ -264,7 +261,6 @@ def blocks_of(quantization: Quantization) -> int:
 
 
 def compress_openvino(path: pathlib.Path, quantization: Quantization, report: ExportReport) -> None:
-    """Replace the files of an OpenVINO model by files with weights that NNCF has quantized."""
     four = quantization.bits == 4
 
     def refused(error: BaseException) -> FlattenError:

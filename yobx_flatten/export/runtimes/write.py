@@ -146,7 +146,6 @@ def check_room(
     quantization: Quantization | None = None,
     proof: str = "full",
 ) -> None:
-    """Refuse an export that would fill the disk or the memory."""
     # in_memory: number of copies of the weights in memory
     # proof: with `"none"`, no file in float is written before a quantized file
     weights, largest = facts.weight_bytes, facts.layer_bytes

@@ -65,7 +65,6 @@ def type_of(value: ir.Value) -> ir.DataType:
 
 
 def text_of_size(dim: int | ir.SymbolicDim) -> int | str | None:
-    """Return a number, or the text of a symbol."""
     return dim if isinstance(dim, int) else dim.value
 
 
@@ -197,8 +196,6 @@ def _quick_rules() -> AbstractContextManager[None]:
 
 
 class _RuleOfOperator:
-    """A rewrite rule of onnxscript that is tried at nodes of one operator."""
-
     def __init__(self, rule: RewriteRule) -> None:
         self._rule = rule
         operator = getattr(rule._matcher.pattern.output_nodes[0].op, "value", None)

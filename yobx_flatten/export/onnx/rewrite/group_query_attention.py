@@ -184,10 +184,8 @@ def _axes(shape: ir.Node) -> tuple[int, int]:
 
 
 def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
-    """Replace the nodes that compute attention with sinks (gpt-oss) by ``Attention`` nodes, and return the new nodes.
-
-    The seventh input of each node, which ONNX's operator does not have, is the sinks, of shape (1, heads, 1, 1).
-    """
+    """Replace the nodes that compute attention with sinks (gpt-oss) by ``Attention`` nodes; return the new nodes."""
+    # the seventh input of each node, which ONNX's operator does not have, is the sinks, of shape (1, heads, 1, 1)
     import onnx_ir as ir
 
     found = []

@@ -26,26 +26,6 @@ if TYPE_CHECKING:
     from onnxscript.rewriter import RewriteRule
 
 
-def repair_graph(model: ir.Model) -> None:
-    import onnx_ir as ir
-
-    _name_apart(model.graph)
-    for node in list(model.graph.all_nodes()):
-        if node.op_type == "RMSNormalization" and node.domain in ("", "ai.onnx"):
-            tokens, weights = input_of(node, 0), input_of(node, 1)
-            if tokens.dtype is not None and weights.dtype is not None and tokens.dtype != weights.dtype:
-                # the type of the weights is also the type of the output
-                cast = ir.node("Cast", [tokens], attributes={"to": int(weights.dtype)})
-                cast.outputs[0].dtype, cast.outputs[0].shape = weights.dtype, tokens.shape
-                insert_before(node, [cast])
-                node.replace_input_with(0, cast.outputs[0])
-    if any(_rotates(node) for node in model.graph.all_nodes()):
-        import onnx_ir.passes.common as passes
-
-        passes.CommonSubexpressionEliminationPass()(model)  # each operator has its own cosines and sines
-        _as_many_rows(model.graph)
-
-
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
     found = node.attributes.get(name)
     return default if found is None else found.value
@@ -81,6 +61,64 @@ def insert_before(node: ir.Node, made: list[ir.Node]) -> None:
     if node.graph is None:
         raise ValueError(f"the {node.op_type} {node.name} does not belong to a graph")
     node.graph.insert_before(node, made)
+
+
+def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
+    """Return the node that computes a value, if it is the ONNX operator ``op_type``; else ``None``."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type == op_type and node.domain == "" else None
+
+
+def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
+    """Return the only node that reads a value, if it reads the value as first input; else ``None``."""
+    # op_type: the operator of the node; `None` for any operator
+    # the caller also reads outputs of the graph
+    uses = list(value.uses())
+    if len(uses) != 1 or value.is_graph_output():
+        return None
+    node, index = uses[0]
+    return node if index == 0 and op_type in (None, node.op_type) else None
+
+
+def number_of(value: ir.Value | None) -> float | None:
+    """Return the value of a constant with one element; ``None`` for all other values."""
+    constant = None if value is None else value.const_value
+    if constant is None or constant.size != 1:
+        return None
+    found: float = constant.numpy().reshape(()).item()
+    return found
+
+
+def replace_value(old: ir.Value, new: ir.Value) -> None:
+    """Replace a value by another one for all readers and graph outputs; the new value gets the old name."""
+    new.shape, new.type = old.shape, old.type
+    name = old.name
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    # names in a file are unique, and callers read outputs by name
+    old.name, new.name = f"{name}_before", name
+
+
+# -- repairs ----------------------------------------------------------------------------------------------------------
+
+
+def repair_graph(model: ir.Model) -> None:
+    import onnx_ir as ir
+
+    _name_apart(model.graph)
+    for node in list(model.graph.all_nodes()):
+        if node.op_type == "RMSNormalization" and node.domain in ("", "ai.onnx"):
+            tokens, weights = input_of(node, 0), input_of(node, 1)
+            if tokens.dtype is not None and weights.dtype is not None and tokens.dtype != weights.dtype:
+                # the type of the weights is also the type of the output
+                cast = ir.node("Cast", [tokens], attributes={"to": int(weights.dtype)})
+                cast.outputs[0].dtype, cast.outputs[0].shape = weights.dtype, tokens.shape
+                insert_before(node, [cast])
+                node.replace_input_with(0, cast.outputs[0])
+    if any(_rotates(node) for node in model.graph.all_nodes()):
+        import onnx_ir.passes.common as passes
+
+        passes.CommonSubexpressionEliminationPass()(model)  # each operator has its own cosines and sines
+        _as_many_rows(model.graph)
 
 
 def _name_apart(graph: ir.Graph) -> None:
@@ -139,39 +177,7 @@ def _as_many_rows(graph: ir.Graph) -> None:
             node.replace_input_with(place, expanded)
 
 
-def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """Return the node that computes a value, if it is the ONNX operator ``op_type``; else ``None``."""
-    node = None if value is None else value.producer()
-    return node if node is not None and node.op_type == op_type and node.domain == "" else None
-
-
-def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
-    """Return the only node that reads a value, if it reads the value as first input; else ``None``."""
-    # op_type: the operator of the node; `None` for any operator
-    # the caller also reads outputs of the graph
-    uses = list(value.uses())
-    if len(uses) != 1 or value.is_graph_output():
-        return None
-    node, index = uses[0]
-    return node if index == 0 and op_type in (None, node.op_type) else None
-
-
-def number_of(value: ir.Value | None) -> float | None:
-    """Return the value of a constant with one element; ``None`` for all other values."""
-    constant = None if value is None else value.const_value
-    if constant is None or constant.size != 1:
-        return None
-    found: float = constant.numpy().reshape(()).item()
-    return found
-
-
-def replace_value(old: ir.Value, new: ir.Value) -> None:
-    """Replace a value by another one for all readers and graph outputs; the new value gets the old name."""
-    new.shape, new.type = old.shape, old.type
-    name = old.name
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    # names in a file are unique, and callers read outputs by name
-    old.name, new.name = f"{name}_before", name
+# -- simplification ---------------------------------------------------------------------------------------------------
 
 
 def optimize_graph(model: ir.Model) -> None:

@@ -154,11 +154,12 @@ T = TypeVar("T")
 
 # Activation checkpointing inside a layer or a loss (`torch.utils.checkpoint`): backward calls forward code again.
 #
-# It sets the CPU generator, which all threads share, to the state before its forward, calls the code again, and
-# restores the generator, on any device. Meanwhile no other thread may draw.
+# A checkpoint sets the CPU generator, which all threads share, to the state before its forward, calls the code again,
+# and restores the generator, on any device. Meanwhile no other thread may draw.
 #
-# A profiler detects which layers do so. On the CPU, it runs in the first backward. On an accelerator, the backward runs
-# in one of autograd's threads, which the profiler does not see, so the profiler runs in the first forward.
+# A profiler detects which layers use checkpoints. On the CPU, the profiler runs in the first backward. On an
+# accelerator, the backward runs in one of autograd's threads, which the profiler does not see, so the profiler runs in
+# the first forward.
 
 
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:

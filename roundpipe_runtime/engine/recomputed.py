@@ -60,7 +60,7 @@ def run_seeded(
     # seed: function that returns the seed of this call
     # generator: generator of the call's device
     # again: function that repeats the call, if the first call unexpectedly drew without a seed
-    # traits: record of the code. Default: it is looked up.
+    # traits: record of the code. Default: `traits_of(code)`.
     # place: function that returns the position of the call in its run. Default: the call is outside of a run, and the
     # generators of Python and NumPy are ignored.
     generator.seed(seed)

@@ -77,6 +77,13 @@ class Halfway:
     failure: str | None = None  # error of this rank
 
 
+def loss_is_trained() -> errors.DistributedError:
+    return errors.DistributedError(
+        "The loss function has trainable parameters that belong to no layer, so their gradients are not summed "
+        "over the ranks. Move the parameters to a last layer that returns the inputs of the loss."
+    )
+
+
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RankCall(Call):
     """One call of ``forward_backward`` on several ranks, on which all ranks have agreed."""
@@ -95,10 +102,7 @@ class RankCall(Call):
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:
         if len(run.spec.contents) in run.collected.gradients:
-            raise errors.DistributedError(
-                "The loss function has trainable parameters that belong to no layer, so their gradients are not "
-                "summed over the ranks. Move the parameters to a last layer that returns the inputs of the loss."
-            )
+            raise loss_is_trained()
         Call.add(self, run, inputs)  # a class with slots is created anew, so `super()` refers to another class
 
 

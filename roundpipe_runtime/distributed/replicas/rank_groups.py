@@ -28,8 +28,8 @@ from ...engine.layer_graph import other_leaves
 from ...engine.one_group import Cutting, merge_outputs
 from ...engine.parameters.on_device import Gradients
 from ...engine.run import Run
-from ...errors import DistributedError, StageError, StoppedByRankError, format_failure, raise_first
-from .rank_calls import Halfway, RankCall, RankCalls, with_rows
+from ...errors import StageError, StoppedByRankError, format_failure, raise_first
+from .rank_calls import Halfway, RankCall, RankCalls, loss_is_trained, with_rows
 
 
 class BatchLoss(Protocol):
@@ -221,10 +221,7 @@ def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[t
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     roots = [loss for loss in losses if isinstance(loss, torch.Tensor) and loss.requires_grad]
     if other_leaves(roots, wanted):
-        raise DistributedError(
-            "The loss function has trainable parameters that belong to no layer, so their gradients are not summed "
-            "over the ranks. Move the parameters to a last layer that returns the inputs of the loss."
-        )
+        raise loss_is_trained()
     if roots:
         torch.autograd.backward(roots, inputs=wanted)
     return [tensor.grad for tensor in tensors]

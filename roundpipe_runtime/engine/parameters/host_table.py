@@ -141,7 +141,7 @@ class TableAccess:
         self._new_sum, self._count = new_sum, count
         self.sum = new_sum()
         self._whole: nn.Parameter | None = None
-        self._copy: torch.Tensor | None = None  # its memory: the device counts the tensors that it allocated
+        self._copy: torch.Tensor | None = None  # memory of `_whole`, which the device counts
 
     # -- upload ------------------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ def rows_of_table(
 ) -> Any:
     """Compute ``functional.embedding`` with a table on the host; only the rows in ``input`` are copied."""
     if not isinstance(weight, HostTable) or max_norm is not None or scale_grad_by_freq or sparse:
-        return NotImplemented  # these write the table, count in it, or make another kind of gradient
+        return NotImplemented  # writes the table, counts indices, or makes a sparse gradient
     return _Rows.apply(weight, input, padding_idx, weight.access)  # type: ignore[no-untyped-call] # torch's
 
 
@@ -386,7 +386,7 @@ class LayerTables:
 
     def pop_gradients(self, scale: float, dtype: Callable[[nn.Parameter], torch.dtype] | None) -> _Sums:
         """Remove the gradient sums, and return each sum with the event after which it is complete."""
-        # dtype: function that returns the dtype in which the host stores one. Default: that of the sum.
+        # dtype: function that returns the dtype of a gradient on the host. Default: the dtype of the sum.
         gone: _Sums = {}
         for parameter, table in self._tables.items():
             found = table.pop_sum()
@@ -411,7 +411,7 @@ class HostSum:
     """The sum, in host memory, of gradients of parts of one parameter; :meth:`result` waits until it is complete."""
 
     # form: shape and dtype of the sum
-    # memory: function that returns host memory for it. Default: new memory.
+    # memory: function that returns host memory for the sum. Default: new memory.
 
     def __init__(
         self, form: torch.Tensor, memory: Callable[[torch.Tensor], torch.Tensor | None] = lambda form: None

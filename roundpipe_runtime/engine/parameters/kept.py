@@ -112,7 +112,7 @@ class KeptParameters:
             for key in list(copies):
                 if key in chosen:
                     copy, now = copies[key], source(found[key])
-                    # torch does not count writes through `tensor.data`, such as PEFT's when it merges an adapter.
+                    # torch does not count writes through `tensor.data`, as PEFT does when an adapter is merged.
                     if copy.is_of(found[key], now, version) and copy.mark.has_numbers(now):
                         continue
                 del copies[key]

@@ -64,7 +64,7 @@ class LayerOnDevice:
     # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
     # kept: copies of parameters that stay on devices. Default: none stay.
     # version: version of the parameters that the run reads. Default: 0.
-    # memory: host memory for gradients that are summed there. Default: new memory for each.
+    # memory: host memory for gradients that are summed on the host. Default: new memory for each gradient.
     # partial_plan: parameters that are copied on demand. Default: none.
 
     def __init__(
@@ -125,7 +125,7 @@ class LayerOnDevice:
         uploaded, stays = kept.upload(self.device, part, part, version, lambda one: self._upload(plain_numbers(one)))
         if not stays:
             self._memory.append(uploaded)
-        return uploaded.detach()  # its owner may replace its memory through `data`
+        return uploaded.detach()  # the owner of the part may replace the memory through `data`
 
     def _copy_parameter(
         self, parameter: nn.Parameter, source: torch.Tensor, kept: KeptParameters, version: int
@@ -272,7 +272,7 @@ class LayerOnDevice:
             self._apart = {key: [] for key, copy in self._parameters.items() if copy.requires_grad}
             wide = dict(self._wide)
             for key, found in self._apart.items():
-                if key not in wide:  # for these, autograd adds each part to the sum if a backward has several
+                if key not in wide:  # else autograd adds each part to the sum, if a backward has several
                     self._parameters[key].register_post_accumulate_grad_hook(partial(_move_gradient, found))
 
     def pop_gradients(self) -> list[list[torch.Tensor]]:
@@ -316,9 +316,9 @@ class LayerOnDevice:
         self, scale: float, memory: GradientMemory | None, dtype: Callable[[nn.Parameter], torch.dtype] | None = None
     ) -> Gradients:
         """Multiply the sums of gradients by ``scale``, move them to the host and return them."""
-        # scale: factor for them. The device multiplies, because devices would wait while the host did.
-        # memory: host memory for them. Default: new memory for each.
-        # dtype: function that returns the dtype in which the host stores one. Default: that of the sum.
+        # scale: factor for the sums. The device multiplies, because devices would wait while the host multiplied.
+        # memory: host memory for gradients. Default: new memory for each gradient.
+        # dtype: function that returns the dtype of a gradient on the host. Default: the dtype of the sum.
         totals = {}
         for parameter in self.contents.parameters():
             copy = self._parameters[id(parameter)]

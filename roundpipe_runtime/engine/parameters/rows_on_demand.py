@@ -39,7 +39,7 @@ _FACTS = {
     *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "storage_offset", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_pinned", "has_names", "__len__", "__hash__"),
 }
-# Those that may return a view whose first axis is still the rows.
+# Properties and methods that may return a view whose first axis is still the rows.
 _VIEWS = {"transpose", "swapaxes", "swapdims", "permute", "mT", "data", "detach"}
 
 _PRODUCTS = grouped_products()
@@ -48,7 +48,7 @@ _PRODUCTS_OF_OTHERS = {"transformers::grouped_mm_fallback"}
 
 Arguments: TypeAlias = Sequence[Any]
 
-# Up to this many indices are copied to the host directly; of more, the device first finds the distinct ones.
+# Up to this many indices are copied to the host directly. The device reduces more indices to distinct indices first.
 _FEW = 64
 
 
@@ -242,7 +242,7 @@ class PartialLayer:
         if found is None:
             return
         table = TableReader(found, source)
-        if id(parameter) not in self._plan.by_rows:  # an earlier run copied a part of it, which stayed
+        if id(parameter) not in self._plan.by_rows:  # an earlier run copied a part, which stayed
             table.complete()
         elif not table.is_complete or parameter.requires_grad:
             self._tables[id(parameter)] = table, copy

@@ -59,8 +59,8 @@ class StageLayers:
     def upload_ready(self) -> None:
         """Upload the next layers whose parameters are ready; the first microbatch uploads all other layers."""
         for layer in self.stage.layers[len(self.here) :]:
-            # A layer whose update is still running would delay those that are ready; it is waited for when it is
-            # needed.
+            # A layer whose update is still running would delay layers that are ready. The stage waits when it needs the
+            # layer.
             if not self.run.table.can_read(layer, self.run.version):
                 break
             self._upload(layer)
@@ -130,11 +130,11 @@ class StageLayers:
 
     def _download_gradients(self, resident: LayerOnDevice) -> None:
         run, index = self.run, resident.contents.index
-        if self.stage.kind == "fused":  # before a step writes what it compares with
+        if self.stage.kind == "fused":  # before a step writes the values to compare with
             self._check_parameters(resident)
         run.wait_cleared()
         gradients = resident.download_gradients(run.gradient_scale(), run.gradient_memory, run.store.landing_dtype)
-        # those of a trial are only looked at; zeros for all parameters are added when the run is committed
+        # gradients of a trial are only compared; zeros for all parameters are added when the run is committed
         if run.gradient_scale() != 0.0 and run.spec.trial is None:
             gradients = run.store.land(index, gradients)
         run.collected.gradients[index] = gradients
@@ -144,7 +144,7 @@ class StageLayers:
     def leave(self) -> None:
         """Release the layers on the device, except those that stay there until their backward."""
         for layer, resident in self.here.items():
-            # A layer with buffers is copied again: these copies contain what its forward wrote.
+            # A layer with buffers is copied again, because its copies contain what the forward wrote.
             if self.run.spec.stays and self.stage.kind == "forward" and not resident.contents.buffers:
                 self.run.residents[self.device.name, layer] = resident
             else:
@@ -234,7 +234,7 @@ def steady_draws(spec: RunSpec, generator: VisitGenerator) -> contextlib.Abstrac
 class LayerCall(CallState):
     """State of one layer call, across repeated attempts at its forward."""
 
-    # entries: leaves that get the gradients of the inputs; `None` for inputs without one
+    # entries: leaves that get the gradients of the inputs; `None` for inputs without a gradient
 
     __slots__ = (
         *("contents", "device", "drawing", "draws", "entered", "entries", "generator", "given", "microbatch", "module"),

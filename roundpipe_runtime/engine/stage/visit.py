@@ -47,7 +47,7 @@ def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, k
             visit.run_all(has_room)
     except StoppedRun:
         pass
-    except BaseException as error:  # it is raised in the caller's thread
+    except BaseException as error:  # the caller's thread raises the error
         add_note_once(error, visit.place.describe())
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
             add_note_once(error, visit.place.memory_advice())
@@ -135,7 +135,7 @@ class Visit:
         self._go_back(microbatch, graphs, gradients)
 
     def _backward(self, microbatch: int) -> None:
-        # Wait for it before the recomputation, whose activations would take memory meanwhile.
+        # Wait for the gradients before the recomputation, whose activations would take memory meanwhile.
         gradients = self._take_gradients(microbatch)
         layers = self.stage.layers
         if self.spec.recompute_grain == "layer":
@@ -169,7 +169,7 @@ class Visit:
             alone = partial(self._back_alone, module)
         measured = self.layers.measure("backward", microbatch, graph.layer)
         with self.device.computing(resident.ready), measured, self._modes():
-            # with its copies in place: checkpoints inside the layer call parts of it again
+            # with the copies in place, because checkpoints inside the layer call parts of the layer again
             results = resident.call(partial(graph.backward, gradients, alone))
             resident.take_gradients()
             if self.spec.take_gradient is not None:
@@ -191,7 +191,7 @@ class Visit:
     def _back_alone(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
         """Run a backward that may repeat forward code and draw random numbers, while no other thread draws."""
 
-        def steadily() -> Any:  # within the lock: steady draws take a draw of another thread for one of the layer
+        def steadily() -> Any:  # within the lock: a draw of another thread would look like one of the layer
             with steady_draws(self.spec, self.generator):
                 return call()
 
@@ -387,10 +387,10 @@ class CopyVisit(Visit):
 
     def _fused(self, microbatch: int) -> None:
         super()._fused(microbatch)
-        # Only after the next stage has its inputs.
+        # Gradients are sent only after the next stage has its inputs.
         if not self.stage.is_last_copy:
             self._send_shares()
-        else:  # one's own last ones only now: those of the other devices had the time of a microbatch to come
+        else:  # gradients of other devices had the time of a microbatch to arrive
             self._add_until(microbatch - self.stage.copies + 1)
 
     def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, LayerGraph]:

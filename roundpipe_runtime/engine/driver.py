@@ -441,6 +441,7 @@ class _Pipeline(torch.autograd.Function):
 
 
 def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Take the gradients of these parameters out of a run, summed over the layers that share a parameter."""
     totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, learned))
     for layer in sorted(run.collected.gradients, reverse=True):
         for parameter in [parameter for parameter in run.collected.gradients[layer] if id(parameter) in totals]:

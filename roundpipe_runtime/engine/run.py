@@ -475,6 +475,7 @@ def passed_on(shared: Shared, inputs: Sequence[torch.Tensor], outputs: Sequence[
 
 
 def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:
+    """Raise an error if a layer wrote in place to an input that shared memory with another input."""
     for number in written:
         other = next((one for one in shared if one != number and _overlap(shared[one], shared[number])), None)
         if other is not None:

@@ -318,6 +318,7 @@ class RankCalls(OneGroup[Engine]):
     def _judge(
         self, call: RankCall, reduction: Reduction, summed: Future[None] | None, failure: BaseException | None
     ) -> list[Verdict]:
+        """Return the :class:`Verdict` of each rank if all ranks have succeeded; otherwise raise an error."""
         is_own = failure is not None and not isinstance(failure, errors.StoppedByRankError)
         if is_own:
             # The other ranks exchange verdicts only after their work. The alarm stops the work.

@@ -206,6 +206,7 @@ class RankGroups(RankCalls):
 
 
 def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:
+    """Return the outputs of the microbatches of each group, and all of their tensors."""
     # flows: whether the tensors require gradients where the tensors of the model do
     outputs, tensors = [], []
     for on_host in passes.outputs():

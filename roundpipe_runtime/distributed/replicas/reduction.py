@@ -100,6 +100,7 @@ class Reduction:
     # -- in its own thread --------------------------------------------------------------------------------------
 
     def run(self) -> None:
+        """Run all exchanges with the other ranks in order, as the gradients arrive."""
         for step, (turn, number) in enumerate(self._order):
             bucket = self._plan.buckets[number]
             if not self._may_begin(step, turn, bucket.layer):

@@ -96,6 +96,7 @@ class KeptParameters:
         version: int,
         nbytes: float,
     ) -> None:
+        """Choose the parameters whose copies stay on devices, and release all other and all outdated copies."""
         if nbytes <= 0:
             self._chosen = frozenset()
             self.drop()

@@ -419,7 +419,7 @@ def shards(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
     return found + [tensor[:0]] * (count - len(found))
 
 
-def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int = 1) -> list[torch.Tensor]:
+def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int) -> list[torch.Tensor]:
     """Split a gradient into views, one for each rank; a rank sums its view over all groups.
 
     >>> [part.shape[0] for part in pieces(torch.zeros(7, 2), 2, 2)]
@@ -444,7 +444,7 @@ def clip_grad_norm(
     targets: Iterable[torch.Tensor],
     ranks: Ranks,
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float,
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:

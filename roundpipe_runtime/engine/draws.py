@@ -348,10 +348,10 @@ def _python_marks() -> Callable[[], object]:
     own: random.Random = random.random.__self__  # type: ignore[attr-defined]  # a bound method
     probe = random.Random(1)
     version, words, _ = probe.getstate()
-    read = _words_at(id(probe) + object.__basicsize__, 2)
+    read = _two_words_at(id(probe) + object.__basicsize__)
     if (version, read[0], read[1]) != (3, words[-1], words[0]):
         return own.getstate
-    memory = _words_at(id(own) + object.__basicsize__, 2)
+    memory = _two_words_at(id(own) + object.__basicsize__)
     return lambda: (memory[0], memory[1], own.gauss_next)  # type: ignore[attr-defined]  # a number kept for the next call
 
 
@@ -370,14 +370,14 @@ def _numpy_marks() -> Callable[[], object]:
         if words is None:
             memory.clear()
             # 624 words and the position in them
-            words = memory[id(bits)] = _words_at(bits.ctypes.state_address + 4 * 623, 2)
+            words = memory[id(bits)] = _two_words_at(bits.ctypes.state_address + 4 * 623)
         return words[0], words[1]
 
     return mark
 
 
-def _words_at(address: int, count: int) -> memoryview:
-    return memoryview((ctypes.c_uint32 * count).from_address(address)).cast("B").cast("I")
+def _two_words_at(address: int) -> memoryview:
+    return memoryview((ctypes.c_uint32 * 2).from_address(address)).cast("B").cast("I")
 
 
 _MARKS: dict[str, Callable[[], object]] = {}

@@ -221,7 +221,7 @@ class Engine(RunLifecycle):
                     number = (config.num_microbatch or 1) * self.groups.replicas
                     self._warned = warn_if_uneven(call.contract.rows, number)
 
-            total = self.groups.run_call(self, "forward_backward", cut, config, work)
+            total = self.groups.run_call(self, cut, config, work)
             self.loss_checks.warn()
             return (total, outputs) if return_outputs else total
 

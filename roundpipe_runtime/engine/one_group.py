@@ -97,7 +97,6 @@ class OneGroup(Generic[AnyEngine]):
     def run_call(
         self,
         engine: AnyEngine,
-        name: str,
         cut: Callable[[], Cutting],
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],

@@ -137,9 +137,7 @@ def stage_limit(memory_limit: float | None) -> float | None:
 
 
 def guessed_costs(
-    layers: Sequence[nn.Module],
-    rule: TableRule,
-    gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype,
+    layers: Sequence[nn.Module], rule: TableRule, gradient_dtype: Callable[[nn.Parameter], torch.dtype]
 ) -> list[LayerCost]:
     """Return estimated costs of layers that have not run yet; only the copied bytes of large tables count."""
     costs = []

@@ -199,8 +199,8 @@ def first_that_mixes(
     trials: Iterator[RowTrial],
     config: RoundPipeRunConfig,
     number: int,
+    tried: list[RowTrial],
     leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
-    tried: list[RowTrial] | None = None,
 ) -> int | None:
     """Return the first layer whose outputs for some rows depend on other rows; ``None`` if there is none."""
     # number: number of layers that run
@@ -215,8 +215,7 @@ def first_that_mixes(
         set_apart(engine.layers) as compare.restart,
     ):
         for trial in itertools.islice(trials, _TRIALS):
-            if tried is not None:
-                tried.append(trial)
+            tried.append(trial)
             if (found := compare.mixing(trial, number)) is None:
                 break
     return found
@@ -511,11 +510,11 @@ def changes_with_others(
     part: Sequence[object],
     kept: Sequence[int],
     count: int,
-    coarsest: torch.dtype | None = None,
+    coarsest: torch.dtype | None,
 ) -> bool:
     """Report whether the results for the rows ``kept`` change when the remaining rows are replaced."""
     # part: leaves of the results for fewer rows, which show the axis of the rows
-    # coarsest: lowest-precision dtype of the computation. Default: the dtypes of the leaves.
+    # coarsest: lowest-precision dtype of the computation; `None`: the dtypes of the leaves
     if not len(whole) == len(other) == len(part):
         return False
     for one, changed, few in zip(whole, other, part, strict=True):

@@ -74,7 +74,7 @@ class PieceRows:
             # the rows may be unknown, or the model may fail on a few rows
             with self._trial_engine() as engine, contextlib.suppress(CannotJoinError, CannotTryError):
                 trials, tried = self.some_rows(batch, config), list[RowTrial]()
-                found = first_that_mixes(engine, trials, config, number, _leaves, tried)
+                found = first_that_mixes(engine, trials, config, number, tried, _leaves)
                 if found is not None:
                     self._mixing[kind] = GradientTrial(found)
                 elif self._compared[kind] % 2:  # calls 1, 4, 16, ...

@@ -236,7 +236,6 @@ class RankCalls(OneGroup[Engine]):
     def run_call(
         self,
         engine: Engine,
-        name: str,
         cut: Callable[[], Cutting],
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],
@@ -245,7 +244,7 @@ class RankCalls(OneGroup[Engine]):
         # cut: function that returns the microbatches of each group of this rank
         # config: complete settings of the call; `num_microbatch` is the number per group
         with self.calling():
-            call = self.open(engine, name, cut, config)
+            call = self.open(engine, "forward_backward", cut, config)
             return self.summed(engine, call, lambda: work(call))
 
     @contextlib.contextmanager

@@ -204,7 +204,7 @@ def call_layer(
     values: Values,
     kind: CallKind,
     generator: VisitGenerator,
-    data: tuple[Any, ...] | None = None,
+    data: tuple[Any, ...] | None,
 ) -> LayerCall:
     """Call a layer with a microbatch, and call it again with writable inputs if it has to write its inputs in place."""
     # kind: `"forward"` (a backward stage will call the layer again), `"fused"` or `"recompute"`

@@ -46,8 +46,8 @@ from .one_group import OneGroup, PinnedCopies, host_value
 from .parameters.kept import GradientMemory, KeptParameters
 from .parameters.on_device import setting_nothing_to_itself
 from .parameters.partial_table import NOTHING_PARTIAL, RoutedParameters
-from .planner import Planner
-from .run import Run, RunSpec, Timer
+from .planner import Planner, Timer
+from .run import Run, RunSpec
 from .stage.visit import CopyVisit, Visit, run_stage
 
 

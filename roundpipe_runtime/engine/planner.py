@@ -1,8 +1,9 @@
-"""Decide stages, threads and resident parameters before a run, from measured costs."""
+"""Measure layers and copies in a run, and decide stages, threads and resident parameters of later runs."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -11,10 +12,11 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
-from ..device.protocol import Device
+from ..device.protocol import Clock, Device
 from ..optim.layer_contents import LargeTables, TableRule, needed_bytes, rule_for, scan
 from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType
+from ..timeline.record import Timeline
 from .code_state import is_due
 
 # If the forward of a layer takes fewer seconds on the CPU, two threads are slower than one: torch releases the GIL at
@@ -167,3 +169,96 @@ def bytes_to_keep(limit: float | None, largest_stage: int, *, fits: bool) -> flo
 def _limit(memory: Sequence[int | None]) -> float | None:
     known = [nbytes for nbytes in memory if nbytes is not None]
     return FOR_PARAMETERS * min(known) / 1e9 if known else None
+
+
+_NOT_MEASURED = contextlib.nullcontext()
+
+
+class Timer:
+    """Measures how long layers and copies take, for planning and for a timeline if there is one."""
+
+    # with_events: whether work on an accelerator is also measured, by events in its streams, without a timeline
+
+    def __init__(self, costs: MeasuredCosts, timeline: Timeline | None, *, with_events: bool = True) -> None:
+        self._costs = costs
+        self._timeline = timeline
+        self._with_events = with_events or timeline is not None
+        # By layer and microbatch: seconds of a forward whose backward has not ended; by microbatch: seconds of the
+        # loss.
+        self._forwards: dict[tuple[int, int], float] = {}
+        self._losses: dict[int, float] = {}
+        # By device: the clock, which the device's thread creates.
+        self._clocks: dict[str, Clock] = {}
+        self._late: list[tuple[Span, float | torch.Event]] = []
+
+    def measures(self, device: Device) -> bool:
+        return self._with_events or not self._clock(device).is_late
+
+    def _clock(self, device: Device) -> Clock:
+        clock = self._clocks.get(device.name)
+        if clock is None:
+            clock = self._clocks[device.name] = device.clock()
+        return clock
+
+    def measure(
+        self, kind: str, stage: int, device: Device, microbatch: int = -1, layer: int = -1
+    ) -> contextlib.AbstractContextManager[None]:
+        """Measure the work in a ``with`` block; an exception leaves no record."""
+        # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
+        # microbatch, layer: -1 if the work is not for a single microbatch or layer
+        if not self.measures(device):
+            return _NOT_MEASURED
+        return Span(self, kind, stage, device.name, self._clock(device), microbatch, layer)
+
+    def add(self, span: Span, end: float | torch.Event) -> None:
+        if span.clock.is_late:
+            self._late.append((span, end))
+        else:
+            self._add(span, end)
+
+    def add_parameters(self, uploaded: int, skipped: int) -> None:
+        if self._timeline is not None:
+            self._timeline.add_parameters(uploaded, skipped)
+
+    def finish(self) -> None:
+        """Record the times that accelerators measured, after they have finished, and drop the clocks."""
+        for span, end in self._late:
+            self._add(span, end)
+        self._late.clear()
+        self._clocks.clear()
+
+    def _add(self, span: Span, last: float | torch.Event) -> None:
+        kind, layer, microbatch = span.kind, span.layer, span.microbatch
+        start, end = span.clock.seconds(span.start), span.clock.seconds(last)
+        if self._timeline is not None:
+            self._timeline.add(kind, span.stage, microbatch, span.device, start, end, layer)
+        if microbatch < 0:
+            return
+        if layer < 0:
+            self._losses[microbatch] = self._losses.get(microbatch, 0.0) + end - start
+        elif kind == "backward":
+            # The cost of a backward includes the recomputed forward. The last layer's backward includes the loss.
+            before = self._forwards.pop((layer, microbatch), 0.0) + self._losses.pop(microbatch, 0.0)
+            self._costs.record(layer, "backward", end - start + before)
+        else:
+            self._forwards[layer, microbatch] = end - start
+            if kind == "forward":
+                self._costs.record(layer, "forward", end - start)
+
+
+class Span:
+    __slots__ = ("clock", "device", "kind", "layer", "microbatch", "stage", "start", "timer")
+
+    def __init__(
+        self, timer: Timer, kind: str, stage: int, device: str, clock: Clock, microbatch: int, layer: int
+    ) -> None:
+        self.timer, self.kind, self.stage, self.device, self.clock = timer, kind, stage, device, clock
+        self.microbatch, self.layer = microbatch, layer
+        self.start: float | torch.Event = 0.0
+
+    def __enter__(self) -> None:
+        self.start = self.clock.now(self.kind)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.timer.add(self, self.clock.now(self.kind))

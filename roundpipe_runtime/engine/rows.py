@@ -346,11 +346,7 @@ class _Comparison:
             return None  # the same rows with equal draws give other values at the next call, so nothing can be compared
         draws = self._is_other(trial, number, "parts", together=True)  # layers draw, or keep a state in buffers
         trial.has_state = draws and self._is_other(trial, number, "others", together=True)
-        mixes = self._depends_on_others if draws else self._differs
-        return self._first(functools.partial(mixes, trial), number)
-
-    def _first(self, mixes: Callable[[int], bool], number: int) -> int | None:
-        """Return the first layer that mixes rows; ``None`` if all ``number`` layers together do not mix rows."""
+        mixes = functools.partial(self._depends_on_others if draws else self._differs, trial)
         if not mixes(number):
             return None
         # rows that one layer has mixed stay mixed in later layers

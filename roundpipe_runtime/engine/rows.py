@@ -135,7 +135,9 @@ class RowCheck:
         self.is_nonlinear = False
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
             return
-        kind = _kind_of(engine.layers, batch), config.requires_grad
+        values = [(leaf.path, leaf.value) for leaf in (*batch.args.leaves, *batch.kwargs.leaves)]
+        kinds = ((path, v.dtype, v.dim()) if isinstance(v, torch.Tensor) else (path, type(v)) for path, v in values)
+        kind = tuple(kinds), tuple(layer.training for layer in engine.layers), config.requires_grad
         self.is_nonlinear = self._nonlinear.get(kind, False)
         if not self._repeats.is_due(kind, engine.layers):
             return
@@ -422,12 +424,6 @@ def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) ->
     if not is_known or len(some) != len(of_batch):
         return cut
     return [one if kept else other for kept, one, other in zip(same, some, cut, strict=True)]
-
-
-def _kind_of(layers: Sequence[nn.Module], batch: FlatBatch) -> Hashable:
-    values = [(leaf.path, leaf.value) for leaf in (*batch.args.leaves, *batch.kwargs.leaves)]
-    kinds = tuple((path, v.dtype, v.dim()) if isinstance(v, torch.Tensor) else (path, type(v)) for path, v in values)
-    return kinds, tuple(layer.training for layer in layers)
 
 
 def _coarsest() -> torch.dtype | None:

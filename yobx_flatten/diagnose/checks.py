@@ -171,22 +171,17 @@ def _names(module: torch.nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[s
                 yield Finding(
                     "warning", name, f"{forward} has no parameter {name!r}; its **kwargs swallow the argument.{hint}"
                 )
-    for name in _never_read(module.forward):
-        if inputs.get(name) is not None:
-            yield Finding("warning", name, f"{name} is passed, but {forward} never reads it.")
-
-
-def _never_read(function: Callable[..., Any]) -> list[str]:
-    inner = inspect.unwrap(function)
+    inner = inspect.unwrap(module.forward)
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)
     if code is None or {"locals", "eval", "exec", "vars"} & set(code.co_names):
-        return []
+        return
     read: set[Any] = set(code.co_cellvars)  # an inner function reads these
     for instruction in dis.get_instructions(code):
         if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST_LOAD_FAST")):
             read.update(instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,))
-    count = code.co_argcount + code.co_kwonlyargcount
-    return [name for name in code.co_varnames[:count] if name not in read and name != "self"]
+    for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        if name not in read and name != "self" and inputs.get(name) is not None:
+            yield Finding("warning", name, f"{name} is passed, but {forward} never reads it.")
 
 
 # -- classes ---------------------------------------------------------------------------------------------------------
@@ -244,8 +239,11 @@ def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
             )
             continue
         first_path[id(tensor)] = path
-        start = _address(tensor)
-        if start is None:
+        try:
+            start = tensor.data_ptr()
+        except RuntimeError:  # of a FakeTensor or a sparse tensor
+            continue
+        if not start:
             continue
         if start in first_start:
             other = first_start[start]
@@ -257,13 +255,6 @@ def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
                 f"{path}.clone()",
             )
         first_start.setdefault(start, path)
-
-
-def _address(tensor: torch.Tensor) -> int | None:
-    try:
-        return tensor.data_ptr() or None
-    except RuntimeError:  # of a FakeTensor or a sparse tensor
-        return None
 
 
 def _slices(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:

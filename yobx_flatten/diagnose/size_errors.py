@@ -115,17 +115,12 @@ def misfit_in_our_words(failure: Failure) -> str:
 def explain_misfit(failure: Failure, text: str, paths: tuple[str, ...]) -> Explanation:
     # paths: the entries of `dynamic_shapes` that the error names
     line = "export_program(module, args, kwargs)  # writes them"
-    if bool(failure.args) != bool(failure.kwargs) and _names_its_arguments(failure.module):
-        line = f"dynamic_shapes=dynamic_shapes({'kwargs' if failure.kwargs else 'args'})"
+    if bool(failure.args) != bool(failure.kwargs) and isinstance(failure.module, torch.nn.Module):
+        kinds = {parameter.kind for parameter in inspect.signature(failure.module.forward).parameters.values()}
+        # torch has no dynamic shapes by name for `*args` and `**kwargs`
+        if kinds.isdisjoint({inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}):
+            line = f"dynamic_shapes=dynamic_shapes({'kwargs' if failure.kwargs else 'args'})"
     return Explanation(f"dynamic_shapes does not fit the inputs: {text}\nTo generate dynamic_shapes:", paths, line)
-
-
-def _names_its_arguments(module: object) -> bool:
-    # torch has no dynamic shapes by name for `*args` and `**kwargs`
-    if not isinstance(module, torch.nn.Module):
-        return False
-    kinds = {parameter.kind for parameter in inspect.signature(module.forward).parameters.values()}
-    return kinds.isdisjoint({inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL})
 
 
 def _planted(failure: Failure, found: re.Match[str]) -> Explanation:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, InputKind, OutputKind, OutputSpec
+from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, InputKind, OutputKind
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..errors import InvalidArgumentError
@@ -165,8 +165,15 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
         read, places = node.all_input_nodes[0], node.args[1]
         inputs = [origin for origin in _origins(read) if origin.name in names]
         for axis, place in enumerate(places):
-            count = _length_of_range(place)
-            for origin in inputs if count is not None else ():
+            if not isinstance(place, torch.fx.Node):
+                continue
+            entries = place.meta["val"].numel()
+            while _name(place) in (*_SAME_VALUES, *_SAME_AXES):  # a reshaped range still has the same entries
+                place = place.args[0]
+            count = place.meta["val"].shape[0] if place.target is torch.ops.aten.arange.default else None
+            if str(count) != str(entries):  # not a whole range that starts at 0
+                continue
+            for origin in inputs:
                 own, same = origin.meta["val"].shape[axis], read.meta["val"].shape[axis]
                 # only a size that is a single symbol: of an expression it is unknown which input is too short
                 if isinstance(own, torch.SymInt) and own.node.expr.is_Symbol and str(own) == str(same):
@@ -188,19 +195,6 @@ def _name(node: torch.fx.Node) -> str:
     """Return the name of a node's operator without its overload; ``""`` if the node calls no operator."""
     target = node.target
     return target._schema.name.rpartition("::")[2] if isinstance(target, OpOverload) else ""
-
-
-def _length_of_range(place: Any) -> Any:
-    """Return the length if an index is a whole range that starts at 0; ``None`` otherwise."""
-    if not isinstance(place, torch.fx.Node):
-        return None
-    entries = place.meta["val"].numel()
-    # a reshaped range still has the same entries
-    while _name(place) in (*_SAME_VALUES, *_SAME_AXES):
-        place = place.args[0]
-    if place.target is not torch.ops.aten.arange.default or str(place.meta["val"].shape[0]) != str(entries):
-        return None
-    return place.meta["val"].shape[0]
 
 
 def _size(size: Any) -> Size:
@@ -280,7 +274,11 @@ def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callabl
     result = copy.copy(program)
     named = {node.name: done.name for node, done in copied.items() if isinstance(done, torch.fx.Node)}
     result._graph_signature = copy.copy(signature)
-    result._graph_signature.output_specs = [_renamed(spec, named) for spec in signature.output_specs]
+    specs = []
+    for spec in signature.output_specs:
+        name = "" if isinstance(spec.arg, ConstantArgument) else getattr(spec.arg, "name", "")
+        specs.append(replace(spec, arg=replace(spec.arg, name=named[name])) if name in named else spec)
+    result._graph_signature.output_specs = specs
     result._graph_module = torch.fx.GraphModule(program.graph_module, graph)
     result._graph_module.meta.update(program.graph_module.meta)
     return result
@@ -296,13 +294,6 @@ def _stands_alone(node: torch.fx.Node) -> bool:
         return False
     schema = getattr(node.target, "_schema", None)
     return node.target in _ASSERTIONS or schema is None or not schema.is_mutable
-
-
-def _renamed(spec: OutputSpec, named: Mapping[str, str]) -> OutputSpec:
-    name = getattr(spec.arg, "name", None)
-    if name is None or isinstance(spec.arg, ConstantArgument) or name not in named:
-        return spec
-    return replace(spec, arg=replace(spec.arg, name=named[name]))
 
 
 def _converted(

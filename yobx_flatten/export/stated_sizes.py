@@ -38,35 +38,29 @@ Relation = tuple[Expression, Mapping[str, Place]]
 def names_of(rows: Sequence[tuple[str, Any, Any]], stated: Stated) -> dict[tuple[str, int], str]:
     """Different variables with one name get different names."""
     # rows: the name, the value and the entry of each leaf of the inputs
-    chosen: dict[Any, str] = {}
-    found = _names_in_entries(rows)
-    for size in stated.sizes:
-        if size.axis is None or size.variable is None or size.variable.name == "anon":
-            continue
-        name = size.variable.name
-        # two variables may have the same name, but two axes with the same name have the same size
-        same = sum(other == name or other.startswith(f"{name}_") for other in chosen.values())
-        found[rows[size.leaf][0], size.axis] = chosen.setdefault(size.expression, f"{name}_{same}" if same else name)
-    return found
-
-
-def _names_in_entries(rows: Sequence[tuple[str, Any, Any]]) -> dict[tuple[str, int], str]:
-    """By input and axis: names of ``Dim`` objects, or strings."""
-    names: dict[tuple[str, int], str] = {}
+    found: dict[tuple[str, int], str] = {}
     sizes: dict[str, tuple[str, int]] = {}
     for name, leaf, dims in rows:
         for axis, dim in (dims or {}).items():
-            chosen = dim if isinstance(dim, str) else getattr(dim, "__name__", None)
-            if chosen is None or not isinstance(leaf, torch.Tensor):
+            given = dim if isinstance(dim, str) else getattr(dim, "__name__", None)
+            if given is None or not isinstance(leaf, torch.Tensor):
                 continue
-            first, size = sizes.setdefault(chosen, (name, leaf.shape[axis]))
+            first, size = sizes.setdefault(given, (name, leaf.shape[axis]))
             if leaf.shape[axis] != size:
                 raise DynamicShapesError(
-                    f"{name}: axis {axis} is called {chosen!r} and has size {leaf.shape[axis]}, but {first} has size "
+                    f"{name}: axis {axis} is called {given!r} and has size {leaf.shape[axis]}, but {first} has size "
                     f"{size} under that name. Axes with one name must have one size: give this axis its own name."
                 )
-            names[name, axis] = chosen
-    return names
+            found[name, axis] = given
+    chosen: dict[Any, str] = {}
+    for one in stated.sizes:
+        if one.axis is None or one.variable is None or one.variable.name == "anon":
+            continue
+        name = one.variable.name
+        # two variables may have the same name, but two axes with the same name have the same size
+        same = sum(other == name or other.startswith(f"{name}_") for other in chosen.values())
+        found[rows[one.leaf][0], one.axis] = chosen.setdefault(one.expression, f"{name}_{same}" if same else name)
+    return found
 
 
 # Read what a program asserts about the sizes of its inputs, for runtimes that drop assertions.

@@ -62,7 +62,14 @@ class _Adapting:
         recipe = REGISTRY.recipe_in_force(type(obj))
         if recipe is not None and recipe.axes is not None:
             entries = self.entries_of(obj, shapes, recipe)
-            return self.varying(obj, entries, recipe) if isinstance(entries, list) else entries
+            rows = recipe.flatten_with_keys(obj)[0] if isinstance(entries, list) else []
+            if not isinstance(entries, list) or len(rows) != len(entries):
+                return entries
+            # `Dim.AUTO` is dropped from axes that never vary, such as heads
+            return [
+                _fixed(entry, recipe.axes(str(getattr(key, "key", key)))) if isinstance(child, torch.Tensor) else entry
+                for (key, child), entry in zip(rows, entries, strict=True)
+            ]
         if isinstance(obj, Mapping) and isinstance(shapes, dict):
             return {name: self.adapt(obj[name], below) if name in obj else below for name, below in shapes.items()}
         if isinstance(obj, Mapping) and type(obj) not in pytree.SUPPORTED_NODES and isinstance(shapes, (tuple, list)):
@@ -78,16 +85,6 @@ class _Adapting:
         below = [self.adapt(child, entry) for child, entry in zip(children, shapes, strict=True)]
         return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
 
-    def varying(self, cache: TransformersCache, entries: list[Any], recipe: Recipe) -> list[Any]:
-        """Drop ``Dim.AUTO`` from axes of a KV cache that never vary, such as heads."""
-        rows = recipe.flatten_with_keys(cache)[0]
-        if len(rows) != len(entries) or recipe.axes is None:
-            return entries
-        return [
-            _fixed(entry, recipe.axes(str(getattr(key, "key", key)))) if isinstance(child, torch.Tensor) else entry
-            for (key, child), entry in zip(rows, entries, strict=True)
-        ]
-
     def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
         """An unknown form stays unchanged."""
         children = recipe.flatten(cache)[0]
@@ -95,19 +92,16 @@ class _Adapting:
             shapes = recipe.flatten(shapes)[0]
         if isinstance(shapes, (list, tuple)):
             if len(shapes) == len(children) and all(map(_fits, children, shapes)):
-                return self.counted(children, [self.adapt(*pair) for pair in zip(children, shapes, strict=True)])
+                entries = [self.adapt(*pair) for pair in zip(children, shapes, strict=True)]
+                varies = self.by_tensor and any(map(_varies, entries))
+                return [
+                    _entry_of_count(child, varies) if _counts(child) and (entry is None or _is_tensor(child)) else entry
+                    for child, entry in zip(children, entries, strict=True)
+                ]
             if len(shapes) == len(children) - 1 and _counts(children[-1]) and all(map(_fits, children, shapes)):
                 return [*shapes, _entry_of_count(children[-1], any(map(_varies, shapes)))]
         by_tensor = _by_parts(cache, shapes) or _by_attributes(cache, shapes)
         return shapes if by_tensor is None else self.written(children, by_tensor)
-
-    def counted(self, children: list[Any], entries: list[Any]) -> list[Any]:
-        varies = self.by_tensor and any(map(_varies, entries))
-        pairs = zip(children, entries, strict=True)
-        return [
-            _entry_of_count(child, varies) if _counts(child) and (entry is None or _is_tensor(child)) else entry
-            for child, entry in pairs
-        ]
 
     def written(self, children: list[Any], by_tensor: dict[int, Any]) -> list[Any]:
         """Return the entries of a cache's children, in order, from entries by the ``id`` of each tensor."""

@@ -46,7 +46,7 @@ from .program import (
     remembering_strides,
     without_needless_assertions,
 )
-from .trace_settings import OPEN, PLAIN_ATTENTION, TraceSupport, fake_tensor_cache_off, open_supports, sizes_differ
+from .trace_settings import FEW_TENSORS, OPEN, PLAIN_ATTENTION, TraceSupport, fake_tensor_cache_off, open_supports
 
 
 def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -93,7 +93,7 @@ class ExportHook:
     def __init__(self) -> None:
         # these modules import all of dynamo or onnxscript, which a block that only flattens does not need
         self._on_import = [
-            ImportedPatch("torch.export._trace", self._trace_patch),
+            ImportedPatch("torch.export._trace", _wrapping(None, "_export", self._wrapped)),
             ImportedPatch("torch.onnx._internal.exporter._registration", self._translations_patch),
             ImportedPatch(
                 "torch.onnx._internal.exporter._decomp",
@@ -155,11 +155,6 @@ class ExportHook:
             for imported in self._on_import:
                 imported.release()
 
-    def _trace_patch(self, module: ModuleType) -> AttributePatch | None:
-        # a module that this thread is importing has no functions to wrap yet
-        found = vars(module).get("_export")
-        return None if found is None else AttributePatch(module, "_export", self._wrapped(found))
-
     def _translations_patch(self, module: ModuleType) -> AttributePatch | None:
         registry = vars(module).get("ONNXRegistry")
         if registry is None:
@@ -204,7 +199,8 @@ class ExportHook:
                 stack.enter_context(tracing_here())
                 # per thread, so it is set in the tracing thread, not in the thread that entered the block
                 stack.enter_context(fx_config.patch(use_duck_shape=False))
-                if dynamic_shapes is not None and sizes_differ(args, kwargs):
+                tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                if dynamic_shapes is not None and len(tensors) > FEW_TENSORS:
                     stack.enter_context(fake_tensor_cache_off())
                 stack.enter_context(PLAIN_ATTENTION)
                 if isinstance(mod, torch.nn.Module):
@@ -225,6 +221,7 @@ def _wrapping(
     owner: str | None, name: str, wrapped: Callable[[Any], Any]
 ) -> Callable[[ModuleType], AttributePatch | None]:
     def make(module: ModuleType) -> AttributePatch | None:
+        # a module that this thread is importing has no functions to wrap yet
         target = module if owner is None else vars(module).get(owner)
         found = None if target is None else vars(target).get(name)
         return None if found is None else AttributePatch(target, name, wrapped(found))

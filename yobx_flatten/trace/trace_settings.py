@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..private_names.of_torch import DispatchKey, FakeTensor, pytree
+from ..private_names.of_torch import DispatchKey, FakeTensor
 from ..recipe.aliases import PyTree
 from ..registry.patches import LOCK
 from .onnx_operators import Translation
@@ -113,15 +113,10 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=PLAIN_ATTENTION.forget_others)
 
 
-FEW_TENSORS = 5  # of an encoder: tokens, a mask, positions, types
-
-
-def sizes_differ(*trees: Any) -> bool:
-    """Return whether inputs have so many tensors that torch's cache of fake tensor results slows a trace down."""
-    # The cache helps if layers have equal shapes (without it, a trace of an encoder takes 1.6 times as long). With keys
-    # and values each layer has its own sizes: there are few hits, an entry costs more than its operator, and without
-    # the cache a trace of a decoder takes two thirds of the time.
-    return sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(trees)) > FEW_TENSORS
+# torch's cache of fake tensor results helps if layers have equal shapes (without it, a trace of an encoder takes 1.6
+# times as long). With keys and values each layer has its own sizes: there are few hits, an entry costs more than its
+# operator, and without the cache a trace of a decoder takes two thirds of the time.
+FEW_TENSORS = 5  # inputs of an encoder: tokens, a mask, positions, types; with more, the cache is off
 
 
 def fake_tensor_cache_off() -> contextlib.AbstractContextManager[None]:

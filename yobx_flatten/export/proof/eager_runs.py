@@ -456,7 +456,10 @@ def _after_present(leaf: str) -> str:
 
 
 def _with_left(outputs: PyTree, left: Left, given: Mapping[str, Any]) -> dict[str, Any]:
-    entries = _entries(outputs)
+    node = None if is_cache(outputs) or isinstance(outputs, (tuple, list)) else node_of(outputs)
+    entries = {"output": outputs}  # outputs without names are one entry
+    if node is not None and (isinstance(outputs, Mapping) or node.recipe is not None):
+        entries = {key_name(key): child for key, child in zip(node.keys, node.children, strict=True)}
     added = {name: given[name] for name in left.caches}
     if left.leaves:
         held: dict[str, Any] = {}
@@ -469,14 +472,6 @@ def _with_left(outputs: PyTree, left: Left, given: Mapping[str, Any]) -> dict[st
     if entries.keys() & added.keys():
         entries = {"output": outputs}
     return {**entries, **added}
-
-
-def _entries(outputs: PyTree) -> dict[str, Any]:
-    """Return the outputs by name; outputs without names are one entry ``"output"``."""
-    node = None if is_cache(outputs) or isinstance(outputs, (tuple, list)) else node_of(outputs)
-    if node is None or not (isinstance(outputs, Mapping) or node.recipe is not None):
-        return {"output": outputs}
-    return {key_name(key): child for key, child in zip(node.keys, node.children, strict=True)}
 
 
 def _adopted(old: Any, new: Any) -> Any:
@@ -541,19 +536,14 @@ def _root(node: object) -> str:
 
 
 def draws_random_numbers(program: ExportedProgram) -> list[str]:
-    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-    drawing = [t for t in targets if torch.Tag.nondeterministic_seeded in getattr(t, "tags", ())]
-    return [str(target) for target in dict.fromkeys(drawing) if not _is_switched_off(target, program)]
-
-
-def _is_switched_off(target: object, program: ExportedProgram) -> bool:
-    """Return whether no call of an operator draws numbers, such as a dropout in a module in ``eval()``."""
     switches = {"train", "training", "dropout", "dropout_p", "p"}
+    drawing: dict[str, bool] = {}  # by operator: whether any call draws; a dropout in a module in `eval()` does not
     for node in program.graph.nodes:
-        if node.op != "call_function" or node.target is not target:
+        target = node.target
+        if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
             continue
         given = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | node.kwargs
         named = [a for a in target._schema.arguments if a.name in switches]
-        if all(given.get(a.name, a.default_value) not in (False, 0) for a in named):
-            return False
-    return True
+        draws = all(given.get(a.name, a.default_value) not in (False, 0) for a in named)
+        drawing[str(target)] = drawing.get(str(target), False) or draws
+    return [operator for operator, draws in drawing.items() if draws]

@@ -387,7 +387,15 @@ def _cdist(x: OnnxValue, y: OnnxValue, p: float, compute_mode: int | None = None
     op = _operators()
     width = x.shape[-1]
     if p == 2 and compute_mode != 2 and isinstance(width, int) and width > _DIRECT:
-        return _distances_by_product(x, y, len(y.shape))
+        # from products of the vectors, without the differences of all pairs
+        rank = len(y.shape)
+        centre = op.ReduceMean(y, _axes(-2), keepdims=1)  # subtracted, so that products are small
+        x, y = op.Sub(x, centre), op.Sub(y, centre)
+        order = [*range(rank - 2), rank - 1, rank - 2]
+        squares = op.ReduceSum(op.Mul(x, x), _axes(-1), keepdims=1)
+        others = op.Transpose(op.ReduceSum(op.Mul(y, y), _axes(-1), keepdims=1), perm=order)
+        products = op.Mul(op.MatMul(x, op.Transpose(y, perm=order)), _like(2.0, x))
+        return op.Sqrt(op.Max(op.Sub(op.Add(squares, others), products), _like(0.0, x)))
     apart = op.Abs(op.Sub(op.Unsqueeze(x, _axes(-2)), op.Unsqueeze(y, _axes(-3))))
     last = {"keepdims": 0}
     if p == math.inf:
@@ -400,18 +408,6 @@ def _cdist(x: OnnxValue, y: OnnxValue, p: float, compute_mode: int | None = None
         return op.Sqrt(op.ReduceSum(op.Mul(apart, apart), _axes(-1), **last))
     powers = op.ReduceSum(op.Pow(apart, _like(p, x)), _axes(-1), **last)
     return op.Pow(powers, _like(1.0 / p, x))
-
-
-def _distances_by_product(x: OnnxValue, y: OnnxValue, rank: int) -> OnnxValue:
-    """Compute distances of long vectors from their products, without the differences of all pairs."""
-    op = _operators()
-    centre = op.ReduceMean(y, _axes(-2), keepdims=1)  # subtracted, so that products are small
-    x, y = op.Sub(x, centre), op.Sub(y, centre)
-    order = [*range(rank - 2), rank - 1, rank - 2]
-    squares = op.ReduceSum(op.Mul(x, x), _axes(-1), keepdims=1)
-    others = op.Transpose(op.ReduceSum(op.Mul(y, y), _axes(-1), keepdims=1), perm=order)
-    products = op.Mul(op.MatMul(x, op.Transpose(y, perm=order)), _like(2.0, x))
-    return op.Sqrt(op.Max(op.Sub(op.Add(squares, others), products), _like(0.0, x)))
 
 
 def plain_attention(

@@ -45,7 +45,7 @@ class GenaiTrial:
     @functools.cached_property
     def model(self) -> Any:
         """The model, in float32."""
-        from yobx_flatten.model_folder.source.classes import small_config, small_model
+        from yobx_flatten.model_folder.source.configuration import small_config, small_model
 
         if self.name != "whisper":
             return small_model(self.name)

@@ -69,7 +69,7 @@ def _generate(name: str) -> None:
     import torch
 
     from yobx_flatten import export_folder, open_generator
-    from yobx_flatten.model_folder.source.classes import small_model
+    from yobx_flatten.model_folder.source.configuration import small_model
 
     model = small_model(name)
     prompt = torch.randint(4, 259, (1, 9), generator=torch.Generator().manual_seed(7))

@@ -54,7 +54,7 @@ def make_checkpoint(name: str, folder: pathlib.Path) -> None:
     import tokenizers
     import transformers
 
-    from yobx_flatten.model_folder.source.classes import class_for, small_config
+    from yobx_flatten.model_folder.source.configuration import class_for, small_config
 
     config = small_config(name)
     if name == "whisper":

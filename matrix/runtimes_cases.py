@@ -34,7 +34,7 @@ class RuntimeTrial:
     @functools.cached_property
     def model(self) -> Any:
         """The model, in float32."""
-        from yobx_flatten.model_folder.source.classes import small_model
+        from yobx_flatten.model_folder.source.configuration import small_model
 
         return small_model(self.name)
 

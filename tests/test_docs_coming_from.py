@@ -23,8 +23,8 @@ from yobx_flatten import (
     register_flattening_functions,
 )
 from yobx_flatten.__main__ import main
-from yobx_flatten.model_folder.source import classes as source_classes
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source import configuration
+from yobx_flatten.model_folder.source.configuration import small_model
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs/guide/coming_from.md"
 
@@ -55,7 +55,7 @@ def _row_of(words):
 
 def test_every_name_of_the_right_column_is_there():
     """Every function and class that a cell calls."""
-    homes = (yobx_flatten, roundpipe_runtime, roundpipe_runtime.schedule, source_classes)
+    homes = (yobx_flatten, roundpipe_runtime, roundpipe_runtime.schedule, configuration)
     codes = [code for here in ROWS.values() for code in re.findall(r"`([^`]+)`", re.sub(r"\]\([^)]*\)", "", here))]
     called = [name for code in codes for name in re.findall(r"(?<![\w.])([A-Za-z_]\w*)\(", code)]
     assert len(set(called)) >= 13

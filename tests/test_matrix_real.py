@@ -19,7 +19,7 @@ from matrix.real_training import STEM
 from matrix.real_training_cases import BAR, TASKS
 from matrix.results import Results, recorded_file
 from yobx_flatten import export_folder
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECORDED = sorted((DOCS / "data").glob("real-*.json"))

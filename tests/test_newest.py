@@ -192,7 +192,7 @@ def test_tokens_that_differ_from_those_of_the_model_fail(monkeypatch, capsys):
             return prompt + self.wrong
 
     made = iter([0, 1, 0])
-    monkeypatch.setattr("yobx_flatten.model_folder.source.classes.small_model", lambda name: Generator(0))
+    monkeypatch.setattr("yobx_flatten.model_folder.source.configuration.small_model", lambda name: Generator(0))
     monkeypatch.setattr("yobx_flatten.export_folder", lambda model, folder, **options: None)
     monkeypatch.setattr("yobx_flatten.open_generator", lambda folder: Generator(next(made)))
     assert newest_programs.generation(("a", "b", "c")) == 1

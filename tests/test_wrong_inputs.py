@@ -25,7 +25,7 @@ from yobx_flatten import (
 )
 from yobx_flatten.__main__ import main as flatten
 from yobx_flatten.errors import DynamicShapesError, FlattenError, InvalidArgumentError
-from yobx_flatten.model_folder.source import classes
+from yobx_flatten.model_folder.source import configuration
 
 
 class Doubles(torch.nn.Module):
@@ -343,6 +343,6 @@ def interrupted_import(*_arguments, **_options):
 )
 def test_ctrl_c_that_a_library_renames_is_an_interruption(main, command, program, monkeypatch, capsys):
     """It was an error of the model with status 2, two seconds after the start."""
-    monkeypatch.setattr(classes, "_shrunk", interrupted_import)
+    monkeypatch.setattr(configuration, "_shrunk", interrupted_import)
     assert main(command) == 130
     assert capsys.readouterr().err.endswith(f"{program}: interrupted, nothing was written\n")

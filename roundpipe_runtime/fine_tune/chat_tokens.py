@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from yobx_flatten.errors.failures import raised_as, result_or
 from yobx_flatten.files.document import open_regular, read_bytes, read_text
 from yobx_flatten.files.limited import Limited, limited
-from yobx_flatten.model_folder.source.tokenizer_files import readable
+from yobx_flatten.model_folder.source.find import readable
 
 from ..errors import FineTuneError
 from .models import FolderTokenizer, Tokenizer

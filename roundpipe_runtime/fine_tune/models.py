@@ -13,11 +13,10 @@ from torch import nn
 
 from yobx_flatten.errors.dependencies import require
 from yobx_flatten.model_folder.source.configuration import FILES_ONLY, bounded_weights, bytes_of_weights, read_config
-from yobx_flatten.model_folder.source.find import FoundModel
+from yobx_flatten.model_folder.source.find import TOKENIZER_FILES, FoundModel, open_tokenizer, readable
 from yobx_flatten.model_folder.source.gguf_file import GGUF, gguf_config, gguf_weights, is_gguf
 from yobx_flatten.model_folder.source.open import NotStreamableError, open_checkpoint, unread_model
 from yobx_flatten.model_folder.source.packed_weights import UnmatchedWeights, load_stored
-from yobx_flatten.model_folder.source.tokenizer_files import TOKENIZER_FILES, open_tokenizer, readable
 
 from ..device.disk import HOST_IN_MEMORY, DiskMemory, disk_folder, keep_with, page_out
 from ..device.worker import generator_kept

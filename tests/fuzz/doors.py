@@ -56,7 +56,7 @@ def _values() -> dict[str, Any]:
 
 
 def _llama() -> Any:
-    from yobx_flatten.model_folder.source.classes import small_model
+    from yobx_flatten.model_folder.source.configuration import small_model
 
     return small_model("llama")
 

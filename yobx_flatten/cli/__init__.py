@@ -1,1 +1,1 @@
-"""The command line ``yobx-flatten``: one file for each command."""
+"""The command line ``yobx-flatten``."""

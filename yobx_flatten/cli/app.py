@@ -1,26 +1,121 @@
-"""The command line application: all commands, and how an error is shown."""
+"""The command line application, with the commands about the installation: ``env``, ``bench`` and ``matrix``."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import pathlib
+import platform
+import subprocess
+import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ..terminal.output import say
-from ..terminal.running import reflow_help, run_app
-from .adapter_command import adapter
-from .chat_command import chat
-from .check_command import check
+from ..errors.tried_versions import NEWEST_TRIED, untried_versions
+from ..terminal.output import say, say_json
+from ..terminal.running import UserError, reflow_help, run_app
 from .demo import demo
-from .env_command import env
-from .explain_command import explain
 from .export_command import export
-from .generate_command import generate
-from .list_command import list_classes
-from .repository import bench, is_installed_copy, matrix
-from .verify_command import verify
+from .folder_commands import adapter, chat, generate, verify
+from .inspect_commands import check, explain, list_classes
+
+_LIBRARIES = (
+    "yobx-flatten",
+    "torch",
+    "transformers",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "onnxruntime-genai",
+    "openvino",
+    "executorch",
+    "torchao",
+    "optree",
+    "jax",
+    "diffusers",
+    "accelerate",
+    "peft",
+    "safetensors",
+    "typer",
+    "rich",
+)
+
+
+def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
+    """Print all versions for a bug report, and the newest versions that were tested."""
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    untried = untried_versions()
+    if json:
+        newer = [one.library for one in untried]
+        say_json({**found, "executable": sys.executable, "newest_tried": NEWEST_TRIED, "newer_than_tried": newer})
+        return 0
+    width, shown = max(map(len, found)), {name: version or "not installed" for name, version in found.items()}
+    wide = max(len(shown.get(name, "")) for name in NEWEST_TRIED)
+    for name, tried in NEWEST_TRIED.items():
+        if name in shown:
+            shown[name] = f"{shown[name]:{wide}}  (newest tried: {tried})"
+    say("\n".join(f"{name:{width}}  {version}" for name, version in shown.items()))
+    if untried:
+        lines = [f"{one}. If something fails: pip install '{one.library}<={one.tried}'" for one in untried]
+        say("\n".join(["", *lines]))
+    return 0
+
+
+def is_installed_copy() -> bool:
+    root = _root()
+    return not (root / "matrix" / "__main__.py").is_file() or not (root / "benchmarks").is_dir()
+
+
+def _root() -> pathlib.Path:
+    return pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+def repository(what: str) -> pathlib.Path:
+    if is_installed_copy():
+        raise UserError(
+            f"{what} is part of the repository, not of the installed package: clone the repository, and run "
+            "`pip install -e '.[all]'` and this command in the clone"
+        )
+    return _root()
+
+
+def matrix(arguments: typer.Context) -> int:
+    """Export every model type in transformers, and check each step.
+
+    This command needs a clone. `python -m matrix` gets the arguments (try -- --help); --sample 8 exports 8 model types.
+    """
+    root = repository("the matrix")
+    paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "matrix", *arguments.args]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=False).returncode
+
+
+def bench(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Benchmark to run (default: list all).")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print the names as JSON.")] = False,
+) -> int:
+    """Run a benchmark, and print a table that compares this package with its alternatives.
+
+    The benchmarks are part of the repository, so the command needs a clone.
+    """
+    root = repository("the benchmarks")
+    found = {path.stem.removeprefix("bench_"): path for path in sorted((root / "benchmarks").glob("bench_*.py"))}
+    if not name:
+        say_json(list(found)) if json else say("\n".join(found))
+        return 0
+    if name not in found:
+        raise UserError(f"unknown benchmark {name!r}; choose from {', '.join(found)}")
+    return subprocess.run([sys.executable, str(found[name])], check=False).returncode
 
 
 def _version(asked: bool) -> None:
@@ -68,5 +163,27 @@ app = _app()
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` names, by default the arguments of the process, and return its exit status."""
     return run_app(app, argv, program="yobx-flatten")
+
+
+def reference(app: typer.Typer) -> str:
+    """Return the help of every command in Markdown, for the guide."""
+    group: Any = typer.main.get_command(app)
+    lines = []
+    for name, command in group.commands.items():
+        if command.hidden:
+            continue
+        rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
+        lines += [f"### {name}", "", " ".join((command.help or "").split()), ""]
+        lines += ["| | |", "|---|---|", *rows, ""] if rows else []
+    return "\n".join(lines)
+
+
+def _row(parameter: Any) -> str:
+    is_option = parameter.param_type_name == "option"
+    name = ", ".join((*parameter.opts, *parameter.secondary_opts)) if is_option else parameter.metavar
+    default = parameter.default
+    shown = (
+        f" Default: `{default}`." if is_option and default not in (None, False, "") and not callable(default) else ""
+    )
+    return f"| `{name}` | {(parameter.help or '').replace('|', chr(92) + '|')}{shown} |"

@@ -98,8 +98,7 @@ def demo(
     names = list(dict.fromkeys(name.strip() for name in models.split(",")))
     unknown = [name for name in names if name not in MODELS]
     if unknown:
-        found = ", ".join(repr(name) for name in unknown)
-        raise UserError(f"unknown model {found}; choose from {', '.join(MODELS)}")
+        raise UserError(f"unknown model {', '.join(map(repr, unknown))}; choose from {', '.join(MODELS)}")
     require("transformers", "onnx", "onnxscript", "onnxruntime", purpose="the demo", extra="transformers,onnx")
     check_writable(output, in_parent=False)
     is_new = not output.exists()
@@ -114,7 +113,12 @@ def demo(
     except KeyboardInterrupt as error:
         if is_new and not any(output.iterdir()):
             output.rmdir()
-        raise type(error)(_what_is_there(rows)) from None
+        written = [row.path.name for row in rows if row.path.exists()]
+        found = "interrupted, nothing was written"
+        if written:
+            are = "is" if len(written) == 1 else "are"
+            found = f"interrupted; {', '.join(written)} in {rows[0].path.parent} {are} complete"
+        raise type(error)(found) from None
     failed = any(row.failure is not None for row in rows)
     if json:
         say_json([_as_dict(row) for row in rows])
@@ -132,15 +136,15 @@ def _show(rows: Sequence[_Row], text: str, output: pathlib.Path) -> None:
     for row in rows:
         if row.failure is not None:
             say(f"\n{row.model}: {row.failure}")
-    if all(row.failure is None for row in rows):
-        say(f"\n{_next_steps(rows[0])}")
-
-
-def _what_is_there(rows: Sequence[_Row]) -> str:
-    names = [row.path.name for row in rows if row.path.exists()]
-    if not names:
-        return "interrupted, nothing was written"
-    return f"interrupted; {', '.join(names)} in {rows[0].path.parent} {'is' if len(names) == 1 else 'are'} complete"
+    if any(row.failure is not None for row in rows):
+        return
+    names = rows[0].report.input_names
+    cache = [name for name in names if name.startswith(CACHE)]
+    say(f'\nLoad:  session = onnxruntime.InferenceSession("{rows[0].path.as_posix()}")')
+    others = [name for name in names if not name.startswith(CACHE)]
+    feeds = f"{', '.join(others)}, {cache[0]} ... {cache[-1]}"
+    say(f"Feed:  session.run(None, feeds) with {feeds}; in the next call, pass the outputs {PRESENT}.* as {CACHE}.*")
+    say("Read:  docs/ in the repository; `make docs` builds the site")
 
 
 def _as_dict(row: _Row) -> dict[str, Any]:
@@ -214,7 +218,7 @@ def _zen_of_python() -> str:
 
 
 def _layers(cache: Any) -> str:
-    """Return the layers of a cache as text, such as ``2x W8 + 2x D``."""
+    """For example ``2x W8 + 2x D``."""
     if hasattr(cache, "cross_attention_cache"):
         return f"{_layers(cache.self_attention_cache)}\ncross {_layers(cache.cross_attention_cache)}"
     codes = Counter(code_of(layer) for layer in cache.layers)
@@ -252,14 +256,3 @@ def _worst(report: ExportReport, runtime: str) -> str:
 
 def _largest(report: ExportReport, runtime: str) -> float:
     return max((case.max_difference for case in report.cases if case.runtime == runtime), default=0.0)
-
-
-def _next_steps(row: _Row) -> str:
-    names = row.report.input_names
-    others = [name for name in names if not name.startswith(CACHE)]
-    cache = [name for name in names if name.startswith(CACHE)]
-    return (
-        f'Load:  session = onnxruntime.InferenceSession("{row.path.as_posix()}")\nFeed:  session.run(None, feeds) '
-        f"with {', '.join(others)}, {cache[0]} ... {cache[-1]}; in the next call, pass the outputs {PRESENT}.* as "
-        f"{CACHE}.*\nRead:  docs/ in the repository; `make docs` builds the site"
-    )

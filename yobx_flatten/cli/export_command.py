@@ -15,7 +15,7 @@ from ..model_folder.source.find import MODEL_NAMES, FoundModel, find_model
 from ..model_folder.write import ExportedFolder, check_target, export_folder
 from ..terminal.output import progress, say, say_json
 from ..terminal.running import UserError
-from .adapter_command import named_folders
+from .folder_commands import named_folders
 
 # tasks for which `yobx-flatten generate` runs the folder
 _WRITES = ("text-generation", "text2text-generation", "image-text-to-text")

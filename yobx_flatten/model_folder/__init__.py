@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from .added_adapters import AddedAdapter, add_adapter
-from .explain import FolderExplanation, explain_folder
-from .generators import open_generator
+from .folder_and_model import AddedAdapter, FolderExplanation, add_adapter, explain_folder
 from .manifest import FolderManifest
-from .model_classes import (
+from .open_folder import (
     OnnxForAudioClassification,
     OnnxForCausalLM,
     OnnxForCTC,
@@ -27,6 +25,7 @@ from .model_classes import (
     OnnxForVideoClassification,
     OnnxForVocoder,
     OnnxForZeroShotImageClassification,
+    open_generator,
     open_model,
 )
 from .verify import FolderCheck, FolderReport, verify_folder

@@ -55,7 +55,6 @@ _STORED: dict[str | None, str | None] = {"keep": "int4"}
 
 
 def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str) -> None:
-    """Raise InvalidArgumentError if the client of a layout could not open the files."""
     if layout not in LAYOUTS:
         raise InvalidArgumentError(f"layout must be one of {', '.join(map(repr, LAYOUTS))}; found {layout!r}.")
     if layout == "flat":
@@ -77,14 +76,17 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
 
 
 def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, dtype: str) -> list[str]:
-    """Move the files of a folder to the paths of transformers.js."""
     kind, end = _TYPES[_most_bits([folder / name for name in names]) if bits in _STORED else bits, dtype]
     (folder / SUBFOLDER).mkdir()
     made, data = [], {}
     for name in names:
         target = folder / SUBFOLDER / f"{pathlib.PurePosixPath(name).stem}{end}.onnx"
         if (folder / f"{name}.data").is_file():
-            _point_to(folder / name, f"{target.name}_data")
+            model = read_onnx(folder / name, failure=DamagedFileError)
+            for entry in (entry for tensor in _tensors(model.graph) for entry in tensor.external_data):
+                if entry.key == "location":
+                    entry.value = f"{target.name}_data"
+            (folder / name).write_bytes(model.SerializeToString())
             (folder / f"{name}.data").rename(f"{target}_data")
             data[target.name] = 1
         (folder / name).rename(target)
@@ -122,16 +124,6 @@ def _most_bits(paths: Sequence[pathlib.Path]) -> str:
     return "int8" if sizes[8] > sizes[4] else "int4"
 
 
-def _point_to(path: pathlib.Path, data: str) -> None:
-    """Change the name of the external data file in an ONNX file."""
-    model = read_onnx(path, failure=DamagedFileError)
-    for tensor in _tensors(model.graph):
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = data
-    path.write_bytes(model.SerializeToString())
-
-
 def _tensors(graph: Any) -> Iterator[Any]:
     yield from graph.initializer
     for node in graph.node:
@@ -148,7 +140,7 @@ _BRANCHES = ("first", "later")
 
 
 def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> bool:
-    """Join two decoder files in a third file with the weights of both; return whether the weights have a data file."""
+    """Join two decoder files in a third; return whether the weights, which all three share, have a data file."""
     import onnx_ir as ir
 
     models = dict(zip(_BRANCHES, (ir.load(first), ir.load(later)), strict=True))
@@ -264,11 +256,17 @@ def _share(path: pathlib.Path, stored: Mapping[str, onnx.TensorProto]) -> None:
 
 
 def _check(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> None:
-    """Compare the joined file with the two files in a first call of two rows and in the next call."""
     begin, go_on, merged = (
         OnnxRunner(open_session(path, caller="export_folder"), path.name) for path in (first, later, target)
     )
-    given = dict(_some_inputs(begin))
+    given, drawn = {}, torch.Generator().manual_seed(0)
+    for name, shape, dtype in begin.ports.values():
+        sizes = [2 if axis == 0 else size or 4 for axis, size in enumerate(shape)]
+        if dtype == torch.int64:
+            low, high = (1, 2) if "mask" in name else (4, 8)
+            given[name] = torch.randint(low, high, sizes, generator=drawn)
+        else:
+            given[name] = torch.randn(sizes, generator=drawn).to(dtype)
     made = begin.run(given)
     past = {name.replace(PRESENT, CACHE, 1): value for name, value in made.items() if is_present(name)}
     empty = {name: value[:, :, :0] for name, value in past.items()}
@@ -283,14 +281,3 @@ def _check(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> No
                     f"{target.name} differs from the two files that it joins: {name} differs by "
                     f"{compared.difference:.1e}."
                 )
-
-
-def _some_inputs(runner: OnnxRunner) -> Iterator[tuple[str, torch.Tensor]]:
-    drawn = torch.Generator().manual_seed(0)
-    for name, shape, dtype in runner.ports.values():
-        sizes = [2 if axis == 0 else size or 4 for axis, size in enumerate(shape)]
-        if dtype == torch.int64:
-            low, high = (1, 2) if "mask" in name else (4, 8)
-            yield name, torch.randint(low, high, sizes, generator=drawn)
-        else:
-            yield name, torch.randn(sizes, generator=drawn).to(dtype)

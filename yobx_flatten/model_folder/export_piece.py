@@ -10,8 +10,6 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-import torch
-
 from ..errors import FlattenError, GenerationError, InvalidArgumentError, ReplayError
 from ..errors.failures import STEP, first_line, raised_as, result_or
 from ..export.calls import export_onnx, export_program
@@ -30,6 +28,7 @@ from .client_layout import Layout
 from .pieces.text import Piece
 from .source.open import WeightsIn
 from .source.packed_weights import UnmatchedWeights
+from .stored_cases import PROMPT
 
 # beginnings of torch's messages for sizes that a program was not traced for
 _OF_SIZES = ("Guard failed: ", "Runtime assertion failed for expression ")
@@ -46,7 +45,6 @@ def export_piece(
     quantization: Quantization | None = None,
     adapters: Sequence[Adapter] = (),
 ) -> ExportReport:
-    """Export one file of a model; if pictures of all sizes cannot be exported, fix the size of pictures."""
     # model: name of the model's class
 
     def export(one: Piece) -> ExportReport:
@@ -96,7 +94,7 @@ def _written(
     quantization: Quantization | None,
     adapters: Sequence[Adapter],
 ) -> ExportReport:
-    shapes: Any = piece.dynamic_shapes
+    fitting, shapes = fitting_cases(piece, options.largest), piece.dynamic_shapes
     if options.batch is not None and shapes is not None and piece.has_rows:
         shapes = _with_fixed_batch(dynamic_shapes(dict(piece.kwargs)) if shapes == "auto" else shapes)
     how: dict[str, Any] = {"kwargs": piece.kwargs, "dynamic_shapes": shapes}
@@ -105,7 +103,6 @@ def _written(
         how |= {"opset_version": options.opset_version, "optimize": options.optimize}
         return export_onnx(piece.module, path=path, **how).report
     how["bounds"] = None if options.largest is None else vars(options.largest)
-    fitting = fitting_cases(piece, options.largest)
     is_final = options.runtime == "torch"  # files of other runtimes are made of the program, and are replayed instead
     exported = export_program(piece.module, cases=fitting, proof=proof if is_final else "none", **how)
     if is_final:
@@ -133,8 +130,6 @@ Target = Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"
 
 Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
 """Folders of PEFT adapters, by adapter name."""
-
-_PROMPT = 9  # number of tokens in the prompt of the stored generation case
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +185,6 @@ class FolderOptions:
 
     @property
     def runtime(self) -> str:
-        """The library that runs the files."""
         return {"onnx": "onnxruntime", "program": "torch"}[self.to] if self.target is None else self.target
 
     @property
@@ -200,7 +194,6 @@ class FolderOptions:
 
     @property
     def suffix(self) -> str:
-        """The suffix of the files."""
         return RUNTIMES[self.runtime][0]
 
     @functools.cached_property
@@ -213,7 +206,7 @@ class FolderOptions:
             raise InvalidArgumentError(
                 f'bounds= has no "length", found {dict(self.bounds)!r}. For example: {{"batch": 4, "length": 512}}'
             )
-        for name, least in (("batch", self.batch or 3), ("length", 32), ("new", _PROMPT)):
+        for name, least in (("batch", self.batch or 3), ("length", 32), ("new", PROMPT)):
             value = getattr(found, name)
             if value < least:
                 raise InvalidArgumentError(
@@ -223,20 +216,7 @@ class FolderOptions:
         return found
 
 
-def room_for_tokens(bounds: Bounds | None, wanted: int) -> int:
-    """Return the largest number of new tokens that a generation test may make within the bounds."""
-    return wanted if bounds is None or bounds.length is None else min(wanted, bounds.length - _PROMPT - 3)
-
-
-def fitting_text(tokens: torch.Tensor | None, bounds: Bounds | None) -> torch.Tensor | None:
-    """Cut the rows of a text to the bounds, for one token in the cache and all others in one call."""
-    if tokens is None or bounds is None or bounds.length is None or bounds.new is None:
-        return tokens
-    return tokens[:, : min(bounds.length, bounds.new + 1)]
-
-
 def fitting_cases(piece: Piece, bounds: Bounds | None) -> Sequence[Case]:
-    """Return the test cases of an exported file that are within the bounds."""
     shapes: Any = piece.dynamic_shapes
     if bounds is None or shapes is None:
         return piece.cases

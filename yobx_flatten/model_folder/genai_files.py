@@ -14,24 +14,43 @@ import pathlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
+
 from ..errors import InvalidArgumentError
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
-from .pieces.genai import ALLOWED, EMBEDDING, FRAMES, why_not_in_genai
-from .pieces.vision_language import image_token_of
+from .pieces.genai import ALLOWED, EMBEDDING, FRAMES
+from .pieces.vision_language import (
+    BlockwiseDecoder,
+    DeepstackDecoder,
+    GridVisionEncoder,
+    NestedVisionEncoder,
+    TiledVisionEncoder,
+    VisionModules,
+    image_token_of,
+)
 from .source.configuration import write_json
 
 _VERSION = "onnxruntime-genai 0.18"
 
+_TILES = "its pictures are cut into tiles, which onnxruntime-genai does in another way"
+# why onnxruntime-genai does not run a model with this encoder or decoder
+_OTHER_WAYS: dict[type[torch.nn.Module], str] = {
+    GridVisionEncoder: "its image tokens have 3D positions, which onnxruntime-genai computes differently",
+    TiledVisionEncoder: _TILES,
+    NestedVisionEncoder: _TILES,
+    BlockwiseDecoder: "its image tokens attend to each other, and onnxruntime-genai passes no token types",
+    DeepstackDecoder: "its decoder also adds image features between layers",
+}
+
 
 def check_genai(model: TransformersModel, task: str) -> None:
-    """Raise InvalidArgumentError if onnxruntime-genai does not run a model, by its task and configuration."""
     name, config = type(model).__qualname__, model.config
     why: str | None = f"it has no type for {task}"
     if task == "text-generation":
         why = None
     elif task == "image-text-to-text":
-        why = why_not_in_genai(model)
+        why = next((_OTHER_WAYS[kind] for kind in VisionModules.of(model) if kind in _OTHER_WAYS), None)
     elif task == "automatic-speech-recognition":
         fits = config.model_type == "whisper" and config.max_source_positions * 2 == FRAMES
         only = f"the only audio model it runs is Whisper with {FRAMES} frames (max_source_positions=1500)"
@@ -66,7 +85,6 @@ def _search(longest: int, *, one_memory: bool) -> dict[str, Any]:
 
 
 def _cache_names(what: str, front: str, side: str = "") -> dict[str, str]:
-    """Return genai_config.json's entries for the keys and values of all layers, with the name pattern of the files."""
     return {f"{what}_{part}_names": f"{front}.%d.{side}{part}" for part in ("key", "value")}
 
 
@@ -77,7 +95,6 @@ def _session(file: str) -> dict[str, Any]:
 def decoder_config(
     model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = (), config: Any = None
 ) -> dict[str, Any] | None:
-    """Return the contents of ``genai_config.json`` for a decoder."""
     # config: the configuration of the decoder; by default the configuration of the model
     # shared: inputs that may share their memory with an output; the library updates the cache in place if all cache
     # inputs are shared
@@ -88,7 +105,9 @@ def decoder_config(
     fed = {f"{CACHE}.{index}.{part}" for index in range(layers) for part in ("key", "value")}
     plain = [name for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids") if name in inputs]
     one_memory = fed == set(shared)
-    if set(inputs) != fed | set(plain) or (_slides(config) and not one_memory):
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    slides = bool(getattr(config, "sliding_window", None)) and "sliding_attention" in kinds
+    if set(inputs) != fed | set(plain) or (slides and not one_memory):
         return None
     room = getattr(config, "max_position_embeddings", None) or 2048
     return {
@@ -120,18 +139,12 @@ def _sizes(config: Any) -> dict[str, Any]:
     }
 
 
-def _slides(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    return bool(getattr(config, "sliding_window", None)) and "sliding_attention" in kinds
-
-
 # -- pictures --------------------------------------------------------------------------------------------------------
 
 
 def picture_config(
     model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    """Return the contents of ``genai_config.json`` for a vision-language model."""
     # inputs, shared, returned value: see `decoder_config`
     text = model.config.get_text_config(decoder=True)
     contents = decoder_config(model, inputs, shared=shared, config=text)
@@ -154,7 +167,6 @@ def picture_config(
 
 
 def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, Any]:
-    """Return the contents of ``genai_config.json`` for a Whisper model whose decoder file has these outputs."""
     config = model.config
 
     def side(file: str, layers: int, heads: int) -> dict[str, Any]:
@@ -195,7 +207,6 @@ def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, 
 
 
 def write_sound_files(folder: pathlib.Path, model: TransformersModel) -> None:
-    """Write the file from which onnxruntime-genai configures the spectrogram of a sound."""
     # the values of Whisper's own processor: windows of 25 ms every 10 ms, of sound at 16 kHz
     window = {"n_fft": 400, "frame_length": 400, "hop_length": 160}
     steps = [

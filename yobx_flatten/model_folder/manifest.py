@@ -82,13 +82,11 @@ class FolderManifest:
 
 
 def write_manifest(folder: pathlib.Path, manifest: FolderManifest) -> None:
-    """Write ``yobx_flatten.json`` into a folder."""
     text = json.dumps({"format_version": _VERSION, **dataclasses.asdict(manifest)}, indent=2) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def check_folder(folder: object, failure: type[FlattenError] = ForeignFileError) -> pathlib.Path:
-    """Return the path of an exported folder; raise an error if the path is not a folder."""
     if not isinstance(folder, str | os.PathLike):
         raise InvalidArgumentError(
             f"expected the path of an exported folder, found {describe_class(folder)}. To export a model:\n"
@@ -103,7 +101,6 @@ def check_folder(folder: object, failure: type[FlattenError] = ForeignFileError)
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> FolderManifest:
-    """Read ``yobx_flatten.json`` of an exported folder."""
     path = check_folder(folder) / MANIFEST
     if not path.exists():
         raise ForeignFileError(
@@ -134,7 +131,6 @@ class _Version:
 
 
 def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 digests of files, by file name."""
     found = {}
     for name in names:
         with open_regular(folder / name, failure=DamagedFileError) as file:
@@ -143,7 +139,6 @@ def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def check_digests(folder: pathlib.Path, expected: Mapping[str, str]) -> None:
-    """Raise DamagedFileError if a file has changed since the export."""
     for name, digest in expected.items():
         inside(folder, name, DamagedFileError)
         if digests(folder, [name]) != {name: digest}:

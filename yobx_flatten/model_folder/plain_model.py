@@ -57,7 +57,6 @@ class VocoderOfFile(PlainFileModel):
     """A vocoder from a file: takes one spectrogram or several, and returns the sound as a tensor."""
 
     def run_files(self, **given: torch.Tensor) -> torch.Tensor:
-        """Return sound of shape (samples,), or (batch, samples)."""
         spectrogram = given["spectrogram"]
         rows = spectrogram if spectrogram.ndim == 3 else spectrogram.unsqueeze(0)
         found: torch.Tensor
@@ -66,7 +65,6 @@ class VocoderOfFile(PlainFileModel):
 
 
 def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
-    """Return a Hugging Face model that runs one exported file."""
     stated = read_configuration(folder / "config.json", dict[str, Any], failure=GenerationError)
     kind = VocoderOfFile if list(runner.ports) == ["spectrogram"] else PlainFileModel
     found = named_class(stated, (base, kind), dict.fromkeys(runner.ports))(runner, stated)
@@ -87,7 +85,6 @@ class SpeakingFileModel(ModelWithoutWeights):
 
     @classmethod
     def can_generate(cls) -> bool:
-        """Return ``True``: the files generate speech."""
         return True
 
     def generate_speech(self, read: Any, speaker_embeddings: torch.Tensor | None = None, **options: Any) -> Any:
@@ -100,7 +97,6 @@ class SpeakingFileModel(ModelWithoutWeights):
 
 
 def speaking_model(generator: Generator, base: type) -> Any:
-    """Return a Hugging Face model that generates speech with the files of a generator."""
     documents = generator.settings.documents
     stated: Mapping[str, Any] = {} if documents is None else documents.config
     return named_class(stated, (base, SpeakingFileModel), {})(generator, stated)

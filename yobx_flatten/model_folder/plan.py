@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -22,17 +21,16 @@ from ..generate.settings import settings_of
 from ..huggingface.position_switch import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import Adapter
-from .chat import chat_prompts
 from .client_layout import check_layout
-from .export_piece import Adapters, FolderOptions, fitting_text
+from .export_piece import Adapters, FolderOptions
 from .genai_files import check_genai
-from .pieces.tasks import GENERATES, SPEAKS, TASKS, pieces_for, task_of
+from .pieces.tasks import GENERATES, SPEAKS, pieces_for, task_of
 from .pieces.text import Piece, Split
-from .sentence import SentenceModel, SentenceModules, read_modules, with_embedding
+from .sentence import SentenceModel, SentenceModules, read_modules
 from .source.adapter import read_adapters, rooms_of
-from .source.classes import class_of_task, classes_of_task, without_peft
+from .source.configuration import check_class, note_on_head
 from .source.open import OpenedModel
-from .texts import answered, encoder_rows, in_rows, python_text, read_prompts, sentence_case, unanswered
+from .texts import answered, chat_prompts, encoder_rows, in_rows, python_text, read_prompts, sentence_case
 
 _CHATS = 10
 """Number of prompts for which the answers of a quantized file are compared with the model's."""
@@ -50,7 +48,6 @@ class FolderPlan:
 
     options: FolderOptions
     opened: OpenedModel
-    model: TransformersModel  # without the wrapper of peft
     source: pathlib.Path | None  # folder from which tokenizer and processor are copied; `None` if unknown
     dtype: str  # type of the weights
     proof: Proof  # `"full"`, `"standard"`, `"sample"` or `"none"`
@@ -68,8 +65,11 @@ class FolderPlan:
     rooms: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @property
+    def model(self) -> TransformersModel:
+        return self.opened.model
+
+    @property
     def bits(self) -> WeightBits | None:
-        """The type that weights are quantized to; ``None`` if the weights are not quantized."""
         return None if self.quantization is None else self.quantization.weights
 
     @property
@@ -84,46 +84,44 @@ class FolderPlan:
 
 
 def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOptions) -> FolderPlan:
-    """Check a model and the options of its folder, and split the model into exported parts."""
     task, adapters = options.task, options.adapters
     if adapters is not None and opened.is_streamed:
         opened = opened.as_a_whole("adapters need its layers in memory")
-    model = without_peft(opened.model)
+    model = opened.model
     source = opened.folder if options.source is None else pathlib.Path(options.source)
     dtype, facts = str(model.dtype).removeprefix("torch."), ModelFacts.of(model)
     proof = choose_proof(options.proof, facts.weight_bytes)
     own_task = task_of(model)
-    _check_model(model, own_task, options, dtype, proof)
-    opened = dataclasses.replace(opened, remarks=(*opened.remarks, *_note_on_head(model, own_task, task)))
-    # without "keep", weights that are stored as integers would become floats
-    asked = options.quantize
-    if asked is None and opened.has_integers and options.runtime == "onnxruntime":
-        asked = "keep"
-    if asked is not None and own_task in SPEAKS:
+    if options.largest is not None:
+        options.largest.check_positions(model)
+    if dtype not in WEIGHT_TYPES or (options.name == "onnx" and proof != "none" and not has_kernels(dtype)):
         raise InvalidArgumentError(
-            f"quantize= is not for {facts.name}: errors would add up from frame to frame, and their effect on the "
-            'sound is not measured. Leave quantize= out, or take dtype="float16".'
+            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Use float32 or float16, or to='program'; "
+            'or proof="none" for unchecked files for another execution provider.'
         )
-    quantization = choose_quantization(asked, facts, "export_folder", options.runtime)
+    if own_task in GENERATES and getattr(model, "generation_config", None) is not None:
+        settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for unsupported settings
+    quantization = _quantization(options, own_task, facts, has_integers=opened.has_integers)
     prompts = _checked_prompts(quantization, options)
-    room: dict[str, Any] = {"in_memory": 0 if proof == "none" else 1, "quantization": quantization, "proof": proof}
-    check_room(facts, folder, **room)
     timed = ExportReport(facts.name)
     with timed.timed("inputs"):
-        try:
-            with undisturbed(model=model):  # a model may store rotary angles for the longest text that it has read
-                task, pieces = _cut(model, own_task, task, options, proof, whole_cache=options.optimize is not None)
-        except RuntimeError as error:
-            if not opened.is_streamed or "meta" not in str(error):
-                raise
-            opened = opened.as_a_whole("a weight is read where its layer is not called")
-            model = opened.model
-            check_room(ModelFacts.of(model), folder, **room)
-            task, pieces = _cut(model, own_task, task, options, proof, whole_cache=options.optimize is not None)
+        while True:
+            check_room(facts, folder, in_memory=0 if proof == "none" else 1, quantization=quantization, proof=proof)
+            try:
+                with undisturbed(model=model):  # a model may store rotary angles for the longest text that it has read
+                    task, pieces = _cut(model, own_task, task, options, proof, whole_cache=options.optimize is not None)
+                break
+            except RuntimeError as error:
+                if not opened.is_streamed or "meta" not in str(error):
+                    raise
+                opened = opened.as_a_whole("a weight is read where its layer is not called")
+                model, facts = opened.model, ModelFacts.of(opened.model)
+    opened = dataclasses.replace(opened, remarks=(*opened.remarks, *note_on_head(model, own_task, options.task)))
     modules = read_modules(source)
-    if modules is not None and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
-        pieces = with_embedding(pieces, model, modules)
-    plan = FolderPlan(options, opened, model, source, dtype, proof, task, pieces, modules, quantization, timed=timed)
+    if modules is not None and modules.layers and task == "feature-extraction" and "input_ids" in pieces[0].kwargs:
+        module = SentenceModel(model, modules.layers).eval()
+        pieces = [dataclasses.replace(piece, module=module) for piece in pieces]
+    plan = FolderPlan(options, opened, source, dtype, proof, task, pieces, modules, quantization, timed=timed)
     plan = _with_encoder_text(_with_text(plan, prompts))
     if task == "text-generation":
         switch = switch_of(model.config.get_text_config(decoder=True).to_dict())
@@ -154,53 +152,27 @@ def _cut(
     for_genai = options.layout == "genai"
     if for_genai:
         check_genai(model, own_task if task == "auto" else task)
-    _check_class(model, own_task, task)
+    check_class(model, own_task, task)
     split = Split(options.batch, whole_cache, options.logits, every, options.word_times, for_genai)
     return pieces_for(model, task, split)
 
 
-def _check_class(model: TransformersModel, own_task: str, task: str) -> None:
-    """Raise InvalidArgumentError if a task does not fit the model's class, for example a head for embeddings."""
-    kind = type(model)
-    of_head = f"is for {own_task}, not for {task}. Leave the task out, or ask for {own_task}."
-    if task == own_task == "feature-extraction" and kind.__module__.startswith("transformers."):
-        if class_of_task(model.config, task, kind) is kind:
-            return
-        of_head = "returns the scores of its head."  # a class without a task, such as ForPreTraining
-    elif task not in TASKS or task == own_task or TASKS[task] is not TASKS[own_task]:
-        return
-    is_own = not kind.__module__.startswith("transformers.")  # the caller's own class may return embeddings
-    if own_task == "feature-extraction" and (is_own or kind in classes_of_task(model.config, task)):
-        return
-    has_base = task == "feature-extraction" and model.base_model is not model
-    base = f"\n    export_folder(model.base_model, ..., task={task!r})" if has_base else ""
-    raise InvalidArgumentError(f"A {kind.__qualname__} {of_head}{base}")
-
-
-def _note_on_head(model: TransformersModel, own_task: str, task: str) -> tuple[str, ...]:
-    """Return a note if the model has a head for which there is no task; the head is exported with the model."""
-    kind = type(model)
-    if task != "auto" or own_task != "feature-extraction" or model.base_model is model:
-        return ()
-    if class_of_task(model.config, "feature-extraction", kind) is kind:
-        return ()
-    return (f"{kind.__qualname__} was exported, with its head. For embeddings, export model.base_model.",)
-
-
-def _check_model(model: TransformersModel, own_task: str, options: FolderOptions, dtype: str, proof: Proof) -> None:
-    if options.largest is not None:
-        options.largest.check_positions(model)
-    if dtype not in WEIGHT_TYPES or (options.name == "onnx" and proof != "none" and not has_kernels(dtype)):
+def _quantization(
+    options: FolderOptions, own_task: str, facts: ModelFacts, *, has_integers: bool
+) -> Quantization | None:
+    # without "keep", weights that are stored as integers would become floats
+    asked = options.quantize
+    if asked is None and has_integers and options.runtime == "onnxruntime":
+        asked = "keep"
+    if asked is not None and own_task in SPEAKS:
         raise InvalidArgumentError(
-            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Use float32 or float16, or to='program'; "
-            'or proof="none" for unchecked files for another execution provider.'
+            f"quantize= is not for {facts.name}: errors would add up from frame to frame, and their effect on the "
+            'sound is not measured. Leave quantize= out, or take dtype="float16".'
         )
-    if own_task in GENERATES and getattr(model, "generation_config", None) is not None:
-        settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for unsupported settings
+    return choose_quantization(asked, facts, "export_folder", options.runtime)
 
 
 def _checked_prompts(quantization: Quantization | None, options: FolderOptions) -> tuple[str, ...]:
-    """Return the prompts of the calibration file; raise an error if the options do not fit."""
     prompts = () if options.calibration is None else read_prompts(options.calibration)
     has_text = quantization is not None and quantization.tokens is not None
     if prompts and (quantization is None or has_text or options.logits == "last"):
@@ -233,7 +205,10 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
                 f"{options.calibration} has fewer than 16 tokens, or tokens outside the vocabulary of "
                 f"{type(model).__qualname__}. Give more text, or the model's tokenizer."
             )
-        quantization = dataclasses.replace(quantization, tokens=fitting_text(tokens, options.largest))
+        most = options.largest
+        if tokens is not None and most is not None and most.length is not None and most.new is not None:
+            tokens = tokens[:, : min(most.length, most.new + 1)]  # one token in the cache, and all others in one call
+        quantization = dataclasses.replace(quantization, tokens=tokens)
         text = "sources of Python" if options.calibration is None else pathlib.Path(options.calibration).name
     chats = None
     any_size = options.batch is None and options.largest is None
@@ -277,7 +252,8 @@ def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
     if chats is not None:
         # weights that were integers are not rounded again, and a large model would take minutes to answer
         draws = plan.is_whole and not plan.opened.is_streamed and not holds_integers(model)
+        pairs = zip(chats["input_ids"], chats["attention_mask"], strict=True)
         with plan.timed.timed("inputs"):
-            texts = (answered(model, chats) if draws else unanswered(chats)) + texts
+            texts = (answered(model, chats) if draws else [row[mask == 1] for row, mask in pairs]) + texts
     found = in_rows(texts, tokens.shape[1], rows)
     return dataclasses.replace(plan, quantization=dataclasses.replace(quantization, calibration=found))

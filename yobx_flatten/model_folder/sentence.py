@@ -26,7 +26,6 @@ from ..errors import ModelSourceError
 from ..export.proof.quality import EMBEDDING
 from ..files.document import check_own, inside, own_files, read_document, read_tensors
 from ..recipe.aliases import TransformersModel
-from .pieces.text import Piece
 
 T = TypeVar("T")
 
@@ -79,15 +78,11 @@ class Pooling(torch.nn.Module):
         self.modes = tuple(modes)
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return vectors of shape (rows, hidden size times number of modes)."""
         return torch.cat([_MODES[mode](hidden, mask.unsqueeze(-1).to(hidden.dtype)) for mode in self.modes], dim=-1)
 
 
 class Normalize(torch.nn.Module):
-    """Scales vectors to length 1."""
-
     def forward(self, vector: torch.Tensor) -> torch.Tensor:
-        """Return the scaled vectors."""
         return torch.nn.functional.normalize(vector, dim=-1)
 
 
@@ -104,7 +99,6 @@ class SentenceModel(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return the model's outputs and the embedding."""
         types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         outputs = self.model(input_ids=input_ids, attention_mask=attention_mask, **types, **self.options)
         pooling, *others = self.layers
@@ -115,7 +109,7 @@ class SentenceModel(torch.nn.Module):
 
 
 def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
-    """Return the sentence-transformers modules that a folder applies after its model."""
+    """``None`` for a folder without modules after its model."""
     if folder is None or not (folder / MODULES).is_file():
         return None
     _, *modules = _listed(folder)
@@ -139,13 +133,6 @@ def pools(folder: pathlib.Path | None) -> bool:
     if folder is None or not (folder / MODULES).is_file():
         return False
     return any(module.type.rpartition(".")[2] == "Pooling" for module in _listed(folder)[1:])
-
-
-def with_embedding(pieces: list[Piece], model: TransformersModel, modules: SentenceModules) -> list[Piece]:
-    """Return the files to export, with the modules that make one embedding of each row."""
-    if not modules.layers:
-        return pieces
-    return [dataclasses.replace(piece, module=SentenceModel(model, modules.layers).eval()) for piece in pieces]
 
 
 def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,26 +13,13 @@ from ..core.effects import undisturbed
 from ..declare.scopes import register_flattening_functions
 from ..export.proof.eager_runs import Case, EagerRuns, Texts, clone, in_one_thread
 from ..export.quantization import read_by_model
-from ..generate.generator import Generator
-from ..generate.settings import settings_of
-from ..generate.spectrogram import drawn_masks, speak
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
 from ..storage.cases import StoredCase, save_case
 from ..trees.walk import leaf_names, output_names
-from .chat import CHATS
-from .pieces.grid_images import (
-    BlockwiseDecoder,
-    GridVisionEncoder,
-    NestedVisionEncoder,
-    TiledVisionEncoder,
-    grid_image,
-    tiled_image,
-)
-from .pieces.spoken import spoken_input
-from .pieces.text import Piece, encoder_input, input_name, random_values
-from .pieces.vision_language import image_token_of, images_for, vision_encoder
-from .texts import plain_loop
+from .pieces.text import Piece, encoder_input, input_name
+from .pieces.vision_language import with_pictures
+from .texts import CHATS, plain_loop
 
 CASES = "cases"
 """The subfolder of an exported folder that contains test inputs and expected outputs."""
@@ -74,9 +60,17 @@ def generation_case(
     elif input_name(model) != "input_ids" and getattr(model.config, "is_encoder_decoder", False):
         inputs = {input_name(model): encoder_input(model, rows, 3200)}
     else:
-        inputs = _prompts(model, text, rows, length)
+        ids = torch.randint(3, text.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+        for name in ("image_token_id", "image_token_index"):
+            token = getattr(model.config, name, None)
+            if token is not None:
+                ids[ids == token] = token + 1
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        mask[2:, :1] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask}
     if task == "image-text-to-text":
-        inputs.update(_with_images(model, inputs))
+        inputs.update(with_pictures(model, inputs))
     generate = model.generate
     if model.main_input_name == "input_features":
         # Whisper's own `generate` detects the language first, and returns no start token
@@ -88,59 +82,10 @@ def generation_case(
         found = generate(**inputs, **asked, output_scores=True, **plain_loop(model))
     for name in ("mm_token_type_ids", "token_type_ids"):  # the generator of the files computes these inputs
         inputs.pop(name, None)
-    margins = _margins(found.sequences, found.scores)
+    margins = torch.full(found.sequences.shape, torch.inf)
+    best, next_best = torch.stack(found.scores, 1).float().topk(2).values.unbind(-1)
+    margins[:, -len(found.scores) :] = best - next_best
     return StoredCase(inputs, {"sequences": found.sequences, "new_tokens": new_tokens, "margins": margins})
-
-
-def _margins(sequences: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    margins = torch.full(sequences.shape, torch.inf)
-    best, next_best = torch.stack(scores, 1).float().topk(2).values.unbind(-1)
-    margins[:, -len(scores) :] = best - next_best
-    return margins
-
-
-def _prompts(model: TransformersModel, text: Any, rows: int, length: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(3, text.vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
-    for name in ("image_token_id", "image_token_index"):
-        token = getattr(model.config, name, None)
-        if token is not None:
-            ids[ids == token] = token + 1
-    mask = torch.ones_like(ids)
-    mask[0, :4] = 0
-    mask[2:, :1] = 0
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def _with_images(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return inputs with one image in each row, between padding and text."""
-    count = len(inputs["input_ids"])
-    pictures: dict[str, torch.Tensor] = {}
-    if GridVisionEncoder.fits(model):
-        # wide and high pictures alternate
-        made = [grid_image(model, *((2, 3), (3, 2))[row % 2]) for row in range(count)]
-        pictures = {name: torch.cat([picture[name] for picture in made]) for name in made[0]}
-        places = 6
-    elif TiledVisionEncoder.fits(model):
-        cut = [tiled_image(model) for _ in range(count)]
-        pictures = {name: torch.cat([picture[name] for picture in cut]) for name in cut[0]}
-        places = len(torch.cat(tuple(model.get_image_features(**cut[0], return_dict=True).pooler_output)))
-    else:
-        pixels = images_for(model, count)
-        pictures["pixel_values"] = pixels[:, None] if NestedVisionEncoder.fits(model) else pixels
-        places = vision_encoder(model)(pixels[:1])["image_features"].shape[-2]
-    token = image_token_of(model)
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    rows, masks = [], []
-    for row, kept in zip(ids, mask.bool(), strict=True):
-        rows.append(torch.cat([row[~kept], row.new_full((places,), token), row[kept]]))
-        masks.append(torch.cat([torch.zeros_like(row[~kept]), torch.ones(places + int(kept.sum()), dtype=row.dtype)]))
-    found = torch.stack(rows)
-    if GridVisionEncoder.fits(model):
-        pictures["mm_token_type_ids"] = torch.eq(found, token).long()
-    elif BlockwiseDecoder.fits(model):
-        settings = settings_of(model.config.to_dict(), {})
-        pictures["token_type_ids"] = settings.token_types(found)
-    return {"input_ids": found, "attention_mask": torch.stack(masks), **pictures}
 
 
 # -- in files ----------------------------------------------------------------------------------------------------------
@@ -205,7 +150,6 @@ def store_generation(
 def store_chats(
     model: TransformersModel, task: str, prompts: dict[str, torch.Tensor], work: pathlib.Path, tokens: int
 ) -> str:
-    """Store the model's answers to chat prompts as a test case."""
     case = generation_case(model, task, tokens=tokens, prompts=prompts)
     text = f"{len(case.outputs['sequences'])} chats, {case.outputs['new_tokens']} tokens, greedily"
     return _store(case, work, CHATS, text)
@@ -214,51 +158,3 @@ def store_chats(
 def _store(case: StoredCase, work: pathlib.Path, path: str, name: str) -> str:
     save_case(work / path, case.inputs, case.outputs, name=name)
     return path
-
-
-def store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.Path) -> str:
-    """Store the spectrogram that the eager model makes as a test case."""
-    name = f"{calls} calls of the decoder, rows {rows}"
-    return _store(spoken_case(model, rows, calls), work, "cases/generate.case", name)
-
-
-FRAMES = 12
-"""Number of decoder calls in the stored test of a SpeechT5 folder."""
-
-SAMPLED_FRAMES = 3
-"""Number of decoder calls in the stored test of a SpeechT5 folder with ``proof="sample"``."""
-
-_LENGTH = 9  # tokens of the text
-_NEVER = math.inf  # a threshold that no frame reaches, so that the number of calls ends the loop
-
-
-@torch.no_grad()
-def spoken_case(model: TransformersModel, rows: int, calls: int) -> StoredCase:
-    """Generate speech with the eager model; if there are several rows, one of them is padded."""
-    config = model.config
-    read = spoken_input(model, rows, _LENGTH)
-    speaker = random_values(model, (rows, config.speaker_embedding_dim), rows)
-    first = read.get("input_ids", read.get("input_values"))
-    with undisturbed(model=model):
-        length = model.speecht5.encoder(first, attention_mask=read["attention_mask"])[0].shape[1]
-        ratio = (calls + 0.5) * config.reduction_factor / length
-        asked = {"threshold": _NEVER, "maxlenratio": ratio, "return_output_lengths": True}
-        with undisturbed(seed=0):
-            found = model.generate_speech(first, speaker, read["attention_mask"], **asked)[0]
-    with undisturbed(seed=0):
-        masks = torch.stack([drawn_masks(config, count, model.dtype) for count in range(1, calls + 1)])
-    inputs = {**read, "speaker_embeddings": speaker, "dropout_masks": masks}
-    return StoredCase(inputs, {"spectrogram": found, "maxlenratio": ratio})
-
-
-def difference_of_speech(generator: Generator, case: StoredCase) -> float:
-    """Return the largest difference between the generator's spectrogram and the stored spectrogram."""
-    given, wanted = dict(case.inputs), case.outputs["spectrogram"]
-    read = given.pop("input_ids", None)
-    read = given.pop("input_values") if read is None else read
-    masks = iter(given.pop("dropout_masks"))
-    asked = {**given, "threshold": _NEVER, "maxlenratio": case.outputs["maxlenratio"], "return_output_lengths": True}
-    found = speak(generator.parts, generator.settings, read, asked, masks)[0]
-    if found.shape != wanted.shape:
-        return math.inf
-    return float((found.float() - wanted.float()).abs().max())

@@ -31,10 +31,10 @@ from ..runners.onnx_runner import OnnxRunner
 from ..runners.open import open_runner
 from ..runners.ports import Runner
 from ..storage.cases import OutputDifference, StoredCase, load_case, run_case
-from .chat import CHATS
 from .manifest import FolderManifest, StoredAdapter, check_digests, check_folder, read_manifest
+from .pieces.spoken import difference_of_speech
 from .pieces.tasks import SPEAKS
-from .stored_cases import difference_of_speech
+from .texts import CHATS
 
 _MOST_OF_TOLERANCE = 10
 """Highest tolerance that a folder may state for near ties of logits, as a multiple of the tolerance of its dtype."""
@@ -185,7 +185,6 @@ def check_adapter(
     stored: StoredAdapter,
     cases: pathlib.Path,
 ) -> list[FolderCheck]:
-    """Run the test cases of an adapter that is not in the folder yet."""
     opened = _Opened(folder, manifest)
     opened.adapter, opened.matrices = name, matrices
     return _checks(opened, cases, stored.cases, manifest.quality, None)
@@ -220,7 +219,12 @@ def _check_case(opened: _Opened, name: str, case: StoredCase, *, is_chat: bool) 
     start = time.perf_counter()
     try:
         if file is None and manifest.task in SPEAKS:
-            difference, ok = _check_speech(opened, case)
+            costs = [cost for outputs in manifest.tolerances.values() for cost in outputs.values()]
+            frames, expected = len(case.inputs["dropout_masks"]), case.outputs["spectrogram"]
+            # the difference of a frame adds to the differences of the frames after it
+            allowed = explained(frames * max(costs), expected) if costs else 0.0
+            difference = difference_of_speech(generator_for(opened.folder, **opened.how), case)
+            ok = difference <= max(manifest.tolerance, allowed)
         elif file is None:
             tokens = _check_tokens(opened, case, is_chat=is_chat)
             difference, ok = float(tokens.different), tokens.ok
@@ -338,15 +342,6 @@ def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifes
     return found.error is None and found.difference <= allowed
 
 
-def _check_speech(opened: _Opened, case: StoredCase) -> tuple[float, bool]:
-    manifest = opened.manifest
-    stated = [cost for outputs in manifest.tolerances.values() for cost in outputs.values()]
-    # the difference of a frame adds to the differences of the frames after it
-    allowed = explained(len(case.inputs["dropout_masks"]) * max(stated), case.outputs["spectrogram"]) if stated else 0.0
-    found = difference_of_speech(generator_for(opened.folder, **opened.how), case)
-    return found, found <= max(manifest.tolerance, allowed)
-
-
 def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenCount:
     """Generate with the files of a folder, and count the tokens that differ from the eager model's tokens.
 
@@ -404,7 +399,6 @@ class TokenCount:
 
 
 def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share: float | None = None) -> TokenCount:
-    """Generate with the files, and count the tokens that differ from the model's tokens."""
     # share: for quantized weights, the share of tokens that must agree, each chosen after the model's own text;
     # `None` if all tokens must agree
     expected: torch.Tensor = case.outputs["sequences"]

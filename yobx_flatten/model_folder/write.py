@@ -15,8 +15,8 @@ import logging
 import os
 import pathlib
 import shutil
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -30,29 +30,30 @@ from ..export.proof.eager_runs import Proof, sampled
 from ..export.proof.quality import Quality
 from ..export.proof.report import ExportReport
 from ..export.quantization import Quantization, WeightBits
-from ..files.document import TEXTS, own_files, read_document
+from ..files.document import TEXTS, own_files, read_document, write_tensor_file
 from ..files.scratch import check_writable, publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
-from ..runners.adapters import ADAPTERS, leave_room
+from ..runners.adapters import ADAPTERS, Adapter, check_matrices, leave_room
+from ..runners.folder_adapters import rooms_of_files
+from ..runners.ports import ELEMENTS
 from ..trees.arguments import instance_hint
 from . import stored_cases
-from .added_adapters import write_matrices
-from .chat import CHAT_TOKENS
 from .client_layout import Layout, apply_layout
-from .export_piece import Adapters, FolderOptions, Target, export_piece, fitting_cases, room_for_tokens
+from .export_piece import Adapters, FolderOptions, Target, export_piece, fitting_cases
 from .genai_files import decoder_config, picture_config, sound_config, write_sound_files
 from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
+from .pieces import spoken
 from .pieces.tasks import GENERATES, SPEAKS
-from .pieces.text import keeps_more, positions_of
+from .pieces.text import positions_of
 from .plan import FolderPlan, plan_folder
 from .sentence import copy_modules
 from .source.adapter import ADAPTER
-from .source.classes import task_of_checkpoint, without_peft
 from .source.configuration import change_json, write_json
-from .source.find import FoundModel, find_model, origin_of, reader_of, require_transformers
+from .source.find import FoundModel, find_model, origin_of, reader_of, require_transformers, without_peft
 from .source.gguf_file import gguf_tokenizer
 from .source.open import OpenedModel, WeightsIn, open_model
-from .source.packed_weights import UnmatchedWeights, check_unmatched
+from .source.packed_weights import UnmatchedWeights
+from .texts import CHAT_TOKENS
 from .verify import FolderReport, TokenCount, verify_folder
 
 logger = logging.getLogger("yobx_flatten")
@@ -185,17 +186,17 @@ class _Made:
 
 
 def _write_files(plan: FolderPlan, made: _Made) -> None:
-    options, model, work = plan.options, plan.model, made.work
+    options, work, model_name = plan.options, made.work, type(plan.model).__qualname__
     for piece in plan.pieces:
         name = piece.stem + options.suffix
         quantized = plan.quantization if ModelFacts.of(piece.module).matrix_types else None
         how = plan.proof, quantized, plan.adapters
-        report = export_piece(type(model).__qualname__, piece, work / name, options, *how)
+        report = export_piece(model_name, piece, work / name, options, *how)
         made.shared = [] if options.optimize is None else shared_inputs(work / name)
-        if not made.shared and keeps_more(piece, model):
+        if not made.shared and piece.keeps_more:
             # without shared memory, a cache that keeps the tokens outside the window has no advantage
             piece, plain = plan.sliding_piece(), dataclasses.replace(options, optimize=None)
-            report = export_piece(type(model).__qualname__, piece, work / name, plain, *how)
+            report = export_piece(model_name, piece, work / name, plain, *how)
         report.remark(*plan.opened.remarks)
         made.reports[name] = report
         if plan.proof == "none":
@@ -203,13 +204,13 @@ def _write_files(plan: FolderPlan, made: _Made) -> None:
         calls = fitting_cases(piece, options.largest)
         with report.timed("store cases"):
             runs, report.runs = report.runs, None
-            tokens = None if quantized is None else quantized.tokens
-            chosen = sampled(calls) if plan.proof == "sample" else calls
+            tokens, few = None if quantized is None else quantized.tokens, sampled(calls)
+            chosen = few if plan.proof == "sample" else calls
             made.cases[name] = stored_cases.store_piece(piece, chosen, tokens, work, runs=runs)
             for adapter in plan.adapters:
                 stored, below = made.adapters[adapter.name], f"{stored_cases.CASES}/{ADAPTERS}/{adapter.name}"
                 with adapter.active():
-                    stored.cases[name] = stored_cases.store_piece(piece, sampled(calls), tokens, work, below)
+                    stored.cases[name] = stored_cases.store_piece(piece, few, tokens, work, below)
                 if adapter.name in report.of_adapters:
                     stored.quality[name] = report.of_adapters[adapter.name]
     # the first report also gets the time before the exports
@@ -225,11 +226,13 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
     model, options, work = plan.model, plan.options, made.work
     if plan.task in SPEAKS:
         with made.first.timed("generate"):
-            calls = stored_cases.FRAMES if plan.is_whole else stored_cases.SAMPLED_FRAMES
-            made.cases[""] = [stored_cases.store_speech(model, options.batch or 2, calls, work)]
+            calls = spoken.FRAMES if plan.is_whole else spoken.SAMPLED_FRAMES
+            made.cases[""] = [spoken.store_speech(model, options.batch or 2, calls, work)]
         return
     logger.info("generating with %s", type(model).__qualname__, extra={**STEP, "share": 0.7})
-    count = room_for_tokens(options.largest, stored_cases.TOKENS if plan.is_whole else stored_cases.SAMPLED_TOKENS)
+    count = stored_cases.TOKENS if plan.is_whole else stored_cases.SAMPLED_TOKENS
+    if options.largest is not None and options.largest.length is not None:
+        count = min(count, options.largest.length - stored_cases.PROMPT - 3)
     with made.first.timed("generate"):
         found = []
         if plan.chats is None or plan.proof == "full":  # otherwise the chats replace this case
@@ -249,7 +252,6 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
 
 
 def _write_configuration(plan: FolderPlan, made: _Made) -> None:
-    """Write configuration, tokenizer and processor next to the files."""
     model, work, task, modules = plan.model, made.work, plan.task, plan.modules
     if modules is not None and (modules.why_not is not None or task != "feature-extraction"):
         why = modules.why_not or f"{task} has no hidden states among its outputs"
@@ -264,8 +266,16 @@ def _write_configuration(plan: FolderPlan, made: _Made) -> None:
     if not reader_of(work):
         why = plan.opened.no_folder if plan.source is None else f"{plan.source} holds none"
         made.first.remark(f"there is no tokenizer in the folder: {why}. Name a folder with its files: source=FOLDER")
-    if task != "image-text-to-text":  # a processor passes more inputs
-        state_tokenizer_inputs(work, [name for name in TOKENIZER_INPUTS if name in plan.pieces[0].kwargs])
+    # the tokenizer returns only the inputs of the file; a processor passes more inputs
+    names = [name for name in TOKENIZER_INPUTS if name in plan.pieces[0].kwargs]
+    path = work / "tokenizer_config.json"
+    if task != "image-text-to-text" and "input_ids" in names and path.exists():
+        stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
+        if (
+            stated.get("tokenizer_class") == "TokenizersBackend"
+        ):  # transformers 4 knows this class by its other name only
+            stated["tokenizer_class"] = "PreTrainedTokenizerFast"
+        write_json(path, {**stated, "model_input_names": names})
     if plan.options.name == "onnx":
         _write_genai(plan, made)
 
@@ -348,10 +358,14 @@ def _open(model: TransformersModel | str | os.PathLike[str] | FoundModel, option
             else find_model(os.fspath(model), trust_remote_code=options.trust_remote_code)
         )
         if unmatched is not None:
-            check_unmatched(unmatched)
+            if unmatched not in get_args(UnmatchedWeights):
+                choices = ", ".join(map(repr, get_args(UnmatchedWeights)))
+                raise InvalidArgumentError(f"unmatched_weights must be one of {choices}, found {unmatched!r}.")
             found = dataclasses.replace(found, unmatched_weights=unmatched)
         stated = found.config.architectures
-        task = task_of_checkpoint(options.task, stated)
+        task = options.task
+        if task == "auto" and str(next(iter(stated or ()), "")).endswith("ForPreTraining"):
+            task = "feature-extraction"  # without the head that the model was trained with
         found = found.for_task(task)
         wanted = str(dtype or "float32").removeprefix("torch.")
         if wanted not in WEIGHT_TYPES:
@@ -372,12 +386,12 @@ def _open(model: TransformersModel | str | os.PathLike[str] | FoundModel, option
             f"export_folder takes a Hugging Face model, or its folder or name; found {describe_class(model)}."
             + (instance_hint(model) or " For your own module:\n    export_onnx(module, args, path=...)")
         )
-    folder, no_folder = origin_of(without_peft(model))
+    model = without_peft(model)
+    folder, no_folder = origin_of(model)
     return OpenedModel(model, folder, no_folder=no_folder)
 
 
 def check_target(folder: pathlib.Path, overwrite: bool) -> None:
-    """Check that a folder is empty or may be replaced, and can be written."""
     settle(folder)  # restores a folder that a killed export was about to replace
     if folder.exists() and not folder.is_dir():
         raise FolderExistsError(f"{folder} is a file. Name a folder that is new or empty.")
@@ -392,7 +406,6 @@ _CARD = "README.md"
 def write_card(
     folder: pathlib.Path, name: str, text: str, qualities: Mapping[str, Quality], tokens: Mapping[str, TokenCount]
 ) -> None:
-    """Write the quality of quantised files to ``README.md``, unless the folder has a file of that name."""
     if (folder / _CARD).exists():
         return
     rows = []
@@ -426,7 +439,6 @@ _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
 def write_companions(
     folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None, *, reads_bytes: bool = False
 ) -> None:
-    """Write the configuration, tokenizer and other files that tools expect next to the exported files."""
     # source: the folder of the model, whose tokenizer and processor are copied, or its GGUF file; `None` if unknown
     # reads_bytes: whether a model without a folder gets a tokenizer of bytes, because its weights are random
     config = copy.deepcopy(model.config)
@@ -456,12 +468,28 @@ def write_companions(
     copy_modules(source, folder)
 
 
-def state_tokenizer_inputs(folder: pathlib.Path, names: Collection[str]) -> None:
-    """Make the folder's tokenizer return only the inputs of the exported file, without loading the tokenizer."""
-    path = folder / "tokenizer_config.json"
-    if "input_ids" not in names or not path.exists():
-        return
-    stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
-    if stated.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 knows this class by its other name only
-        stated["tokenizer_class"] = "PreTrainedTokenizerFast"
-    write_json(path, {**stated, "model_input_names": list(names)})
+def write_matrices(folder: pathlib.Path, adapters: Sequence[Adapter]) -> None:
+    rooms = rooms_of_files(folder) if adapters else {}
+    for adapter in adapters:
+        check_matrices(adapter.matrices, rooms, f"The adapter {adapter.name!r}")
+        place = folder / ADAPTERS
+        place.mkdir(exist_ok=True)
+        write_tensor_file(place / f"{adapter.name}.safetensors", adapter.matrices)
+        if (folder / "genai_config.json").is_file():
+            _write_for_genai(place / f"{adapter.name}.onnx_adapter", adapter.matrices)
+
+
+def _write_for_genai(path: pathlib.Path, matrices: Mapping[str, torch.Tensor]) -> None:
+    import onnxruntime
+
+    def value(matrix: torch.Tensor) -> onnxruntime.OrtValue:
+        if matrix.dtype == torch.bfloat16:
+            bits = matrix.view(torch.uint16).numpy()
+            return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, ELEMENTS["bfloat16"].code)
+        return onnxruntime.OrtValue.ortvalue_from_numpy(matrix.numpy())
+
+    form = onnxruntime.AdapterFormat()
+    form.set_adapter_version(1)
+    form.set_model_version(1)
+    form.set_parameters({name: value(matrix) for name, matrix in matrices.items()})
+    form.export_adapter(str(path))

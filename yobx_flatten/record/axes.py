@@ -45,12 +45,11 @@ class Axes:
     remarks: list[str] = dataclasses.field(default_factory=list)
 
     def seen(self, name: str, calls: Iterable[Call]) -> list[int]:
-        """Return the different values, sorted, that a named size has in the given calls."""
         return sorted({self.sizes[name][call.index] for call in calls if call.index in self.sizes[name]})
 
 
 def read_axes(calls: Sequence[Call]) -> Axes:
-    """Find and name the axes whose sizes vary between recorded calls, from prefill and decode calls together."""
+    """Name the axes whose sizes vary, from prefill and decode calls together."""
     reading = _AxisReading(calls)
     reading.read_declared()
     reading.match_known()
@@ -328,7 +327,6 @@ def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) 
 
 
 def shapes_of(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the ``dynamic_shapes`` of these calls for ``torch.export``, with ``Dim.AUTO`` for sizes that vary."""
     varying = varying_in(calls, axes, sizes)
     _check_sizes(sizes, set(axes.names.values()))
     wanted: dict[str, Any] = {}

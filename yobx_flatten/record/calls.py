@@ -27,8 +27,7 @@ from ..recipe.static_codec import load_static
 from ..runners.program_runner import ProgramRunner
 from ..trees.walk import output_names
 from .axes import Axes, choose_example, constants_of, read_axes, shapes_of, varying_in
-from .call import About, Call, Callee, Fact, callee_of, libraries_in_use, module_of, same_value
-from .files import call_files, read_call
+from .call import About, Call, Callee, Fact, call_files, callee_of, libraries_in_use, module_of, read_call, same_value
 
 
 class RecordedCalls(Sequence[Call]):

@@ -20,9 +20,8 @@ from ..huggingface.cache_names import tokens_in
 from ..recipe.aliases import PyTree
 from ..registry.patches import LOCK, AttributePatch
 from ..trees.walk import key_name, node_of
-from .call import Call, Callee, Snapshot, about_call, callee_of, libraries_in_use
+from .call import Call, Callee, Snapshot, about_call, callee_of, libraries_in_use, prepare_folder, write_call
 from .calls import RecordedCalls, cache_of, kind_of
-from .files import prepare_folder, write_call
 
 
 @contextlib.contextmanager

@@ -15,9 +15,7 @@ from tests.transformers_versions import is_older_than
 from yobx_flatten import ReplayError, __version__
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import app as app_file
-from yobx_flatten.cli import repository
-from yobx_flatten.cli.app import app
-from yobx_flatten.cli.reference import reference
+from yobx_flatten.cli.app import app, reference
 from yobx_flatten.errors.dependencies import install_line
 from yobx_flatten.terminal.running import Terminated, explain_failure
 
@@ -157,7 +155,7 @@ def test_the_help_of_an_installed_copy_leaves_them_out(name, monkeypatch):
 @pytest.mark.parametrize("name", ["bench", "matrix"])
 def test_an_installed_copy_says_that_the_repository_is_needed(name, monkeypatch, capsys, tmp_path):
     """These two are not in the wheel."""
-    monkeypatch.setattr(repository, "__file__", str(tmp_path / "site-packages" / "yobx_flatten" / "cli" / "x.py"))
+    monkeypatch.setattr(app_file, "__file__", str(tmp_path / "site-packages" / "yobx_flatten" / "cli" / "x.py"))
     assert main([name]) == 2
     assert "is part of the repository, not of the installed package" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ from tests import fresh_process
 from tests.flatten.model_folder.exported_folders import exported, saved
 from yobx_flatten import RecordedCalls, make_dynamic_cache, record_calls, save_nested
 from yobx_flatten.__main__ import main
-from yobx_flatten.cli import export_command, generate_command
+from yobx_flatten.cli import export_command, folder_commands
 from yobx_flatten.errors import GenerationError
 from yobx_flatten.export.proof.report import ExportReport
 from yobx_flatten.files import scratch
@@ -317,7 +317,7 @@ class Utf8:
 @pytest.fixture
 def utf8(monkeypatch):
     """Folders have this tokenizer."""
-    monkeypatch.setattr(generate_command, "open_tokenizer", lambda folder, **how: Utf8())
+    monkeypatch.setattr(folder_commands, "open_tokenizer", lambda folder, **how: Utf8())
 
 
 def continued(prompts):

@@ -20,7 +20,7 @@ from yobx_flatten.export.onnx import quantized
 from yobx_flatten.export.onnx.quantized import _channels
 from yobx_flatten.export.onnx.rounding import round_with_feedback
 from yobx_flatten.export.proof import quality
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 BY_TOKEN = Quantization("int8", activations="token")
 

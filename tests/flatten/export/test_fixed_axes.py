@@ -8,7 +8,7 @@ import torch
 from yobx_flatten import export_program
 from yobx_flatten.errors import FlattenError
 from yobx_flatten.export import traced
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 
 class Reader(torch.nn.Module):

@@ -8,7 +8,7 @@ import torch
 from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_folder, export_onnx, open_generator, open_model
 from yobx_flatten.export.proof.eager_runs import Case
 from yobx_flatten.export.proof.replay import check_last_scores
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.ports import KEPT_SCORES
 

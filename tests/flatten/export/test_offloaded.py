@@ -13,7 +13,7 @@ from tests.cache_words import cache_of
 from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx, export_program
 from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.huggingface.layer_weights import stream_layers
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 needs_accelerate = pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"

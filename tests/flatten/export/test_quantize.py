@@ -27,7 +27,7 @@ from yobx_flatten import (
 from yobx_flatten.export import quantization as quantizing
 from yobx_flatten.export.proof.quality import Distance, text_losses
 from yobx_flatten.export.runtimes.write import has_kernels
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 
 def _held_out(rows: int = 4) -> torch.Tensor:

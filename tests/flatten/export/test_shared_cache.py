@@ -10,7 +10,7 @@ import torch
 from tests.cache_words import WORD, cache_of
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.runners import in_place
 from yobx_flatten.runners.open import open_runner
 

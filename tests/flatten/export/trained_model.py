@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from yobx_flatten.model_folder.source.classes import small_config
+from yobx_flatten.model_folder.source.configuration import small_config
 
 __all__ = ["text_of", "trained_model"]
 

@@ -10,7 +10,7 @@ from yobx_flatten import GenerationSettings, InvalidArgumentError, OnnxGenerator
 from yobx_flatten.generate.generator import Generator
 from yobx_flatten.generate.settings import settings_of
 from yobx_flatten.generate.steps import Parts
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 
 @pytest.fixture(scope="module")

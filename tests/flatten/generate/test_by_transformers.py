@@ -14,8 +14,8 @@ from tests.flatten.model_folder.exported_folders import exported
 from yobx_flatten import InvalidArgumentError, Sampling, export_folder, open_generator, open_model
 from yobx_flatten.generate.file_cache import FileCache
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
-from yobx_flatten.model_folder.pieces.grid_images import grid_image
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.pieces.vision_language import grid_image
+from yobx_flatten.model_folder.source.configuration import small_model
 
 pytestmark = pytest.mark.slow
 

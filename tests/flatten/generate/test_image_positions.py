@@ -7,8 +7,8 @@ from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError
 from yobx_flatten.generate.pictures import Pictures, image_positions
 from yobx_flatten.generate.settings import settings_of
-from yobx_flatten.model_folder.pieces.grid_images import GridVisionEncoder, grid_image
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.pieces.vision_language import GridVisionEncoder, grid_image
+from yobx_flatten.model_folder.source.configuration import small_model
 
 pytestmark = needs_transformers("5.17", "no small configuration of Qwen2-VL can be made")
 

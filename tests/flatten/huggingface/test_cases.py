@@ -91,7 +91,7 @@ def test_what_is_made_contiguous_holds_the_same_values():
 
 def test_a_model_that_is_ambiguous_without_token_types_says_so():
     """PaliGemma in eager mode gives two results without them; with them the program is right."""
-    from yobx_flatten.model_folder.source.classes import small_model
+    from yobx_flatten.model_folder.source.configuration import small_model
 
     model = small_model("paligemma")
     if getattr(model.config.text_config, "use_bidirectional_attention", None) is None:

@@ -10,7 +10,7 @@ from yobx_flatten import DecodeSizes, decode_inputs, register_flattening_functio
 from yobx_flatten.huggingface.cache_names import argument_of
 from yobx_flatten.huggingface.decoders import StateDecoder
 from yobx_flatten.model_folder.pieces.text import decoder_pieces
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.trees.walk import leaf_names
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from transformers import ByT5Tokenizer
 
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 __all__ = ["exported", "saved"]
 

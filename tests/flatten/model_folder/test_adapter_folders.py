@@ -20,7 +20,7 @@ from yobx_flatten.__main__ import main
 from yobx_flatten.errors import ModelSourceError
 from yobx_flatten.files import limited
 from yobx_flatten.model_folder.source.adapter import read_adapters
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.source.open import open_model
 

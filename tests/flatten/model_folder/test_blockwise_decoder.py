@@ -10,13 +10,13 @@ from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.transformers_versions import is_older_than, needs_transformers
 from yobx_flatten import OnnxGenerator, export_folder
-from yobx_flatten.model_folder.pieces.grid_images import (
+from yobx_flatten.model_folder.pieces.vision_language import (
     BlockwiseDecoder,
     DeepstackDecoder,
     GridVisionEncoder,
     grid_image,
 )
-from yobx_flatten.model_folder.source.classes import small_config, small_model
+from yobx_flatten.model_folder.source.configuration import small_config, small_model
 
 NAMES = ["gemma3", "paligemma", "paligemma2"]
 IMAGE = 3

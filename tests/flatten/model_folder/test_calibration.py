@@ -10,7 +10,7 @@ from transformers import ByT5Tokenizer
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import InvalidArgumentError, ModelSourceError, export_folder
 from yobx_flatten.__main__ import main
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.storage.cases import load_case
 
 PROMPTS = ["def heappush(heap, item):", "for index in range(len(values)):", "import statistics"]

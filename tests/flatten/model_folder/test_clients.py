@@ -14,7 +14,7 @@ from tests.flatten.model_folder.test_sentence import write_modules
 from tests.flatten.model_folder.words import WORDS, word_tokenizer
 from tests.models import SIZES
 from yobx_flatten import export_folder
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 pytestmark = [
     pytest.mark.slow,

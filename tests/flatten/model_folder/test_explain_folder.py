@@ -14,7 +14,7 @@ from yobx_flatten import InvalidArgumentError, export_folder
 from yobx_flatten.__main__ import main
 from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.model_folder import explain_folder
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 
 @pytest.fixture(scope="module", params=[None, "onnxruntime"])

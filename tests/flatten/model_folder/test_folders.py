@@ -31,7 +31,7 @@ from yobx_flatten.model_folder import write
 from yobx_flatten.model_folder.genai_files import decoder_config
 from yobx_flatten.model_folder.manifest import read_manifest
 from yobx_flatten.model_folder.pieces.vision_language import vision_language_pieces
-from yobx_flatten.model_folder.source.classes import small_config, small_model
+from yobx_flatten.model_folder.source.configuration import small_config, small_model
 
 pytestmark = pytest.mark.slow
 

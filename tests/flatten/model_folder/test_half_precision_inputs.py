@@ -5,7 +5,7 @@ import torch
 
 from yobx_flatten import export_folder
 from yobx_flatten.model_folder.pieces.tasks import pieces_for
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.private_names.of_torch import pytree
 
 KINDS = ["whisper", "moonshine", "vit", "clip", "wav2vec2", "trocr", "llava", "qwen2_vl", "t5"]

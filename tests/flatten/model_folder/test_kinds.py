@@ -8,7 +8,7 @@ from tests.transformers_versions import is_older_than, needs_transformers
 from yobx_flatten import DecodeSizes, GenerationError, InvalidArgumentError, decode_inputs
 from yobx_flatten.huggingface.cases import why_not_resizable
 from yobx_flatten.model_folder.pieces.tasks import pieces_for
-from yobx_flatten.model_folder.source.classes import class_for, small_config, small_model
+from yobx_flatten.model_folder.source.configuration import class_for, small_config, small_model
 
 pytestmark = pytest.mark.slow
 

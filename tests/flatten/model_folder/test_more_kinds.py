@@ -9,7 +9,7 @@ from tests.flatten.model_folder.words import made
 from tests.models import SIZES
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, export_onnx, open_generator, open_model
 from yobx_flatten.model_folder.pieces.tasks import pieces_for, task_of
-from yobx_flatten.model_folder.source.classes import small_config, small_model
+from yobx_flatten.model_folder.source.configuration import small_config, small_model
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from yobx_flatten import GenerationError, export_folder, export_onnx, open_gener
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.model_folder.pieces.tasks import pieces_for
 from yobx_flatten.model_folder.pieces.text import Split
-from yobx_flatten.model_folder.source.classes import small_config
+from yobx_flatten.model_folder.source.configuration import small_config
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from yobx_flatten import export_folder
 from yobx_flatten.__main__ import main
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.model_folder.source.find import find_model
 
 GROUP = 16

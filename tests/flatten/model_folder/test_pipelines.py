@@ -15,7 +15,7 @@ from PIL import Image
 from tests.cases import cases
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError, export_folder, open_model
-from yobx_flatten.model_folder.source.classes import small_config, small_model
+from yobx_flatten.model_folder.source.configuration import small_config, small_model
 
 pytestmark = [pytest.mark.slow, needs_transformers("5.23", "pipelines of these tasks take other arguments")]
 

@@ -10,7 +10,7 @@ from yobx_flatten.errors import FlattenError
 from yobx_flatten.export.onnx import attempts
 from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.export.onnx.attempts import ATTENTION_OPSET
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from yobx_flatten import InvalidArgumentError, export_folder, open_generator
 from yobx_flatten.model_folder.pieces.text import positions_of
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from onnx import numpy_helper
 
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import OnnxGenerator, export_folder, verify_folder
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.model_folder.texts import python_text
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from yobx_flatten import export_folder, open_model
 from yobx_flatten.errors import ModelSourceError
 from yobx_flatten.model_folder.sentence import EMBEDDING, Pooling, copy_modules, read_modules
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 
 HIDDEN = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])

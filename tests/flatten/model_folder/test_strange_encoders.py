@@ -8,8 +8,7 @@ import transformers
 from tests.flatten.model_folder.words import made
 from tests.models import SIZES
 from yobx_flatten import GenerationError, export_folder, export_program
-from yobx_flatten.model_folder.pieces.one_call import plain_pieces
-from yobx_flatten.model_folder.pieces.tasks import pieces_for
+from yobx_flatten.model_folder.pieces.tasks import pieces_for, plain_pieces
 from yobx_flatten.model_folder.pieces.text import Split
 
 pytestmark = pytest.mark.slow

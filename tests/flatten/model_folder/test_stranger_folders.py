@@ -13,8 +13,7 @@ from tests.flatten.model_folder.words import restate
 from tests.runtime import tiny_training as tiny
 from yobx_flatten import load_nested, save_nested
 from yobx_flatten.errors import DamagedFileError, FlattenError, ModelSourceError
-from yobx_flatten.model_folder.source.find import find_model
-from yobx_flatten.model_folder.source.tokenizer_files import open_tokenizer
+from yobx_flatten.model_folder.source.find import find_model, open_tokenizer
 from yobx_flatten.model_folder.write import write_companions
 from yobx_flatten.recipe import static_codec
 

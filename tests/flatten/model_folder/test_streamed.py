@@ -16,7 +16,7 @@ from yobx_flatten.errors import InvalidArgumentError, ModelSourceError, NoRoomEr
 from yobx_flatten.export.onnx import file as onnx_file
 from yobx_flatten.huggingface.layer_weights import streamed_readers
 from yobx_flatten.model_folder.source import open as loading
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.model_folder.source.find import find_model
 from yobx_flatten.model_folder.source.open import open_model
 

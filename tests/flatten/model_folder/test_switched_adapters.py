@@ -31,7 +31,7 @@ from yobx_flatten import (
 from yobx_flatten.__main__ import main
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.model_folder.source import adapter
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.storage.cases import load_case
 

@@ -6,8 +6,8 @@ import transformers
 
 from tests.models import SIZES
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, open_generator
-from yobx_flatten.model_folder.pieces.grid_images import TiledVisionEncoder
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.pieces.vision_language import TiledVisionEncoder
+from yobx_flatten.model_folder.source.configuration import small_model
 
 pytestmark = pytest.mark.slow
 

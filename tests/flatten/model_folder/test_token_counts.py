@@ -13,8 +13,8 @@ from transformers import ByT5Tokenizer
 from tests.flatten.export.trained_model import trained_model
 from yobx_flatten import export_folder, open_model, verify_folder
 from yobx_flatten.generate.settings import GenerationSettings
-from yobx_flatten.model_folder.chat import CHATS, chat_prompts
-from yobx_flatten.model_folder.source.classes import small_model
+from yobx_flatten.model_folder.source.configuration import small_model
+from yobx_flatten.model_folder.texts import CHATS, chat_prompts
 from yobx_flatten.model_folder.verify import count_tokens
 from yobx_flatten.storage.cases import StoredCase, load_case
 

@@ -9,8 +9,8 @@ import transformers
 
 from tests.flatten.model_folder.words import restate, word_tokenizer
 from yobx_flatten import export_folder
-from yobx_flatten.model_folder.pieces.one_call import has_types
-from yobx_flatten.model_folder.source.classes import small_config
+from yobx_flatten.model_folder.pieces.tasks import has_types
+from yobx_flatten.model_folder.source.configuration import small_config
 
 
 def _model(name, kind="ForSequenceClassification", **entries):

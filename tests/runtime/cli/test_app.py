@@ -120,7 +120,7 @@ def test_the_installed_command_is_the_same_function():
 
 def test_the_guide_has_every_command_and_option():
     """The reference of the guide is written from the help; each option has a word of explanation."""
-    from yobx_flatten.cli.reference import reference
+    from yobx_flatten.cli.app import reference
 
     written = reference(app)
     assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS

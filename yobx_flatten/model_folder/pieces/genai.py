@@ -12,7 +12,6 @@ runs ``embed_tokens``, which takes only tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,24 +20,10 @@ from torch.export import Dim
 from ...export.proof.eager_runs import Case
 from ...recipe.aliases import PlainCache, TransformersModel
 from . import text
-from .grid_images import BlockwiseDecoder, DeepstackDecoder, GridVisionEncoder, NestedVisionEncoder, TiledVisionEncoder
 from .vision_language import image_token_of, vision_language_pieces
 
 EMBEDDING = "embedding"
 """Name, without suffix, of the file that computes input embeddings from tokens and image features."""
-
-_OTHERS = (
-    (GridVisionEncoder.fits, "its image tokens have 3D positions, which onnxruntime-genai computes differently"),
-    (TiledVisionEncoder.fits, "its pictures are cut into tiles, which onnxruntime-genai does in another way"),
-    (NestedVisionEncoder.fits, "its pictures are cut into tiles, which onnxruntime-genai does in another way"),
-    (BlockwiseDecoder.fits, "its image tokens attend to each other, and onnxruntime-genai passes no token types"),
-    (DeepstackDecoder.fits, "its decoder also adds image features between layers"),
-)
-
-
-def why_not_in_genai(model: TransformersModel) -> str | None:
-    """Return why onnxruntime-genai cannot run the vision part of a model; ``None`` if it can."""
-    return next((why for fits, why in _OTHERS if fits(model)), None)
 
 
 class FlatVisionEncoder(torch.nn.Module):
@@ -49,7 +34,6 @@ class FlatVisionEncoder(torch.nn.Module):
         self.encoder = encoder
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
-        """Return the features."""
         return {"image_features": self.encoder(pixel_values)["image_features"].flatten(0, 1)}
 
 
@@ -62,7 +46,6 @@ class EmbeddingWithFeatures(torch.nn.Module):
         self.token = image_token_of(model)
 
     def forward(self, input_ids: Any, image_features: Any) -> dict[str, Any]:
-        """Return embeddings of shape (batch, length, hidden size); the number of features may be 0."""
         embeds = self.embedding(input_ids)
         is_picture = input_ids.eq(self.token)
         # one more row, because a lookup in zero rows would fail for a text without pictures
@@ -72,7 +55,6 @@ class EmbeddingWithFeatures(torch.nn.Module):
 
 
 def genai_picture_pieces(model: TransformersModel, split: text.Split = text.EVERY) -> list[text.Piece]:
-    """Return the files to export for a vision-language model, with an ``embedding`` that also takes image features."""
     rows = split.rows
     vision, embed, decoder = vision_language_pieces(model, split)
     vision = dataclasses.replace(vision, module=FlatVisionEncoder(vision.module).eval())
@@ -120,7 +102,6 @@ class SoundEncoderWithKeys(text.Encoder):
         self.heads = attentions[0].num_heads, attentions[0].head_dim
 
     def forward(self, input_features: Any) -> dict[str, Any]:
-        """Return the features, and the keys and values of the features in each layer of the decoder."""
         hidden = self.encoder(input_features).last_hidden_state
         made = [
             {"key": self._by_head(key(hidden)), "value": self._by_head(value(hidden))}
@@ -141,16 +122,14 @@ class SoundDecoder(text.NextDecoder):
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model, text.encoder_output_class(model))
         config = model.generation_config
-        always, at_first = (
-            _is_one_of(getattr(config, name, None), model.config.vocab_size)
-            for name in ("suppress_tokens", "begin_suppress_tokens")
-        )
-        self.suppresses = bool((always | at_first).any())
-        self.register_buffer("always", always, persistent=False)
-        self.register_buffer("at_first", at_first, persistent=False)
+        vocabulary = model.config.vocab_size
+        for name, stated in (("always", "suppress_tokens"), ("at_first", "begin_suppress_tokens")):
+            suppressed = torch.zeros(vocabulary, dtype=torch.bool)
+            suppressed[[token for token in getattr(config, stated, None) or () if 0 <= token < vocabulary]] = True
+            self.register_buffer(name, suppressed, persistent=False)
+        self.suppresses = bool((self.always | self.at_first).any())
 
     def forward(self, input_ids: Any, cache: PlainCache) -> dict[str, Any]:  # type: ignore[override] # no mask
-        """Return the logits, the logits without suppressed tokens, and the decoder's own keys and values."""
         found = super().forward(input_ids, cache)
         if not self.suppresses:
             return found
@@ -161,14 +140,7 @@ class SoundDecoder(text.NextDecoder):
         return {"logits": scores, ALLOWED: scores.masked_fill(suppressed, _LEAST), "present": found["present"]}
 
 
-def _is_one_of(tokens: Sequence[int] | None, vocabulary: int) -> torch.Tensor:
-    found = torch.zeros(vocabulary, dtype=torch.bool)
-    found[[token for token in tokens or () if 0 <= token < vocabulary]] = True
-    return found
-
-
 def genai_sound_pieces(model: TransformersModel, split: text.Split = text.EVERY) -> list[text.Piece]:
-    """Return the files to export for Whisper: an ``encoder`` with the sound's keys and values, and a ``decoder``."""
     encoder, decoder = SoundEncoderWithKeys(model).eval(), SoundDecoder(model).eval()
 
     @torch.no_grad()

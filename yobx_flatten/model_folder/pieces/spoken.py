@@ -11,6 +11,8 @@ SpeechT5 also uses dropout in evaluation mode: the dropout masks are an input of
 
 from __future__ import annotations
 
+import math
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,17 +20,15 @@ import torch
 from torch.export import Dim
 
 from ...core.effects import undisturbed
+from ...generate.generator import Generator
+from ...generate.spectrogram import drawn_masks, speak
 from ...huggingface.cache_names import cache_of, installed_name
 from ...huggingface.decoders import pair_of
 from ...recipe.aliases import PlainCache, TransformersModel
+from ...storage.cases import StoredCase, save_case
 from .text import EVERY, Piece, Split, features_of, filled_cache, pieces_of_calls, random_tokens, random_values
 
 _SAMPLES = 400  # audio samples for each token of a text
-
-
-def writes_spectrograms(model: TransformersModel) -> bool:
-    """Return whether a model writes spectrograms frame by frame."""
-    return hasattr(model, "generate_speech") and hasattr(model, "speech_decoder_postnet")
 
 
 class _WithCache(torch.nn.Module):
@@ -44,14 +44,11 @@ class _WithCache(torch.nn.Module):
 
 
 class TextEncoder(_WithCache):
-    """Encodes tokens."""
-
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)
         self.encoder = model.speecht5.encoder
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-        """Return the mask of the encoder's features, and the features' keys and values in each decoder layer."""
         return self.keys(self.encoder(input_values=input_ids, attention_mask=attention_mask)[0], attention_mask)
 
     def keys(self, hidden: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
@@ -61,10 +58,7 @@ class TextEncoder(_WithCache):
 
 
 class SoundEncoder(TextEncoder):
-    """Encodes samples of sound."""
-
     def forward(self, input_values: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, Any]:
-        """Return the mask of the encoder's features, and the features' keys and values in each decoder layer."""
         hidden = self.encoder(input_values=input_values, attention_mask=attention_mask)[0]
         # transformers' speech loop computes the mask in this way
         mask = self.encoder.prenet._get_feature_vector_attention_mask(hidden.shape[1], attention_mask)
@@ -87,7 +81,6 @@ class FrameDecoder(_WithCache):
         cache: PlainCache,
         encoder_attention_mask: torch.Tensor,
     ) -> dict[str, Any]:
-        """Return the next frames, a score for each to be the last frame, and the decoder's own keys and values."""
         hidden = self.read(frame, speaker_embeddings, dropout_masks, cache[0]["decoder"]["key"].shape[2])
         found = self.decode(hidden, features_of(cache), encoder_attention_mask, filled_cache(cache))
         last = found.last_hidden_state.squeeze(1)
@@ -119,12 +112,11 @@ class Postnet(torch.nn.Module):
         self.model = model.speech_decoder_postnet
 
     def forward(self, frames: torch.Tensor) -> dict[str, Any]:
-        """Return the spectrogram."""
         return {"spectrogram": self.model.postnet(frames)}
 
 
 def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Make inputs of the encoder, tokens or sound, of the given length, with padding in the first row."""
+    """Make inputs with padding in the first row; ``length`` counts tokens, or ``_SAMPLES`` samples of sound."""
     if model.main_input_name == "input_ids":
         ids = random_tokens(model, (rows, length))
         mask = torch.ones_like(ids)
@@ -137,7 +129,6 @@ def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, 
 
 
 def spoken_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """Return the files to export: an ``encoder_model``, a ``frame_decoder`` and a ``postnet``."""
     reads = model.main_input_name
     encoder = (TextEncoder if reads == "input_ids" else SoundEncoder)(model)
     decoder, postnet = FrameDecoder(model), Postnet(model)
@@ -169,3 +160,49 @@ def spoken_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
         "postnet": {"frames": {0: Dim.AUTO, 1: Dim.AUTO}},
     }
     return pieces_of_calls(modules, example, others, shapes)
+
+
+# -- the stored test of a folder -------------------------------------------------------------------------------------
+
+FRAMES = 12
+"""Number of decoder calls in the stored test of a SpeechT5 folder."""
+
+SAMPLED_FRAMES = 3
+"""Number of decoder calls in the stored test of a SpeechT5 folder with ``proof="sample"``."""
+
+_LENGTH = 9  # tokens of the text
+_NEVER = math.inf  # a threshold that no frame reaches, so that the number of calls ends the loop
+
+
+@torch.no_grad()
+def store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.Path) -> str:
+    """Generate speech with the eager model, and store it as a test case; with several rows, one of them is padded."""
+    config = model.config
+    read = spoken_input(model, rows, _LENGTH)
+    speaker = random_values(model, (rows, config.speaker_embedding_dim), rows)
+    first = read.get("input_ids", read.get("input_values"))
+    with undisturbed(model=model):
+        length = model.speecht5.encoder(first, attention_mask=read["attention_mask"])[0].shape[1]
+        ratio = (calls + 0.5) * config.reduction_factor / length
+        asked = {"threshold": _NEVER, "maxlenratio": ratio, "return_output_lengths": True}
+        with undisturbed(seed=0):
+            found = model.generate_speech(first, speaker, read["attention_mask"], **asked)[0]
+    with undisturbed(seed=0):
+        masks = torch.stack([drawn_masks(config, count, model.dtype) for count in range(1, calls + 1)])
+    inputs = {**read, "speaker_embeddings": speaker, "dropout_masks": masks}
+    path = "cases/generate.case"
+    outputs = {"spectrogram": found, "maxlenratio": ratio}
+    save_case(work / path, inputs, outputs, name=f"{calls} calls of the decoder, rows {rows}")
+    return path
+
+
+def difference_of_speech(generator: Generator, case: StoredCase) -> float:
+    given, wanted = dict(case.inputs), case.outputs["spectrogram"]
+    read = given.pop("input_ids", None)
+    read = given.pop("input_values") if read is None else read
+    masks = iter(given.pop("dropout_masks"))
+    asked = {**given, "threshold": _NEVER, "maxlenratio": case.outputs["maxlenratio"], "return_output_lengths": True}
+    found = speak(generator.parts, generator.settings, read, asked, masks)[0]
+    if found.shape != wanted.shape:
+        return math.inf
+    return float((found.float() - wanted.float()).abs().max())

@@ -1,19 +1,211 @@
-"""Find the task of a model, which decides which modules are exported."""
+"""The task of a model decides into which files it is split; models that are called once are split here."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import torch
+from torch.export import Dim
+
+from ...core.effects import undisturbed
 from ...errors import FlattenError, GenerationError, InvalidArgumentError
 from ...errors.failures import first_line
+from ...export.proof.eager_runs import Case
+from ...huggingface.cache_names import argument_of
+from ...private_names.of_torch import pytree
 from ...recipe.aliases import TransformersModel
 from ...trees.arguments import did_you_mean
+from ...trees.shapes import dynamic_shapes
 from .genai import genai_picture_pieces, genai_sound_pieces
-from .one_call import choice_pieces, compares, plain_pieces, two_tower_pieces
-from .spoken import spoken_pieces, writes_spectrograms
-from .text import EVERY, Piece, Split, check_other_media, decoder_pieces, encoder_decoder_pieces, input_name
+from .spoken import spoken_pieces
+from .text import (
+    EVERY,
+    Piece,
+    Split,
+    decoder_pieces,
+    encoder_decoder_pieces,
+    image_size,
+    input_name,
+    note_on_other_inputs,
+    random_tokens,
+    random_values,
+)
 from .vision_language import vision_language_pieces
+
+
+def plain_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
+    reads = model.main_input_name
+    if reads not in _INPUTS:
+        raise GenerationError(
+            f"{type(model).__qualname__} reads {reads}, but folders need models that read {', '.join(_INPUTS)}. "
+            "Export the model with your own inputs:\n    export_onnx(model, kwargs=inputs, path=...)"
+        )
+    make, unit, (length, one, other) = _INPUTS[reads]
+    sizes = split.named(("batch", unit) if unit else ("batch",), (1, one), (3, other))
+    cases = [Case(name, (), make(model, *size)) for name, size in sizes.items()]
+    return [_piece(model, make(model, split.rows or 2, length), cases)]
+
+
+def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
+    def made(batch: int, choices: int, length: int) -> dict[str, torch.Tensor]:
+        flat = _tokens(model.base_model, batch * choices, length)  # the base model takes rows, not choices
+        return {name: value.unflatten(0, (batch, choices)) for name, value in flat.items()}
+
+    sizes = split.named(("batch", "choices", "length"), (1, 2, 5), (3, 4, 11))
+    cases = [Case(name, (), made(*size)) for name, size in sizes.items()]
+    return [_piece(model, made(split.rows or 2, 3, 7), cases)]
+
+
+def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
+    """For a model that scores each pair of a text and a picture; their numbers may differ."""
+    vision, rows = model.config.vision_config, split.rows
+    room = getattr(model.config.text_config, "max_position_embeddings", 16)
+
+    def made(texts: int, pictures: int, length: int) -> dict[str, torch.Tensor]:
+        ids = random_tokens(model, (rows or texts, min(length, room)))
+        shape = (rows or pictures, getattr(vision, "num_channels", 3), *image_size(vision))
+        pixels = random_values(model, shape, pictures)
+        mask = torch.ones_like(ids)
+        mask[0, -1:] = 0
+        masks = {"attention_mask": mask} if "attention_mask" in inspect.signature(model.forward).parameters else {}
+        return {"input_ids": ids, "pixel_values": pixels, **masks}
+
+    cases = [
+        Case(f"texts {rows or texts}, pictures {rows or pictures}, length {length}", (), made(texts, pictures, length))
+        for texts, pictures, length in ((1, 2, 5), (5, 1, 11))
+    ]
+    return [_piece(model, made(3, 2, 7), cases)]
+
+
+@torch.no_grad()
+def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: list[Case]) -> Piece:
+    """Pictures have one size if other sizes cannot be traced."""
+    check_nothing_is_drawn(model, example)
+    pictures = {"pixel_values": {0: Dim.AUTO}}
+    narrower = dynamic_shapes(example, pictures) if "pixel_values" in example else None
+    return Piece("model", model, example, cases, narrower=narrower, remarks=note_on_other_inputs(model, example))
+
+
+def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
+    tokens = random_tokens(model, (batch, length))
+    mask = torch.ones_like(tokens)
+    mask[0, length - 1 :] = 0  # encoders are padded on the right
+    end = model.config.eos_token_id if getattr(model.config, "is_encoder_decoder", False) else None
+    if isinstance(end, int):  # classifiers with a decoder need one end token in each row, whose state they read
+        tokens = torch.where(tokens == end, end + 1 if end < int(tokens.max()) else 0, tokens)
+        tokens.scatter_(1, mask.sum(1, keepdim=True) - 1, end)
+    # the tokens of this question are fixed, so that all calls have the same inputs
+    types = {TYPES: pair_types(model, batch, length)} if has_types(model, random_tokens(model, (2, 7))) else {}
+    return {"input_ids": tokens, "attention_mask": mask, **types}
+
+
+def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
+    if hasattr(model.config, "frequency_stride"):  # AST cuts a spectrogram of one size into patches
+        return {"input_values": random_values(model, (batch, model.config.max_length, model.config.num_mel_bins))}
+    found = {"input_values": random_values(model, (batch, length))}
+    if getattr(model.config, "feat_extract_norm", None) == "layer":  # other models were trained without a mask
+        found["attention_mask"] = torch.ones(batch, length, dtype=torch.int64)
+        found["attention_mask"][0, length // 2 + 100 :] = 0
+    return found
+
+
+def _image(model: TransformersModel, batch: int, _: int) -> dict[str, torch.Tensor]:
+    config = model.config
+    frames = getattr(config, "num_frames", None)  # of a video
+    shape = (*((frames,) if isinstance(frames, int) else ()), getattr(config, "num_channels", 3), *image_size(config))
+    return {"pixel_values": random_values(model, (batch, *shape))}
+
+
+def _frames(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
+    return {"spectrogram": random_values(model, (batch, length, model.config.model_in_dim))}
+
+
+# by input name: the function that makes inputs, the unit of its length, and three lengths: example, first case, second
+# case; a second of sound has 16000 samples, and images have one size
+_INPUTS: dict[str, tuple[Callable[..., dict[str, torch.Tensor]], str, tuple[int, int, int]]] = {
+    "input_ids": (_tokens, "length", (7, 5, 11)),
+    "input_values": (_sound, "samples", (3200, 2400, 5001)),
+    "pixel_values": (_image, "", (0, 0, 0)),
+    "spectrogram": (_frames, "frames", (7, 5, 11)),
+}
+
+
+@torch.no_grad()
+def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch.Tensor]) -> None:
+    """Raise GenerationError if outputs depend on torch's seed, because no file could be compared with the model."""
+    with undisturbed(seed=0, model=model):
+        before = torch.get_rng_state()
+        first = _tensors(model(**example))
+        if torch.equal(before, torch.get_rng_state()):
+            return
+    with undisturbed(seed=1, model=model):
+        second = _tensors(model(**example))
+    if _equal(first, second):
+        return
+    if model.training:
+        raise GenerationError(
+            f"{type(model).__qualname__} is in training mode, where dropout is random. Before the export:\n"
+            "    model.eval()"
+        )
+    given = "; its argument noise= can be an input" if "noise" in inspect.signature(model.forward).parameters else ""
+    raise GenerationError(
+        f"{type(model).__qualname__} draws random numbers in evaluation mode, so two calls differ and no file can be "
+        f"checked{given}. Switch random draws off in its config, or pass the random tensor as an input: "
+        "export_onnx(model, kwargs=inputs, path=...)"
+    )
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    """Return the tensors of a model's output, whose class need not be registered for flattening."""
+    found = pytree.tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+
+def _equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+TYPES = "token_type_ids"
+
+
+def pair_types(model: TransformersModel, batch: int, length: int) -> torch.Tensor:
+    """Make token types for pairs of texts, whose second text begins later in each row: int64 of (batch, length)."""
+    # for a model whose types have several columns (TAPAS), one more axis
+    begins = 1 + torch.arange(batch)[:, None] % (length - 1)
+    types = (torch.arange(length) >= begins).long()
+    columns = getattr(model.config, "type_vocab_sizes", None)
+    return types if columns is None else types[..., None] * (torch.tensor(columns) > 1).long()
+
+
+@torch.no_grad()
+def has_types(model: TransformersModel, tokens: torch.Tensor) -> bool:
+    """Return whether the outputs of a model for ``tokens`` depend on token types that its tokenizer may return."""
+    if TYPES not in inspect.signature(model.forward).parameters:
+        return False
+    pairs = pair_types(model, *tokens.shape)
+    without, alike = (
+        _tensors(model(input_ids=tokens)),
+        _tensors(model(input_ids=tokens, **{TYPES: torch.zeros_like(pairs)})),
+    )
+    try:
+        differing = _tensors(model(input_ids=tokens, **{TYPES: pairs}))
+    except IndexError:  # the embedding has only one type
+        return False
+    # a model for which missing types equal types of 0 needs types, except with a RoBERTa tokenizer, which gives both
+    # texts of a pair the type 0; for other models, the tokenizer class decides
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+    found = TOKENIZER_MAPPING.get(type(model.config), ())
+    # in transformers 4, a tuple of a slow and a fast tokenizer
+    kinds: list[type] = [kind for kind in (found if isinstance(found, tuple) else (found,)) if kind]
+    is_usual = getattr(model.config, "tokenizer_class", None) is None
+    has_none = is_usual and any("Roberta" in kind.__name__ for kind in kinds)
+    returned = any(TYPES in getattr(kind, "model_input_names", ()) for kind in kinds)
+    return not _equal(alike, differing) and ((_equal(without, alike) and not has_none) or returned)
+
 
 Cut: TypeAlias = Callable[[Any, Split], list[Piece]]  # makes the files of a model
 
@@ -97,15 +289,16 @@ for _task, _names in AUTO_CLASSES.items():
 
 
 def task_of(model: TransformersModel) -> str:
-    """Return the task of a model."""
     config, name = model.config, type(model).__name__
-    if writes_spectrograms(model):
+    if hasattr(model, "generate_speech") and hasattr(model, "speech_decoder_postnet"):
         return SPEAKS[model.main_input_name != "input_ids"]
     by_name = next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), None)
     # encoder-decoders such as RT-DETR and BART also have classes for other tasks
     if getattr(config, "is_encoder_decoder", False) and by_name in (None, *GENERATES):
         return _BY_INPUT.get(input_name(model), "text2text-generation")
-    if compares(model):
+    takes = inspect.signature(model.forward).parameters
+    scores_pairs = hasattr(model, "get_image_features") and hasattr(model, "get_text_features")  # as CLIP and SigLIP
+    if scores_pairs and {"input_ids", "pixel_values"} <= set(takes) and argument_of(model.forward) is None:
         return "zero-shot-image-classification"
     if hasattr(model, "get_image_features") and hasattr(config, "vision_config"):
         return "image-text-to-text"
@@ -115,14 +308,21 @@ def task_of(model: TransformersModel) -> str:
 
 
 def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tuple[str, list[Piece]]:
-    """Return the task, and the modules of the model that become files."""
     if task != "auto" and task not in TASKS:
         known = f"{did_you_mean([str(task)], TASKS)} Tasks: auto, {', '.join(TASKS)}."
         raise InvalidArgumentError(f"There is no task {task!r}.{known}")
     found = task_of(model)
     wanted = found if task == "auto" else task
     if task == "auto":
-        _check_nothing_is_lost(model, found)
+        if TASKS[found] in (encoder_decoder_pieces, decoder_pieces):
+            _check_other_media(model, found)
+        generates = getattr(model, "can_generate", None)
+        if found == "feature-extraction" and callable(generates) and generates():
+            raise GenerationError(
+                f"{type(model).__qualname__} has its own generation loop, which exported folders do not have. Record a "
+                "run with record_calls(model) as calls: model.generate(...) and export its calls, or export one call "
+                f"with export_folder(..., task={found!r})."
+            )
     make = TASKS[wanted]
     if make is not TASKS[found]:
         raise InvalidArgumentError(
@@ -152,14 +352,17 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
         ) from error
 
 
-def _check_nothing_is_lost(model: TransformersModel, task: str) -> None:
-    """Raise GenerationError if the model's own task would export only a part of the model."""
-    if TASKS[task] in (encoder_decoder_pieces, decoder_pieces):
-        check_other_media(model, task)
-    generates = getattr(model, "can_generate", None)
-    if task == "feature-extraction" and callable(generates) and generates():
+# names of inputs for pictures and sound, such as `image_pixel_values` of Phi 4 and `image_patches` of Fuyu
+_MEDIA = re.compile(r"(.*_)?(pixel_values|input_features|input_values|flattened_patches|image_patches)(_.*)?")
+
+
+def _check_other_media(model: TransformersModel, task: str) -> None:
+    """Raise GenerationError if a model also reads pictures or sound that its task leaves out."""
+    takes = inspect.signature(model.forward).parameters
+    lost = [name for name in takes if _MEDIA.fullmatch(name) and name != model.main_input_name]
+    if lost and model.main_input_name != "inputs":  # for "inputs", the encoder of a speech model names the main input
         raise GenerationError(
-            f"{type(model).__qualname__} has its own generation loop, which exported folders do not have. Record a run "
-            "with record_calls(model) as calls: model.generate(...) and export its calls, or export one call with "
-            f"export_folder(..., task={task!r})."
+            f"{type(model).__qualname__} reads {', '.join(lost)} besides {model.main_input_name}, but the files for "
+            f"{task} take {model.main_input_name} alone. Export recorded calls, with record_calls(model) as calls: "
+            f"model.generate(...), or the model without {lost[0]}, with export_folder(..., task={task!r})."
         )

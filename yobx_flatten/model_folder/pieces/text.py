@@ -46,6 +46,7 @@ class Piece:
     has_rows: bool = True  # whether the first axis of the inputs is the batch
     narrower: Any = None  # a specification with fewer dynamic sizes, used if the export with `dynamic_shapes` fails
     remarks: Sequence[str] = ()  # notes for the report
+    keeps_more: bool = False  # whether the cache keeps tokens that the model's own cache would drop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,6 @@ def pieces_of_calls(
 
 
 def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """Return the one file to export for a decoder that generates text: ``model``."""
     own = model
     model = decoders.StateDecoder(model) if decoders.StateDecoder.fits(model) else model
     takes = inspect.signature(model.forward).parameters
@@ -131,19 +131,14 @@ def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece
     cases = [
         Case(str(sizes), (), decode_inputs(model, sizes, like, seed), steps=3) for seed, sizes in enumerate(others, 1)
     ]
+    shapes: Any = "auto"
     if decoders.counts_by_itself(example[cache_is]) and decoders.why_not_sliding(model, example, cache_is) is None:
         decoder = decoders.SlidingDecoder(model, example, cache_is)
         cases = [Case(case.name, (), decoder.inputs(case.kwargs)) for case in cases]
-        shapes = decoder.shapes(dynamic_shapes(example))
-        return [Piece("model", decoder, decoder.inputs(example), cases, shapes, remarks=remarks)]
-    return [Piece("model", model, example, cases, remarks=remarks)]
-
-
-def keeps_more(piece: Piece, model: TransformersModel) -> bool:
-    """Return whether the cache of an exported file keeps tokens that the model's own cache would drop."""
-    cache = cache_of(piece.kwargs)
-    slid = type(cache).__name__ == "DynamicCache" and slides(model.config.get_text_config(decoder=True))
-    return slid and keeps_all(cache)
+        model, shapes, example = decoder, decoder.shapes(dynamic_shapes(example)), decoder.inputs(example)
+    cache = cache_of(example)
+    slid = type(cache).__name__ == "DynamicCache" and slides(own.config.get_text_config(decoder=True))
+    return [Piece("model", model, example, cases, shapes, remarks=remarks, keeps_more=slid and keeps_all(cache))]
 
 
 # -- encoder and decoder ---------------------------------------------------------------------------------------------
@@ -158,10 +153,7 @@ class Encoder(torch.nn.Module):
 
 
 class TextEncoder(Encoder):
-    """Encodes tokens."""
-
     def forward(self, input_ids: Any, attention_mask: Any) -> dict[str, Any]:
-        """Return the features."""
         found = self.encoder(input_ids=input_ids, attention_mask=attention_mask)
         return {"last_hidden_state": found.last_hidden_state}
 
@@ -170,7 +162,6 @@ class MediaEncoder(Encoder):
     """Encodes the model's input: a spectrogram, sound samples (Moonshine) or pictures (TrOCR)."""
 
     def forward(self, **read: Any) -> dict[str, Any]:
-        """Return the features."""
         return {"last_hidden_state": self.encoder(*read.values()).last_hidden_state}
 
 
@@ -201,7 +192,6 @@ class FirstDecoder(_Decoder):
     """The decoder's first call, which returns keys and values of the encoder's features and of the first tokens."""
 
     def forward(self, input_ids: Any, encoder_hidden_states: Any, encoder_attention_mask: Any = None) -> dict[str, Any]:
-        """Return the scores and the cache, layer by layer."""
         found, weights = self.decode(input_ids, encoder_hidden_states, encoder_attention_mask, None)
         cache = cache_of(found)
         own, cross = cache.self_attention_cache, cache.cross_attention_cache
@@ -217,7 +207,6 @@ class NextDecoder(_Decoder, decoders.Continued):
     def forward(
         self, input_ids: Any, cache: PlainCache, encoder_attention_mask: Any = None, encoder_hidden_states: Any = None
     ) -> dict[str, Any]:
-        """Return the scores and the decoder's own keys and values; the encoder's keys and values are in the cache."""
         keys = features_of(cache)
         projection = getattr(self.model, "enc_to_dec_proj", None)  # its input has the width of the encoder
         hidden = keys if projection is None else keys.new_zeros(*keys.shape[:2], projection.in_features)
@@ -227,7 +216,6 @@ class NextDecoder(_Decoder, decoders.Continued):
 
 
 def filled_cache(cache: PlainCache) -> TransformersCache:
-    """Return the keys and values of all layers, decoder and encoder, as an ``EncoderDecoderCache``."""
     own, cross = ([(layer[side]["key"], layer[side]["value"]) for layer in cache] for side in ("decoder", "encoder"))
     return make_encoder_decoder_cache(make_dynamic_cache(own), make_dynamic_cache(cross))
 
@@ -239,7 +227,6 @@ def features_of(cache: PlainCache) -> torch.Tensor:
 
 
 def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """Return the files to export for an encoder-decoder: an ``encoder_model``, and a decoder in two files."""
     heads = heads_of(model) if split.word_times else ()
     reads = input_name(model)
     if reads not in _READ:
@@ -306,7 +293,6 @@ def input_name(model: TransformersModel) -> str:
 
 @torch.no_grad()
 def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
-    """Return the class of encoder outputs that a model accepts."""
     reads = input_name(model)
     if reads == "input_ids":
         tokens = random_tokens(model, (1, 4))
@@ -318,10 +304,20 @@ def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
 
 
 def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.Tensor:
-    """Make inputs of an encoder that does not read tokens, in the dtype of its weights."""
+    """Make inputs of an encoder that does not read tokens."""
     reads = input_name(model)
     if reads == "input_features":
-        return _spectrogram(model, batch)
+        names = ("num_mel_bins", "max_source_positions")
+        missing = next((name for name in names if not hasattr(model.config, name)), None)
+        if missing is not None:
+            raise GenerationError(
+                f"{type(model).__qualname__} is an audio encoder-decoder unlike Whisper: its configuration has no "
+                f"{missing}, so folders do not support it. Record a call and export that:\n    with "
+                "record_calls(model) as calls: model.generate(...)"
+            )
+        # the encoder halves the number of frames, and accepts only this number
+        frames = 2 * model.config.max_source_positions
+        return random_values(model, (batch, model.config.num_mel_bins, frames), batch)
     shape: tuple[int, ...] = (batch, samples)
     if reads == "pixel_values":
         config = getattr(model.config, "encoder", model.config)
@@ -336,28 +332,13 @@ def image_size(config: Any) -> tuple[int, int]:
     return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
 
 
-def _spectrogram(model: TransformersModel, batch: int) -> torch.Tensor:
-    names = ("num_mel_bins", "max_source_positions")
-    missing = next((name for name in names if not hasattr(model.config, name)), None)
-    if missing is not None:
-        raise GenerationError(
-            f"{type(model).__qualname__} is an audio encoder-decoder unlike Whisper: its configuration has no "
-            f"{missing}, so folders do not support it. Record a call and export that:\n    with "
-            "record_calls(model) as calls: model.generate(...)"
-        )
-    # the encoder halves the number of frames, and accepts only this number
-    frames = 2 * model.config.max_source_positions
-    return random_values(model, (batch, model.config.num_mel_bins, frames), batch)
-
-
 def random_values(model: TransformersModel, shape: Sequence[int], seed: int | None = None) -> torch.Tensor:
-    """Draw random values in the dtype of a model's weights; by default the shape is the seed."""
+    """Draw values in the dtype of a model's weights; by default the sum of the shape is the seed."""
     generator = torch.Generator().manual_seed(sum(shape) if seed is None else seed)
     return torch.randn(tuple(shape), generator=generator).to(model.dtype)
 
 
 def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Tensor:
-    """Draw random tokens of the model's vocabulary; the shape is the seed."""
     # CANINE reads characters, and has no vocab_size
     vocabulary = getattr(model.config.get_text_config(decoder=True), "vocab_size", None) or 256
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))
@@ -423,11 +404,6 @@ def positions_of(model: TransformersModel, *, is_large: bool) -> int | None:
     by_position = is_decoder and "position_ids" in takes
     if not by_position and (is_large or stated > _MOST):
         return None
-    return stated if _ends_at(model, stated, by_position=by_position) else None
-
-
-def _ends_at(model: TransformersModel, stated: int, *, by_position: bool) -> bool:
-    """Return whether a call with the last position works, and a call with the next position fails."""
 
     def is_read(last: int) -> bool:
         tokens = torch.zeros(1, 1 if by_position else last + 1, dtype=torch.int64)
@@ -440,7 +416,8 @@ def _ends_at(model: TransformersModel, stated: int, *, by_position: bool) -> boo
 
         return result_or(called, lambda error: False)  # each model has its own errors
 
-    return is_read(stated - 1) and not is_read(stated)
+    # the last position can be read, and the next one cannot
+    return stated if is_read(stated - 1) and not is_read(stated) else None
 
 
 def _call(model: TransformersModel, tokens: torch.Tensor, more: dict[str, torch.Tensor]) -> None:
@@ -455,9 +432,6 @@ def _call(model: TransformersModel, tokens: torch.Tensor, more: dict[str, torch.
         model(input_ids=tokens, use_cache=False, **more)
 
 
-# names of inputs for pictures and sound, such as `image_pixel_values` of Phi 4 and `image_patches` of Fuyu
-_MEDIA = re.compile(r"(.*_)?(pixel_values|input_features|input_values|flattened_patches|image_patches)(_.*)?")
-
 # arguments that an export may leave out: positions, masks, labels, options
 _NO_DATA = re.compile(
     r"input_ids|inputs_embeds|token_type_ids|position_ids|(?!pixel_mask|attention_mask).*_mask|.*mask_.*|.*labels?|"
@@ -468,20 +442,7 @@ _NO_DATA = re.compile(
 )
 
 
-def check_other_media(model: TransformersModel, task: str) -> None:
-    """Raise GenerationError if a model also reads pictures or sound that its task leaves out."""
-    takes = inspect.signature(model.forward).parameters
-    lost = [name for name in takes if _MEDIA.fullmatch(name) and name != model.main_input_name]
-    if lost and model.main_input_name != "inputs":  # for "inputs", the encoder of a speech model names the main input
-        raise GenerationError(
-            f"{type(model).__qualname__} reads {', '.join(lost)} besides {model.main_input_name}, but the files for "
-            f"{task} take {model.main_input_name} alone. Export recorded calls, with record_calls(model) as calls: "
-            f"model.generate(...), or the model without {lost[0]}, with export_folder(..., task={task!r})."
-        )
-
-
 def note_on_other_inputs(model: TransformersModel, names: Collection[str]) -> list[str]:
-    """Return a note on inputs that the model accepts and the file does not accept; none without such inputs."""
     takes = inspect.signature(model.forward).parameters.values()
     others = [one.name for one in takes if "Tensor" in str(one.annotation) and not _NO_DATA.fullmatch(one.name)]
     others = [name for name in others if name not in names and name != argument_of(model.forward)]

@@ -29,7 +29,6 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def holds_adapter(folder: pathlib.Path) -> bool:
-    """Return whether a folder contains a PEFT adapter."""
     if not (folder / ADAPTER).is_file():
         return False
     files = [path.name for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern)]
@@ -80,31 +79,8 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
     return config, stated
 
 
-def base_of(folder: pathlib.Path, name: str) -> str:
-    """Return the name of an adapter's base model, from its configuration."""
-    _, stated = config_of(folder, name)
-    base = stated.get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise ModelSourceError(f"{name} contains an adapter, and does not name its base model. {_remedy(name)}")
-    return base
-
-
-def not_found(name: str, base: str, error: Exception) -> ModelSourceError:
-    """Return the error for an adapter whose model cannot be found."""
-    return ModelSourceError(
-        f"{name} holds an adapter of {base}, which is not found: {first_line(error)} {_remedy(name)}"
-    )
-
-
-def _remedy(name: str) -> str:
-    return (
-        f'Write its folder into {ADAPTER} ("base_model_name_or_path"), or export the merged model:\n'
-        f"    export_folder(PeftModel.from_pretrained(base, {name!r}).merge_and_unload(), ...)"
-    )
-
-
 def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeights) -> tuple[Any, KeyDifferences]:
-    """Merge the adapter of a folder into its base model, which is changed."""
+    """Merge the adapter of a folder into ``model``, which is changed."""
     # choice: what to do if the weights in the folder do not match the adapter
     adapted, differences = injected(model, folder, name, choice=choice)
     with warnings.catch_warnings():

@@ -1,22 +1,26 @@
-"""Read untrusted model configurations, and refuse impossible numbers of layers or weights."""
+"""Read untrusted model configurations, choose the class for a configuration, and make small configurations."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import pathlib
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
 
-from ...errors import ModelSourceError
+from ...errors import InvalidArgumentError, ModelSourceError
 from ...errors.failures import first_line, format_bytes, raised_as
 from ...export.model_facts import memory_available
 from ...files.document import check_regular, inside, read_configuration, read_document
+from ...recipe.aliases import TransformersModel
 from ...recipe.static_codec import objection_to
+from ..pieces.tasks import AUTO_CLASSES, TASKS
 
 FILES_ONLY: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
 """Arguments for every ``from_pretrained``; without ``False``, transformers asks on the terminal whether to run code."""
@@ -34,7 +38,6 @@ def read_config(
     runs_code: bool = False,
     of_code: str = "",
 ) -> Any:
-    """Read a ``config.json`` as a configuration of transformers."""
     import transformers
 
     stated = read_configuration(file, dict[str, Any], failure=failure, remedy=remedy)
@@ -58,7 +61,6 @@ def read_config(
 
 
 def write_json(path: pathlib.Path, contents: Mapping[str, Any]) -> None:
-    """Write a mapping to a JSON file with indentation."""
     path.write_text(json.dumps(contents, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -69,7 +71,6 @@ def change_json(path: pathlib.Path, entries: Mapping[str, Any]) -> None:
 
 
 def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
-    """Return the bytes of all weight files in a folder; 0 without weights."""
     for index in (index for pattern in _WEIGHTS for index in folder.glob(f"{pattern}.index.json")):
         stated_weights(index, failure=failure)
     files = [file for pattern in _WEIGHTS for file in folder.glob(pattern)]
@@ -79,7 +80,7 @@ def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
 
 
 def stated_weights(index: pathlib.Path, *, failure: type[Exception]) -> dict[str, str]:
-    """Return the file name of each weight by the weight's name, from the index file of a folder."""
+    """Read an index file: the file name of each weight, by the weight's name."""
     held = read_document(index, _Index, failure=failure, finite=False).weight_map
     for name in set(held.values()):
         inside(index.parent, name, failure)
@@ -146,3 +147,250 @@ def own_auto_class(config: Any) -> Any:
     wanted = set(getattr(config, "architectures", None) or ())
     fitting = [key for key in kinds if str(named[key]).rpartition(".")[2] in wanted]
     return getattr(transformers, (fitting or kinds)[0]) if kinds else None
+
+
+# in order of priority: the first auto class that has a class for a configuration is chosen
+_AUTO_CLASSES = (
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForImageTextToText",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForMaskedLM",  # before AutoModelForCausalLM, which also has classes for encoders
+    "AutoModelForCausalLM",
+    "AutoModel",
+)
+# tasks whose classes are not all listed in transformers' auto classes
+_KEPT = {
+    "text-generation",
+    "text2text-generation",
+    "automatic-speech-recognition",
+    "image-text-to-text",
+    "feature-extraction",
+}
+_HEAD = re.compile(r"For[A-Z]|LMHeadModel$")
+
+
+def class_for(config: Any) -> Any:
+    import transformers
+
+    for name in getattr(config, "architectures", None) or []:
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    found = next((kind for name in _AUTO_CLASSES if (kind := _of_kind(name, config)) is not None), None)
+    if found is not None:
+        return found
+    raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")
+
+
+def classes_of_task(config: Any, task: str) -> list[Any]:
+    kinds = [kind for name in AUTO_CLASSES.get(task, ()) if (kind := _of_kind(name, config)) is not None]
+    return [one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,))]
+
+
+def class_of_task(config: Any, task: str, own: Any) -> Any:
+    """Return the class for a task: the model's own class if it fits, or if transformers has no other."""
+    flat = classes_of_task(config, task)
+    # A class without a head, such as DPRContextEncoder, stays: its AutoModel may be another part of the model. A class
+    # with a head stays only for tasks that this head is for.
+    stays = (task == "feature-extraction") != bool(_HEAD.search(own.__name__)) and task in _KEPT
+    return own if own in flat or stays or not flat else flat[0]
+
+
+def check_class(model: TransformersModel, own_task: str, task: str) -> None:
+    """Raise InvalidArgumentError if a task does not fit the model's class, for example a head for embeddings."""
+    kind = type(model)
+    of_head = f"is for {own_task}, not for {task}. Leave the task out, or ask for {own_task}."
+    if task == own_task == "feature-extraction" and kind.__module__.startswith("transformers."):
+        if class_of_task(model.config, task, kind) is kind:
+            return
+        of_head = "returns the scores of its head."  # a class without a task, such as ForPreTraining
+    elif task not in TASKS or task == own_task or TASKS[task] is not TASKS[own_task]:
+        return
+    is_own = not kind.__module__.startswith("transformers.")  # the caller's own class may return embeddings
+    if own_task == "feature-extraction" and (is_own or kind in classes_of_task(model.config, task)):
+        return
+    has_base = task == "feature-extraction" and model.base_model is not model
+    base = f"\n    export_folder(model.base_model, ..., task={task!r})" if has_base else ""
+    raise InvalidArgumentError(f"A {kind.__qualname__} {of_head}{base}")
+
+
+def note_on_head(model: TransformersModel, own_task: str, task: str) -> tuple[str, ...]:
+    """Return a note if the model has a head for which there is no task; the head is exported with the model."""
+    kind = type(model)
+    if task != "auto" or own_task != "feature-extraction" or model.base_model is model:
+        return ()
+    if class_of_task(model.config, "feature-extraction", kind) is kind:
+        return ()
+    return (f"{kind.__qualname__} was exported, with its head. For embeddings, export model.base_model.",)
+
+
+def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
+    """Return the name of the class for a task; the class may be in Python files in the folder of the configuration."""
+    if not runs_code:
+        return str(class_of_task(config, task, class_for(config)).__name__)
+    named: Mapping[str, str] = getattr(config, "auto_map", None) or {}
+    wanted = [str(named[name]).rpartition(".")[2] for name in AUTO_CLASSES.get(task, ()) if name in named]
+    stated = list(getattr(config, "architectures", None) or [])
+    return wanted[0] if wanted and not {*wanted} & {*stated} else "".join(stated[:1])
+
+
+def base_class_for(config: Any) -> Any:
+    """Return the class of a model without a head, as ``AutoModel`` makes it; else the result of :func:`class_for`."""
+    found = _of_kind("AutoModel", config)
+    return class_for(config) if found is None or isinstance(found, tuple) else found
+
+
+def _of_kind(name: str, config: Any) -> Any:
+    """Return the class of a configuration in one of transformers' auto classes; ``None`` if it has none."""
+    import transformers
+
+    auto, kind = getattr(transformers, name, None), type(config)
+    if auto is None or getattr(transformers, kind.__name__, kind) is not kind:  # a foreign class with the same name
+        return None
+    with contextlib.suppress(KeyError):  # a lookup imports one model, a list of the keys all models
+        return auto._model_mapping[kind]
+    return None
+
+
+WINDOW = 8
+
+# ByT5's vocabulary: three special tokens, then one token per byte. Every small model can use ByT5's tokenizer.
+_VOCABULARY = {
+    "vocab_size": 259,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "decoder_start_token_id": 0,
+    "image_token_id": 3,
+    "image_token_index": 3,
+    "video_token_id": 258,  # byte 255, which UTF-8 never contains
+}
+# Names of sizes in all configurations; a configuration gets the entries that it has.
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "query_pre_attn_scalar": 16,
+    "max_position_embeddings": 512,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 4,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 512,
+    "max_source_positions": 50,
+    "max_target_positions": 128,
+    "num_mel_bins": 16,
+    "image_size": 32,
+    "patch_size": 8,
+    "projection_dim": 64,
+    "mm_tokens_per_image": 4,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    # which layers have attention, and which have experts
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "attn_layer_indices": [1],
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    # states; heads times their size is twice the width
+    "state_size": 8,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_d_ssm": 128,
+    "mamba_chunk_size": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    # larger than for training, so that the untrained model generates different tokens
+    "initializer_range": 0.3,
+}
+# Lists of tokens that are not in the small vocabulary.
+_DROPPED = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")
+
+
+def small_config(name: str) -> Any:
+    """``name`` is a type of model in transformers, such as ``llama``."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if name not in CONFIG_MAPPING:
+        close = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=3, cutoff=0.72)
+        hint = f" Did you mean {', '.join(close)}?" if close else ""
+        raise InvalidArgumentError(f"{name!r} is neither a folder nor a type of model that transformers has.{hint}")
+
+    def refused(error: BaseException) -> InvalidArgumentError:
+        # the message of a failed check has its reason in the second line
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()][:2] or [type(error).__name__]
+        return InvalidArgumentError(
+            f"A small {name} cannot be made: {' '.join(lines).rstrip('.:')}. Name a folder or a config.json instead."
+        )
+
+    with raised_as(refused):  # each configuration raises its own errors
+        return _shrunk(CONFIG_MAPPING[name])
+
+
+def _shrunk(config_class: Any) -> Any:
+    default = config_class()
+    options = {name: size for name, size in {**_SIZES, **_VOCABULARY}.items() if _may_be_set(default, name, size)}
+    for name in _DROPPED:
+        if getattr(default, name, None):
+            options[name] = None
+    if getattr(default, "sliding_window", None):
+        options["sliding_window"] = WINDOW
+    kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or []))
+    if kinds and _may_be_set(default, "layer_types", kinds):
+        options["num_hidden_layers"] = max(2, len(kinds))
+        options["layer_types"] = [kinds[index % len(kinds)] for index in range(options["num_hidden_layers"])]
+    if {"num_heads", "head_dim"} <= options.keys() and hasattr(default, "expand"):  # Mamba 2
+        options |= {"head_dim": default.expand * _SIZES["hidden_size"] // _SIZES["num_heads"], "n_groups": 1}
+    if hasattr(default, "spatial_merge_size"):  # vision encoders of pictures of any size
+        sizes: dict[str, Any] = {"embed_dim": 64, "out_hidden_size": 64, "window_size": 32, "initializer_range": 0.1}
+        sizes |= {"fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1]}
+        options |= {name: size for name, size in sizes.items() if _may_be_set(default, name, size)}
+    if isinstance(getattr(default, "depths", 0), list | tuple) and hasattr(default, "window_size"):  # Swin
+        options |= {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 32, "window_size": 2}
+    for name in getattr(default, "sub_configs", {}):
+        below = getattr(default, name, None)
+        if below is not None:
+            options[name] = _shrunk(type(below))
+    config = config_class(**options)
+    if "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()):
+        config.rope_parameters["mrope_section"] = [2, 3, 3]  # time, height and width share half of a head
+    if getattr(config, "is_encoder_decoder", False):
+        config.decoder_start_token_id = _VOCABULARY["decoder_start_token_id"]  # T5's class has no value for it
+    return config
+
+
+def _may_be_set(config: Any, name: str, value: object) -> bool:
+    """Return whether a configuration has an entry that can be set, with a list of values only if it has a list."""
+    found = getattr(type(config), getattr(config, "attribute_map", {}).get(name, name), None)
+    if isinstance(getattr(config, name, None), list | tuple) and not isinstance(value, list):
+        return False  # a number for each stage of an encoder of images
+    return hasattr(config, name) and not (isinstance(found, property) and found.fset is None)
+
+
+def small_model(name: str, seed: int = 0) -> Any:
+    """Make a small model with random weights, in evaluation mode."""
+    config = small_config(name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return class_for(config)(config).eval()

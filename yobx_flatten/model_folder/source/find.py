@@ -1,9 +1,11 @@
-"""Load a model from a local folder, the hub, a configuration, or the name of a model type."""
+"""Find and load a model by name: a folder, the hub, a configuration, a model type; and open its tokenizer."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import math
 import pathlib
 import re
 from typing import Any
@@ -13,15 +15,86 @@ import torch
 from ...errors import InvalidArgumentError, ModelSourceError
 from ...errors.dependencies import require
 from ...errors.failures import first_line, raised_as
-from ...files.document import TEXTS, own_files, read_configuration
+from ...files.document import TEXTS, own_files, read_bytes, read_configuration, read_document
 from ...recipe.aliases import TransformersModel
 from ..sentence import pools
-from .adapter import base_of, holds_adapter, merged, not_found
-from .classes import architecture_of_task, base_class_for, class_for, small_config
-from .configuration import FILES_ONLY, ON_PURPOSE, bounded_weights, bytes_of_weights, own_auto_class, read_config
+from .adapter import ADAPTER, config_of, holds_adapter, merged
+from .configuration import (
+    FILES_ONLY,
+    ON_PURPOSE,
+    architecture_of_task,
+    base_class_for,
+    bounded_weights,
+    bytes_of_weights,
+    class_for,
+    own_auto_class,
+    read_config,
+    small_config,
+)
 from .gguf_file import GGUF, gguf_config, gguf_tokenizer, gguf_weights, is_gguf
 from .packed_weights import Packing, UnmatchedWeights, load_stored, packing_of, unpacked_weights
-from .tokenizer_files import TOKENIZER_FILES
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Names of files, of which a folder with a tokenizer contains at least one."""
+
+_CONFIG, _FAST = "tokenizer_config.json", "tokenizer.json"
+_MOST_GROWTH = 1000  # largest factor by which the replacements of a tokenizer may lengthen a text
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stated:
+    """Types of entries that transformers reads late, where a wrong type would raise an unclear error."""
+
+    tokenizer_class: str | None = None
+    model_max_length: float | None = None
+    chat_template: str | list[dict[str, str]] | dict[str, str] | None = None
+    padding_side: str | None = None
+    model_input_names: list[str] | None = None
+
+
+def _growth(part: Any) -> float:
+    """Return the largest factor by which a part of a tokenizer can lengthen a text."""
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    found = math.prod(map(_growth, inner))
+    if isinstance(part, dict) and part.get("type") == "Replace":  # a regular expression may match a single letter
+        found *= max(1.0, len(part["content"]) / len(part["pattern"].get("String", "a")))
+    return found
+
+
+def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options: Any) -> Any:
+    """Return the tokenizer of a folder; code in the folder never runs."""
+    # options: further arguments of `from_pretrained`
+    import transformers
+
+    if folder.is_file():
+        return gguf_tokenizer(folder)
+    own_files(folder, TEXTS, failure)
+    config = folder / _CONFIG
+    stated = read_document(config, _Stated, failure=failure, finite=False) if config.exists() else _Stated()
+    with readable(folder, failure):
+        if (folder / _FAST).exists() and b'"Replace"' in read_bytes(folder / _FAST, failure=failure):
+            parts = read_document(folder / _FAST, dict[str, Any], failure=failure, finite=False)
+            if max(_growth(parts.get("normalizer")), _growth(parts.get("decoder"))) > _MOST_GROWTH:
+                raise failure(f"its replacements make a text more than {_MOST_GROWTH:,} times as long")
+    # for some model types, AutoTokenizer ignores that the folder names ByT5Tokenizer
+    is_bytes = stated.tokenizer_class == "ByT5Tokenizer"
+    kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer
+    with readable(folder, failure):
+        return kind.from_pretrained(folder, **FILES_ONLY, **options)
+
+
+def readable(name: pathlib.Path | str, failure: type[Exception]) -> contextlib.AbstractContextManager[None]:
+    """In a ``with`` block, convert the errors of tokenizer libraries to ``failure``."""
+    return raised_as(lambda error: failure(f"The tokenizer in {name} cannot be read: {first_line(error)}"))
+
 
 MODEL_NAMES = (
     "A checkpoint folder of a model or an adapter, a GGUF file, or a Hugging Face id (owner/name). For random weights: "
@@ -29,7 +102,6 @@ MODEL_NAMES = (
 )
 """Help text of the argument MODEL of both command lines: how to name a model."""
 
-_FIX = 'In adapter_config.json, set "base_model_name_or_path" to a folder with weights.'
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # suffixes of other frameworks and tools, whose weights are not read
 _OTHER_WEIGHTS = (".h5", ".msgpack", ".gguf", ".pth", ".pt", ".ckpt", ".bin", ".npz")
@@ -38,7 +110,6 @@ _BESIDE_WEIGHTS = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"]
 
 
 def require_transformers(what: str) -> None:
-    """Raise MissingDependencyError, with the install command, if transformers is not installed."""
     require("transformers", purpose=what, extra="transformers")
 
 
@@ -84,7 +155,6 @@ class FoundModel:
         return dataclasses.replace(found, unmatched_weights=unmatched, trained_as=tuple(stated))
 
     def load(self, *, dtype: str = "float32") -> Any:
-        """Return the model, in evaluation mode."""
         return self.load_with_remarks(dtype=dtype)[0]
 
     def load_with_remarks(self, *, dtype: str = "float32") -> tuple[Any, tuple[str, ...]]:
@@ -128,7 +198,6 @@ class FoundModel:
         return packing_of(self.config, self.name) if self.has_weights and self.gguf is None else None
 
     def _load_packed(self, packing: Packing, dtype: str) -> tuple[Any, tuple[str, ...]]:
-        """Return a model whose quantized weights are unpacked to floats, and notes."""
         assert self.folder is not None
         if self.adapter is not None:
             raise ModelSourceError(
@@ -176,15 +245,14 @@ class FoundModel:
             )
 
     def stored_bytes(self) -> int:
-        """Return the bytes of the model's weight files; 0 without weights."""
         if self.gguf is not None:
             return self.gguf.stat().st_size
         return bytes_of_weights(self.folder, failure=ModelSourceError) if self.folder is not None else 0
 
 
 def find_model(source: str, *, weights: bool = True, trust_remote_code: bool = False) -> FoundModel:
-    """Resolve the name of a model, without reading weights."""
-    # source: see `MODEL_NAMES`; the adapter in a PEFT folder is merged into its base model
+    """Resolve a name of ``MODEL_NAMES``, without reading weights."""
+    # the adapter in a PEFT folder is merged into its base model
     # trust_remote_code: whether Python files in the folder may run
     require_transformers("a model")
     return _find(source, weights=weights, trust=trust_remote_code)
@@ -238,13 +306,24 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
 
 
 def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -> FoundModel:
-    base = base_of(folder, source)
+    base = config_of(folder, source)[1].get("base_model_name_or_path")
+    remedy = (
+        f'Write its folder into {ADAPTER} ("base_model_name_or_path"), or export the merged model:\n'
+        f"    export_folder(PeftModel.from_pretrained(base, {source!r}).merge_and_unload(), ...)"
+    )
+    if not isinstance(base, str) or not base:
+        raise ModelSourceError(f"{source} contains an adapter, and does not name its base model. {remedy}")
     try:
         found = _find(base, weights=weights, trust=trust, of_adapter=source)
     except (ModelSourceError, InvalidArgumentError) as error:
-        raise not_found(source, base, error) from error
+        raise ModelSourceError(
+            f"{source} holds an adapter of {base}, which is not found: {first_line(error)} {remedy}"
+        ) from error
     if not found.has_weights:
-        raise ModelSourceError(f"{source} holds an adapter of {base}, but {base} has no weights. {_FIX}")
+        raise ModelSourceError(
+            f"{source} holds an adapter of {base}, but {base} has no weights. In {ADAPTER}, set "
+            '"base_model_name_or_path" to a folder with weights.'
+        )
     return dataclasses.replace(found, name=source, adapter=folder)
 
 
@@ -273,12 +352,21 @@ def reader_of(folder: pathlib.Path) -> str:
     return next((name for name in READERS if (folder / name).is_file()), "")
 
 
-def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
-    """Return the folder that a model was loaded from, as its configuration states in ``name_or_path``.
+def without_peft(model: Any) -> Any:
+    """Return the Hugging Face model in a ``PeftModel``, with its adapters; return any other model unchanged."""
+    configs = getattr(model, "peft_config", None)
+    if not configs or not hasattr(model, "get_base_model"):
+        return model
+    if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
+        raise InvalidArgumentError(
+            f"A {type(model).__qualname__} has learned prompts (prompt tuning), which exported files do not support. "
+            "Adapters inside layers, such as LoRA, are exported."
+        )
+    return model.get_base_model()
 
-    A hub id is searched in the local cache. A folder with another model type or vocabulary is not returned: a relative
-    path may now name another folder, and the folder's tokenizer lacks words that were added to the model later.
-    """
+
+def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
+    """Return the folder in ``name_or_path`` of a model's configuration; without a fitting folder, ``None`` and why."""
     name = getattr(model.config, "name_or_path", "") or getattr(model, "name_or_path", "")
     if not name:
         return None, "the model does not state the folder that it is from"
@@ -286,7 +374,7 @@ def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
     if not folder.is_dir():
         import huggingface_hub
 
-        try:
+        try:  # in the local cache
             folder = pathlib.Path(huggingface_hub.snapshot_download(name, local_files_only=True))
         except (OSError, ValueError):  # nothing was downloaded, or the name is not an id of the hub
             return None, f"the model is from {name}, which is not a folder on this machine"
@@ -294,10 +382,11 @@ def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
         return None, f"the model is from {name}, which contains no config.json"
     stated = read_configuration(folder / "config.json", dict[str, Any], failure=ModelSourceError)
     parts = [part.get("model_type") for part in (stated, *(value for value in stated.values() if type(value) is dict))]
-    if model.config.model_type not in parts:
+    if model.config.model_type not in parts:  # a relative path may now name another folder
         return None, f"{name} is for {parts[0]!r} models, but this model is of type {model.config.model_type!r}"
     vocabulary = {**stated, **(stated.get("text_config") or {})}.get("vocab_size")
     own = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
+    # the folder's tokenizer lacks words that were added to the model later
     if vocabulary is not None and own is not None and vocabulary != own:
         return None, f"{name} has a vocabulary of {vocabulary} tokens, but this model has {own}"
     return folder, ""

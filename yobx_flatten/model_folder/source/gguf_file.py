@@ -34,7 +34,6 @@ _MOST_EXPERTS = 10_000  # counts up to this number are accepted, because experts
 
 
 def is_gguf(path: pathlib.Path) -> bool:
-    """Return whether a file is a GGUF file, by its suffix or its first bytes."""
     if path.suffix == GGUF:
         return True
     try:
@@ -45,7 +44,6 @@ def is_gguf(path: pathlib.Path) -> bool:
 
 
 def gguf_config(path: pathlib.Path) -> Any:
-    """Return the configuration of a GGUF file."""
     import transformers
 
     require("gguf", purpose=f"The model {path}", extra="gguf")
@@ -80,7 +78,6 @@ def gguf_weights(
 
 
 def gguf_tokenizer(path: pathlib.Path) -> Any:
-    """Return the tokenizer of a GGUF file."""
     return _tokenizer(path, path.stat().st_mtime_ns)
 
 

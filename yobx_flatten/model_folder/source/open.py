@@ -21,8 +21,7 @@ from ...export.onnx.stored_matrix import holds_integers
 from ...files.document import opened_tensors
 from ...huggingface.layer_weights import Reader, stream_layers
 from ...registry.patches import AttributePatch
-from .classes import class_for
-from .configuration import stated_weights
+from .configuration import class_for, stated_weights
 from .find import FoundModel
 from .packed_weights import KeyDifferences
 
@@ -47,7 +46,7 @@ class OpenedModel:
     has_integers: bool = False  # whether the weights were computed from stored integers
 
     def as_a_whole(self, reason: str) -> OpenedModel:
-        """Load a streamed model as a whole, and return the result."""
+        """Load a streamed model as a whole."""
         assert self.found is not None
         assert self.folder is not None
         dtype, checkpoint = self.model.dtype, open_checkpoint(self.folder)
@@ -102,7 +101,8 @@ def _check_memory(
     found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype, free: int, remarks: tuple[str, ...]
 ) -> None:
     size = checkpoint.bytes_as(dtype)
-    if size > free and not checkpoint.is_mapped_as(dtype):
+    is_mapped = set(checkpoint.types.values()) <= {_TYPES.get(dtype)}  # no stored weight is converted
+    if size > free and not is_mapped:
         remedy = remarks[0] if remarks else 'Read them layer by layer:\n    weights="stream" (--weights stream)'
         raise NoRoomError(
             f"The weights of {found.name} take {format_bytes(size)} of memory in {str(dtype).removeprefix('torch.')}, "
@@ -132,15 +132,10 @@ class Checkpoint:
     types: Mapping[str, str]  # the type of each weight, as safetensors names types (`"F16"`)
 
     def bytes_as(self, dtype: torch.dtype) -> int:
-        """Return how many bytes the weights take in a dtype."""
         return dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
 
-    def is_mapped_as(self, dtype: torch.dtype) -> bool:
-        """Return whether all stored weights have this dtype, so that none of them is converted."""
-        return set(self.types.values()) <= {_TYPES.get(dtype)}
-
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one weight in a dtype; a weight that is stored in this dtype is memory-mapped."""
+        """Return a weight; a weight that is stored in ``dtype`` is memory-mapped."""
         with opened_tensors(self.files[name], failure=ModelSourceError) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -13,11 +13,11 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ...errors import InvalidArgumentError, ModelSourceError
+from ...errors import ModelSourceError
 from ...files.document import damage_as, read_tensors
 from .configuration import stated_weights
 
@@ -53,8 +53,15 @@ def packing_of(config: Any, name: str) -> Packing | None:
 
 
 def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tensors:
-    """Return the weights of a checkpoint by name; quantized weights are returned in float32."""
-    held = _stored(folder, name)
+    """Quantized weights are returned in float32."""
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    named = {file for index in indices for file in stated_weights(index, failure=ModelSourceError).values()}
+    files = sorted(folder / file for file in named) or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelSourceError(f"{name} is quantized, but contains no safetensors files.")
+    held: Tensors = {}
+    for file in files:
+        held.update(read_tensors(file, failure=ModelSourceError))
     main = f".{packing.names[0]}"
     found: Tensors = {}
     for key in [key for key in held if key.endswith(main)]:
@@ -65,18 +72,6 @@ def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tenso
     if not found:
         raise ModelSourceError(f"{name} should be quantized (config.json), but contains no {packing.names[0]}.")
     return {**held, **found}
-
-
-def _stored(folder: pathlib.Path, name: str) -> Tensors:
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    named = {file for index in indices for file in stated_weights(index, failure=ModelSourceError).values()}
-    files = sorted(folder / file for file in named) or sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelSourceError(f"{name} is quantized, but contains no safetensors files.")
-    held: Tensors = {}
-    for file in files:
-        held.update(read_tensors(file, failure=ModelSourceError))
-    return held
 
 
 def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -186,13 +181,6 @@ UnmatchedWeights = Literal["refuse", "unused", "random"]
 _NAMED = 5  # largest number of weights that a message names
 
 
-def check_unmatched(choice: str) -> None:
-    """Raise InvalidArgumentError for an unknown value of ``unmatched_weights``."""
-    if choice not in get_args(UnmatchedWeights):
-        choices = ", ".join(map(repr, get_args(UnmatchedWeights)))
-        raise InvalidArgumentError(f"unmatched_weights must be one of {choices}, found {choice!r}.")
-
-
 @dataclasses.dataclass(frozen=True)
 class KeyDifferences:
     """The differences between the weights in a folder and the weights that a class has."""
@@ -205,7 +193,6 @@ class KeyDifferences:
     def check(
         self, name: str, kind: str, choice: UnmatchedWeights, failure: type[Exception], *, option: str = ""
     ) -> None:
-        """Raise an error if weights differ in a way that ``choice`` does not allow."""
         # option: how the user writes the choice, such as `"--unmatched-weights {}"`; by default in Python and on the
         # command line
         typed = option or 'unmatched_weights="{0}" (--unmatched-weights {0})'
@@ -224,7 +211,6 @@ class KeyDifferences:
             )
 
     def remarks(self) -> tuple[str, ...]:
-        """Return notes for a report on the differences; empty if there are none."""
         random, made = [*self.missing, *(name for name, _, _ in self.reshaped)], []
         if random:
             made.append(f"weights with random values, because the folder does not contain them: {_some(random)}.")
@@ -244,7 +230,6 @@ def load_stored(
     seed: int = 0,
     **options: Any,
 ) -> tuple[Any, KeyDifferences]:
-    """Load a model from a folder; return the model, and how the stored weights differ from the expected weights."""
     # choice: what to do if weights do not match the class; options: further arguments of `from_pretrained`
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)

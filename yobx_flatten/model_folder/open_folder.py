@@ -13,13 +13,83 @@ from typing import Any, ClassVar
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
+from ..generate.generator import Generator
 from ..generate.layout import MANIFEST, located
+from ..generate.onnx_generator import generator_for
 from ..runners.onnx_session import Providers
 from ..runners.open import RUNTIMES, check_runtime, open_runner
-from .chat import chat_tokenizer, reply
-from .generators import open_generator, runtime_of_folder
 from .manifest import check_digests, check_folder, read_manifest
 from .pieces.tasks import GENERATES, SPEAKS
+from .texts import chat_tokenizer, message_tokens
+
+
+def open_generator(
+    folder: str | os.PathLike[str],
+    *,
+    runtime: str | None = None,
+    threads: int | None = None,
+    trust: bool = False,
+    device: str | None = None,
+    providers: Providers | None = None,
+) -> Generator:
+    """Open an exported folder to generate text or speech, in the runtime that it was exported for.
+
+    Args:
+        folder: a folder as :func:`export_folder` writes it, or with files of the same names.
+        runtime: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or ``"openvino"``, which also takes
+            ONNX files; ``None``, the default, for the runtime that the folder names.
+        threads: number of threads that one operator can use in onnxruntime and OpenVINO, and that all files of the
+            process share in ExecuTorch; ``None`` for the runtime's own choice. For torch: ``torch.set_num_threads``.
+        trust: whether the caller trusts the author of the folder; ``False`` by default. AOTInductor packages and
+            ``torch.export`` programs (``.pt2``) can run code when they are loaded, and are refused without trust.
+            ONNX, OpenVINO and ExecuTorch files need no trust.
+        device: where onnxruntime computes, ``"cuda"`` or ``"openvino"`` for example; the CPU by default. See
+            :class:`.OnnxGenerator`.
+        providers: execution providers as onnxruntime takes them, instead of ``device``.
+
+    Returns:
+        A generator: its ``generate`` returns the tokens of ``model.generate``.
+
+    Raises:
+        InvalidArgumentError: when there is no such runtime.
+        GenerationError: when the folder does not exist, is for a task that generates nothing, has no files for the
+            runtime, or files of ExecuTorch are open in another number of threads.
+        MissingDependencyError: when the runtime is not installed.
+        DamagedFileError: when a file changed after the export.
+        UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> from yobx_flatten import export_folder
+    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+    ...                      vocab_size=64, eos_token_id=None)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> prompt = torch.tensor([[5, 6, 7]])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     exported = export_folder(model, f"{folder}/llama", to="program")
+    ...     found = open_generator(f"{folder}/llama", trust=True).generate(prompt, max_new_tokens=4)
+    >>> torch.equal(found, model.generate(prompt, max_new_tokens=4, do_sample=False))
+    True
+    """
+    check_runtime(runtime)
+    path = check_folder(folder, GenerationError)
+    chosen = runtime_of_folder(path) if runtime is None else runtime
+    if (path / MANIFEST).is_file():
+        manifest = read_manifest(path)
+        if manifest.task not in (*GENERATES, *SPEAKS):
+            raise GenerationError(
+                f"{path} is for {manifest.task}: it does not generate. Call it:\n"
+                f"    open_model({os.fspath(folder)!r})(...)"
+            )
+        check_digests(path, manifest.sha256)
+    return generator_for(path, chosen, threads=threads, trust=trust, device=device, providers=providers)
+
+
+def runtime_of_folder(path: pathlib.Path) -> str:
+    if (path / MANIFEST).is_file():
+        return read_manifest(path).runtime
+    return "torch" if any(path.glob("*.pt2")) else "onnxruntime"
 
 
 class FolderModel:
@@ -139,7 +209,13 @@ class OnnxForCausalLM(FolderModel, tasks=("text-generation",)):
             InvalidArgumentError: when the tokenizer has no chat template, or a message is invalid.
             DamagedFileError: when the folder has no tokenizer.
         """
-        return reply(self, chat_tokenizer(self.folder), messages, **options)
+        model: Any = self  # with the `generate` of its subclass
+        tokenizer = chat_tokenizer(self.folder)
+        of_template = {name: options.pop(name) for name in ("tools", "documents") if name in options}
+        prompt = message_tokens(tokenizer, messages, **of_template)
+        found = model.generate(**prompt, **options)
+        text: str = tokenizer.decode(found[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        return text
 
 
 class OnnxForSeq2SeqLM(FolderModel, tasks=("text2text-generation",)):

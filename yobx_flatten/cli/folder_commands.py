@@ -1,0 +1,302 @@
+"""The commands that take an exported folder: ``verify``, ``adapter``, ``generate`` and ``chat``."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from ..errors import DamagedFileError
+from ..generate.layout import MANIFEST
+from ..generate.sampling import Sampling
+from ..model_folder.folder_and_model import add_adapter, explain_folder
+from ..model_folder.open_folder import open_generator
+from ..model_folder.source.find import open_tokenizer, readable, require_transformers
+from ..model_folder.texts import chat_text, chat_tokenizer, message_tokens, text_pieces
+from ..model_folder.verify import verify_folder
+from ..terminal.output import progress, say, say_json
+from ..terminal.running import CHECK_FAILED, REFUSED, UserError
+from ..verify.verify_file import verify_file
+
+Folder = Annotated[pathlib.Path, typer.Argument(metavar="DIR", help="A folder that export wrote.")]
+AdapterName = Annotated[
+    str | None, typer.Option("--adapter", metavar="NAME", help="LoRA adapter of the folder to use (default: none).")
+]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; below 1, likely tokens become likelier.")]
+TopK = Annotated[int | None, typer.Option(help="Sample among this many likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens with this total probability.")]
+Seed = Annotated[int | None, typer.Option(help="Random seed of sampling.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Number of threads of onnxruntime, OpenVINO or ExecuTorch.")]
+Runtime = Annotated[
+    Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"] | None,
+    typer.Option(help="Runtime (default: the one the folder was exported for). openvino also runs ONNX files."),
+]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="Load files that may run code (AOTInductor, pickles); use only if you trust their author."
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option(help="Device on which onnxruntime runs: cpu, cuda, cuda:1, directml, coreml, openvino ...")
+]
+
+
+def verify(
+    folder: Annotated[
+        pathlib.Path,
+        typer.Argument(metavar="PATH", help="A folder that export wrote; with --model, any model file or folder."),
+    ],
+    trust: Trust = False,
+    device: Device = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Also find the first node whose values differ from this model's."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Compare files that any exporter wrote with this model.")
+    ] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option("--map", metavar="THEIRS=OURS", help="With --model: rename an input or output (repeatable)."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Check an exported folder: run its stored inputs, generate tokens, and compare all results with the model.
+
+    The model is not needed, because its results are stored in the folder. Exit status: 0 all results are equal; 1 a
+    result differs. With --explain, the model is exported again, and its values are compared with those of the files.
+
+    With --model, the files may be from any exporter. The model runs on the same inputs: other sizes, texts longer than
+    its window, padding, and in a loop over the file's cache. Exit status: 0 all files are right; 1 a file is wrong; 2 a
+    file cannot be compared, or fails on all inputs.
+    """
+    if model is not None:
+        if device is not None or explain is not None:
+            raise UserError("--device and --explain are for exported folders. Leave both options out with --model.")
+        return _verify_file(folder, model, names or [], trust=trust, json=json)
+    if names or (folder.exists() and not (folder / MANIFEST).exists()):
+        why = "--map works only with --model" if names else f"{folder}: yobx-flatten export did not write it"
+        raise UserError(f"{why}. Name the model:\n    yobx-flatten verify {folder} --model MODEL")
+    with progress(f"reading {folder}") as show:
+        report = verify_folder(folder, on_check=show, trust=trust, device=device)
+        explained = None if explain is None else explain_folder(folder, explain)
+    if json:
+        checks = [dataclasses.asdict(check) for check in report.checks]
+        shown: dict[str, object] = {"path": str(folder), "ok": report.ok, "checks": checks}
+        if explained is not None:
+            compared = explained.files.items()
+            shown["explained"] = [
+                {"file": file, "case": case, **dataclasses.asdict(one)} for (file, case), one in compared
+            ]
+        say_json(shown)
+    else:
+        say(str(report))
+        if explained is not None:
+            say(f"\n{explained}")
+    return 0 if report.ok and (explained is None or explained.ok) else CHECK_FAILED
+
+
+def _verify_file(path: pathlib.Path, model: str, pairs: list[str], *, trust: bool, json: bool) -> int:
+    strange = next((pair for pair in pairs if "=" not in pair), None)
+    if strange is not None:
+        raise UserError(f"--map takes NAME_IN_THE_FILE=NAME_IN_THE_MODEL, as in --map ids=input_ids, found {strange}")
+    names = dict(pair.split("=", 1) for pair in pairs)
+    with progress(f"reading {path}") as show:
+        found = verify_file(path, model, names=names, trust=trust, on_file=show)
+    say_json(found.as_dict()) if json else say(str(found))
+    return {True: 0, False: CHECK_FAILED, None: REFUSED}[found.ok]
+
+
+def adapter(
+    folder: Folder,
+    added: Annotated[list[str], typer.Argument(metavar="NAME=FOLDER", help="One or more PEFT adapters.")],
+    model: Annotated[
+        str | None, typer.Option(help="Model that DIR was exported from (default: the adapter's base model).")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace adapters of these names.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Add LoRA adapters to an exported folder, and check them against PEFT.
+
+    DIR must have been exported with --adapter or --room-for-adapters. The model is loaded for the comparison. Exit
+    status: 0 all checks passed; 1 the files differ from PEFT, and nothing was written.
+    """
+    found = []
+    for name, place in named_folders(added).items():
+        with progress(f"adding {name}"):
+            found.append(add_adapter(folder, name, place, model=model, overwrite=overwrite))
+    if json:
+        say_json([{"name": one.name, "checks": [dataclasses.asdict(check) for check in one.checks]} for one in found])
+    else:
+        say("\n".join(map(str, found)))
+        say(f'\nNext:  yobx-flatten generate {folder} --adapter {found[0].name} --prompt "..."')
+    return 0
+
+
+def named_folders(given: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for one in given:
+        name, equals, place = one.partition("=")
+        if not equals or not name or not place or name in found:
+            raise UserError(f"write each adapter as NAME=FOLDER, each with another name; found {one}")
+        found[name] = place
+    return found
+
+
+def generate(
+    folder: Folder,
+    prompt: Annotated[list[str], typer.Option(help="Text to continue; several texts form a batch.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens.")] = 40,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample tokens instead of taking the likeliest.")] = False,
+    temperature: Temperature = 1.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    beams: Annotated[
+        int, typer.Option(min=1, help="Number of beams of a beam search, whose result is printed at the end.")
+    ] = 1,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Format each prompt as a message with the tokenizer's chat template.")
+    ] = False,
+    threads: Threads = None,
+    runtime: Runtime = None,
+    trust: Trust = False,
+    device: Device = None,
+    adapter: AdapterName = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, at the end.")] = False,
+) -> int:
+    """Generate text with the model of an exported folder, token by token.
+
+    A single prompt is printed while its text is generated. Several prompts, and the results of a beam search, are
+    printed at the end.
+    """
+    sampling = Sampling(do_sample=sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    opened = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
+    generator = opened.with_adapter(adapter)
+    tokenizer = _tokenizer(folder)
+    texts_in = [chat_text(tokenizer, folder, one) for one in prompt] if chat else prompt
+    options: dict[str, Any] = {"add_special_tokens": False} if chat else {}  # the chat template adds special tokens
+    with readable(folder, UserError):
+        given = tokenizer(texts_in, return_tensors="pt", padding=len(prompt) > 1, **options)
+    if given["input_ids"].shape[-1] == 0:
+        raise UserError("the prompt has no tokens: pass --prompt TEXT")
+    encoder_decoder = generator.parts.encoder is not None
+    streamed = len(prompt) == 1 and not json and beams == 1
+    start = time.perf_counter()
+    made: list[torch.Tensor] = []
+    if streamed and not encoder_decoder and not chat:
+        say(prompt[0], end="", is_result=True)
+    inputs = given["input_ids"].long(), given["attention_mask"].long()
+    if beams > 1:
+        found = generator.generate(*inputs, max_new_tokens=tokens, sampling=sampling, num_beams=beams)
+        made = list(found[:, 1 if encoder_decoder else inputs[0].shape[1] :].T)
+    else:
+        new = generator.stream(*inputs, max_new_tokens=tokens, sampling=sampling)
+        if streamed:
+            for piece in text_pieces(tokenizer, new, made):
+                say(piece, end="", is_result=True)
+        else:
+            made.extend(new)
+    seconds = time.perf_counter() - start
+    texts = [tokenizer.decode(row, skip_special_tokens=True) for row in torch.stack(made, 1)]
+    if json:
+        rows = [{"prompt": asked, "text": text} for asked, text in zip(prompt, texts, strict=True)]
+        say_json({"rows": rows, "steps": len(made), "seconds": seconds})
+    elif streamed:
+        say()
+    else:
+        for asked, text in zip(prompt, texts, strict=True):
+            say(f"{asked!r}\n  {text!r}")
+    return 0
+
+
+def _tokenizer(folder: pathlib.Path) -> Any:
+    require_transformers("generate, to read and write text,")
+    try:
+        tokenizer = open_tokenizer(folder, failure=DamagedFileError, padding_side="left")
+    except (DamagedFileError, OSError) as error:
+        raise UserError(
+            f"{folder} contains no tokenizer that can be read: copy the model's tokenizer files there"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def chat(
+    folder: Folder,
+    message: Annotated[
+        list[str] | None, typer.Option(help="A message to send; one option per turn (default: lines of stdin).")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt of the conversation.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Largest number of new tokens per reply.")] = 256,
+    sample: Annotated[
+        bool | None, typer.Option("--sample/--greedy", help="Sample tokens (default: as in generation_config.json).")
+    ] = None,
+    temperature: Temperature = 1.0,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    threads: Threads = None,
+    runtime: Runtime = None,
+    trust: Trust = False,
+    device: Device = None,
+    adapter: AdapterName = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the conversation as JSON, at the end.")] = False,
+) -> int:
+    """Talk to an exported folder, one turn per line; replies appear as they are generated.
+
+    The tokenizer's chat template formats all previous turns as the prompt. An empty line, or the end of the input, ends
+    the conversation.
+    """
+    require_transformers("chat, to read and write text,")
+    opened = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
+    generator = opened.with_adapter(adapter)
+    if generator.parts.encoder is not None:
+        raise UserError(
+            f"{folder} has no chat template. To continue a text: yobx-flatten generate {folder} --prompt TEXT"
+        )
+    tokenizer = chat_tokenizer(folder)
+    draws = sample or (sample is None and (temperature != 1.0 or (top_k, top_p, seed) != (None, None, None)))
+    sampling = None if sample is None else Sampling()  # None: as in generation_config.json
+    if draws:
+        sampling = Sampling(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+    start, count = time.perf_counter(), 0
+    for turn in _turns(message, quiet=json):
+        messages.append({"role": "user", "content": turn})
+        made: list[torch.Tensor] = []
+        prompt = message_tokens(tokenizer, messages)
+        new = generator.stream(prompt["input_ids"], prompt["attention_mask"], max_new_tokens=tokens, sampling=sampling)
+        text = ""
+        for piece in text_pieces(tokenizer, new, made):
+            text += piece
+            if not json:
+                say(piece, end="", is_result=True)
+        if not json:
+            say()
+        count += len(made)
+        messages.append({"role": "assistant", "content": text})
+    if json:
+        say_json({"messages": messages, "tokens": count, "seconds": time.perf_counter() - start})
+    return 0
+
+
+def _turns(given: list[str] | None, *, quiet: bool) -> Iterator[str]:
+    if given:
+        yield from given
+        return
+    while True:
+        if sys.stdin.isatty() and not quiet:
+            say("> ", end="")
+        line = sys.stdin.readline()
+        if not line.strip():
+            return
+        yield line.rstrip("\n")

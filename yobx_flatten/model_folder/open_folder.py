@@ -1,7 +1,7 @@
-"""Open exported folders as Hugging Face models, for ``pipeline``, ``generate`` and the caller's own loops.
+"""Open exported folders: as generators, and as Hugging Face models for ``pipeline``, ``generate`` and own loops.
 
-``from_pretrained`` returns a ``PreTrainedModel``. Its class derives from a class of this module, and has the name of
-the exported class, which transformers' pipelines check. transformers is imported when a folder is opened.
+The class of a model derives from a class of this module and from ``PreTrainedModel``, and has the name of the exported
+class, which transformers' pipelines check. transformers is imported when a folder is opened.
 """
 
 from __future__ import annotations

@@ -277,16 +277,13 @@ def _is_constant(facts: Sequence[Fact]) -> bool:
 
 
 def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[Place, str]:
-    """Return the axes and integer inputs whose size varies in these calls, with the name of the size.
-
-    A size that is 1 in every call of the phase stays 1, as the number of new tokens in decoding: some models branch on
-    this number. The sizes in ``_GROWING`` vary even if they are 1. A size that is 0 in every call stays 0. A size that
-    the caller chose, which is a key of ``sizes``, varies.
-    """
+    """Return the axes and integer inputs whose size varies in these calls, with the name of the size."""
+    # sizes: the sizes that the caller chose, which vary
     paths = {fact.path for fact in calls[0].facts()}
     found = {}
     for (path, axis), name in axes.names.items():
         seen = axes.seen(name, calls)
+        # a size of 1 stays, as the number of new tokens in decoding: some models branch on this number
         stays = seen == [0] or (seen == [1] and not name.startswith(_GROWING))
         if path in paths and (not stays or name in sizes):
             found[path, axis] = name

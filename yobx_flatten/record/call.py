@@ -1,4 +1,4 @@
-"""Store one recorded call: tensors as safetensors, structure as JSON. No pickle.
+"""One recorded call: copies of its inputs and outputs, and its file, with tensors as safetensors, structure as JSON.
 
 .. code-block:: text
 
@@ -123,11 +123,6 @@ class About:
     error: str = ""  # class and text of the raised error; empty if the call returned, and in older files
 
 
-def about_call(call: Call) -> About:
-    names = [(parameter.name, int(parameter.kind)) for parameter in call._callee.signature.parameters.values()]
-    return About(call.index, call.kind, call.past, call.new, call._callee.label, dump_static(names), call.error)
-
-
 # The recorded method: its arguments by name, and a module that takes only the varying ones.
 
 
@@ -212,11 +207,8 @@ class _Recorded(torch.nn.Module):
 
 
 def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]) -> torch.nn.Module:
-    """Make a module whose ``forward`` calls the recorded method, takes the named inputs and passes the constants.
-
-    torch.export has no dynamic shapes for ``**kwargs``, where Hugging Face models receive half of their arguments, so
-    ``forward`` of this module names all arguments.
-    """
+    """Make a module whose ``forward`` calls the recorded method, takes the named inputs and passes the constants."""
+    # torch.export has no dynamic shapes for **kwargs, where Hugging Face models receive half of their arguments
     names = tuple(names)
 
     def forward(self: _Recorded, *args: Any, **kwargs: Any) -> Any:
@@ -334,24 +326,24 @@ def call_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder.glob(f"call-*{_SUFFIX}"))
 
 
-def write_call(folder: pathlib.Path, parts: Mapping[str, Snapshot], about: About) -> dict[str, Snapshot]:
-    """Write one recorded call to a file, and return its inputs and outputs, which are then read from the file."""
-    path = folder / f"call-{about.index:05}{_SUFFIX}"
+def write_call(folder: pathlib.Path, call: Call) -> Call:
+    """Write a call to a file, and return a call whose inputs and outputs are read from the file."""
+    names = [(parameter.name, int(parameter.kind)) for parameter in call._callee.signature.parameters.values()]
+    about = About(call.index, call.kind, call.past, call.new, call._callee.label, dump_static(names), call.error)
+    path = folder / f"call-{call.index:05}{_SUFFIX}"
     with scratch_for(path) as half:
-        head = {
-            "version": _VERSION,
-            "about": dataclasses.asdict(about),
-            **{name: _to_json(part) for name, part in parts.items()},
-        }
-        tensors = {
-            f"{name}.{number}": _storable(leaf)
-            for name, part in parts.items()
-            for number, leaf in enumerate(part.leaves())
-            if isinstance(leaf, torch.Tensor)
-        }
+        head: dict[str, Any] = {"version": _VERSION, "about": dataclasses.asdict(about)}
+        tensors = {}
+        for name, part in call._parts.items():
+            fields = [dump_static(tuple(fact), where=fact.path) for fact in part.facts]
+            head[name] = {"spec": pytree.treespec_dumps(part.spec), "leaves": fields}
+            for number, leaf in enumerate(part.leaves()):
+                if isinstance(leaf, torch.Tensor):
+                    tensors[f"{name}.{number}"] = _storable(leaf)
         write_tensor_file(half / path.name, tensors, metadata={_KEY: json.dumps(head)})
         publish_files(half, path)
-    return {name: _stored(path, name, part.facts, part.spec) for name, part in parts.items()}
+    parts = {name: _stored(path, name, part.facts, part.spec) for name, part in call._parts.items()}
+    return Call(call._callee, call.index, call.kind, call.past, call.new, parts, call.error)
 
 
 def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
@@ -368,8 +360,11 @@ def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
         if head.pop("version") != _VERSION:
             raise RecordError(f"{path} needs a newer yobx-flatten:\n    pip install --upgrade yobx-flatten")
         about = head.pop("about")
+        parts = {}
         with libraries_in_use():
-            parts = {name: _stored(path, name, _facts(part), _spec(path, part)) for name, part in head.items()}
+            for name, part in head.items():
+                facts = tuple(Fact(*load_static(fields)) for fields in part["leaves"])
+                parts[name] = _stored(path, name, facts, _spec(path, part))
         return parts, msgspec.convert(about, About)
 
 
@@ -382,15 +377,6 @@ def _stored(path: pathlib.Path, name: str, facts: tuple[Fact, ...], spec: pytree
             ]
 
     return Snapshot(facts, spec, load)
-
-
-def _to_json(part: Snapshot) -> dict[str, Any]:
-    fields = [dump_static(tuple(fact), where=fact.path) for fact in part.facts]
-    return {"spec": pytree.treespec_dumps(part.spec), "leaves": fields}
-
-
-def _facts(part: Mapping[str, Any]) -> tuple[Fact, ...]:
-    return tuple(Fact(*load_static(fields)) for fields in part["leaves"])
 
 
 def _spec(path: pathlib.Path, part: Mapping[str, Any]) -> pytree.TreeSpec:

@@ -27,7 +27,7 @@ from ..recipe.static_codec import load_static
 from ..runners.program_runner import ProgramRunner
 from ..trees.walk import output_names
 from .axes import Axes, choose_example, constants_of, read_axes, shapes_of, varying_in
-from .call import About, Call, Callee, Fact, call_files, callee_of, libraries_in_use, module_of, read_call, same_value
+from .call import Call, Callee, Fact, call_files, callee_of, libraries_in_use, module_of, read_call, same_value
 
 
 class RecordedCalls(Sequence[Call]):
@@ -73,7 +73,14 @@ class RecordedCalls(Sequence[Call]):
         if not files:
             raise RecordError(f"{folder} contains no recorded calls.")
         found = [read_call(path) for path in files]
-        callee = _stored_callee(files[0], found[0][1]) if model is None else callee_of(model, method)
+        if model is not None:
+            callee = callee_of(model, method)
+        else:
+            about = found[0][1]
+            with damage_as(RecordError, str(files[0])):
+                names = load_static(about.names)
+                parameters = [inspect.Parameter(name, inspect._ParameterKind(kind)) for name, kind in names]
+                callee = Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))
         calls = [Call(callee, a.index, a.kind, a.past, a.new, parts, a.error) for parts, a in found]
         loaded = cls(callee, [call for call in calls if not call.error])
         loaded.failed += [call for call in calls if call.error]
@@ -250,12 +257,6 @@ def _listed(phases: Mapping[str, RecordedCalls]) -> str:
     return ", ".join(f"{name!r} ({len(calls)})" for name, calls in phases.items())
 
 
-def _stored_callee(path: pathlib.Path, about: About) -> Callee:
-    with damage_as(RecordError, str(path)):
-        parameters = [inspect.Parameter(name, inspect._ParameterKind(kind)) for name, kind in load_static(about.names)]
-        return Callee(about.label, None, about.label.rpartition(".")[2], inspect.Signature(parameters))
-
-
 # Show recorded calls as a table: each argument, and the sizes that vary together.
 
 
@@ -267,7 +268,8 @@ def _phase(calls: Sequence[Call], axes: Axes) -> Iterator[str]:
     constants = constants_of(calls)
     rows = [("argument", "dtype", "sizes", "varies")]
     rows += _merged([row for row in _rows(calls, axes) if row[0].partition(".")[0] not in constants])
-    empty = [name for name in calls[0].snapshot.spec.context if name not in constants and not _holds(calls[0], name)]
+    filled = {fact.path.partition(".")[0] for fact in calls[0].facts()}
+    empty = [name for name in calls[0].snapshot.spec.context if name not in constants and name not in filled]
     rows += [(name, "-", "holds nothing yet", "") for name in empty]
     yield from table(rows)
     if constants:
@@ -298,10 +300,6 @@ def _merged(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, st
         if parent and len(paths) > 1:
             paths = [f"{paths[0]} ... {last} ({len(paths)})"]
         yield from ((path, alike[0], alike[1], alike[2]) for path in paths)
-
-
-def _holds(call: Call, name: str) -> bool:
-    return any(fact.path.partition(".")[0] == name for fact in call.facts())
 
 
 def _span(sizes: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ from ..huggingface.cache_names import tokens_in
 from ..recipe.aliases import PyTree
 from ..registry.patches import LOCK, AttributePatch
 from ..trees.walk import key_name, node_of
-from .call import Call, Callee, Snapshot, about_call, callee_of, libraries_in_use, prepare_folder, write_call
+from .call import Call, Callee, Snapshot, callee_of, libraries_in_use, prepare_folder, write_call
 from .calls import RecordedCalls, cache_of, kind_of
 
 
@@ -146,7 +146,11 @@ class _Recorder:
 
     def record_of(self, begun: _Begun, result: PyTree) -> Call:
         # transformers fills the cache of a call; a call without a cache can make one
-        made = begun.cache if begun.cache is not None else cache_of(_top_level(result))
+        made = begun.cache
+        if made is None:
+            node = node_of(result)
+            named = {} if node is None else dict(zip(map(key_name, node.keys), node.children, strict=True))
+            made = cache_of(named)
         seen = None if made is None else tokens_in(made)
         past, kind = begun.past, begun.kind
         if begun.cache is None and made is not None:
@@ -159,17 +163,7 @@ class _Recorder:
 
     def stored(self, call: Call) -> Call:
         """Write a call to the folder, if there is a folder, and return a call that reads its tensors from the file."""
-        if self.folder is None:
-            return call
-        parts = write_call(self.folder, call._parts, about_call(call))
-        return Call(self.callee, call.index, call.kind, call.past, call.new, parts, call.error)
-
-
-def _top_level(result: PyTree) -> dict[str, Any]:
-    node = node_of(result)
-    if node is None:
-        return {}
-    return {key_name(key): child for key, child in zip(node.keys, node.children, strict=True)}
+        return call if self.folder is None else write_call(self.folder, call)
 
 
 class _Interception:

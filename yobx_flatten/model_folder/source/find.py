@@ -34,68 +34,6 @@ from .configuration import (
 from .gguf_file import GGUF, gguf_config, gguf_tokenizer, gguf_weights, is_gguf
 from .packed_weights import Packing, UnmatchedWeights, load_stored, packing_of, unpacked_weights
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
-)
-"""Names of files, of which a folder with a tokenizer contains at least one."""
-
-_CONFIG, _FAST = "tokenizer_config.json", "tokenizer.json"
-_MOST_GROWTH = 1000  # largest factor by which the replacements of a tokenizer may lengthen a text
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stated:
-    """Types of entries that transformers reads late, where a wrong type would raise an unclear error."""
-
-    tokenizer_class: str | None = None
-    model_max_length: float | None = None
-    chat_template: str | list[dict[str, str]] | dict[str, str] | None = None
-    padding_side: str | None = None
-    model_input_names: list[str] | None = None
-
-
-def _growth(part: Any) -> float:
-    """Return the largest factor by which a part of a tokenizer can lengthen a text."""
-    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-    found = math.prod(map(_growth, inner))
-    if isinstance(part, dict) and part.get("type") == "Replace":  # a regular expression may match a single letter
-        found *= max(1.0, len(part["content"]) / len(part["pattern"].get("String", "a")))
-    return found
-
-
-def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options: Any) -> Any:
-    """Return the tokenizer of a folder; code in the folder never runs."""
-    # options: further arguments of `from_pretrained`
-    import transformers
-
-    if folder.is_file():
-        return gguf_tokenizer(folder)
-    own_files(folder, TEXTS, failure)
-    config = folder / _CONFIG
-    stated = read_document(config, _Stated, failure=failure, finite=False) if config.exists() else _Stated()
-    with readable(folder, failure):
-        if (folder / _FAST).exists() and b'"Replace"' in read_bytes(folder / _FAST, failure=failure):
-            parts = read_document(folder / _FAST, dict[str, Any], failure=failure, finite=False)
-            if max(_growth(parts.get("normalizer")), _growth(parts.get("decoder"))) > _MOST_GROWTH:
-                raise failure(f"its replacements make a text more than {_MOST_GROWTH:,} times as long")
-    # for some model types, AutoTokenizer ignores that the folder names ByT5Tokenizer
-    is_bytes = stated.tokenizer_class == "ByT5Tokenizer"
-    kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer
-    with readable(folder, failure):
-        return kind.from_pretrained(folder, **FILES_ONLY, **options)
-
-
-def readable(name: pathlib.Path | str, failure: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """In a ``with`` block, convert the errors of tokenizer libraries to ``failure``."""
-    return raised_as(lambda error: failure(f"The tokenizer in {name} cannot be read: {first_line(error)}"))
-
-
 MODEL_NAMES = (
     "A checkpoint folder of a model or an adapter, a GGUF file, or a Hugging Face id (owner/name). For random weights: "
     "a config.json, a folder without weights, or a model type such as llama, which makes a small model."
@@ -343,6 +281,17 @@ def _why_not(error: BaseException) -> str:
     return f"the Hugging Face hub does not provide it: {first_line(error)[:200]}"
 
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Names of files, of which a folder with a tokenizer contains at least one."""
+
 READERS = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json")
 """Names of files, of which a folder with a tokenizer or a processor contains at least one."""
 
@@ -390,3 +339,56 @@ def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
     if vocabulary is not None and own is not None and vocabulary != own:
         return None, f"{name} has a vocabulary of {vocabulary} tokens, but this model has {own}"
     return folder, ""
+
+
+# -- tokenizers ------------------------------------------------------------------------------------------------------
+
+_CONFIG, _FAST = "tokenizer_config.json", "tokenizer.json"
+_MOST_GROWTH = 1000  # largest factor by which the replacements of a tokenizer may lengthen a text
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stated:
+    """Types of entries that transformers reads late, where a wrong type would raise an unclear error."""
+
+    tokenizer_class: str | None = None
+    model_max_length: float | None = None
+    chat_template: str | list[dict[str, str]] | dict[str, str] | None = None
+    padding_side: str | None = None
+    model_input_names: list[str] | None = None
+
+
+def _growth(part: Any) -> float:
+    """Return the largest factor by which a part of a tokenizer can lengthen a text."""
+    inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    found = math.prod(map(_growth, inner))
+    if isinstance(part, dict) and part.get("type") == "Replace":  # a regular expression may match a single letter
+        found *= max(1.0, len(part["content"]) / len(part["pattern"].get("String", "a")))
+    return found
+
+
+def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options: Any) -> Any:
+    """Return the tokenizer of a folder; code in the folder never runs."""
+    # options: further arguments of `from_pretrained`
+    import transformers
+
+    if folder.is_file():
+        return gguf_tokenizer(folder)
+    own_files(folder, TEXTS, failure)
+    config = folder / _CONFIG
+    stated = read_document(config, _Stated, failure=failure, finite=False) if config.exists() else _Stated()
+    with readable(folder, failure):
+        if (folder / _FAST).exists() and b'"Replace"' in read_bytes(folder / _FAST, failure=failure):
+            parts = read_document(folder / _FAST, dict[str, Any], failure=failure, finite=False)
+            if max(_growth(parts.get("normalizer")), _growth(parts.get("decoder"))) > _MOST_GROWTH:
+                raise failure(f"its replacements make a text more than {_MOST_GROWTH:,} times as long")
+    # for some model types, AutoTokenizer ignores that the folder names ByT5Tokenizer
+    is_bytes = stated.tokenizer_class == "ByT5Tokenizer"
+    kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer
+    with readable(folder, failure):
+        return kind.from_pretrained(folder, **FILES_ONLY, **options)
+
+
+def readable(name: pathlib.Path | str, failure: type[Exception]) -> contextlib.AbstractContextManager[None]:
+    """In a ``with`` block, convert the errors of tokenizer libraries to ``failure``."""
+    return raised_as(lambda error: failure(f"The tokenizer in {name} cannot be read: {first_line(error)}"))

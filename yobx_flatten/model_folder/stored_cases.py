@@ -144,7 +144,7 @@ def store_generation(
     """Store the tokens that the model generates after a short prompt, or after ``after`` tokens."""
     case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
     text = f"{case.outputs['new_tokens']} tokens, greedily{f', after {after}' if after else ''}"
-    return _store(case, work, f"{below}/generate{f'-{after}' if after else ''}.case", text)
+    return store(case, work, f"{below}/generate{f'-{after}' if after else ''}.case", text)
 
 
 def store_chats(
@@ -152,9 +152,9 @@ def store_chats(
 ) -> str:
     case = generation_case(model, task, tokens=tokens, prompts=prompts)
     text = f"{len(case.outputs['sequences'])} chats, {case.outputs['new_tokens']} tokens, greedily"
-    return _store(case, work, CHATS, text)
+    return store(case, work, CHATS, text)
 
 
-def _store(case: StoredCase, work: pathlib.Path, path: str, name: str) -> str:
+def store(case: StoredCase, work: pathlib.Path, path: str, name: str) -> str:
     save_case(work / path, case.inputs, case.outputs, name=name)
     return path

@@ -226,8 +226,9 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
     model, options, work = plan.model, plan.options, made.work
     if plan.task in SPEAKS:
         with made.first.timed("generate"):
-            calls = spoken.FRAMES if plan.is_whole else spoken.SAMPLED_FRAMES
-            made.cases[""] = [spoken.store_speech(model, options.batch or 2, calls, work)]
+            rows, calls = options.batch or 2, spoken.FRAMES if plan.is_whole else spoken.SAMPLED_FRAMES
+            case, text = spoken.spoken_case(model, rows, calls), f"{calls} calls of the decoder, rows {rows}"
+            made.cases[""] = [stored_cases.store(case, work, f"{stored_cases.CASES}/generate.case", text)]
         return
     logger.info("generating with %s", type(model).__qualname__, extra={**STEP, "share": 0.7})
     count = stored_cases.TOKENS if plan.is_whole else stored_cases.SAMPLED_TOKENS

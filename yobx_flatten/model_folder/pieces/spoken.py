@@ -12,7 +12,6 @@ SpeechT5 also uses dropout in evaluation mode: the dropout masks are an input of
 from __future__ import annotations
 
 import math
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from ...generate.spectrogram import drawn_masks, speak
 from ...huggingface.cache_names import cache_of, installed_name
 from ...huggingface.decoders import pair_of
 from ...recipe.aliases import PlainCache, TransformersModel
-from ...storage.cases import StoredCase, save_case
+from ...storage.cases import StoredCase
 from .text import EVERY, Piece, Split, features_of, filled_cache, pieces_of_calls, random_tokens, random_values
 
 _SAMPLES = 400  # audio samples for each token of a text
@@ -175,8 +174,8 @@ _NEVER = math.inf  # a threshold that no frame reaches, so that the number of ca
 
 
 @torch.no_grad()
-def store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.Path) -> str:
-    """Generate speech with the eager model, and store it as a test case; with several rows, one of them is padded."""
+def spoken_case(model: TransformersModel, rows: int, calls: int) -> StoredCase:
+    """Generate speech with the eager model; if there are several rows, one of them is padded."""
     config = model.config
     read = spoken_input(model, rows, _LENGTH)
     speaker = random_values(model, (rows, config.speaker_embedding_dim), rows)
@@ -190,10 +189,7 @@ def store_speech(model: TransformersModel, rows: int, calls: int, work: pathlib.
     with undisturbed(seed=0):
         masks = torch.stack([drawn_masks(config, count, model.dtype) for count in range(1, calls + 1)])
     inputs = {**read, "speaker_embeddings": speaker, "dropout_masks": masks}
-    path = "cases/generate.case"
-    outputs = {"spectrogram": found, "maxlenratio": ratio}
-    save_case(work / path, inputs, outputs, name=f"{calls} calls of the decoder, rows {rows}")
-    return path
+    return StoredCase(inputs, {"spectrogram": found, "maxlenratio": ratio})
 
 
 def difference_of_speech(generator: Generator, case: StoredCase) -> float:

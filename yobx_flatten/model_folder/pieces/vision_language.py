@@ -122,7 +122,7 @@ def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, t
     merge = vision.spatial_merge_size
     grid = torch.tensor([[1, height * merge, width * merge]])
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return {"pixel_values": random_values(model, (int(grid.prod()), values), height), "image_grid_thw": grid}
+    return {**_picture(model, (int(grid.prod()), values), height), "image_grid_thw": grid}
 
 
 class NestedVisionEncoder(torch.nn.Module):
@@ -199,7 +199,7 @@ def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Te
     # not square, so that the padding of the shorter side is tested
     size = torch.tensor([[side // 2 + 1, 2 * side - 1] if number % 2 == 0 else [2 * side - 1, side // 2 + 1]])
     shape = (1, tiles.count(size), config.vision_config.num_channels, side, side)
-    return {"pixel_values": random_values(model, shape, number), "image_sizes": size}
+    return {**_picture(model, shape, number), "image_sizes": size}
 
 
 def language_model_of(model: TransformersModel) -> Any:
@@ -528,7 +528,11 @@ def images_for(model: TransformersModel, count: int) -> torch.Tensor:
             f"{_OTHER_WAYS}"
         )
     shape = (count, getattr(vision, "num_channels", 3), *sides)
-    return random_values(model, shape, count)
+    return _picture(model, shape, count)["pixel_values"]
+
+
+def _picture(model: TransformersModel, shape: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": random_values(model, shape, seed)}
 
 
 def image_token_of(model: TransformersModel) -> int:

@@ -17,8 +17,8 @@ import typer
 
 from ..declare.listing import flattening_list
 from ..declare.scopes import register_flattening_functions
+from ..diagnose.checks import Findings, check_inputs
 from ..diagnose.drawing import explain as draw
-from ..diagnose.checks import (Findings, check_inputs)
 from ..errors import ForeignFileError, GenerationError
 from ..errors.failures import raised_as
 from ..files.scratch import is_folder

@@ -6,7 +6,7 @@ import torch
 
 from tests.flatten.export.answers import Answers
 from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx, export_program, record_calls
-from yobx_flatten.export.proof.eager_runs import (draws_random_numbers, written_state)
+from yobx_flatten.export.proof.eager_runs import draws_random_numbers, written_state
 from yobx_flatten.model_folder.source.configuration import small_model
 
 pytestmark = pytest.mark.slow

@@ -70,10 +70,7 @@ def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: An
 def read_shards(
     folder: pathlib.Path, names: Callable[[str], bool], like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Read tensors whose shards were written by any number of processes.
-
-    Each process reads independently, without communication.
-    """
+    """Any number of processes wrote the shards; each process reads without communication."""
     # like: DTensors by name, whose mesh and placements are used for the read tensors; other tensors are read whole
     if not (folder / SHARDS).is_dir():
         return {}

@@ -111,15 +111,22 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.Tensor):
-        if is_wrapper(value) and not is_sharded(value):
-            return _encode_parts(value, path, tensors)
-        return {"$tensor": _put(value, path, tensors)}
+        if not is_wrapper(value) or is_sharded(value):
+            return {"$tensor": _put(value, path, tensors)}
+        names, context = value.__tensor_flatten__()  # type: ignore[attr-defined] # of wrapper subclasses
+        parts = {name: encode(getattr(value, name), f"{path}.{name}", tensors) for name in names}
+        rest = encode({"context": context, "size": value.size(), "stride": value.stride()}, path, tensors)
+        return {"$parts": {"class": describe_class(kind), "parts": parts, "rest": rest}}
     writer = _WRITERS.get(kind)
     if writer is not None:
         return writer(value, path, tensors)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
-        return _encode_numpy(value, path, tensors)
+        try:
+            tensor = torch.from_numpy(numpy.array(value))
+        except TypeError as error:
+            raise CheckpointError(f"{path} is an array of {value.dtype}, which torch does not support.") from error
+        return {"$numpy": {"$tensor": _put(tensor, path, tensors), "scalar": isinstance(value, numpy.generic)}}
     raise CheckpointError(_refusal(value, path))
 
 
@@ -166,13 +173,6 @@ def _decode(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return {key: _decode(item, tensors) for key, item in stored.items()}
 
 
-def _encode_parts(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
-    names, context = value.__tensor_flatten__()
-    parts = {name: encode(getattr(value, name), f"{path}.{name}", tensors) for name in names}
-    rest = {"context": context, "size": value.size(), "stride": value.stride()}
-    return {"$parts": {"class": describe_class(type(value)), "parts": parts, "rest": encode(rest, path, tensors)}}
-
-
 def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     # A file must not import code, so the class must be registered with torch as safe to load.
     known = {describe_class(kind): kind for kind in torch.serialization.get_safe_globals() if isinstance(kind, type)}
@@ -214,15 +214,6 @@ def _encode_dict(value: dict[Any, Any], path: str, tensors: MutableMapping[str, 
 
 def _encode_pairs(value: dict[Any, Any], path: str, tensors: MutableMapping[str, torch.Tensor]) -> list[Any]:
     return [[encode(key, path, tensors), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
-
-
-def _encode_numpy(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
-    numpy = sys.modules["numpy"]
-    try:
-        tensor = torch.from_numpy(numpy.array(value))
-    except TypeError as error:
-        raise CheckpointError(f"{path} is an array of {value.dtype}, which torch does not support.") from error
-    return {"$numpy": {"$tensor": _put(tensor, path, tensors), "scalar": isinstance(value, numpy.generic)}}
 
 
 def _refusal(value: Any, path: str) -> str:

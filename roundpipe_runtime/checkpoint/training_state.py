@@ -241,10 +241,7 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: dict[str, Any]) -> None:
-    """Try the states from :func:`random_state` in new generators, before anything is changed.
-
-    States of accelerators are compared by type and size: not every backend can create generators.
-    """
+    """Try the states in new generators, before anything is changed."""
     torch.Generator().set_state(state["torch"])
     random.Random().setstate(state["python"])  # raises if the state is invalid
     numpy = sys.modules.get("numpy")
@@ -254,7 +251,7 @@ def check_random_state(state: dict[str, Any]) -> None:
     kind, library = _accelerator()
     if stored is not None and library is not None and kind == stored["type"]:
         for number, generator in enumerate(stored["states"][: library.device_count()]):
-            present = library.get_rng_state(number)
+            present = library.get_rng_state(number)  # compared: not every backend can create generators
             if (generator.dtype, generator.shape) != (present.dtype, present.shape):
                 raise TypeError(f"the entry {kind}:{number} is not a state of a random generator")
 

@@ -125,10 +125,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Delete all values and the error, so that they keep no memory alive.
-
-        The run stays stopped: a later stage must not wait for a value that never comes.
-        """
+        """Free all values and the error; the run stays stopped, since later values never come."""
         with self._changed:
             self._values.clear()
             self._error = StoppedRun()
@@ -298,10 +295,7 @@ def wait_for(future: Future[T]) -> T:
 
 
 def is_done(future: Future[Any]) -> bool:
-    """Return whether a future is done; unlike with ``Future.done``, Ctrl-C cannot leave the future's lock locked.
-
-    ``Future.done`` takes the lock that ``set_result`` needs; an interruption could leave the lock locked.
-    """
+    """Ctrl-C cannot leave the lock of the future locked here, which ``set_result`` needs, unlike in ``Future.done``."""
     with Uninterrupted():
         return future.done()
 

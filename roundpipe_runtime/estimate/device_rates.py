@@ -119,10 +119,7 @@ _CALLS = 5
 
 
 def call_seconds() -> float:
-    """Return the seconds of CPU time that a pipeline adds per layer and microbatch of a training step.
-
-    Times a pipeline of small layers on one virtual device, and the layers alone, in a fraction of a second.
-    """
+    """CPU seconds that a pipeline adds per layer and microbatch of a step; takes a fraction of a second."""
     layers = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)])
     inputs = torch.ones(_MICROBATCHES, _WIDTH)
     last = _LAYERS - 4

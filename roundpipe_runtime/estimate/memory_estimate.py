@@ -93,10 +93,7 @@ class HostMemory:
 
 
 def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    """Return the bytes of gradients that copies of a stage send each other per microbatch; 0 without copies.
-
-    The gradients have the dtype of the parameters, which may be narrower than the dtype of the summed gradients.
-    """
+    """Gradients that copies of a stage send each other per microbatch, in the dtype of the parameters."""
     if stage.copies == 1:
         return 0
     return sum(min(layers[index].grad_bytes, layers[index].param_bytes) for index in stage.layers)

@@ -140,7 +140,17 @@ class DiskStore(ParameterStore):
         """Step layer by layer; return an optimizer whose step does nothing."""
         if not self.owns(optimizer):
             return super().take_step(optimizer, args, kwargs)
-        self._check_steps_in_parts(optimizer, [*args[1:], *kwargs.values()])
+        reason = ""
+        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+            reason = "was given a closure"
+        elif not can_step_in_parts(optimizer):
+            reason = "does not update one parameter after the other"
+        if reason:
+            raise ConfigError(
+                f'{type(optimizer).__name__} {reason}, but host="disk:{self.memory.folder}" steps layer by layer. Use '
+                "AdamW without a closure, for example, or train in memory:\n"
+                '    RoundPipe(model, host="memory")'
+            )
         contents = scan(self._layers)
         parts = OptimizerParts(optimizer, self.hold_state)
         new = [p for p in parts.parameters if p not in optimizer.state]
@@ -182,17 +192,6 @@ class DiskStore(ParameterStore):
                 state[key] = self.memory.copy(("state", id(target), key), value)
             held.append(weakref.ref(state[key]))
         self._states[id(target)] = held
-
-    def _check_steps_in_parts(self, optimizer: Optimizer, arguments: list[Any]) -> None:
-        name = type(optimizer).__name__
-        reason = "was given a closure" if any(argument is not None for argument in arguments) else ""
-        if not reason and not can_step_in_parts(optimizer):
-            reason = "does not update one parameter after the other"
-        if reason:
-            raise ConfigError(
-                f'{name} {reason}, but host="disk:{self.memory.folder}" steps layer by layer. Use AdamW without a '
-                'closure, for example, or train in memory:\n    RoundPipe(model, host="memory")'
-            )
 
     # -- parameters and master weights -------------------------------------------------------------------------------
 

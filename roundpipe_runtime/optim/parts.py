@@ -142,10 +142,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 
 def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-    """Run a step with gradients in the dtype of their parameters; return an optimizer that does the rest of the step.
-
-    Gradients are converted one parameter at a time if the optimizer can step in parts.
-    """
+    """Step with gradients in the dtype of their parameters; return an optimizer that does the rest of the step."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if all(dtype_of_gradient(p) == p.dtype for p in held):
         return optimizer
@@ -155,6 +152,7 @@ def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
             "the pipeline without gradient_dtype:\n    RoundPipe(model, optim_dtype=torch.float32)"
         )
     parts = OptimizerParts(optimizer)
+    # one parameter at a time if possible, so that few wide gradients are in memory
     pieces = [{id(p)} for p in parts.parameters]
     for piece in pieces if can_step_in_parts(optimizer) else [set().union(*pieces)]:
         parts.step(piece)

@@ -80,7 +80,6 @@ class ShardedStore(RankStore):
         return self._shards[name].tensor
 
     def as_dtensor(self, parameter: torch.Tensor, local: torch.Tensor) -> DTensor:
-        """Return this rank's rows of a parameter, or of its gradient, as a ``DTensor``."""
         shape = parameter.shape if parameter.dim() else torch.Size([1])
         stride = torch.empty(shape, device="meta").stride()
         placements: list[Placement] = [Replicate()] * self._mesh.ndim
@@ -230,7 +229,6 @@ class Target:
 
     @torch.no_grad()
     def set(self, parameter: nn.Parameter, rows: torch.Tensor) -> None:
-        """Set the values of the master weight, for this rank's rows."""
         if not self.is_master:
             self._replace(torch.empty_like(rows, dtype=self._dtype))
             self.is_master = True

@@ -130,7 +130,6 @@ def _norm(values: torch.Tensor) -> float:
 
 
 def _summed(gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return the projections of a gradient, and the norm of the gradient."""
     # The gradient is cut into rows of 4096 values. The factor of a value is the product of a row factor and a column
     # factor, so a projection is two matrix products, and few factors are drawn.
     flat = gradient.reshape(-1)

@@ -174,7 +174,6 @@ class RunSpec:
 
     @functools.cached_property
     def has_copies(self) -> bool:
-        """Whether several devices run the last stage."""
         return any(stage.copies > 1 for stage in self.stages)
 
     @functools.cached_property

@@ -282,8 +282,6 @@ def this_machine() -> str:
 
 
 class Process(NamedTuple):
-    """A process, identified by its machine, its process id and its start time."""
-
     machine: str  # name of the machine
     number: int  # number of the process
     started: str  # start time in kernel units, since process ids are reused
@@ -324,8 +322,6 @@ def cut_connections() -> None:
 
 
 class _CallNews:
-    """The run of one call, and the reason why the call stops."""
-
     def __init__(self) -> None:
         self.run: Run | None = None
         self.reason: BaseException | None = None

@@ -230,7 +230,6 @@ class RankCalls(OneGroup[Engine]):
             self._is_deferred = before
 
     def stopping(self, run: Run) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which an error of another rank stops a run."""
         return self.news.stopping(run)
 
     def run_call(
@@ -513,7 +512,6 @@ class KeptSums:
         self._sums.clear()
 
     def add(self, call: Call, scale: float) -> None:
-        """Add the gradients of a call to the accumulated gradients, for each group."""
         turns = [turn for turn, part in enumerate(call.parts) if part]
         for turn, (run, _) in zip(turns, call.runs, strict=True):
             for layer, gradients in run.collected.gradients.items():

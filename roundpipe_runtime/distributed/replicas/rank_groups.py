@@ -245,7 +245,6 @@ class GroupPasses:
     empty: list[HostValue] = dataclasses.field(default_factory=list)  # outputs without rows, on a rank that has none
 
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
-        """Pass the gradients of a layer on to the function that sums them over all groups."""
         if self.landed is not None:
             self.landed(turn, layer, gradients)
 
@@ -275,7 +274,6 @@ class GroupPasses:
         gradients: Sequence[torch.Tensor | None],
         stopping: Callable[[Run], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """Run the backward of each group of rows, from the gradients of the outputs."""
         found = iter(gradients)
         runs = iter(self.runs)
         for turn, part in enumerate(self.parts):
@@ -294,8 +292,6 @@ class GroupPasses:
 
 
 class _Groups(torch.autograd.Function):
-    """Autograd function that runs all groups of a rank as one node of the caller's autograd graph."""
-
     @staticmethod
     def forward(ctx: Any, back: Any, passes: GroupPasses, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.back, ctx.passes = back, passes

@@ -98,7 +98,6 @@ class TableReader:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all rows are on the device."""
         return len(self.table.present) == self.rows
 
     @property

@@ -157,8 +157,6 @@ class StageLayers:
 
 @dataclasses.dataclass(slots=True)
 class Place:
-    """The current step of a stage, for error messages."""
-
     run: Run
     stage: Stage
     device: Device

@@ -105,7 +105,16 @@ def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | 
         _compare(console, needs)
         losses, seconds, timeline = _train(console, plain, pipeline, steps)
     largest = max(abs(one - other) for one, other in losses)
-    _conclude(console, largest, seconds, timeline)
+    plain_ms, pipeline_ms = (1000 * statistics.median(column) for column in zip(*seconds, strict=True))
+    verdict = "which is rounding." if largest < TOLERANCE else "[bold red]THE LOSSES DIFFER.[/]"
+    console.print(f"\nLargest difference of {len(seconds)} steps: {largest:.1e}, {verdict}")
+    console.print(
+        f"Time of a step: {plain_ms:.0f} ms in plain PyTorch (one thread), {pipeline_ms:.0f} ms in the pipeline (one "
+        "thread per device). The pipeline copies layers to the devices, and computes most of the forward twice to save "
+        "memory. Where a model fits on the device, plain PyTorch is faster.\n"
+    )
+    console.print("The fastest step, from left to right:", style="bold")
+    draw_on(console, timeline)
     if as_json is not None:
         as_json(
             {
@@ -241,19 +250,6 @@ def _row(console: Any, step: int, one: float, other: float, *, scale: float) -> 
     bar = "━" * max(1, round(room * other / scale)) if other < 2 * scale else ""
     differs = abs(one - other)
     console.print(f"{step:>4}  {one:>9.6f}  {other:>9.6f}  {differs:>10.1e}  [cyan]{bar}[/]", soft_wrap=True)
-
-
-def _conclude(console: Any, largest: float, seconds: list[tuple[float, float]], timeline: Timeline) -> None:
-    plain, piped = (1000 * statistics.median(column) for column in zip(*seconds, strict=True))
-    verdict = "which is rounding." if largest < TOLERANCE else "[bold red]THE LOSSES DIFFER.[/]"
-    console.print(f"\nLargest difference of {len(seconds)} steps: {largest:.1e}, {verdict}")
-    console.print(
-        f"Time of a step: {plain:.0f} ms in plain PyTorch (one thread), {piped:.0f} ms in the pipeline (one thread per "
-        "device). The pipeline copies layers to the devices, and computes most of the forward twice to save memory. "
-        "Where a model fits on the device, plain PyTorch is faster.\n"
-    )
-    console.print("The fastest step, from left to right:", style="bold")
-    draw_on(console, timeline)
 
 
 # Count the memory that a device needs for training, with and without a pipeline.

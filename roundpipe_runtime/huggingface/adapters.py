@@ -51,11 +51,16 @@ _PADDING = 3
 _LARGEST_TOKEN = 100  # larger ids may be image tokens
 
 
-def example_inputs(model: nn.Module) -> Kwargs:
+def random_tokens(model: nn.Module, rows: int, length: int) -> torch.Tensor:
+    """Return the same small token ids in each call."""
     vocabulary = getattr(text_config(model), "vocab_size", None) or _LARGEST_TOKEN
-    generator = torch.Generator().manual_seed(0)
     high = min(vocabulary, _LARGEST_TOKEN)
-    tokens = torch.randint(min(5, high - 1), high, (2, _LENGTH), generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(min(5, high - 1), high, (rows, length), generator=generator)
+
+
+def example_inputs(model: nn.Module) -> Kwargs:
+    tokens = random_tokens(model, 2, _LENGTH)
     taken = inspect.signature(model_inside(model).forward).parameters
     name = next((name for name in ("input_ids", "inputs") if name in taken), "input_ids")
     made: dict[str, Any] = {name: tokens}

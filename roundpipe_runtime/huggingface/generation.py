@@ -23,7 +23,7 @@ from yobx_flatten.registry.patches import AttributePatch
 from ..batch.entries import is_cache
 from ..errors import CutError
 from ..pipeline.live import OtherForward, with_own_forwards
-from .adapters import model_inside, text_config
+from .adapters import model_inside, random_tokens
 from .cutting.caches import cache_argument, home
 from .cutting.check import evaluating
 from .cutting.cut import Cut, cut
@@ -40,7 +40,7 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> AttributePatch:
 
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
-    """Return why a model cannot generate through its pipeline; ``None`` if a trial with a cache equals the model."""
+    """Return why a model cannot generate through its pipeline; ``None`` if a trial gives the model's logits."""
     inner = model_inside(cut.model)
     if cut.report.is_whole:
         return "it runs in one piece"
@@ -55,9 +55,7 @@ def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
 
 
 def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> str | None:
-    vocabulary = getattr(text_config(model), "vocab_size", None) or 100
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(min(5, vocabulary - 1), min(vocabulary, 100), (2, _PROMPT + 1), generator=generator)
+    tokens = random_tokens(model, 2, _PROMPT + 1)
     mask = torch.ones_like(tokens)
     mask[0, :_PADDING] = 0
     name = cache_argument(model)

@@ -31,7 +31,7 @@ from ..distributed.ranks.ranks import check_mesh, job_timeout
 from ..engine.config import RoundPipeRunConfig
 from ..errors import ConfigError, ranks_disagree
 from ..schedule.plan import ModelExecutePlan
-from .adapters import model_inside, text_config
+from .adapters import model_inside, random_tokens, text_config
 from .cutting.check import evaluating
 from .loss.call_options import CALL_OPTIONS, CallOptions
 from .wrap import WrappedModel, wrap_model_to_roundpipe
@@ -210,10 +210,7 @@ class LongRows:
 
     def _example(self) -> dict[str, torch.Tensor]:
         """Return two short rows, with three tokens for each process and an ignored label."""
-        vocabulary = getattr(text_config(self._inner), "vocab_size", None) or 100
-        generator = torch.Generator().manual_seed(0)
-        size = (2, 3 * self._exchange.size)
-        tokens = torch.randint(min(5, vocabulary - 1), min(vocabulary, 100), size, generator=generator)
+        tokens = random_tokens(self._inner, 2, 3 * self._exchange.size)
         labels = tokens.clone()
         labels[0, 1] = _IGNORED
         return {"input_ids": tokens, "labels": labels}

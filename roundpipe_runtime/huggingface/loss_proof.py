@@ -78,6 +78,7 @@ class PieceRows:
                 if found is not None:
                     self._mixing[kind] = GradientTrial(found)
                 elif self._compared[kind] % 2:  # calls 1, 4, 16, ...
+                    # `compare_gradients` gives the largest number of rows
                     rows, few = [one.rows for one in parts], partial(self.some_rows, batch, config)
                     self._mixing[kind] = compare_gradients(engine, tried, rows, few, config, number, _leaves)
         return self._mixing[kind]

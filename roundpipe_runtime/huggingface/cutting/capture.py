@@ -170,10 +170,14 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         outputs = plain(module, *args, **{**kwargs, **none}, return_dict=True)
     finally:
         COLLECTOR.reset(token)
+    wrapper = _wrapper(plain)
+    assert wrapper is not None
+    # since 5.0, an argument of the decorator states whether the last hidden state is the output
+    is_tied = inspect.getclosurevars(wrapper).nonlocals.get("tie_last_hidden_states", True)
     for key, found in collected.items():
         if not found:
             continue
-        if key == "hidden_states" and _ties_last(plain):
+        if key == "hidden_states" and is_tied:
             found[-1] = getattr(outputs, "vision_hidden_states", getattr(outputs, "last_hidden_state", found[-1]))
         if key == "attentions" and len(recorders[key]) == 2:
             outputs[key], outputs[f"cross_{key}"] = tuple(found[0::2]), tuple(found[1::2])
@@ -205,12 +209,6 @@ def _wrapper(function: Any) -> Callable[..., Any] | None:
             return function  # type: ignore[no-any-return] # a function has a code
         function = getattr(function, "__wrapped__", None)
     return None
-
-
-def _ties_last(forward: Any) -> bool:
-    wrapper = _wrapper(forward)
-    assert wrapper is not None
-    return bool(inspect.getclosurevars(wrapper).nonlocals.get("tie_last_hidden_states", True))
 
 
 def _recorders(module: nn.Module) -> dict[str, list[Any]]:

@@ -95,8 +95,12 @@ class Cut:
         if reading.matches(self.reading):
             self.sync()
             return self
-        lists = {path: _children(self.model, path) for path in self.report.lists}
-        if changed := changed_layers(self.layers, {name: one for held in lists.values() for name, one in held.items()}):
+        now: dict[str, nn.Module] = {}
+        for path in self.report.lists:
+            found = result_or(partial(self.model.get_submodule, path), lambda error: None)  # the list may be removed
+            if found is not None:
+                now |= {f"{path}.{key}": layer for key, layer in found._modules.items() if layer is not None}
+        if changed := changed_layers(self.layers, now):
             raise StageError(
                 f"{self.report.model} was wrapped, and then {changed}. Wrap the model again:\n"
                 "    pipeline = wrap_model_to_roundpipe(pipeline.cut.model, devices=pipeline.devices)"
@@ -114,8 +118,7 @@ class Cut:
         first = self.pieces[0]
         assert isinstance(first, Phase)
         program = first.program
-        inside = {id(p) for layer in self.layers.values() for p in layer.parameters()}
-        names = {name for name, p in self.model.named_parameters(remove_duplicate=False) if id(p) not in inside}
+        names = _names_outside(self.model, self.layers)
         copies = dict(first.copy.named_modules())
         others = {  # modules whose class or forward differs from their copies
             name
@@ -134,14 +137,14 @@ class Cut:
                 piece.copy = copy_with_stubs(self.model, self.layers)
 
 
+def _names_outside(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
+    """Return the names of parameters outside of the layers."""
+    inside = {id(p) for layer in layers.values() for p in layer.parameters()}
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
+
+
 def _read(model: nn.Module, layers: Mapping[str, nn.Module]) -> ModelReading:
     return read_model(model, layers.values() or [model])  # a model that was not split is its own layer
-
-
-def _children(model: nn.Module, path: str) -> dict[str, nn.Module]:
-    """Return the current modules of a list by name; none if the list was removed."""
-    found = result_or(lambda: model.get_submodule(path), lambda error: None)
-    return {} if found is None else {f"{path}.{key}": one for key, one in found._modules.items() if one is not None}
 
 
 def cut(
@@ -194,8 +197,10 @@ def cut(
         allowed = [one for one in called if not any(id(layer) in skip for layer in one.layers.values())]
         # stages for a list with less than a tenth of the largest list's parameters cost more time than they save memory
         large = [one for one in allowed if one.size * 10 >= allowed[0].size]
-        choices = [large, large[:1]] if len(large) > 1 else [large]
-        for chosen in choices if large else ():
+        choices = [large] if large else []
+        if len(large) > 1:
+            choices.append(large[:1])
+        for chosen in choices:
             # a model may raise any error when stubs replace its layers
             attempt = partial(_try, model, chosen, kwargs, check and not is_planned, refused)
             if (made := result_or(attempt, lambda error: refused.append(_reason(error)))) is not None:
@@ -238,7 +243,7 @@ def _try(
     model: nn.Module, chosen: Sequence[Candidate], kwargs: Kwargs, check: bool, refused: Sequence[tuple[str, str]]
 ) -> Cut:
     layers = {name: layer for candidate in chosen for name, layer in candidate.layers.items()}
-    program = discover(model, layers, (), kwargs)
+    program = discover(model, layers, kwargs)
     pieces = pieces_of(model, layers, program)
     made = Cut.of(model, pieces, _report(model, chosen, program, pieces, refused), layers)
     if not check:
@@ -285,10 +290,10 @@ def _report(
 _MOST_PHASES = 300
 
 
-def discover(model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: Kwargs) -> CutPlan:
+def discover(model: nn.Module, layers: Mapping[str, nn.Module], kwargs: Kwargs) -> CutPlan:
     """Find the plan that splits a model at these layers, by running its forward with stubs instead of layers."""
     with torch.no_grad():
-        calls, _ = observe(dict(layers), lambda: model(*args, **kwargs))
+        calls, _ = observe(dict(layers), lambda: model(**kwargs))
         if not calls:
             raise CutError("layers", f"The forward of {type(model).__name__} calls none of {', '.join(layers)}.")
         inside = {id(module) for layer in layers.values() for module in layer.modules()}
@@ -302,7 +307,7 @@ def discover(model: nn.Module, layers: Mapping[str, nn.Module], args: tuple[Any,
         reads_of: list[set[str]] = []  # names of the parameters that each copy has read
         while True:
             try:
-                return _run(program, model, layers, args, kwargs, copies, reads_of)
+                return _run(program, model, layers, kwargs, copies, reads_of)
             # the trial has shown that a later phase needs the output of an embedding or of a layer
             except MissingEmbeddingError as missing:
                 program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name}, ends=())
@@ -317,7 +322,6 @@ def _run(
     program: CutPlan,
     model: nn.Module,
     layers: Mapping[str, nn.Module],
-    args: tuple[Any, ...],
     kwargs: Kwargs,
     copies: list[nn.Module],
     reads_of: list[set[str]],
@@ -325,7 +329,7 @@ def _run(
     ends: list[int] = []
     keep = set(program.keep)
     reads: dict[int, frozenset[Entry]] = {}
-    state = begin(args, kwargs, model)
+    state = begin((), kwargs, model)
     while True:
         number = len(ends)
         if number == len(copies):
@@ -341,10 +345,8 @@ def _run(
         if isinstance(result, Finished):
             ends.append(len(program.calls))
             check_apart([call.layer for call in program.calls], reads)
-            inside = {id(p) for layer in layers.values() for p in layer.parameters()}
-            names = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
             # other batches may use parameters that the example did not use
-            unread = names.difference(*reads_of[: len(ends)])
+            unread = _names_outside(model, layers).difference(*reads_of[: len(ends)])
             used = [frozenset(read | unread) for read in reads_of[: len(ends)]]
             return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=used, cache_reads=reads)
         state = result.state

@@ -135,16 +135,14 @@ class PipelineForward(OtherForward):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         # the model itself runs for `generate`, which fills a cache, and when the pipeline checks the model's loss
         if self._is_running or cache_of(kwargs) is not None or kwargs.get("use_cache"):
-            return self._own(self._trainer.model)(*args, **kwargs)
+            model = self._trainer.model
+            own = self.before or types.MethodType(type(model).forward, model)
+            return own(*args, **kwargs)
         self._is_running = True
         try:
             return self._trainer.pipeline(*args, **kwargs)
         finally:
             self._is_running = False
-
-    def _own(self, model: nn.Module) -> Callable[..., Any]:
-        found: Callable[..., Any] = self.before or types.MethodType(type(model).forward, model)
-        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return the original forward for a copy of the model, because the pipeline has the weights of this model."""

@@ -61,7 +61,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
         return
     if form != "onnx":
         raise InvalidArgumentError(f'layout="{layout}" is for ONNX files. Remove the arguments target= and to=.')
-    if layout == "genai":  # see `genai_files.check_genai`
+    if layout == "genai":  # see `plan.check_genai`
         return
     if TASKS[task] is spoken_pieces:
         raise InvalidArgumentError(

@@ -11,56 +11,44 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from ..errors import InvalidArgumentError
+from ..export.proof.report import ExportReport
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..recipe.aliases import TransformersModel
-from .pieces.genai import ALLOWED, EMBEDDING, FRAMES
-from .pieces.vision_language import (
-    BlockwiseDecoder,
-    DeepstackDecoder,
-    GridVisionEncoder,
-    NestedVisionEncoder,
-    TiledVisionEncoder,
-    VisionModules,
-    image_token_of,
-)
+from .export_piece import FolderOptions
+from .pieces.genai import ALLOWED, EMBEDDING
+from .pieces.vision_language import image_token_of
 from .source.configuration import write_json
 
-_VERSION = "onnxruntime-genai 0.18"
 
-_TILES = "its pictures are cut into tiles, which onnxruntime-genai does in another way"
-# why onnxruntime-genai does not run a model with this encoder or decoder
-_OTHER_WAYS: dict[type[torch.nn.Module], str] = {
-    GridVisionEncoder: "its image tokens have 3D positions, which onnxruntime-genai computes differently",
-    TiledVisionEncoder: _TILES,
-    NestedVisionEncoder: _TILES,
-    BlockwiseDecoder: "its image tokens attend to each other, and onnxruntime-genai passes no token types",
-    DeepstackDecoder: "its decoder also adds image features between layers",
-}
-
-
-def check_genai(model: TransformersModel, task: str) -> None:
-    name, config = type(model).__qualname__, model.config
-    why: str | None = f"it has no type for {task}"
+def write_genai_files(
+    folder: pathlib.Path,
+    model: TransformersModel,
+    task: str,
+    reports: Mapping[str, ExportReport],
+    shared: Collection[str],
+    options: FolderOptions,
+) -> None:
+    """Write the configuration files, if onnxruntime-genai can run the exported files."""
+    is_asked, contents = options.layout == "genai", None
     if task == "text-generation":
-        why = None
-    elif task == "image-text-to-text":
-        why = next((_OTHER_WAYS[kind] for kind in VisionModules.of(model) if kind in _OTHER_WAYS), None)
-    elif task == "automatic-speech-recognition":
-        fits = config.model_type == "whisper" and config.max_source_positions * 2 == FRAMES
-        only = f"the only audio model it runs is Whisper with {FRAMES} frames (max_source_positions=1500)"
-        why = None if fits else only
-    elif task == "text2text-generation":
-        why = "its only text encoder-decoder type, marian-ssru, has a recurrent decoder"
-    elif task == "image-to-text":
-        why = "it has no type for image encoder-decoders with cross-attention"
-    if why is not None:
-        raise InvalidArgumentError(f'{_VERSION} does not run the files of a {name}: {why}. Leave layout="genai" out.')
+        contents = decoder_config(model, reports["model.onnx"].input_names, shared=shared)
+    elif is_asked and task == "automatic-speech-recognition":
+        contents = sound_config(model, reports["decoder.onnx"].output_names)
+        write_sound_files(folder, model)
+    elif is_asked:
+        contents = picture_config(model, reports["decoder_model_merged.onnx"].input_names, shared=shared)
+    if contents is not None:
+        write_json(folder / "genai_config.json", contents)
+    elif is_asked:
+        way = "" if options.optimize else ', or pass optimize="onnxruntime", which keeps keys of all tokens'
+        raise InvalidArgumentError(
+            f"onnxruntime-genai 0.18 does not run this {type(model).__qualname__}: the library only has caches that "
+            f'keep all tokens. Leave layout="genai" out{way}.'
+        )
 
 
 def _tokens(model: TransformersModel) -> dict[str, Any]:

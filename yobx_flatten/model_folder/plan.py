@@ -23,14 +23,22 @@ from ..recipe.aliases import TransformersModel
 from ..runners.adapters import Adapter
 from .client_layout import check_layout
 from .export_piece import Adapters, FolderOptions
-from .genai_files import check_genai
+from .pieces.genai import FRAMES
 from .pieces.tasks import GENERATES, SPEAKS, pieces_for, task_of
 from .pieces.text import Piece, Split
+from .pieces.vision_language import (
+    BlockwiseDecoder,
+    DeepstackDecoder,
+    GridVisionEncoder,
+    NestedVisionEncoder,
+    TiledVisionEncoder,
+    VisionModules,
+)
 from .sentence import SentenceModel, SentenceModules, read_modules
 from .source.adapter import read_adapters, rooms_of
 from .source.configuration import check_class, note_on_head
 from .source.open import OpenedModel
-from .texts import answered, chat_prompts, encoder_rows, in_rows, python_text, read_prompts, sentence_case
+from .texts import answered, chat_prompts, encoder_rows, python_text, read_prompts, sentence_case
 
 _CHATS = 10
 """Number of prompts for which the answers of a quantized file are compared with the model's."""
@@ -157,6 +165,38 @@ def _cut(
     return pieces_for(model, task, split)
 
 
+_TILES = "its pictures are cut into tiles, which onnxruntime-genai does in another way"
+# why onnxruntime-genai does not run a model with this encoder or decoder
+_OTHER_WAYS: dict[type[torch.nn.Module], str] = {
+    GridVisionEncoder: "its image tokens have 3D positions, which onnxruntime-genai computes differently",
+    TiledVisionEncoder: _TILES,
+    NestedVisionEncoder: _TILES,
+    BlockwiseDecoder: "its image tokens attend to each other, and onnxruntime-genai passes no token types",
+    DeepstackDecoder: "its decoder also adds image features between layers",
+}
+
+
+def check_genai(model: TransformersModel, task: str) -> None:
+    name, config = type(model).__qualname__, model.config
+    why: str | None = f"it has no type for {task}"
+    if task == "text-generation":
+        why = None
+    elif task == "image-text-to-text":
+        why = next((_OTHER_WAYS[kind] for kind in VisionModules.of(model) if kind in _OTHER_WAYS), None)
+    elif task == "automatic-speech-recognition":
+        fits = config.model_type == "whisper" and config.max_source_positions * 2 == FRAMES
+        only = f"the only audio model it runs is Whisper with {FRAMES} frames (max_source_positions=1500)"
+        why = None if fits else only
+    elif task == "text2text-generation":
+        why = "its only text encoder-decoder type, marian-ssru, has a recurrent decoder"
+    elif task == "image-to-text":
+        why = "it has no type for image encoder-decoders with cross-attention"
+    if why is not None:
+        raise InvalidArgumentError(
+            f'onnxruntime-genai 0.18 does not run the files of a {name}: {why}. Leave layout="genai" out.'
+        )
+
+
 def _quantization(
     options: FolderOptions, own_task: str, facts: ModelFacts, *, has_integers: bool
 ) -> Quantization | None:
@@ -255,5 +295,7 @@ def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
         pairs = zip(chats["input_ids"], chats["attention_mask"], strict=True)
         with plan.timed.timed("inputs"):
             texts = (answered(model, chats) if draws else [row[mask == 1] for row, mask in pairs]) + texts
-    found = in_rows(texts, tokens.shape[1], rows)
+    whole, length = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int64), tokens.shape[1]
+    count = len(whole) // length // rows * rows  # a multiple of the rows of a call
+    found = whole[: count * length].reshape(count, length) if count else None
     return dataclasses.replace(plan, quantization=dataclasses.replace(quantization, calibration=found))

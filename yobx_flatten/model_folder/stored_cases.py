@@ -11,7 +11,7 @@ import torch
 
 from ..core.effects import undisturbed
 from ..declare.scopes import register_flattening_functions
-from ..export.proof.eager_runs import Case, EagerRuns, Texts, clone, in_one_thread
+from ..export.proof.eager_runs import Case, EagerRuns, clone, in_one_thread
 from ..export.quantization import read_by_model
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import TransformersModel
@@ -115,19 +115,14 @@ def store_piece(
         # the suffix is not .onnx, because tools search folders for models with this suffix
         names.append(f"{below}/{piece.stem}-{number}.case")
         save_case(work / names[-1], _without_none(inputs), _without_none(results), name=case.name)
-    return names if tokens is None else names + _store_text(piece, tokens, work, below, runs.texts if runs else ())
-
-
-def _store_text(
-    piece: Piece, tokens: torch.Tensor, work: pathlib.Path, below: str, known: Sequence[Texts]
-) -> list[str]:
-    """Store the model's losses on a text, because logits would take more space than the model."""
-    # known: results that the model already computed for the proof of its file
-    names = []
+    if tokens is None:
+        return names
+    # the losses of a text are stored, because logits would take more space than the model
+    texts = runs.texts if runs else ()
     with register_flattening_functions(patch_transformers=True):
-        for number, (kwargs, text, losses, _) in enumerate(known or read_by_model(piece.module, piece.kwargs, tokens)):
+        for number, (given, text, losses, _) in enumerate(texts or read_by_model(piece.module, piece.kwargs, tokens)):
             names.append(f"{below}/{piece.stem}-text-{number}.case")
-            inputs = dict(zip(leaf_names(kwargs), pytree.tree_leaves(kwargs), strict=True))
+            inputs = dict(zip(leaf_names(given), pytree.tree_leaves(given), strict=True))
             save_case(work / names[-1], _without_none(inputs), {**losses, "text": text}, name=f"text {number}")
     return names
 

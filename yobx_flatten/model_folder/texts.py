@@ -188,14 +188,6 @@ def plain_loop(model: TransformersModel) -> dict[str, Any]:
     return {"max_length": None, "num_beams": 1, "num_return_sequences": 1, **own, **plain_loop_entries(stated)}
 
 
-def in_rows(texts: list[torch.Tensor], length: int, multiple: int = 1) -> torch.Tensor | None:
-    """Join texts and split them into rows of equal length; ``None`` if all texts are shorter than one row."""
-    # multiple: the number of rows is a multiple of this number
-    whole = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int64)
-    rows = len(whole) // length // multiple * multiple
-    return whole[: rows * length].reshape(rows, length) if rows else None
-
-
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 _INCOMPLETE = "�"  # a tokenizer returns this character for the first bytes of an incomplete character
 

@@ -40,7 +40,7 @@ from ..trees.arguments import instance_hint
 from . import stored_cases
 from .client_layout import Layout, apply_layout
 from .export_piece import Adapters, FolderOptions, Target, export_piece, fitting_cases
-from .genai_files import decoder_config, picture_config, sound_config, write_sound_files
+from .genai_files import write_genai_files
 from .manifest import FolderManifest, StoredAdapter, digests, write_manifest
 from .pieces import spoken
 from .pieces.tasks import GENERATES, SPEAKS
@@ -272,35 +272,12 @@ def _write_configuration(plan: FolderPlan, made: _Made) -> None:
     path = work / "tokenizer_config.json"
     if task != "image-text-to-text" and "input_ids" in names and path.exists():
         stated = read_document(path, dict[str, Any], failure=ModelSourceError, finite=False)
-        if (
-            stated.get("tokenizer_class") == "TokenizersBackend"
-        ):  # transformers 4 knows this class by its other name only
+        # transformers 4 knows this class by its other name only
+        if stated.get("tokenizer_class") == "TokenizersBackend":
             stated["tokenizer_class"] = "PreTrainedTokenizerFast"
         write_json(path, {**stated, "model_input_names": names})
     if plan.options.name == "onnx":
-        _write_genai(plan, made)
-
-
-def _write_genai(plan: FolderPlan, made: _Made) -> None:
-    """Write the configuration files of onnxruntime-genai, if onnxruntime-genai can run the files."""
-    model, work, is_asked = plan.model, made.work, plan.options.layout == "genai"
-    contents = None
-    if plan.task == "text-generation":
-        contents = decoder_config(model, made.reports["model.onnx"].input_names, shared=made.shared)
-    elif is_asked and plan.task == "image-text-to-text":
-        decoder = made.reports["decoder_model_merged.onnx"]
-        contents = picture_config(model, decoder.input_names, shared=made.shared)
-    elif is_asked:
-        contents = sound_config(model, made.reports["decoder.onnx"].output_names)
-        write_sound_files(work, model)
-    if contents is not None:
-        write_json(work / "genai_config.json", contents)
-    elif is_asked:
-        way = "" if plan.options.optimize else ', or pass optimize="onnxruntime", which keeps keys of all tokens'
-        raise InvalidArgumentError(
-            f"onnxruntime-genai 0.18 does not run this {type(model).__qualname__}: the library only has caches that "
-            f'keep all tokens. Leave layout="genai" out{way}.'
-        )
+        write_genai_files(work, model, task, made.reports, made.shared, plan.options)
 
 
 def _described(plan: FolderPlan, made: _Made) -> FolderManifest:

@@ -249,7 +249,11 @@ class Snapshot:
         """Copy a nested object, inside a with block of ``register_flattening_functions``."""
         check_no_cycles(tree, name)
         leaves, spec = pytree.tree_flatten(tree)
-        _check_no_hidden_tensors(leaves, tree, name)
+        layouts = Layouts()
+        if not all(isinstance(leaf, _PLAIN) or layouts(type(leaf)).is_tensor for leaf in leaves):
+            hidden = [found for found in find_unregistered(tree, name=name) if found.inside is None]
+            if hidden:
+                raise NotRegisteredError("\n".join(map(str, hidden)))
         facts = tuple(map(_fact, leaf_places(tree, own_children, name)))
         kept = tuple(_copy(leaf, device) for leaf in leaves)
         return cls(facts, spec, lambda: kept)
@@ -297,15 +301,6 @@ def _copy(leaf: object, device: torch.device | None) -> object:
 
 
 _PLAIN = (torch.Tensor, bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-
-def _check_no_hidden_tensors(leaves: Sequence[Any], tree: PyTree, name: str) -> None:
-    layouts = Layouts()
-    if all(isinstance(leaf, _PLAIN) or layouts(type(leaf)).is_tensor for leaf in leaves):
-        return
-    found = [unregistered for unregistered in find_unregistered(tree, name=name) if unregistered.inside is None]
-    if found:
-        raise NotRegisteredError("\n".join(map(str, found)))
 
 
 _KEY, _VERSION, _SUFFIX = "yobx_flatten.call", 1, ".safetensors"
@@ -370,11 +365,14 @@ def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
 
 def _stored(path: pathlib.Path, name: str, facts: tuple[Fact, ...], spec: pytree.TreeSpec) -> Snapshot:
     def load() -> Sequence[Any]:
+        leaves: list[Any] = []
         with opened_tensors(path, failure=RecordError) as file:
-            return [
-                _from_storable(file.get_tensor(f"{name}.{number}"), fact) if fact.is_tensor else fact.value
-                for number, fact in enumerate(facts)
-            ]
+            for number, fact in enumerate(facts):
+                leaf = file.get_tensor(f"{name}.{number}") if fact.is_tensor else fact.value
+                if fact.dtype is not None and leaf.dtype is not fact.dtype:  # stored as bytes
+                    leaf = leaf.view(fact.dtype).reshape(fact.shape)
+                leaves.append(leaf)
+        return leaves
 
     return Snapshot(facts, spec, load)
 
@@ -393,9 +391,3 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.cpu().contiguous()
     # a dtype that the format lacks is stored as bytes; the metadata has the original dtype
     return tensor if tensor.dtype in _TYPES.values() else tensor.reshape(-1).view(torch.uint8)
-
-
-def _from_storable(tensor: torch.Tensor, fact: Fact) -> torch.Tensor:
-    if fact.dtype is None or tensor.dtype is fact.dtype:
-        return tensor
-    return tensor.view(fact.dtype).reshape(fact.shape)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from yobx_flatten import InvalidArgumentError, export_folder, open_generator, verify_folder
-from yobx_flatten.model_folder.genai_files import check_genai
 from yobx_flatten.model_folder.pieces.vision_language import images_for
+from yobx_flatten.model_folder.plan import check_genai
 from yobx_flatten.model_folder.source.configuration import small_model
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,8 @@ import torch
 import transformers
 
 from yobx_flatten import InvalidArgumentError, export_folder, open_generator, open_model, verify_folder
-from yobx_flatten.model_folder.genai_files import check_genai
 from yobx_flatten.model_folder.pieces.text import encoder_input
+from yobx_flatten.model_folder.plan import check_genai
 from yobx_flatten.model_folder.source.configuration import small_model
 
 pytestmark = pytest.mark.slow

@@ -307,6 +307,10 @@ def task_of(model: TransformersModel) -> str:
     return by_name or "feature-extraction"
 
 
+# names of inputs for pictures and sound, such as `image_pixel_values` of Phi 4 and `image_patches` of Fuyu
+_MEDIA = re.compile(r"(.*_)?(pixel_values|input_features|input_values|flattened_patches|image_patches)(_.*)?")
+
+
 def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tuple[str, list[Piece]]:
     if task != "auto" and task not in TASKS:
         known = f"{did_you_mean([str(task)], TASKS)} Tasks: auto, {', '.join(TASKS)}."
@@ -315,7 +319,15 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
     wanted = found if task == "auto" else task
     if task == "auto":
         if TASKS[found] in (encoder_decoder_pieces, decoder_pieces):
-            _check_other_media(model, found)
+            reads = model.main_input_name
+            takes = inspect.signature(model.forward).parameters
+            lost = [name for name in takes if _MEDIA.fullmatch(name) and name != reads]
+            if lost and reads != "inputs":  # for "inputs", the encoder of a speech model names the main input
+                raise GenerationError(
+                    f"{type(model).__qualname__} reads {', '.join(lost)} besides {reads}, but the files for {found} "
+                    f"take {reads} alone. Export recorded calls, with record_calls(model) as calls: "
+                    f"model.generate(...), or the model without {lost[0]}, with export_folder(..., task={found!r})."
+                )
         generates = getattr(model, "can_generate", None)
         if found == "feature-extraction" and callable(generates) and generates():
             raise GenerationError(
@@ -350,19 +362,3 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
             f"{first_line(error)[:200]}). {one_row}Export it with its own inputs, export_onnx(model, kwargs=inputs, "
             "path=...), or export recorded calls: with record_calls(model) as calls: ..."
         ) from error
-
-
-# names of inputs for pictures and sound, such as `image_pixel_values` of Phi 4 and `image_patches` of Fuyu
-_MEDIA = re.compile(r"(.*_)?(pixel_values|input_features|input_values|flattened_patches|image_patches)(_.*)?")
-
-
-def _check_other_media(model: TransformersModel, task: str) -> None:
-    """Raise GenerationError if a model also reads pictures or sound that its task leaves out."""
-    takes = inspect.signature(model.forward).parameters
-    lost = [name for name in takes if _MEDIA.fullmatch(name) and name != model.main_input_name]
-    if lost and model.main_input_name != "inputs":  # for "inputs", the encoder of a speech model names the main input
-        raise GenerationError(
-            f"{type(model).__qualname__} reads {', '.join(lost)} besides {model.main_input_name}, but the files for "
-            f"{task} take {model.main_input_name} alone. Export recorded calls, with record_calls(model) as calls: "
-            f"model.generate(...), or the model without {lost[0]}, with export_folder(..., task={task!r})."
-        )

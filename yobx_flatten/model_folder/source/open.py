@@ -186,7 +186,10 @@ def unread_model(
     for name, buffer in model.named_buffers():
         if name in sources:
             buffer.copy_(checkpoint.read(sources[name], dtype))
-    tied = _tied(model)
+    alike: dict[int, list[str]] = {}  # the names of each parameter
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        alike.setdefault(id(parameter), []).append(name)
+    tied = [(alike[id(parameter)], parameter) for _, parameter in model.named_parameters()]
     differences = _differences(model, checkpoint, sources, tied)
     differences.check(found.name, type(model).__qualname__, found.unmatched_weights, ModelSourceError)
     if differences.missing or differences.reshaped:
@@ -246,13 +249,6 @@ def _parameters_on_meta() -> AttributePatch:
         register(module, name, param)
 
     return AttributePatch(torch.nn.Module, "register_parameter", on_meta)
-
-
-def _tied(model: Any) -> list[tuple[list[str], torch.nn.Parameter]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [(names[id(parameter)], parameter) for _, parameter in model.named_parameters()]
 
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, str]:

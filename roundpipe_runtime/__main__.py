@@ -7,12 +7,8 @@ from collections.abc import Callable, Sequence
 
 from yobx_flatten.terminal import ended_by_ctrl_c
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in ``argv``, by default in ``sys.argv``, and return its exit status."""
-
     def start() -> Callable[[Sequence[str] | None], int]:
         from .cli.app import run  # torch
 

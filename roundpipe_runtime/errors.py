@@ -134,7 +134,6 @@ def raise_first(own: BaseException | None, failures: Sequence[str | None]) -> No
 
 
 def rank_failed_in_step(rank: int, failure: str) -> RankStepError:
-    """Return the error to raise on this rank when the optimizer step of another rank has failed."""
     return RankStepError(
         f"The step function failed on rank {rank}, and other ranks may have updated their parameters, so the models "
         "may differ. Load the newest checkpoint on all ranks. Its error:\n" + textwrap.indent(failure, "    ")
@@ -142,7 +141,6 @@ def rank_failed_in_step(rank: int, failure: str) -> RankStepError:
 
 
 def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> DistributedError:
-    """Return the error to raise on this rank when other ranks do not answer any more."""
     # stopped: seconds that the other ranks did not answer; 0 if their processes have ended
     who = f"Rank {', '.join(map(str, ranks))} is" if ranks else "A rank is"
     what = f"it was stopped (SIGSTOP) or did not answer for {stopped:.0f} s" if stopped else "the process ended"
@@ -155,7 +153,6 @@ def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> Dis
 
 
 def ranks_disagree(values: Sequence[Mapping[str, object]]) -> DistributedError | None:
-    """Return an error if the values of a rank differ from the values of rank 0; otherwise ``None``."""
     for rank, stated in enumerate(values):
         for name in {**values[0], **stated}:
             first, other = values[0].get(name, "nothing"), stated.get(name, "nothing")
@@ -215,7 +212,6 @@ class CutRefusedWarning(RoundPipeWarning):
 
 
 def changed_results(layer: str) -> str:
-    """Return the message for layers that return tensors for a batch where they returned ``None`` for the example."""
     return (
         f"Layers before {layer} return tensors for this batch where they returned None with the example that the "
         "model was split with, or the reverse. Wrap the model with an example like this batch:\n"
@@ -224,7 +220,6 @@ def changed_results(layer: str) -> str:
 
 
 def moved_away(device: str) -> ConfigError:
-    """Return the error for a call of ``to()`` that would move the parameters of a pipeline to a device."""
     return ConfigError(
         f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave to() out, and "
         f"choose the devices of the layers here:\n    wrap_model_to_roundpipe(model, devices=[{device!r}])"
@@ -239,7 +234,6 @@ KEEPS_STATE = (
 
 
 def mixes_rows_forward(layer: nn.Module, number: int) -> SplitError:
-    """Return the error for a layer whose outputs for some rows depend on other rows."""
     kind = type(layer).__name__
     inner = next((type(m).__name__ for m in layer.modules() if getattr(m, "batch_first", None) is False), None)
     cause = "" if inner is None else f" ({inner} with batch_first=False)"
@@ -253,7 +247,6 @@ def mixes_rows_forward(layer: nn.Module, number: int) -> SplitError:
 
 
 def mixes_rows_backward(layer: nn.Module, number: int) -> SplitError:
-    """Return the error for a layer whose gradients for some rows depend on other rows."""
     return SplitError(
         f"The batch is split along axis 0, and layer {number} ({type(layer).__name__}), or one after it, mixes rows in "
         "its backward: the gradients for some rows together are not the sum of those for the same rows in two parts. "
@@ -264,7 +257,6 @@ def mixes_rows_backward(layer: nn.Module, number: int) -> SplitError:
 
 
 def rows_are_mixed(title: str) -> SplitError:
-    """Return the error for layers that mix rows, if the rows of a batch are distributed over several processes."""
     return SplitError(
         f"{title} computes different values or gradients for a whole batch than for its parts, and each process has "
         "its own rows only. Train in one process, where such a batch runs in one microbatch:\n"
@@ -273,7 +265,6 @@ def rows_are_mixed(title: str) -> SplitError:
 
 
 def other_loss() -> LossError:
-    """Return the error for a ``loss_fn`` that is not a multiple of the model's own loss, with several processes."""
     return LossError(
         "The model got labels and computed a loss, but loss_fn does not return a multiple of that loss, or this "
         "process has too few rows to check it. Each process has its own rows, so the loss cannot be computed from all "

@@ -7,7 +7,7 @@ import pytest
 
 import roundpipe_runtime
 import yobx_flatten
-from yobx_flatten.private_names import lookup, of_torch, of_transformers
+from yobx_flatten.private_names import Private, lookup_in, of_torch, of_transformers
 
 LIBRARIES = {"torch", "onnxscript", "transformers"}
 # torch documents these under their names
@@ -83,8 +83,8 @@ def test_every_name_is_in_the_installed_release(module):
 
 def test_a_name_that_is_gone_states_what_to_use():
     """With the version, the place, and the file to change."""
-    names = {"tracer": lookup.Private("torch.fx", "_no_such_tracer", "torch.fx.Tracer")}
-    find = lookup.lookup_in("torch", names)
+    names = {"tracer": Private("torch.fx", "_no_such_tracer", "torch.fx.Tracer")}
+    find = lookup_in("torch", names)
     with pytest.raises(ImportError, match=r"torch 2\.\S+ has no torch\.fx\._no_such_tracer(.|\n)*torch\.fx\.Tracer"):
         find("tracer")
     with pytest.raises(AttributeError):

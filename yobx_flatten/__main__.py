@@ -7,11 +7,8 @@ from collections.abc import Callable, Sequence
 
 from .terminal import ended_by_ctrl_c
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv`` names, and return its exit status."""
     # argv: the arguments; by default the arguments of the process
 
     def start() -> Callable[[Sequence[str] | None], int]:

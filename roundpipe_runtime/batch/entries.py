@@ -16,7 +16,7 @@ from yobx_flatten.recipe.aliases import PyTree
 
 from ..device.transfer import HeldMask, held, is_block_mask, leaf_test
 from ..errors import ConfigError, SplitError, UnregisteredObjectError
-from .spec import RoundPipePackedData, Rule, counted_rows, is_below, known_rows, rule_for, sizes
+from .spec import RoundPipePackedData, Rule, is_below, rule_for, sizes
 
 # Leaves of these types contain no further leaves. Most batches have only such leaves.
 _CLOSED = frozenset(
@@ -36,11 +36,11 @@ _KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """One leaf of the inputs or labels, with its key path, the user's rule for it, and its batch axis if known."""
+    """A leaf of the inputs or labels."""
 
-    path: str  # key path
-    value: Any  # the leaf
-    rule: Rule | None  # rule of the user
+    path: str
+    value: Any
+    rule: Rule | None
     axis: int | None  # batch axis from the user's rule, the registration or the name of the argument
     is_known: bool  # whether one of these three sources decided; the leaf is not split if `axis` is then `None`
 
@@ -52,7 +52,11 @@ class Entry:
     @property
     def stated(self) -> tuple[int, ...] | None:
         """The rows of each microbatch that ``RoundPipePackedData`` stores; ``None`` for other leaves."""
-        return known_rows(self.value) if isinstance(self.value, RoundPipePackedData) else None
+        if not isinstance(self.value, RoundPipePackedData):
+            return None
+        rows = tuple(count for count in self.value.rows if count is not None)
+        # rows are unknown if the caller has changed the length of the list
+        return rows if len(rows) == len(self.value.rows) == len(self.value) else None
 
     @property
     def counted(self) -> tuple[int, ...] | None:
@@ -60,16 +64,16 @@ class Entry:
         if not isinstance(self.value, RoundPipePackedData) or self.stated is not None:
             return None
         # packed data is split by its entries, also with a rule that passes it whole
-        return counted_rows(self.value, 0 if self.rule is None or self.rule.dim is None else self.rule.dim)
+        axis = 0 if self.rule is None or self.rule.dim is None else self.rule.dim
+        tensors = [one for one in self.value if isinstance(one, torch.Tensor) and -one.dim() <= axis < one.dim()]
+        return tuple(tensor.shape[axis] for tensor in tensors) if len(tensors) == len(self.value) else None
 
 
-def entries_of(tree: PyTree, name: str, rules: Mapping[str, Rule]) -> list[Entry]:
-    """Return the leaves of nested inputs or labels as entries, with their batch axes where these are known."""
-    return entries_of_flat(FlatTree.of(tree, name), rules)
+def entries_of(trees: Mapping[str, PyTree], rules: Mapping[str, Rule]) -> list[Entry]:
+    return [entry for name, tree in trees.items() for entry in entries_of_flat(FlatTree.of(tree, name), rules)]
 
 
 def entries_of_flat(flat: FlatTree, rules: Mapping[str, Rule]) -> list[Entry]:
-    """Return the leaves of flattened inputs or labels as entries, with their batch axes where these are known."""
     return [_entry(leaf.path, leaf.value, leaf.axes, rule_for(leaf.path, rules)) for leaf in flat.leaves]
 
 
@@ -104,13 +108,25 @@ def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
 
 def _entry(path: str, value: Any, axes: dict[int, str] | None, rule: Rule | None) -> Entry:
     if isinstance(value, HeldMask):
-        axis = _axis_of_mask(path, rule)
+        if rule is not None and rule.dim not in (None, 0):
+            raise SplitError(
+                f"{path}: the rule is TensorChunkSpec({rule.dim}), but a BlockMask is split along its batch, axis 0, "
+                "or passed whole to every microbatch."
+            )
+        axis = 0 if rule is None else rule.dim
         # a mask with a single row broadcasts over the batch
         return Entry(path, value, rule, axis if value.shape[0] > 1 else None, True)
     if not isinstance(value, torch.Tensor):
         return Entry(path, value, rule, None, True)
     if rule is not None:
-        return Entry(path, value, rule, _axis_of_rule(path, value, rule), True)
+        if rule.dim is None or value.dim() == 0:
+            return Entry(path, value, rule, None, True)
+        if not -value.dim() <= rule.dim < value.dim():
+            raise SplitError(
+                f"{path}: the rule is TensorChunkSpec({rule.dim}), but this tensor has shape {tuple(value.shape)}, "
+                f"with axes {list(range(value.dim()))}."
+            )
+        return Entry(path, value, rule, rule.dim % value.dim(), True)
     if axes is not None:
         # an empty placeholder may have fewer axes than the registration declares
         declared = [axis for axis, meaning in axes.items() if meaning == "batch" and axis < value.dim()]
@@ -123,28 +139,7 @@ def _entry(path: str, value: Any, axes: dict[int, str] | None, rule: Rule | None
     return Entry(path, value, None, None, value.dim() == 0)
 
 
-def _axis_of_rule(path: str, value: torch.Tensor, rule: Rule) -> int | None:
-    if rule.dim is None or value.dim() == 0:
-        return None
-    if not -value.dim() <= rule.dim < value.dim():
-        raise SplitError(
-            f"{path}: the rule is TensorChunkSpec({rule.dim}), but this tensor has shape {tuple(value.shape)}, with "
-            f"axes {list(range(value.dim()))}."
-        )
-    return rule.dim % value.dim()
-
-
-def _axis_of_mask(path: str, rule: Rule | None) -> int | None:
-    if rule is not None and rule.dim not in (None, 0):
-        raise SplitError(
-            f"{path}: the rule is TensorChunkSpec({rule.dim}), but a BlockMask is split along its batch, axis 0, or "
-            "passed whole to every microbatch."
-        )
-    return 0 if rule is None else rule.dim
-
-
 def is_cache(value: Any) -> bool:
-    """Return whether a value is an instance of transformers' class ``Cache``."""
     module = sys.modules.get("transformers.cache_utils")
     return module is not None and isinstance(value, module.Cache)
 
@@ -165,7 +160,6 @@ class FlatTree:
 
     @classmethod
     def of(cls, tree: Any, name: str) -> FlatTree:
-        """Flatten a nested value, whose key paths begin with ``name``."""
         found = leaves(_with_held_masks(tree), name=name)
         return cls(
             name,
@@ -176,30 +170,24 @@ class FlatTree:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """The arguments and labels of a batch, flattened."""
-
     args: FlatTree
     kwargs: FlatTree
     label: FlatTree
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: Any) -> FlatBatch:
-        """Flatten the positional arguments, keyword arguments and labels of a batch."""
         return cls(FlatTree.of(args, "args"), FlatTree.of(dict(kwargs), "kwargs"), FlatTree.of(label, "label"))
 
     def __iter__(self) -> Iterator[FlatTree]:
         return iter((self.args, self.kwargs, self.label))
 
     def specs(self) -> tuple[pytree.TreeSpec, pytree.TreeSpec]:
-        """Return the tree specs of ``(args, kwargs)`` and of the labels."""
         call = _with_held_masks((self.args.tree, self.kwargs.tree))
         return pytree.tree_structure(call), pytree.tree_structure(_with_held_masks(self.label.tree))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatMicrobatch:
-    """The leaves of the arguments and labels of one microbatch, with their tree specs."""
-
     inputs: list[Any]
     spec: pytree.TreeSpec  # structure of `(args, kwargs)`
     labels: list[Any]
@@ -213,11 +201,6 @@ def _with_held_masks(tree: Any) -> Any:
 
 
 def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Check the arguments of ``forward_backward`` and return them as positional and keyword arguments of the model.
-
-    >>> check_call([1, 2], None)
-    ((1, 2), {})
-    """
     if not isinstance(input_args, (tuple, list)) or isinstance(input_args, RoundPipePackedData):
         raise ConfigError(
             "input_args must be a tuple with the positional arguments of the model, found "
@@ -233,7 +216,6 @@ def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dic
 
 
 def check_loss_fn(loss_fn: Any) -> None:
-    """Check that a loss function can be called."""
     if not callable(loss_fn) or isinstance(loss_fn, type):
         way = f"{loss_fn.__name__}()" if isinstance(loss_fn, type) else "no loss_fn if the outputs are the loss"
         raise ConfigError(
@@ -266,14 +248,6 @@ Rows = tuple[int, ...]
 #     packed by hand             (2, 8), (1, 8)        rows 2 and 1, counted from the tensors
 #     parts of a function        x: (1, 4), (2, 4)     rows 1 and 2
 #                                table: (5, 6)         the same object in both parts, so it was not split
-
-
-def check_packed_counts(entries: Sequence[Entry]) -> None:
-    """Raise an error if the ``RoundPipePackedData`` among inputs and labels differ in their number of microbatches."""
-    counts = {entry.path: len(entry.value) for entry in entries if isinstance(entry.value, RoundPipePackedData)}
-    if len(set(counts.values())) > 1:
-        counted = ", ".join(f"{path} into {count}" for path, count in counts.items())
-        raise SplitError(f"These arguments were split into different numbers of microbatches: {counted}.")
 
 
 def rows_with_packed(
@@ -339,7 +313,7 @@ def rows_of_parts(
     # others: parts of the labels, if a function split the labels and the inputs
     known, seen = _columns(parts)
     if not known and len(seen) > 1:
-        before = {entry.path: entry.shape[entry.axis or 0] for entry in _entries(whole) if entry.shape}
+        before = {entry.path: entry.shape[entry.axis or 0] for entry in entries_of(whole, {}) if entry.shape}
         cut = [rows for rows, paths in seen.items() if any(before.get(path) == sum(rows) for path in paths)]
         seen = {rows: seen[rows] for rows in cut or seen}
     found = known or set(seen)
@@ -351,7 +325,7 @@ def rows_of_parts(
 
 def _columns(parts: Sequence[Mapping[str, Any]]) -> tuple[set[Rows], dict[Rows, list[str]]]:
     """Return, for leaves in all parts, the sizes along known batch axes, and the key paths by size along axis 0."""
-    tables = [{entry.path: entry for entry in _entries(part)} for part in parts]
+    tables = [{entry.path: entry for entry in entries_of(part, {})} for part in parts]
     known: set[Rows] = set()
     seen: dict[Rows, list[str]] = {}
     for path in [path for path in tables[0] if all(path in table for table in tables)]:
@@ -371,7 +345,3 @@ def _columns(parts: Sequence[Mapping[str, Any]]) -> tuple[set[Rows], dict[Rows, 
             else:
                 seen.setdefault(rows, []).append(path)
     return known, seen
-
-
-def _entries(trees: Mapping[str, Any]) -> list[Entry]:
-    return [entry for name, tree in trees.items() for entry in entries_of(tree, name, {})]

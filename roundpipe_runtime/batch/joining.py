@@ -59,7 +59,10 @@ def join(
         return outputs[0]
     spec = common_spec(outputs)
     columns = list(zip(*(leaves(output, name="outputs") for output in outputs), strict=True))
-    _check_paths([column[0].path for column in columns], rules)
+    paths = [column[0].path for column in columns]
+    for written in rules:
+        if not any(is_below(path, written) for path in paths):
+            raise JoinError(f"merge_output: {written!r} is not among the outputs. The key paths are:\n    {paths}")
     counts = weights if rows is None else rows
     joined = [_join_leaf(column, weights, counts, rule_for(column[0].path, rules)) for column in columns]
     return pytree.tree_unflatten(joined, spec)
@@ -74,7 +77,6 @@ def _rules(merge: Any) -> Rules:
 
 
 def common_spec(outputs: Sequence[Any]) -> pytree.TreeSpec:
-    """Return the tree spec of the microbatches' outputs, or raise an error if two outputs differ in structure."""
     specs = [pytree.tree_structure(output) for output in outputs]
     for index, spec in enumerate(specs):
         if spec != specs[0]:
@@ -82,12 +84,6 @@ def common_spec(outputs: Sequence[Any]) -> pytree.TreeSpec:
             text = "\n".join(map(str, found)) or f"{specs[0]}\n{spec}"
             raise JoinError(f"The outputs of microbatches 0 and {index} have different structures:\n{text}")
     return specs[0]
-
-
-def _check_paths(paths: Sequence[str], rules: Rules) -> None:
-    for written in rules:
-        if not any(is_below(path, written) for path in paths):
-            raise JoinError(f"merge_output: {written!r} is not among the outputs. The key paths are:\n    {paths}")
 
 
 def _join_leaf(

@@ -97,7 +97,21 @@ def read_loss(value: Any) -> LossValue:
     if isinstance(value, torch.Tensor):
         return LossValue("tensor", (_scalar(value, "the loss"),))
     if isinstance(value, WeightedLoss) or _is_pair(value):
-        return _read_pair(*value)
+        total, weight = value
+        if isinstance(weight, torch.Tensor) and weight.requires_grad:
+            raise LossError(
+                "the weight of a pair (sum, weight) requires grad. It is a count, not a trainable value:\n"
+                "    return WeightedLoss(total, weight.detach())"
+            )
+        if isinstance(weight, torch.Tensor):
+            weight = _scalar(weight, "the weight").item()
+        if not isinstance(weight, numbers.Real) or not math.isfinite(weight) or weight < 0:
+            raise LossError(
+                f"the weight of a pair (sum, weight) must be a finite number of at least 0, found {weight!r}."
+            )
+        if not isinstance(total, torch.Tensor):
+            total = torch.tensor(float(total))
+        return LossValue("pair", (_scalar(total, "the sum"),), float(weight))
     if isinstance(value, (list, tuple)) and value and all(isinstance(item, torch.Tensor) for item in value):
         return LossValue("sequence", tuple(_scalar(item, f"loss {i}") for i, item in enumerate(value)))
     found = (
@@ -165,8 +179,15 @@ class LossContract:
             read = read_loss(value)
         except LossError as error:
             raise LossError(f"microbatch {index}: {error}") from None
-        if read.kind == "tensor" and self.reduction == "items":
-            read = _with_items(read, items)
+        if read.kind == "tensor" and self.reduction == "items":  # a mean over items becomes their sum and number
+            if len(set(items)) != 1:
+                raise LossError(
+                    f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, but it was checked as a single "
+                    "mean. Return the sum and the number of items, or compute the loss once for the whole batch:\n"
+                    "    return WeightedLoss(total, number)\n"
+                    '    RoundPipeRunConfig(loss_reduction="joined")'
+                )
+            read = LossValue("pair", (read.tensors[0] * items[0],), items[0])
         self.add_value(index, dataclasses.replace(read, tensors=tuple(t.detach() for t in read.tensors)))
         if read.kind != "pair" and self.reduction == "mean":
             self._check_items(index, items)
@@ -257,7 +278,11 @@ class LossContract:
     def _total(self, values: Sequence[LossValue], position: int) -> torch.Tensor:
         # a microbatch of weight 0 may return a number, so dtype and device are those of another one
         first = next((value for value in values if value.weight != 0), values[0]).tensors[position]
-        weights = [self._factor(index) for index in range(len(values))]
+        weights = [1.0] * len(values)
+        if self.kind == "pair" or self.reduction != "sum":
+            shares = weights if self.kind == "pair" else self._known_rows()
+            whole = math.fsum(self.weights)
+            weights = [share / whole if weight else 0.0 for share, weight in zip(shares, self.weights, strict=True)]
         # in float64, so that the sum is as exact as the loss of the whole batch; MPS has no float64
         wide = torch.float32 if first.device.type == "mps" else torch.float64
         terms = [
@@ -266,13 +291,6 @@ class LossContract:
             if weight
         ]
         return torch.stack(terms).sum().to(first.dtype) if terms else torch.zeros_like(first)
-
-    def _factor(self, index: int) -> float:
-        if self.kind != "pair" and self.reduction == "sum":
-            return 1.0
-        total = math.fsum(self.weights)
-        share = 1.0 if self.kind == "pair" else self._known_rows()[index]
-        return share / total if self._weight(index) else 0.0
 
     def _seed(self, index: int) -> float:
         if self.kind == "pair":
@@ -357,21 +375,6 @@ def _is_pair(value: Any) -> bool:
     )
 
 
-def _read_pair(total: Any, weight: Any) -> LossValue:
-    if isinstance(weight, torch.Tensor) and weight.requires_grad:
-        raise LossError(
-            "the weight of a pair (sum, weight) requires grad. It is a count, not a trainable value:\n"
-            "    return WeightedLoss(total, weight.detach())"
-        )
-    if isinstance(weight, torch.Tensor):
-        weight = _scalar(weight, "the weight").item()
-    if not isinstance(weight, numbers.Real) or not math.isfinite(weight) or weight < 0:
-        raise LossError(f"the weight of a pair (sum, weight) must be a finite number of at least 0, found {weight!r}.")
-    if not isinstance(total, torch.Tensor):
-        total = torch.tensor(float(total))
-    return LossValue("pair", (_scalar(total, "the sum"),), float(weight))
-
-
 def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
     if tensor.numel() != 1:
         raise LossError(
@@ -394,19 +397,6 @@ def check_reaches(terms: Sequence[BackwardTerm], value: Any, outputs: PyTree) ->
             "Autograd finds no path from the loss to the model's outputs, so nothing would be trained. Compute the "
             "loss without .detach(), .item(), NumPy and comparisons."
         )
-
-
-def _with_items(read: LossValue, items: Sequence[float]) -> LossValue:
-    """Convert a mean over items to their sum and number."""
-    if len(set(items)) != 1:
-        raise LossError(
-            f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, but it was checked as a single mean. "
-            "Return the sum and the number of items, or compute the loss once for the whole batch:\n"
-            "    return WeightedLoss(total, number)\n"
-            '    RoundPipeRunConfig(loss_reduction="joined")'
-        )
-    count = items[0]
-    return dataclasses.replace(read, kind="pair", tensors=(read.tensors[0] * count,), weight=count)
 
 
 def _format_kind(value: LossValue) -> str:

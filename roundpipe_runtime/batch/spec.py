@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
-
 from yobx_flatten import leaves, string_type
 
 from ..errors import ConfigError, RoundPipeError, SplitError
@@ -47,29 +45,6 @@ class RoundPipePackedData(list[Any]):
         if wait is not None:
             wait()
         return self
-
-
-def known_rows(packed: RoundPipePackedData) -> tuple[int, ...] | None:
-    """Return the number of rows in each microbatch that the data stores; ``None`` if it does not store them.
-
-    The rows are unknown if the caller has changed the length of the list.
-
-    >>> known_rows(RoundPipePackedData(["a", "b"], rows=[2, 1])), known_rows(RoundPipePackedData(["a", "b"]))
-    ((2, 1), None)
-    """
-    rows = tuple(count for count in packed.rows if count is not None)
-    return rows if len(rows) == len(packed.rows) == len(packed) else None
-
-
-def counted_rows(packed: RoundPipePackedData, axis: int = 0) -> tuple[int, ...] | None:
-    """Count the rows of each microbatch along an axis; ``None`` if an entry is not a tensor with that axis.
-
-    >>> import torch
-    >>> counted_rows(RoundPipePackedData([torch.zeros(2, 3), torch.zeros(1, 3)]))
-    (2, 1)
-    """
-    tensors = [value for value in packed if isinstance(value, torch.Tensor) and -value.dim() <= axis < value.dim()]
-    return tuple(tensor.shape[axis] for tensor in tensors) if len(tensors) == len(packed) else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from .entries import (
     Entry,
     FlatBatch,
     FlatMicrobatch,
-    check_packed_counts,
     check_packed_rows,
     check_registered,
     entries_of,
@@ -61,7 +60,7 @@ def infer_batch_size(*trees: Any) -> int | None:
     >>> infer_batch_size({"x": torch.zeros(8, 3), "mask": torch.zeros(1, 3)}, torch.zeros(8))
     8
     """
-    inputs = [entry for index, tree in enumerate(trees) for entry in entries_of(tree, f"trees[{index}]", {})]
+    inputs = entries_of({f"trees[{index}]": tree for index, tree in enumerate(trees)}, {})
     return batch_axes(inputs, [], {}).batch
 
 
@@ -131,7 +130,20 @@ def split_flat(
 
 def _rules(num_microbatch: int, split_input: Any, split_label: Any) -> Rules:
     sizes(1, num_microbatch)  # raises an error for an invalid number
-    return _input_rules(split_input) | ({} if _is_function(split_label) else read_rules(split_label, "label"))
+    rules: Rules = {}
+    if split_input is None or _is_function(split_input):
+        pass
+    elif isinstance(split_input, Mapping):
+        rules = read_rules(split_input, "")
+    elif isinstance(split_input, (tuple, list)) and len(split_input) == 2:
+        rules = read_rules(split_input[0], "args") | read_rules(split_input[1], "kwargs")
+    else:
+        raise SplitError(
+            "split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found "
+            f"{format_value(split_input)}. For one argument, split along axis 0:\n"
+            "    RoundPipeRunConfig(split_input=((TensorChunkSpec(0),), None))"
+        )
+    return rules if _is_function(split_label) else rules | read_rules(split_label, "label")
 
 
 def _check(batch: FlatBatch, rules: Rules) -> None:
@@ -142,7 +154,10 @@ def _check(batch: FlatBatch, rules: Rules) -> None:
 def _split_leaves(batch: FlatBatch, num_microbatch: int, rules: Rules) -> list[FlatMicrobatch]:
     inputs = [*entries_of_flat(batch.args, rules), *entries_of_flat(batch.kwargs, rules)]
     labels = entries_of_flat(batch.label, rules)
-    check_packed_counts([*inputs, *labels])
+    packed = {e.path: len(e.value) for e in [*inputs, *labels] if isinstance(e.value, RoundPipePackedData)}
+    if len(set(packed.values())) > 1:
+        counted = ", ".join(f"{path} into {count}" for path, count in packed.items())
+        raise SplitError(f"These arguments were split into different numbers of microbatches: {counted}.")
     decided = batch_axes(inputs, labels, rules)
     rows = _rows(inputs, labels, decided, num_microbatch)
     spec, label_spec = batch.specs()
@@ -163,20 +178,6 @@ def _flattened(microbatch: Microbatch) -> FlatMicrobatch:
     inputs, spec = pytree.tree_flatten((microbatch.args, microbatch.kwargs), is_leaf=leaf_test())
     labels, label_spec = pytree.tree_flatten(microbatch.label, is_leaf=leaf_test())
     return FlatMicrobatch(inputs, spec, labels, label_spec, microbatch.rows)
-
-
-def _input_rules(split_input: Any) -> Rules:
-    if split_input is None or _is_function(split_input):
-        return {}
-    if isinstance(split_input, Mapping):
-        return read_rules(split_input, "")
-    if isinstance(split_input, (tuple, list)) and len(split_input) == 2:
-        return read_rules(split_input[0], "args") | read_rules(split_input[1], "kwargs")
-    raise SplitError(
-        "split_input must be (spec of args, spec of kwargs), a mapping from key paths or a function, found "
-        f"{format_value(split_input)}. For one argument, split along axis 0:\n"
-        "    RoundPipeRunConfig(split_input=((TensorChunkSpec(0),), None))"
-    )
 
 
 def _is_function(value: Any) -> bool:
@@ -238,15 +239,28 @@ def _split_by_functions(
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
     given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}
-    inputs = _entries(given, rules)
+    inputs = entries_of(given, rules)
     if _is_function(split_input):
-        calls = _checked_calls(split_input(args, kwargs, num_microbatch))
+        made = split_input(args, kwargs, num_microbatch)
+        if not (isinstance(made, tuple) and len(made) == 2 and len(made[0]) == len(made[1]) > 0):
+            raise SplitError(
+                "split_input: the function must return two lists of the same length, one of args and one of kwargs, "
+                f"found {type(made).__qualname__}.\n"
+                "    return [(x,) for x in chunks], [{} for x in chunks]"
+            )
+        calls = list(zip(*made, strict=True))
     else:
         num_microbatch = next(
             (len(e.value) for e in inputs if isinstance(e.value, RoundPipePackedData)), num_microbatch
         )
     if _is_function(split_label):
-        labels = _checked_labels(split_label(label, num_microbatch if calls is None else len(calls)))
+        made = split_label(label, num_microbatch if calls is None else len(calls))
+        if not isinstance(made, (list, tuple)) or not made:
+            raise SplitError(
+                "split_label: the function must return a list with the labels of each microbatch, found "
+                f"{format_value(made)}."
+            )
+        labels = list(made)
     if calls is not None and labels is not None and len(calls) != len(labels):
         raise SplitError(
             f"split_input made {len(calls)} microbatches, but split_label {len(labels)}. Both numbers must be equal."
@@ -260,20 +274,16 @@ def _split_by_functions(
         rows = rows_of_parts(named_calls, given, named_labels)
     if labels is None:
         labels = _follow(given_label, rows, rules, "split_input")
-    made = [
+    parts = [
         _entry_by_entry((tuple(call[0]), dict(call[1]), one), index, len(rows))
         for index, (call, one) in enumerate(zip(calls, labels, strict=True))
     ]
-    return [Microbatch(index, *part, count) for index, (part, count) in enumerate(zip(made, rows, strict=True))]
-
-
-def _entries(trees: Mapping[str, Any], rules: Rules) -> list[Entry]:
-    return [entry for name, tree in trees.items() for entry in entries_of(tree, name, rules)]
+    return [Microbatch(index, *part, count) for index, (part, count) in enumerate(zip(parts, rows, strict=True))]
 
 
 def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
     """Split inputs into the sizes of the labels, or labels into the sizes of inputs; set known sizes in ``rows``."""
-    entries = _entries(trees, rules)
+    entries = entries_of(trees, rules)
     stated = next((entry.stated for entry in entries if entry.stated is not None), None)
     if None in rows and stated is not None and len(stated) == len(rows):
         rows[:] = stated
@@ -314,29 +324,8 @@ def _entry_by_entry(
     return call
 
 
-def _checked_calls(made: Any) -> list[tuple[Any, Any]]:
-    if not (isinstance(made, tuple) and len(made) == 2 and len(made[0]) == len(made[1]) > 0):
-        raise SplitError(
-            "split_input: the function must return two lists of the same length, one of args and one of kwargs, found "
-            f"{type(made).__qualname__}.\n"
-            "    return [(x,) for x in chunks], [{} for x in chunks]"
-        )
-    return list(zip(*made, strict=True))
-
-
-def _checked_labels(made: Any) -> list[Any]:
-    if not isinstance(made, (list, tuple)) or not made:
-        raise SplitError(
-            "split_label: the function must return a list with the labels of each microbatch, found "
-            f"{format_value(made)}."
-        )
-    return list(made)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchAxes:
-    """The batch size and the batch axis of each leaf."""
-
     batch: int | None  # batch size; `None` if no leaf has a batch axis
     axes: list[int | None]  # axis of each input leaf, `None` for leaves that every microbatch gets whole
     label_axes: list[int | None]  # axis of each leaf of the labels
@@ -346,9 +335,10 @@ class BatchAxes:
 
 
 def batch_axes(inputs: Sequence[Entry], labels: Sequence[Entry], rules: Rules) -> BatchAxes:
-    """Decide how many rows the batch has, and which axis of each leaf is the batch axis."""
-    _check_paths([*inputs, *labels], rules)
-    if _are_apart([*inputs, *labels]):
+    entries = [*inputs, *labels]
+    _check_paths(entries, rules)
+    has_rules = all(entry.rule is not None for entry in entries if _has_rows(entry))
+    if has_rules and len({*_sizes(_cut_by_rule(entries))} - {1}) > 1:  # each leaf is split by its own rule
         rows = set(_sizes(_cut_by_rule(labels)))
         return BatchAxes(
             rows.pop() if len(rows) == 1 else None,
@@ -372,7 +362,12 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
     if len(known) > 1:
         known.pop(1, None)
     if len(known) > 1:
-        raise _contradicting(known, entries)
+        without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
+        raise SplitError(
+            f"Tensors with a batch axis have different numbers of rows: {_format_sizes(known)}. Slice or repeat them "
+            "to the same number before the call. To split tensors by their own sizes, also give a rule to each of "
+            f"these: {', '.join(without)}."
+        )
     of_inputs = _sizes([e for e in inputs if not e.is_known])
     of_labels = _sizes([e for e in labels if not e.is_known])
     known = known or _counted(entries, {*of_inputs, *of_labels})
@@ -426,12 +421,6 @@ def _sizes(entries: Sequence[Entry]) -> dict[int, list[str]]:
 
 
 # -- a rule for each leaf ----------------------------------------------------------------------------------------------
-
-
-def _are_apart(entries: Sequence[Entry]) -> bool:
-    """Return whether every leaf has a rule, and the rules split leaves with different numbers of rows."""
-    has_rules = all(entry.rule is not None for entry in entries if _has_rows(entry))
-    return has_rules and len({*_sizes(_cut_by_rule(entries))} - {1}) > 1
 
 
 def _cut_by_rule(entries: Iterable[Entry]) -> list[Entry]:
@@ -503,15 +492,6 @@ def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
                 f"{path}: the rule is TensorChunkSpec({rule.dim}), but there is no axis to split in "
                 f"{format_value(leaf.value)}."
             )
-
-
-def _contradicting(found: dict[int, list[str]], entries: Sequence[Entry]) -> SplitError:
-    without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
-    return SplitError(
-        f"Tensors with a batch axis have different numbers of rows: {_format_sizes(found)}. Slice or repeat them to "
-        "the same number before the call. To split tensors by their own sizes, also give a rule to each of these: "
-        f"{', '.join(without)}."
-    )
 
 
 def _ambiguous(found: dict[int, list[str]]) -> SplitError:

@@ -38,8 +38,7 @@ from ..estimate.footprint import Footprint, storage_bytes
 from ..optim.step import OptimizerCtx
 from ..optim.torch_steps import Adam
 from ..pipeline import RoundPipe
-from ..timeline.drawing import draw_on
-from ..timeline.record import Timeline
+from ..timeline.record import Timeline, draw_on
 
 STEPS, SHOWN_EVERY, COUNTED_STEPS = 24, 4, 2
 ROWS, LENGTH, WIDTH, BLOCKS = 10, 32, 96, 12

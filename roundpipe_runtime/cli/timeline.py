@@ -11,8 +11,7 @@ import typer
 from yobx_flatten.errors.failures import format_bytes, table
 from yobx_flatten.terminal.output import console, printable, say, say_json
 
-from ..timeline.drawing import DeviceTotals, StageTotals, device_totals, draw_on, stage_totals
-from ..timeline.record import merge_timelines
+from ..timeline.record import DeviceTotals, StageTotals, device_totals, draw_on, merge_timelines, stage_totals
 from .option_objects import format_seconds
 
 

@@ -25,7 +25,6 @@ import torch
 from yobx_flatten.core.effects import undisturbed
 from yobx_flatten.private_names.of_torch import pytree
 
-from ..batch.averages import SteadyDraws, count_items
 from ..batch.entries import FlatMicrobatch
 from ..batch.loss import Reduction, read_loss
 from ..batch.loss_proof import (
@@ -36,7 +35,9 @@ from ..batch.loss_proof import (
     Part,
     Proof,
     Role,
+    SteadyDraws,
     Way,
+    count_items,
     in_32_bits,
     prove,
     variants,

@@ -23,11 +23,10 @@ from yobx_flatten.core.compare import compare
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs
 
-from ..batch.averages import NoDropout
 from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..batch.joining import join
 from ..batch.loss import read_loss
-from ..batch.loss_proof import LossProof, NotProvenError, Part, Role, Way, in_32_bits
+from ..batch.loss_proof import LossProof, NoDropout, NotProvenError, Part, Role, Way, in_32_bits
 from ..engine.code_state import Repeats
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine

@@ -109,18 +109,18 @@ def analytic_cost(
     work = float(sum(p.numel() for p in params if p.dim() >= 2 and id(p) not in embedded))
     work = max(work, _SMALLEST)
     trained = [p for p in params if p.requires_grad]
+    grad_bytes = sum(map(sent_nbytes, trained))
+    for p in trained:
+        dtype = gradient_dtype(p)
+        if dtype != sent_dtype(p):  # the sum is stored next to the gradient; otherwise gradients are added in place
+            grad_bytes += p.numel() * dtype.itemsize
     return LayerCost(
         forward=work,
         # the recomputed forward, the gradients of the inputs and, if trained, the gradients of the weights
         backward=work * (3.0 if trained else 2.0),
         param_bytes=sum(map(sent_nbytes, [*parts_of(params), *layer.buffers()])),
-        grad_bytes=sum(sent_nbytes(p) + _sum_bytes(p, gradient_dtype(p)) for p in trained),
+        grad_bytes=grad_bytes,
     )
-
-
-def _sum_bytes(parameter: nn.Parameter, dtype: torch.dtype) -> int:
-    """Return the additional bytes for the sum of a gradient; 0 if gradients are added in place."""
-    return 0 if dtype == sent_dtype(parameter) else parameter.numel() * dtype.itemsize
 
 
 class MeasuredCosts:
@@ -177,7 +177,10 @@ class MeasuredCosts:
             measured = dict(self._measured)
         if not measured:
             return list(self._analytic)
-        guessed = sum(self._guess(direction, layer) for direction, layer in measured)
+        guessed = sum(
+            self._analytic[layer].forward if direction == "forward" else self._analytic[layer].backward
+            for direction, layer in measured
+        )
         unit = sum(measured.values()) / guessed if guessed else 1.0
         return [
             dataclasses.replace(
@@ -187,7 +190,3 @@ class MeasuredCosts:
             )
             for layer, cost in enumerate(self._analytic)
         ]
-
-    def _guess(self, direction: str, layer: int) -> float:
-        cost = self._analytic[layer]
-        return cost.forward if direction == "forward" else cost.backward

@@ -240,7 +240,7 @@ def _time(
     plan: Sequence[Stages],
     devices: int,
     microbatches: int,
-    copies: int = 1,
+    copies: int,
 ) -> float:
     pairs = list(zip(models, plan, strict=True))
     there = [sum(costs[i].forward for i in stage) for costs, (forward, _) in pairs for stage in forward]

@@ -76,7 +76,17 @@ class ModelExecutePlan:
         Raises:
             PlanError: if a layer is missing, repeated or out of order; the message names the layer.
         """
-        num_layers, run_type = _checked_arguments(given, named)
+        for value in given:
+            name = "num_layers" if type(value) is int else "run_type"
+            if name in named:
+                raise PlanError(f'{name} is given twice:\n    plan.check_valid(4, "fused")')
+            named[name] = value
+        if set(named) != {"num_layers", "run_type"}:
+            raise PlanError(
+                f"check_valid takes num_layers and run_type, found {', '.join(sorted(named)) or 'nothing'}:\n"
+                '    plan.check_valid(4, "fused")'
+            )
+        num_layers, run_type = named["num_layers"], named["run_type"]
         if run_type not in ("infer", "train", "fused"):
             raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
         if num_layers < 1:
@@ -181,22 +191,6 @@ class ModelExecutePlan:
         return plans[0] if len(models) == 1 else plans
 
 
-def _checked_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, Any]:
-    """Return ``num_layers`` and ``run_type`` from the arguments of ``check_valid``."""
-    found = dict(named)
-    for value in given:
-        name = "num_layers" if type(value) is int else "run_type"
-        if name in found:
-            raise PlanError(f'{name} is given twice:\n    plan.check_valid(4, "fused")')
-        found[name] = value
-    if set(found) != {"num_layers", "run_type"}:
-        raise PlanError(
-            f"check_valid takes num_layers and run_type, found {', '.join(sorted(found)) or 'nothing'}:\n"
-            '    plan.check_valid(4, "fused")'
-        )
-    return found["num_layers"], found["run_type"]
-
-
 def _check_number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise PlanError(f"{name} must be a number, found {value!r}.")
@@ -238,14 +232,15 @@ def _check_stages(name: str, stages: Any) -> list[range]:
 
 def _check_order(name: str, stages: Sequence[range], layers: range, *, fused: bool = False) -> None:
     """Raise an error unless the stages, in the order of layers, cover the layers without gap and overlap."""
-    order = [layer for stage in stages for layer in stage]
-    if order == list(layers):
+    is_forward = name == "fwd_plan"
+    found = [layer for stage in stages for layer in stage]
+    if found == list(layers):
         return
-    counts = collections.Counter(order)
+    counts = collections.Counter(found)
     missing = [layer for layer in layers if layer not in counts]
     repeated = [layer for layer, count in counts.items() if count > 1]
     unknown = [layer for layer in counts if layer not in layers]
-    if unknown and fused and name == "fwd_plan":
+    if unknown and fused and is_forward:
         problem = f"repeats layer {unknown[0]}"
     elif unknown:
         problem = f"names layer {unknown[0]}, which the model does not have"
@@ -254,13 +249,8 @@ def _check_order(name: str, stages: Sequence[range], layers: range, *, fused: bo
     elif repeated:
         problem = f"repeats layer {repeated[0]}"
     else:
-        first = next(layer for layer, expected in zip(order, layers, strict=True) if layer != expected)
+        first = next(layer for layer, expected in zip(found, layers, strict=True) if layer != expected)
         problem = f"reorders layer {first}"
-    raise PlanError(_message(name, problem, layers, stages, fused))
-
-
-def _message(name: str, problem: str, layers: range, stages: Sequence[range], fused: bool) -> str:
-    is_forward = name == "fwd_plan"
     written = ", ".join(f"range({s.start}, {s.stop})" for s in (stages if is_forward else stages[::-1]))
     if not layers:
         needed = "must be empty"
@@ -269,4 +259,4 @@ def _message(name: str, problem: str, layers: range, stages: Sequence[range], fu
         needed = f"must contain each of the layers {layers.start} to {layers.stop - 1} once, {order}"
     if fused and is_forward:
         needed += "; the first stage of bwd_plan runs the layers from there on forward and backward"
-    return f"{name} {problem}: it is [{written}], and {needed}."
+    raise PlanError(f"{name} {problem}: it is [{written}], and {needed}.")

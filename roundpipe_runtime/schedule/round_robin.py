@@ -216,7 +216,11 @@ def draw(stages: Sequence[Stage], devices: Sequence[int], num_microbatch: int) -
       5    L  m2     B0 m1
       6    .         B0 m2
     """
-    names = _names(stages)
+    counts = {"forward": 0, "backward": 0, "fused": 0}
+    names = []
+    for stage in stages:
+        names.append("L" if stage.kind == "fused" else f"{stage.kind[0].upper()}{counts[stage.kind]}")
+        counts[stage.kind] += 1
     columns = range(max(devices, default=-1) + 1)
     lines = ["clock  " + "  ".join(f"device {device}" for device in columns)]
     for tick, steps in enumerate(clock_cycles(devices, num_microbatch, stages)):
@@ -224,13 +228,3 @@ def draw(stages: Sequence[Stage], devices: Sequence[int], num_microbatch: int) -
         row = "  ".join(f"{cells.get(device, '.'):<8}" for device in columns)
         lines.append(f"{tick:>3}    {row}".rstrip())
     return "\n".join(lines)
-
-
-def _names(stages: Sequence[Stage]) -> list[str]:
-    counts = {"forward": 0, "backward": 0, "fused": 0}
-    names = []
-    for stage in stages:
-        number = counts[stage.kind]
-        names.append("L" if stage.kind == "fused" else f"{stage.kind[0].upper()}{number}")
-        counts[stage.kind] += 1
-    return names

@@ -146,7 +146,9 @@ def simulate(
         for index, load in enumerate(stages):
             copies = range(load.copies) if load.copy is None else [load.copy]
             for copy, device in zip(copies, deal.assign(len(copies)), strict=True):
-                state.run(index, _of_copy(load, copy), device, range(copy, num_microbatch, load.copies))
+                is_sum = not load.share or copy + 1 == load.copies  # only the last copy downloads summed gradients
+                one = dataclasses.replace(load, copy=copy, download=load.download if is_sum else 0)
+                state.run(index, one, device, range(copy, num_microbatch, load.copies))
         ends.append(max(state.done, default=0.0))
     peak = state.peak_memory()
     if peak > machine.memory:
@@ -205,12 +207,6 @@ def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, nu
             free[device] = now
             device = (device + 1) % num_devices
     return max(free)
-
-
-def _of_copy(load: StageLoad, copy: int) -> StageLoad:
-    """Return the load of one copy of a stage; only the last copy downloads the summed gradients."""
-    is_sum = not load.share or copy + 1 == load.copies
-    return dataclasses.replace(load, copy=copy, download=load.download if is_sum else 0)
 
 
 class _State:

@@ -15,11 +15,11 @@ kind           measure                                     float32, float64    f
 
 1. Different kernels compute in a different order, and each layer adds rounding. 316 model types with random weights
    have smaller differences.
-2. The same kernels run in a different program, such as in a split model: 8 roundings in 32 bits and more. 3. The
-gradients of a parameter that is used several times are added in a different order. 4. The same terms are added in a
-different order and in different groups, such as the losses of parts of a batch. 5. The same kernels run on the same
-numbers in one file. 6. Rows are computed together and in parts: different kernels are used, and each layer amplifies
-their rounding.
+2. The same kernels run in a different program, such as in a split model: 8 roundings in 32 bits and more.
+3. The gradients of a parameter that is used several times are added in a different order.
+4. The same terms are added in a different order and in different groups, such as the losses of parts of a batch.
+5. The same kernels run on the same numbers in one file.
+6. Rows are computed together and in parts: different kernels are used, and each layer amplifies their rounding.
 """
 
 from __future__ import annotations
@@ -119,9 +119,15 @@ def largest_difference(expected: object, found: object) -> float:
     # expected: a leaf; a Python number may be compared with a 0-d tensor of any dtype
     # returns: the largest absolute difference of real and imaginary parts; infinite if only one value is NaN
     if is_text(expected) or is_text(found):
-        return _same_text(expected, found)
+        text, other_text = (getattr(value, "tolist", lambda value=value: value)() for value in (expected, found))
+        if text != other_text:
+            raise ReplayError(f"expected {describe_leaf(expected)}, found {describe_leaf(found)}")
+        return 0.0
     if isinstance(expected, _NUMBERS) and isinstance(found, _NUMBERS):
-        return _apart(expected, found)
+        if expected == found or (expected != expected and found != found):
+            return 0.0
+        difference = float(abs(expected - found))  # exact for integers of any size
+        return math.inf if difference != difference else difference
     if not (_is_data(expected) and _is_data(found)):
         if type(expected) is type(found) and (expected is found or bool(expected == found)):
             return 0.0
@@ -129,7 +135,12 @@ def largest_difference(expected: object, found: object) -> float:
     typed = not isinstance(expected, _NUMBERS)
     one, other = _tensor(expected), _tensor(found)
     if one.is_nested or other.is_nested:
-        return _components_apart(one, other)
+        if one.is_nested is not other.is_nested:
+            raise ReplayError(f"only the {'expected' if one.is_nested else 'found'} tensor is a nested tensor")
+        parts, others = one.unbind(), other.unbind()
+        if len(parts) != len(others):
+            raise ReplayError(f"expected {len(parts)} components, found {len(others)}")
+        return max(map(largest_difference, parts, others), default=0.0)
     if one.shape != other.shape:
         raise ReplayError(f"expected shape {tuple(one.shape)}, found {tuple(other.shape)}")
     if typed and one.dtype != other.dtype:
@@ -173,20 +184,6 @@ def is_text(value: object) -> bool:
     return getattr(getattr(value, "dtype", None), "kind", "") in ("U", "O")
 
 
-def _same_text(expected: object, found: object) -> float:
-    one, other = (getattr(value, "tolist", lambda value=value: value)() for value in (expected, found))
-    if one != other:
-        raise ReplayError(f"expected {describe_leaf(expected)}, found {describe_leaf(found)}")
-    return 0.0
-
-
-def _apart(expected: complex, found: complex) -> float:
-    if expected == found or (expected != expected and found != found):
-        return 0.0
-    difference = float(abs(expected - found))  # exact for integers of any size
-    return math.inf if difference != difference else difference
-
-
 def _is_data(value: object) -> bool:
     return isinstance(value, (torch.Tensor, *_NUMBERS)) or (hasattr(value, "__array__") and hasattr(value, "dtype"))
 
@@ -198,15 +195,6 @@ def _tensor(value: object) -> torch.Tensor:
     if tensor.is_nested or tensor.layout is torch.strided:
         return tensor
     return tensor.to_dense()
-
-
-def _components_apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    if one.is_nested is not other.is_nested:
-        raise ReplayError(f"only the {'expected' if one.is_nested else 'found'} tensor is a nested tensor")
-    parts, others = one.unbind(), other.unbind()
-    if len(parts) != len(others):
-        raise ReplayError(f"expected {len(parts)} components, found {len(others)}")
-    return max(map(largest_difference, parts, others), default=0.0)
 
 
 def _tensors_apart(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -231,7 +219,6 @@ def _tensors_apart(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def describe_leaf(leaf: object) -> str:
-    """Describe a leaf in a message: shape and type of a tensor, else the class."""
     if isinstance(leaf, torch.Tensor):
         return f"a tensor of shape {tuple(leaf.shape)}, {leaf.dtype}"
     return describe_class(leaf)

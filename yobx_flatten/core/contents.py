@@ -22,7 +22,7 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -76,12 +76,8 @@ def _of_a_set(cls: Any) -> _Items:
     return lambda obj: ((f"{{{index}}}", item) for index, item in enumerate(iterate(obj)))
 
 
-def _by_key(obj: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    return ((f"[{format_key(key)}]", value) for key, value in dict.items(obj))
-
-
 _ITEMS: dict[type, _Items] = {
-    dict: _by_key,
+    dict: lambda obj: ((f"[{format_key(key)}]", value) for key, value in dict.items(obj)),
     list: _by_position(list),
     tuple: _by_position(tuple),
     collections.deque: _by_position(collections.deque),
@@ -100,7 +96,6 @@ class Layout(NamedTuple):
     items: _Items | None
 
     def names(self, obj: object) -> list[tuple[str, Any]]:
-        """Return the name and the value of every attribute of an instance."""
         found: list[tuple[str, Any]] = []
         for name, read in self.slots:
             try:
@@ -113,7 +108,10 @@ class Layout(NamedTuple):
 
     def children(self, obj: object) -> list[tuple[str, Any]]:
         """Return the attributes and items of an instance, each as the Python code that reads it, and the object."""
-        found = [(_format_attribute(name), value) for name, value in self.names(obj)]
+        found = [
+            (f".{name}" if type(name) is str and name.isidentifier() else f".__dict__[{format_key(name)}]", value)
+            for name, value in self.names(obj)
+        ]
         return found if self.items is None else [*found, *self.items(obj)]
 
 
@@ -127,7 +125,6 @@ class Layouts:
         )
 
     def __call__(self, cls: type) -> Layout:
-        """Return the layout of a class."""
         found = self._by_id.get(id(cls))
         if found is None:
             found = self._by_id[id(cls)] = self._work_out(cls)
@@ -177,10 +174,6 @@ def is_known_base(cls: type, names: Iterable[str]) -> bool:
     return any(str(MODULE_OF(base)).partition(".")[0] in names for base in _mro(cls))
 
 
-def _format_attribute(name: object) -> str:
-    return f".{name}" if type(name) is str and name.isidentifier() else f".__dict__[{format_key(name)}]"
-
-
 def _loaded(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
@@ -220,7 +213,7 @@ def reader_of(kind: type) -> Reader | None:
         return lambda one: None
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and issubclass(kind, numpy.ndarray):
-        return _bits_of_array
+        return lambda one: None if one.dtype.hasobject else zlib.crc32(one.tobytes())
     is_of_numpy = numpy is not None and issubclass(kind, (numpy.random.Generator, numpy.random.RandomState))
     return _numpy_state if is_of_numpy else None
 
@@ -247,10 +240,6 @@ def mark_with_bits(tensor: torch.Tensor) -> object:
 
     # a fake tensor, or a layout without memory, has no values
     return *mark_of_tensor(tensor), result_or(read, lambda error: None)
-
-
-def _bits_of_array(array: Any) -> object:
-    return None if array.dtype.hasobject else zlib.crc32(array.tobytes())
 
 
 def _numpy_state(generator: Any) -> object:

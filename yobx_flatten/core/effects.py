@@ -63,7 +63,6 @@ class Effects(dict[str, Effect]):
         self.objects: dict[str, tuple[Any, Any]] = {}
 
     def note(self, path: str, effect: Effect, before: object, after: object) -> None:
-        """Add an effect at a key path, unless the path already has an effect."""
         if path not in self:
             self[path] = effect
             self.objects[path] = before, after
@@ -97,7 +96,6 @@ class Snapshot:
         return found
 
     def changes(self) -> Effects:
-        """Compare the objects with the snapshot, and return the changes."""
         found = Effects()
         for holder in self._holders:
             holder.compare(found)
@@ -106,7 +104,6 @@ class Snapshot:
         return found
 
     def restore(self) -> None:
-        """Restore the entries of all containers in the snapshot, and all copied values."""
         for holder in self._holders:
             holder.restore()
         for content in self._contents:
@@ -203,13 +200,14 @@ class _Walk:
         return None if reader is None else _Content(path, obj, reader)
 
     def _visit_object(self, path: str, obj: Any, layout: Layout) -> None:
-        if _is_pipeline(type(obj)) or isinstance(obj, torch.optim.Optimizer):
-            return
-        if layout.is_closed:
+        kind = type(obj)
+        # the parts of a pipeline are not entered: a pipeline itself undoes the changes of its runs
+        is_part = kind.__module__.startswith("roundpipe_runtime.") and not issubclass(kind, torch.nn.Module)
+        if is_part or isinstance(obj, torch.optim.Optimizer) or layout.is_closed:
             return
         if layout.attributes is not None:
             held = layout.attributes(obj)
-            if issubclass(type(obj), torch.nn.Module):
+            if issubclass(kind, torch.nn.Module):
                 # a parameter has the path `model.weight`, not `model._parameters['weight']`
                 children = [held[name] for name in ("_parameters", "_buffers", "_modules") if name in held]
                 self._seen.update(map(id, children))
@@ -220,13 +218,13 @@ class _Walk:
         if layout.slots:
             self._hold(path, obj, _Slots(layout.slots))
         if layout.items is not None:
-            way = next((way for base, way in _BUILT_IN.items() if issubclass(type(obj), base)), None)
+            way = next((way for base, way in _BUILT_IN.items() if issubclass(kind, base)), None)
             if way is not None:
                 self._hold(path, obj, way)
             elif len(obj) <= _MANY_ITEMS:  # a tuple or a frozenset, which cannot change
                 self._waiting += [(path + key, value) for key, value in layout.items(obj)]
-        if _is_own_code(type(obj).__module__):
-            self._waiting.append((type(obj).__qualname__, type(obj)))
+        if _is_own_code(kind.__module__):
+            self._waiting.append((kind.__qualname__, kind))
 
     def _visit_function(self, path: str, function: types.FunctionType) -> None:
         code = function.__code__
@@ -271,11 +269,6 @@ class _AttributeWalk(_Walk):
 _WITH_OWN_STATE = frozenset({"torch", "transformers", "roundpipe_runtime", "yobx_flatten", *sys.stdlib_module_names})
 _NOT_ATTRIBUTES = (torch.nn.Module, torch.nn.Parameter, type, types.FunctionType, types.MethodType)
 _VALUES = (dict, list, set, tuple, collections.deque, torch.Tensor)
-
-
-def _is_pipeline(kind: type) -> bool:
-    """Return whether an object is a part of a pipeline; a pipeline itself undoes the changes of its runs."""
-    return kind.__module__.startswith("roundpipe_runtime.") and not issubclass(kind, torch.nn.Module)
 
 
 def _is_own_code(module: object) -> bool:

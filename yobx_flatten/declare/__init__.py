@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .decorators import (
+from .listing import FlatteningRow, flattening_list
+from .nodes import (
+    mirror,
     pytree_dataclass,
     register,
     register_pytree_node,
@@ -11,8 +13,6 @@ from .decorators import (
     register_pytree_with_keys_class,
     static_field,
 )
-from .listing import FlatteningRow, flattening_list
-from .mirroring import mirror
 from .scopes import (
     Undo,
     make_flattening_function_for_dataclass,

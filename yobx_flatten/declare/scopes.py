@@ -97,20 +97,16 @@ def register_class_flattening(
         recipe = dataclasses.replace(recipe, axes={key: dict(meaning) for key, meaning in axes.items()}.get)
     libraries = REGISTRY.libraries(backends, "register_class_flattening")
     with verbosity(verbose):
-        is_new = _claimed(recipe, libraries, f_check)
+        if f_check is not None:
+            require_callable(cls, "f_check", f_check, 0)
+        claim = REGISTRY.claim_for_user(recipe, libraries)
+        if claim is not None and f_check is not None:
+            with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also after Ctrl-C during the check
+                _run_check(recipe, f_check)
+        is_new = claim is not None
         level, text = (logging.INFO, "registered %s") if is_new else (logging.DEBUG, "%s is registered already")
         say(level, text, describe_class(cls))
     return is_new
-
-
-def _claimed(recipe: Recipe, libraries: tuple[str, ...], f_check: Callable[[], Any] | None) -> bool:
-    if f_check is not None:
-        require_callable(recipe.cls, "f_check", f_check, 0)
-    claim = REGISTRY.claim_for_user(recipe, libraries)
-    if claim is not None and f_check is not None:
-        with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also after Ctrl-C during the check
-            _run_check(recipe, f_check)
-    return claim is not None
 
 
 def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
@@ -221,7 +217,7 @@ def register_cache_flattening(
 
     Args:
         patch_transformers: whether to register every cache class of transformers and of its models, also of those
-            imported later, and to let a trace serve inputs of all lengths (see :mod:`.support`). The ``ModelOutput``
+            imported later, and to let a trace serve inputs of all lengths. The ``ModelOutput``
             family keeps the registration that transformers makes. ``False`` by default.
         patch_diffusers: whether to register the output classes of the diffusers models and pipelines, also of those
             imported later. ``False`` by default.
@@ -264,12 +260,17 @@ def _put_in_force(undo: Undo, patch_transformers: bool, patch_diffusers: bool, v
         if patch_transformers:
             for cls, recipe in transformers_recipes().items():
                 undo._add(cls, recipe)
-            undo._add_imports(_is_model_module, transformers_recipes_of_module)
+            undo._add_imports(
+                lambda name: name.startswith("transformers.models.") and name.count(".") == 3,
+                transformers_recipes_of_module,
+            )
             undo._add_hook(TRANSFORMERS_TRACING)
         if patch_diffusers:
             for recipe in diffusers_recipes():
                 undo._add(recipe.cls, recipe)
-            undo._add_imports(_is_diffusers_module, lambda module: diffusers_recipes(module.__name__))
+            undo._add_imports(
+                lambda name: name.startswith("diffusers."), lambda module: diffusers_recipes(module.__name__)
+            )
             undo._add_hook(DIFFUSERS)
         undo._add_hook(None)
         names = ", ".join(cls.__name__ for cls, done in undo.items() if done)
@@ -398,11 +399,3 @@ def _run_check(recipe: Recipe, f_check: Callable[[], Any]) -> None:
     if sample is False:
         raise RoundTripError(f"f_check of {recipe.cls.__qualname__} returned False. Return an instance to check.")
     check_round_trip(recipe, sample)
-
-
-def _is_diffusers_module(name: str) -> bool:
-    return name.startswith("diffusers.")
-
-
-def _is_model_module(name: str) -> bool:
-    return name.startswith("transformers.models.") and name.count(".") == 3

@@ -18,7 +18,7 @@ from ..errors import InvalidArgumentError, ReplayError, describe_class
 from ..errors.tried_versions import without_cause
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree, Static
-from ..recipe.mappings import is_mapping_like
+from ..recipe.fields import is_mapping_like
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

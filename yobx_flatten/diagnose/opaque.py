@@ -27,8 +27,7 @@ from ..private_names.of_torch import get_node_type, pytree
 from ..recipe.aliases import PyTree
 from ..recipe.attributes import builtin_base
 from ..recipe.contract import is_constant_class
-from ..recipe.fields import functions_of
-from ..recipe.mappings import is_mapping
+from ..recipe.fields import functions_of, is_mapping
 from ..registry.claims import REGISTRY
 from ..trees.walk import class_name, torch_leaves
 

@@ -41,8 +41,7 @@ from ..errors import describe_class
 from ..private_names.of_torch import MappingKey, pytree
 from ..recipe.aliases import ModelOutput
 from ..recipe.contract import Recipe
-from ..recipe.fields import functions_of
-from ..recipe.mappings import is_mapping_like
+from ..recipe.fields import functions_of, is_mapping_like
 
 REMEDY = "with register_flattening_functions(patch_transformers=True): ..."
 """The line of code that registers the transformers classes."""

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import GetAttrKey, KeyEntry, MappingKey, SequenceKey, is_namedtuple_class
 
-from .lookup import Private, lookup_in
+from . import Private, lookup_in
 
 if TYPE_CHECKING:
     from torch._C import DispatchKey
@@ -136,7 +136,6 @@ def cached_parametrizations() -> dict[tuple[int, str], torch.Tensor]:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set a tensor's version counter, if torch has a function for it."""
     setter = getattr(torch._C._autograd, "_unsafe_set_version_counter", None)
     if setter is not None:
         setter((tensor,), (version,))
@@ -146,7 +145,6 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 
 
 def operator_names() -> list[str]:
-    """Return the names of all operators of torch."""
     return list(torch._C._dispatch_get_all_op_names())
 
 
@@ -177,7 +175,6 @@ def backend_options(device: torch.device) -> Any:
 
 
 def aot_compile(*args: Any, **kwargs: Any) -> Any:
-    """Compile an exported program to a package with ``torch._inductor.aoti_compile_and_package``."""
     return importlib.import_module("torch._inductor").aoti_compile_and_package(*args, **kwargs)
 
 
@@ -187,7 +184,6 @@ def cpp_kernels() -> type | None:
 
 
 def aot_load(path: str) -> Any:
-    """Load an AOTInductor package with ``torch._inductor.aoti_load_package``."""
     return importlib.import_module("torch._inductor").aoti_load_package(path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .lookup import Private, lookup_in
+from . import Private, lookup_in
 
 if TYPE_CHECKING:  # transformers counts as untyped
     export_patches: Any

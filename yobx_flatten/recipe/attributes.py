@@ -82,27 +82,21 @@ def functions_from_fields(
     require_content(cls, "functions_from_fields")
     names, static_names = names_of(names), names_of(static_names)
     _check_names(cls, names + static_names)
-    content = _Content(cls, names, static_names, names_in_static)
-    return name_functions(cls, FlattenFunctions(*_flattening(content), _unflattening(content)))
+    flatten, flatten_with_keys = _flattening(cls, names, static_names, names_in_static)
+    unflatten = _unflattening(cls, names, static_names, names_in_static)
+    return name_functions(cls, FlattenFunctions(flatten, flatten_with_keys, unflatten))
 
 
-class _Content:
-    """The places where the instances of a class store children and static data."""
-
-    def __init__(self, cls: type, names: list[str], static_names: list[str], names_in_static: bool) -> None:
-        self.cls, self.names, self.static_names, self.names_in_static = cls, names, static_names, names_in_static
-        self.builtin: Any = builtin_base(cls)
-        self.has_keys, self.has_items = issubclass(self.builtin, dict), self.builtin in _CONTAINERS
-
-
-def _flattening(content: _Content) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    cls, names, builtin, has_keys = content.cls, content.names, content.builtin, content.has_keys
-    has_items, names_in_static = content.has_items, content.names_in_static
+def _flattening(
+    cls: type, names: list[str], static_names: list[str], names_in_static: bool
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    builtin: Any = builtin_base(cls)
+    has_keys, has_items = issubclass(builtin, dict), builtin in _CONTAINERS
     # dynamo traces the iteration of a container, but not a call of `list.__iter__`
     iterates = has_items and getattr(cls, "__iter__", None) is builtin.__iter__
     keys = [GetAttrKey(name) for name in names]
-    places = [(name, f"{cls.__qualname__}.{name}") for name in content.static_names]
-    check_undeclared = undeclared_check(cls, [*names, *content.static_names])
+    places = [(name, f"{cls.__qualname__}.{name}") for name in static_names]
+    check_undeclared = undeclared_check(cls, [*names, *static_names])
 
     def parts_of(obj: Any) -> tuple[list[Any], Static]:
         children = [getattr(obj, name) for name in names]
@@ -122,7 +116,7 @@ def _flattening(content: _Content) -> tuple[Callable[..., Any], Callable[..., An
         try:
             return parts_of(obj)
         except AttributeError as error:
-            raise _unset(content, obj, error) from error
+            raise _unset(cls, names, static_names, obj, error) from error
 
     def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Static]:
         children, static = flatten(obj)
@@ -134,9 +128,9 @@ def _flattening(content: _Content) -> tuple[Callable[..., Any], Callable[..., An
     return flatten, flatten_with_keys
 
 
-def _unflattening(content: _Content) -> Callable[..., Any]:
-    cls, names, static_names, builtin = content.cls, content.names, content.static_names, content.builtin
-    has_keys, has_items, names_in_static = content.has_keys, content.has_items, content.names_in_static
+def _unflattening(cls: type, names: list[str], static_names: list[str], names_in_static: bool) -> Callable[..., Any]:
+    builtin: Any = builtin_base(cls)
+    has_keys, has_items = issubclass(builtin, dict), builtin in _CONTAINERS
     extends = getattr(cls, "extend", None) is list.extend
 
     def unflatten(children: Iterable[Any], static: Any, output_type: type | None = None) -> Any:
@@ -163,7 +157,6 @@ def _unflattening(content: _Content) -> Callable[..., Any]:
 
 
 def name_functions(cls: type, functions: FlattenFunctions) -> FlattenFunctions:
-    """Set the names of the three functions to ``flatten_<class>`` and so on, and return the functions."""
     for prefix, function in zip(("flatten", "flatten_with_keys", "unflatten"), functions, strict=True):
         function.__name__ = function.__qualname__ = f"{prefix}_{snake_case(cls.__name__)}"
         function.__doc__ = f"{prefix} for {cls.__qualname__}"
@@ -216,12 +209,11 @@ def require_content(cls: type, caller: str) -> None:
         )
 
 
-def _unset(content: _Content, obj: object, error: AttributeError) -> UnsetFieldError:
-    cls, static = content.cls, content.static_names
+def _unset(cls: type, names: list[str], static: list[str], obj: object, error: AttributeError) -> UnsetFieldError:
     name = error.name if error.obj is obj else None
-    if name not in (*content.names, *static):  # raised by the code of a property
+    if name not in (*names, *static):  # raised by the code of a property
         return UnsetFieldError(f"{cls.__qualname__} cannot be flattened: {error}")
-    found = [one for one in (*content.names, *held_attributes(obj)) if one != name and one not in static]
+    found = [one for one in (*names, *held_attributes(obj)) if one != name and one not in static]
     more = f", static={[one for one in static if one != name]}" if static else ""
     return UnsetFieldError(
         f"{cls.__qualname__}.{name} was never set, but is registered as a child or as static data. Set the attribute "
@@ -231,7 +223,6 @@ def _unset(content: _Content, obj: object, error: AttributeError) -> UnsetFieldE
 
 
 def names_of(names: str | Iterable[str]) -> list[str]:
-    """Return attribute names as a list; a string is one name."""
     return [names] if isinstance(names, str) else list(names)
 
 

@@ -61,7 +61,6 @@ class Recipe:
         *,
         remedy: str | None = None,
     ) -> Recipe:
-        """Check a user's flatten and unflatten functions, and return a ``Recipe`` with these functions."""
         require_class(target)
         require_callable(target, "f_flatten", flatten, 1)
         require_callable(target, "f_unflatten", unflatten, 2)
@@ -80,9 +79,12 @@ class Recipe:
         )
 
     def same_functions(self, other: Recipe) -> bool:
-        """Return whether both ``Recipe`` objects have the same flatten, keyed flatten and unflatten functions."""
         mine, theirs = (self.flatten, self.unflatten, _given(self)), (other.flatten, other.unflatten, _given(other))
-        return all(map(_same_function, mine, theirs))
+        # not always `==`: the registry calls this under its lock, and a callable object can define `__eq__`
+        return all(
+            one is other or (isinstance(one, types.MethodType) and one == other)
+            for one, other in zip(mine, theirs, strict=True)
+        )
 
     @property
     def has_keys(self) -> bool:
@@ -91,7 +93,6 @@ class Recipe:
 
 
 def require_class(target: object, function: str = "register_class_flattening") -> None:
-    """Raise an error if ``target`` is not a class."""
     if isinstance(target, type):
         return
     is_builtin = type(target).__module__ in ("builtins", "types", "typing")
@@ -142,7 +143,6 @@ def require_callable(
     caller: str = "register_class_flattening",
     needed: str | None = None,
 ) -> None:
-    """Raise an error if ``function`` cannot be called with ``arity`` positional arguments."""
     needed = needed or ("()", "(obj)", "(children, static)")[arity]
     if not callable(function):
         raise InvalidRegistrationError(
@@ -164,11 +164,6 @@ def require_callable(
         ) from None
 
 
-def _same_function(one: object, other: object) -> bool:
-    # not always `==`: the registry calls this under its lock, and a callable object can define `__eq__`
-    return one is other or (isinstance(one, types.MethodType) and one == other)
-
-
 def _given(recipe: Recipe) -> FlattenWithKeys | None:
     # `None` if the author gave no keyed function
     function = recipe.flatten_with_keys
@@ -176,8 +171,6 @@ def _given(recipe: Recipe) -> FlattenWithKeys | None:
 
 
 def with_positions(flatten: Flatten) -> FlattenWithKeys:
-    """Make a keyed flatten function whose keys are the positions of the children."""
-
     def flatten_with_positions(obj: object) -> tuple[list[tuple[KeyEntry, Any]], Any]:
         children, static = flatten(obj)
         return [(SequenceKey(i), child) for i, child in enumerate(children)], static
@@ -229,7 +222,15 @@ def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], No
     more_slots = set(slots_of(cls)) - set(declared)
     if cls.__dictoffset__ == 0 and not more_slots:
         return None
-    undeclared = _checking(cls, frozenset(declared))
+    known = frozenset(declared)
+
+    def undeclared(obj: object) -> None:
+        held = held_attributes(obj)
+        lost = [name for name, value in held.items() if name not in known and not is_derived(cls, name, value)]
+        if lost := [name for name in lost if not _is_behind(cls, known, obj, name)]:
+            present = sorted(name for name in known if name in held or hasattr(cls, name))
+            raise lost_attribute(cls, lost[-1], [*present, *lost[:-1]])
+
     if more_slots:
         return undeclared
     of_class = [inspect.getattr_static(cls, name, UNSET) for name in declared]
@@ -243,17 +244,6 @@ def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], No
             undeclared(obj)
 
     return check
-
-
-def _checking(cls: type, declared: frozenset[str]) -> Callable[[Any], None]:
-    def undeclared(obj: object) -> None:
-        held = held_attributes(obj)
-        lost = [name for name, value in held.items() if name not in declared and not is_derived(cls, name, value)]
-        if lost := [name for name in lost if not _is_behind(cls, declared, obj, name)]:
-            present = sorted(name for name in declared if name in held or hasattr(cls, name))
-            raise lost_attribute(cls, lost[-1], [*present, *lost[:-1]])
-
-    return undeclared
 
 
 def _is_behind(cls: type, declared: frozenset[str], obj: object, name: str) -> bool:
@@ -272,7 +262,6 @@ def _is_data_descriptor(found: object) -> bool:
 
 
 def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[str]) -> RoundTripError:
-    """Return the error for an attribute that flattening would lose, because no child and no static data contains it."""
     return RoundTripError(
         f"{cls.__qualname__}: an instance has the attribute {name!r}, which is not declared for {describe_class(cls)} "
         "and would be lost. Declare it as a field, or name it (static data in static=[...]):\n"

@@ -19,16 +19,18 @@ None of these libraries is imported: a class is recognized by its attributes.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
 
-from ..errors import InvalidRegistrationError, describe_class
+from ..errors import InvalidRegistrationError, RoundTripError, describe_class
 from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceKey
 from .aliases import Static
-from .attributes import checked, functions_from_fields, name_functions, require_content
+from .attributes import builtin_base, checked, functions_from_fields, name_functions, require_content
 from .contract import (
     Flatten,
     FlattenFunctions,
@@ -42,7 +44,6 @@ from .contract import (
     slots_of,
     with_positions,
 )
-from .mappings import is_mapping, mapping_functions
 
 JaxFlatten = Callable[[Any], tuple[Iterable[Any], Any]]
 JaxFlattenWithKeys = Callable[[Any], tuple[Iterable[tuple[Any, Any]], Any]]
@@ -68,7 +69,6 @@ def functions_of(cls: type, caller: str = "make_flattening_function_for_dataclas
 
 
 def recipe_of(cls: type) -> Recipe:
-    """Make a ``Recipe`` for a class that declares its fields, such as a dataclass, with :func:`functions_of`."""
     flatten, flatten_with_keys, unflatten = functions_of(cls)
     return Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys)
 
@@ -84,13 +84,9 @@ def _by_metadata(cls: type, fields: Iterable[Any]) -> FlattenFunctions:
     return functions_from_fields(cls, [name for name in metadata if name not in static_names], static_names)
 
 
-def _dataclass_functions(cls: type) -> FlattenFunctions:
-    return _by_metadata(cls, dataclasses.fields(cls))
-
-
-def _attrs_functions(cls: type) -> FlattenFunctions:
+def _attrs_functions(cls: Any) -> FlattenFunctions:
     # by attribute name (`_x`), not by the name of the constructor's parameter (`x`): no constructor is called
-    return _by_metadata(cls, cls.__attrs_attrs__)  # type: ignore[attr-defined] # attrs writes it
+    return _by_metadata(cls, cls.__attrs_attrs__)
 
 
 def _is_written_for_jax(cls: type) -> bool:
@@ -146,7 +142,9 @@ def _pydantic_functions(cls: Any) -> FlattenFunctions:
     def flatten(obj: Any) -> tuple[list[Any], Any]:
         state = obj.__dict__
         if len(state) != count:
-            _check_state(cls, state, extras)
+            for name, value in state.items():
+                if name not in extras and not is_derived(cls, name, value):
+                    raise lost_attribute(cls, name, extras)
         extra = None if is_root else obj.__pydantic_extra__
         private = None if is_root else obj.__pydantic_private__
         static = {
@@ -178,18 +176,169 @@ def _pydantic_functions(cls: Any) -> FlattenFunctions:
     return FlattenFunctions(flatten, flatten_with_keys, unflatten)
 
 
-def _check_state(cls: type, state: Mapping[str, Any], declared: Collection[str]) -> None:
-    for name, value in state.items():
-        if name not in declared and not is_derived(cls, name, value):
-            raise lost_attribute(cls, name, declared)
-
-
 def _has_only_slots(cls: type) -> bool:
     return cls.__dictoffset__ == 0 and cls.__itemsize__ == 0 and bool(slots_of(cls))
 
 
-def _slots_functions(cls: type) -> FlattenFunctions:
-    return functions_from_fields(cls, slots_of(cls))
+# -- mappings ----------------------------------------------------------------------------------------------------------
+#
+# The constructor rebuilds an instance. So content outside of the items is refused, and the items that the constructor
+# makes are compared with the given items:
+#
+#     class Config(dict):                     config.scale = tensor     flatten raises: the attribute is not an item
+#         def __init__(self, name):           Config(items)             unflatten raises: its items are {"name": items}
+#             super().__init__(name=name)
+
+
+def is_mapping_like(cls: type) -> bool:
+    return all(callable(getattr(cls, name, None)) for name in ("keys", "values"))
+
+
+def is_mapping(cls: type) -> bool:
+    """Return whether a class is a mapping that stores everything as items, including fields if it is a dataclass.
+
+    A dataclass of chex has the methods of a mapping, and a dataclass that derives from ``dict`` may not store its
+    fields as items; such classes are described by their fields. A ``ModelOutput`` copies its fields into items.
+    """
+    if not is_mapping_like(cls):
+        return False
+    written = [value for base in _written(cls) for value in vars(base).values()]
+    if issubclass(cls, dict) and any(type(value) is MemberDescriptorType for value in written):  # it has slots
+        return False
+    if not dataclasses.is_dataclass(cls):
+        return True
+    return issubclass(cls, dict) and any(name in vars(base) for base in _written(cls) for name in _KEEPS_ITEMS)
+
+
+def mapping_functions(cls: type) -> FlattenFunctions:
+    check_items = _check_of(cls)
+    rebuild = _rebuilding(cls)
+
+    def flatten(obj: Mapping[Any, Any]) -> tuple[list[Any], list[Any]]:
+        check_items(obj)
+        return list(obj.values()), list(obj.keys())
+
+    def flatten_with_keys(obj: Mapping[Any, Any]) -> tuple[list[tuple[Any, Any]], list[Any]]:
+        children, keys = flatten(obj)
+        return [(MappingKey(k), child) for k, child in zip(keys, children, strict=True)], keys
+
+    def unflatten(children: Iterable[Any], keys: list[Any], output_type: type | None = None) -> Any:
+        return rebuild(dict(zip(keys, children, strict=True)))
+
+    return FlattenFunctions(flatten, flatten_with_keys, unflatten)
+
+
+_KEEPS_ITEMS = ("__post_init__", "__setitem__")
+
+
+def _written(cls: type) -> list[type]:
+    """Return a class and its bases that are written in Python."""
+    return list(cls.__mro__[: cls.__mro__.index(builtin_base(cls))])
+
+
+# -- content outside items --------------------------------------------------------------------------------------------
+
+
+def _check_of(cls: type) -> Callable[[Any], None]:
+    if dataclasses.is_dataclass(cls):
+        return _check_of_fields(cls)
+    if not cls.__dictoffset__:
+        return lambda obj: None
+    return _check_attributes if issubclass(cls, (dict, collections.UserDict)) else _check_of_constructor(cls)
+
+
+def _check_of_fields(cls: type) -> Callable[[Any], None]:
+    names = [field.name for field in dataclasses.fields(cls)]
+    known = frozenset(names)
+
+    def check_items(obj: Any) -> None:
+        for name in names:
+            value = getattr(obj, name, None)  # a field without an item must be None
+            if value is not dict.get(obj, name):
+                raise _not_an_item(obj, name, [name])
+        if not vars(obj).keys() <= known:
+            _check_attributes(obj)
+
+    return check_items
+
+
+def _check_attributes(obj: Any) -> None:
+    held = obj.__dict__
+    if not held or held is obj:
+        return
+    is_dict = isinstance(obj, dict)
+    more = [
+        name
+        for name, value in held.items()
+        if not (is_dict and dict.get(obj, name, obj) is value)
+        and not (name == "data" and not is_dict)
+        and not is_derived(type(obj), name, value)
+    ]
+    if more:
+        raise _not_an_item(obj, more[0], more)
+
+
+def _check_of_constructor(cls: type) -> Callable[[Any], None]:
+    """Return a check that the constructor sets all attributes; any other attribute would be lost."""
+    rebuild, known = _rebuilding(cls), set[str]()
+
+    def check_items(obj: Any) -> None:
+        if obj.__dict__.keys() <= known:
+            return
+        known.update(rebuild(dict(zip(obj.keys(), obj.values(), strict=True))).__dict__)
+        more = [name for name, value in obj.__dict__.items() if not (name in known or is_derived(cls, name, value))]
+        if more:
+            raise _not_an_item(obj, more[0], more)
+
+    return check_items
+
+
+def _not_an_item(obj: object, name: str, names: list[str]) -> RoundTripError:
+    cls = type(obj)
+    if isinstance(obj, dict):
+        line = f"register({cls.__qualname__}, children={names})"
+    else:
+        line = f"register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
+    return RoundTripError(
+        f"{cls.__qualname__}: its attribute {name!r} would be lost: only items are exported. Store the value as an "
+        f"item, or register the class (static data in static=[...]):\n    {line}"
+    )
+
+
+# -- unflattened ----------------------------------------------------------------------------------------------------
+
+
+def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
+    make: Callable[..., Any] = cls
+    if dataclasses.is_dataclass(cls):
+        # the value of a field without an item is None, not its default
+        absent = {field.name: None for field in dataclasses.fields(cls) if field.init and field.default is not None}
+        return lambda items: make(**{**absent, **items})
+    if not issubclass(cls, dict):
+        return lambda items: make(**items)
+    base: Any = builtin_base(cls)
+    if not any(name in vars(written) for written in _written(cls) for name in ("__init__", "__new__")):
+        return make  # `make(**items)` would accept only names as keys
+
+    def rebuild(items: Mapping[Any, Any]) -> Any:
+        obj = make(items)
+        found = dict(base.items(obj))
+        # some constructors convert nested containers to their own class
+        pairs = zip(found.values(), items.values(), strict=False)
+        is_kept = all(one is given or isinstance(given, (dict, list, tuple)) for one, given in pairs)
+        if list(found) != list(items) or not is_kept:
+            raise RoundTripError(
+                f"{cls.__qualname__}: its constructor changes the items: {_format_items(found)} instead of "
+                f"{_format_items(items)}. To rebuild it without its constructor:\n"
+                f"    register({cls.__qualname__}, children=[])"
+            )
+        return obj
+
+    return rebuild
+
+
+def _format_items(items: Mapping[Any, Any]) -> str:
+    return f"{{{', '.join(f'{key!r}: {type(value).__name__}' for key, value in items.items())}}}"
 
 
 # The first matching row is used: the author's own methods come before generated ones.
@@ -198,8 +347,8 @@ _READERS: tuple[tuple[Callable[[type], bool], Callable[[type], FlattenFunctions]
     (_is_written_for_jax, _jax_functions),
     (lambda cls: hasattr(cls, "__attrs_attrs__"), _attrs_functions),
     (is_mapping, mapping_functions),
-    (dataclasses.is_dataclass, _dataclass_functions),
-    (_has_only_slots, _slots_functions),
+    (dataclasses.is_dataclass, lambda cls: _by_metadata(cls, dataclasses.fields(cls))),
+    (_has_only_slots, lambda cls: functions_from_fields(cls, slots_of(cls))),
 )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,12 +11,10 @@ import torch
 from ..errors import RoundTripError, StaticDataError, describe_class
 from ..errors.failures import raised_as, result_or
 from ..private_names.of_torch import TorchDispatchMode, get_node_type, pop_mode, push_mode, pytree
-from .aliases import Static
 from .contract import UNSET, Recipe, hashable, held_attributes, is_derived
 
 
 def check_round_trip(recipe: Recipe, sample: object) -> None:
-    """Raise an error if a sample, flattened and unflattened with the recipe's functions, differs."""
     name = recipe.cls.__qualname__
     if type(sample) is not recipe.cls:
         raise RoundTripError(f"f_check of {name} returned a {type(sample).__qualname__}; return an instance of {name}.")
@@ -30,12 +27,20 @@ def check_round_trip(recipe: Recipe, sample: object) -> None:
 
 def _check_no_tensors_in_static(recipe: Recipe, sample: object) -> None:
     _, static = _flatten(recipe, sample)
-    for found in _tensors_in(static):
-        raise RoundTripError(
-            f"{recipe.cls.__qualname__}: its tree spec cannot be stored in a saved program: Static data holds "
-            f"{describe_class(found)}, which cannot be stored with a tree spec. If the value changes between calls, "
-            "return it among the children. Otherwise store a name or numbers instead."
-        )
+    numpy = sys.modules.get("numpy")
+    arrays = (torch.Tensor,) if numpy is None else (torch.Tensor, numpy.ndarray)
+    left, seen = [static], set()
+    while left:
+        value = left.pop()
+        if isinstance(value, arrays):
+            raise RoundTripError(
+                f"{recipe.cls.__qualname__}: its tree spec cannot be stored in a saved program: Static data holds "
+                f"{describe_class(value)}, which cannot be stored with a tree spec. If the value changes between "
+                "calls, return it among the children. Otherwise store a name or numbers instead."
+            )
+        if isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
+            seen.add(id(value))
+            left += [*value, *value.values()] if isinstance(value, dict) else value
 
 
 def _check_keys(recipe: Recipe, sample: object) -> None:
@@ -76,11 +81,15 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
             f"{name}: the rebuilt object has a different static part than the original.\n  original: {static!r}\n  "
             f"rebuilt:  {static_again!r}"
         )
-    for attribute in _lost_attributes(sample, rebuilt):
-        raise RoundTripError(
-            f"{name}: attribute {attribute!r} is not restored, because it is neither a child nor static data. Declare "
-            f"the attribute as a field, or name it:\n    register({name}, children=[..., {attribute!r}])"
-        )
+    after = held_attributes(rebuilt)
+    for attribute, value in held_attributes(sample).items():
+        found = after.get(attribute, UNSET if value is not None else None)
+        is_computed_again = found is UNSET and is_derived(cls, attribute, value)
+        if not is_computed_again and not _unchanged(value, found, set()):
+            raise RoundTripError(
+                f"{name}: attribute {attribute!r} is not restored, because it is neither a child nor static data. "
+                f"Declare the attribute as a field, or name it:\n    register({name}, children=[..., {attribute!r}])"
+            )
 
 
 def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
@@ -89,11 +98,17 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
     See https://github.com/pytorch/pytorch/issues/179555: ``run_decompositions`` does not find that constant.
     """
     children, static = _flatten(recipe, sample)
-    with _recorded() as operators:
+    recorder = _OperatorLog()
+    # `with recorder:` also sets a flag of the process, which stays set if two threads do so at the same time
+    # (torch.utils._python_dispatch, torch 2.13)
+    push_mode(recorder)
+    try:
         recipe.unflatten(list(children), static)
-    if operators:
+    finally:
+        pop_mode()
+    if recorder.operators:
         raise RoundTripError(
-            f"{recipe.cls.__qualname__}: f_unflatten calls {', '.join(operators)}. A tensor created "
+            f"{recipe.cls.__qualname__}: f_unflatten calls {', '.join(recorder.operators)}. A tensor created "
             "in f_unflatten becomes a constant of the program. Return the tensor as a child, or create it in the model."
         )
 
@@ -101,7 +116,7 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
 def _check_placeholders(recipe: Recipe, sample: object) -> None:
     """Refuse an unflatten function that reads its leaves: torch.export passes shapes, and JAX placeholders."""
     children, static = _flatten(recipe, sample)
-    placeholders = [object() if _is_leaf(child) else child for child in children]
+    placeholders = [child if get_node_type(child) in pytree.SUPPORTED_NODES else object() for child in children]
 
     def failure(error: Exception) -> RoundTripError:
         return RoundTripError(
@@ -169,28 +184,6 @@ def _pair(name: str, function: str, result: object) -> tuple[list[Any], Any]:
     )
 
 
-def _tensors_in(static: Static) -> Iterator[Any]:
-    numpy = sys.modules.get("numpy")
-    arrays = (torch.Tensor,) if numpy is None else (torch.Tensor, numpy.ndarray)
-    left, seen = [static], set()
-    while left:
-        value = left.pop()
-        if isinstance(value, arrays):
-            yield value
-        elif isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
-            seen.add(id(value))
-            left += [*value, *value.values()] if isinstance(value, dict) else value
-
-
-def _lost_attributes(sample: object, rebuilt: object) -> Iterator[str]:
-    """Yield the names of attributes that are lost or changed, except cached values that are recomputed."""
-    after = held_attributes(rebuilt)
-    for name, value in held_attributes(sample).items():
-        found = after.get(name, UNSET if value is not None else None)
-        if not (found is UNSET and is_derived(type(sample), name, value)) and not _unchanged(value, found, set()):
-            yield name
-
-
 def _unchanged(before: Any, after: Any, seen: set[int]) -> bool:
     """Return whether two values are equal; objects without ``__eq__`` are compared by their attributes."""
     if before is after or id(before) in seen:
@@ -230,22 +223,6 @@ class _OperatorLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextlib.contextmanager
-def _recorded() -> Iterator[dict[str, None]]:
-    # `with recorder:` also sets a flag of the process, which stays set if two threads do so at the same time
-    # (torch.utils._python_dispatch, torch 2.13)
-    recorder = _OperatorLog()
-    push_mode(recorder)
-    try:
-        yield recorder.operators
-    finally:
-        pop_mode()
-
-
-def _is_leaf(child: object) -> bool:
-    return get_node_type(child) not in pytree.SUPPORTED_NODES
-
-
 def _difference(found: list[Any], expected: list[Any]) -> str:
     if len(found) != len(expected):
         return f"{len(found)} instead of {len(expected)}"
@@ -255,7 +232,7 @@ def _difference(found: list[Any], expected: list[Any]) -> str:
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:
-    """Return whether two lists have the same leaves."""
+    """Return whether two lists have the same leaves; a copy of a tensor is not the same."""
     left_leaves, left_spec = pytree.tree_flatten(left)
     right_leaves, right_spec = pytree.tree_flatten(right)
     # an equal copy of a tensor would lose the dynamic shapes of a trace

@@ -82,7 +82,6 @@ def dump_static(value: Static, *, where: str = "") -> Any:
 
 
 def load_static(data: Static) -> Static:
-    """Return the value that :func:`dump_static` converted."""
     if isinstance(data, list):
         return [load_static(x) for x in data]
     if not isinstance(data, dict):
@@ -177,10 +176,6 @@ def _is_numpy_dtype(value: Any) -> bool:
 
 def _numpy_scalar(name: str, content: str) -> Any:
     return importlib.import_module("numpy").frombuffer(bytes.fromhex(content), _numpy_dtype(name))[0]
-
-
-def _is_dataclass(value: object) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _load_dataclass(name: str, values: dict[str, Any]) -> Any:
@@ -283,7 +278,7 @@ _KINDS: dict[str, _Kind] = {
         lambda d: _load_config(*d),
     ),
     "dataclass": _Kind(
-        _is_dataclass,
+        lambda v: dataclasses.is_dataclass(v) and not isinstance(v, type),
         lambda v, put: [
             _name_of(type(v)),
             {f.name: put(getattr(v, f.name), f".{f.name}") for f in dataclasses.fields(v)},

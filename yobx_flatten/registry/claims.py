@@ -24,8 +24,7 @@ from ..errors.dependencies import require
 from ..recipe.contract import Recipe
 from .optional import Jax, Optree
 from .patches import LOCK
-from .torch_cpp import TorchCpp
-from .torch_python import TorchFx, TorchPython
+from .torch_tables import TorchCpp, TorchFx, TorchPython
 
 TORCH = ("torch",)  # the libraries that the documented functions use by default
 
@@ -80,8 +79,7 @@ class Registry:
             return next((base for base in cls.__mro__[1:] if base in held), None)
 
     def libraries(self, backends: str | Iterable[str], function: str) -> tuple[str, ...]:
-        """Check the argument ``backends`` of a function, and return the libraries that it names."""
-        # backends: names, or `"all"` for every known library; missing libraries are skipped
+        """Check the argument ``backends``; return the libraries that it names, each known one for ``"all"``."""
         names = (backends,) if isinstance(backends, str) else tuple(backends)
         unknown = [name for name in names if name != "all" and name not in self._libraries]
         if unknown or not names:
@@ -97,8 +95,7 @@ class Registry:
         return tuple(name for name in self._libraries if name in names or "all" in names)
 
     def claim(self, recipe: Recipe) -> Claim | None:
-        """Register a class with torch for a with block, and return the block's claim on the class."""
-        # returns: the claim; `None` if the user registered the class, whose functions are then kept
+        """Register a class with torch for a with block; ``None`` if the user registered it, whose functions stay."""
         (library,) = TORCH
         with self._lock:
             slot = self._slots.get((library, recipe.cls))
@@ -114,15 +111,15 @@ class Registry:
             return claim
 
     def claim_for_user(self, recipe: Recipe, libraries: tuple[str, ...] = TORCH) -> Claim | None:
-        """Register a class for the user, until :func:`~yobx_flatten.unregister_class_flattening`, and return the claim.
-
-        A library that already has the class, from this package with the same functions or from other code, is
-        unchanged.
-        """
+        """Register a class for the user with each library that does not have the class yet."""
         with self._lock:
             free, refused = [], None
             for library in libraries:
-                slot, known = self._slot_of_user(library, recipe.cls)
+                slot = self._slots.get((library, recipe.cls))
+                known = self._libraries[library][0].read(recipe.cls) is not None
+                if slot is not None and slot.by_user and not known:
+                    self._release(library, slot.claims[0])  # other code has unregistered the class
+                    slot = None
                 if slot is None and not known:
                     free.append(library)
                 elif slot is not None and not slot.recipe.same_functions(recipe):
@@ -148,15 +145,6 @@ class Registry:
             problem = None if claims else self._not_hers(cls, slots)
         if problem is not None:
             raise errors.NotRegisteredError(problem)
-
-    def _slot_of_user(self, library: str, cls: type) -> tuple[_Slot | None, bool]:
-        """Return the claims on a class, and whether the library has the class registered."""
-        slot = self._slots.get((library, cls))
-        known = self._libraries[library][0].read(cls) is not None
-        if slot is not None and slot.by_user and not known:
-            self._release(library, slot.claims[0])  # other code has unregistered the class
-            slot = None
-        return slot, known
 
     def _release(self, library: str, claim: Claim) -> None:
         key = library, claim.recipe.cls

@@ -21,7 +21,7 @@ from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceK
 from ..recipe.aliases import Static
 from ..recipe.contract import Recipe, hashable, original
 from .patches import LOCK, ImportHook
-from .torch_cpp import order_kept, register_again, registered, replace, unregister
+from .torch_tables import order_kept, register_again, registered, replace, unregister
 
 NAMESPACE = "yobx_flatten"
 
@@ -40,17 +40,21 @@ class Optree:
             return registered(NAMESPACE, cls) if self.waiting.library_is_there() else self.waiting.get(cls)
 
     def write(self, recipe: Recipe) -> None:
-        """Register a class with optree, now or when optree is imported, replacing its current registration."""
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:
-        """Restore the registration ``found``, which ``read`` returned before, also if optree was imported since."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 self.waiting.drop(recipe)
                 return
             current = registered(NAMESPACE, recipe.cls)
-            if current is not None and _recipe_of(current) is not recipe:
+            function = getattr(current, "flatten_func", None)
+            is_ours = (
+                isinstance(function, functools.partial)
+                and function.func in (_flatten, _flatten_by_position)
+                and function.args[0] is recipe
+            )
+            if current is not None and not is_ours:
                 return  # other code registered the class after us
             with order_kept(found):
                 if current is not None:
@@ -70,14 +74,6 @@ def _register(recipe: Recipe) -> None:
         path_entry_type=_entry_type() if recipe.has_keys else optree.FlattenedEntry,
         namespace=NAMESPACE,
     )
-
-
-def _recipe_of(entry: object) -> Recipe | None:
-    function = getattr(entry, "flatten_func", None)
-    if isinstance(function, functools.partial) and function.func in (_flatten, _flatten_by_position):
-        recipe: Recipe = function.args[0]
-        return recipe
-    return None
 
 
 def _flatten(recipe: Recipe, obj: object) -> tuple[list[Any], Any, list[Any]]:
@@ -161,7 +157,6 @@ class Jax:
             return _THEIRS if _is_node(cls) else None
 
     def write(self, recipe: Recipe) -> None:
-        """Register a class with JAX, now or when JAX is imported, replacing its current registration."""
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:
@@ -282,26 +277,18 @@ class Waiting:
             return True
 
     def put(self, recipe: Recipe) -> None:
-        """Register a class with the library now, or as soon as the library is imported."""
         with self.lock:
             if self.library_is_there():
                 self._deliver(recipe)
-            else:
-                self.add(recipe)
-
-    def get(self, cls: type) -> Recipe | None:
-        """Return the functions of a class that waits for the library's import; ``None`` if the class does not wait."""
-        return self._recipes.get(cls)
-
-    def add(self, recipe: Recipe) -> None:
-        """Let a class wait for the library's import, with these functions instead of earlier functions."""
-        with self.lock:
+                return
             if not self._recipes:
                 self._hook.install()
             self._recipes[recipe.cls] = recipe
 
+    def get(self, cls: type) -> Recipe | None:
+        return self._recipes.get(cls)
+
     def drop(self, recipe: Recipe) -> None:
-        """Remove a class that waits for the library's import, unless it waits with other functions."""
         with self.lock:
             if self._recipes.get(recipe.cls) is recipe:
                 del self._recipes[recipe.cls]

@@ -33,7 +33,6 @@ class AttributePatch:
         self._holders = 0
 
     def acquire(self) -> None:
-        """Add a holder of the patch; the first holder replaces the attribute."""
         with LOCK:
             if self._holders == 0:
                 self._found = self._entries.get(self._name, _MISSING)
@@ -41,7 +40,6 @@ class AttributePatch:
             self._holders += 1
 
     def release(self) -> None:
-        """Remove a holder of the patch; the last holder restores the original attribute."""
         with LOCK:
             self._holders -= 1
             if self._holders == 0 and self._entries.get(self._name) is self._replacement:
@@ -118,12 +116,10 @@ class ImportHook(importlib.abc.MetaPathFinder):
         self._wanted, self._action = wanted, action
 
     def install(self) -> None:
-        """Add the hook to Python's import finders."""
         with LOCK:
             sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Remove the hook from Python's import finders."""
         # a new list: an import in another thread iterates over the old one, and would skip the next finder
         with LOCK:
             sys.meta_path = [finder for finder in sys.meta_path.copy() if finder is not self]
@@ -170,7 +166,6 @@ class ImportedPatch:
         self._wanted = False
 
     def acquire(self) -> None:
-        """Apply the patch now if the module is imported, or as soon as other code imports it."""
         with LOCK:
             self._wanted = True
             self._hook.install()
@@ -179,7 +174,6 @@ class ImportedPatch:
             self._on_import(importlib.import_module(self._module))
 
     def release(self) -> None:
-        """Restore the module's original attribute, or stop waiting for the module's import."""
         with LOCK:
             self._wanted = False
             self._hook.remove()

@@ -187,7 +187,6 @@ def on_other_devices(module: torch.nn.Module, tensors: Iterable[tuple[str, Any]]
 
 
 def about_devices(path: str, found: str, weights: str) -> str:
-    """Return the error text for an input on a different device than the weights."""
     return f"{path} is on {found}, the weights are on {weights}. The trace fails unless forward moves it. Move it:"
 
 

@@ -47,7 +47,6 @@ class Size(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The path and axis of the size, for messages."""
         return self.path if self.axis is None else f"{self.path}: axis {self.axis}"
 
 

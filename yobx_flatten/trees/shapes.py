@@ -18,7 +18,6 @@ from ..errors import DynamicShapesError, InvalidArgumentError, describe_class
 from ..huggingface.cache_names import CACHE, name_in, word_in_files
 from ..private_names.of_torch import DimHint, get_node_type, pytree
 from ..recipe.aliases import DynamicShapes, PyTree, TransformersCache
-from ..recipe.contract import Recipe
 from .walk import Node, check_no_cycles, key_name, node_of, own_children, walk
 
 _Path = tuple[str, ...]
@@ -55,8 +54,18 @@ def dynamic_shapes(
     8
     """
     check_no_cycles(inputs, "inputs", caller="dynamic_shapes")
-    left = _as_named_in(inputs, overrides or {})
-    written = _write(inputs, (), None, left, _checked_bounds(bounds or {}))
+    own, left = name_in(inputs), dict[str, Any]()
+    for path, entry in (overrides or {}).items():  # the cache gets its name among the inputs
+        first, dot, rest = path.partition(".")
+        is_cache = own is not None and first not in inputs and word_in_files(first, inputs[own]) == CACHE
+        left[f"{own}{dot}{rest}" if is_cache else path] = entry
+    for name, most in (bounds or {}).items():
+        if name not in _MEANINGS or type(most) is not int or most < 2:
+            raise InvalidArgumentError(
+                f"bounds: expected sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. Set "
+                'bounds of other axes by overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
+            )
+    written = _write(inputs, (), None, left, bounds or {})
     if left:
         known = sorted({".".join(map(key_name, place.keys)) for place in walk(inputs, own_children) if place.keys})
         raise DynamicShapesError(
@@ -65,17 +74,6 @@ def dynamic_shapes(
     if overrides:
         check_dynamic_shapes(inputs, written)
     return written
-
-
-def _as_named_in(inputs: PyTree, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides, in which the cache has its name among the inputs."""
-    own = name_in(inputs)
-    named = {}
-    for path, entry in overrides.items():
-        first, dot, rest = path.partition(".")
-        is_cache = own is not None and first not in inputs and word_in_files(first, inputs[own]) == CACHE
-        named[f"{own}{dot}{rest}" if is_cache else path] = entry
-    return named
 
 
 def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: DynamicShapes) -> list[Any]:
@@ -178,16 +176,6 @@ _MEANINGS = ("batch", "length")
 _PLAIN = dict(enumerate(_MEANINGS))  # for a tensor without a registration
 
 
-def _checked_bounds(bounds: Mapping[str, int]) -> Mapping[str, int]:
-    for name, most in bounds.items():
-        if name not in _MEANINGS or type(most) is not int or most < 2:
-            raise InvalidArgumentError(
-                f"bounds: expected sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. Set "
-                'bounds of other axes by overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
-            )
-    return bounds
-
-
 def _write(
     obj: object, path: _Path, axes: dict[int, str] | None, overrides: dict[str, Any], bounds: Mapping[str, int]
 ) -> DynamicShapes:
@@ -195,26 +183,21 @@ def _write(
     if path and dotted in overrides:
         return overrides.pop(dotted)
     node = node_of(obj)
-    if node is None:
-        return _write_leaf(obj, path, axes, bounds)
-    below = [
-        _write(child, (*path, key_name(key)), _axes(node.recipe, key), overrides, bounds)
-        for key, child in zip(node.keys, node.children, strict=True)
-    ]
-    return same_container(obj, node, below)
-
-
-def _write_leaf(obj: object, path: _Path, axes: dict[int, str] | None, bounds: Mapping[str, int]) -> DynamicShapes:
-    if isinstance(obj, torch.Tensor):
-        if axes is not None and obj.dim() <= max(axes, default=-1):
-            return {}  # a quantized layer has a scale and an empty tensor under the names of keys and values
-        meanings = _PLAIN if axes is None else axes
-        return {
-            axis: _dim(obj, axis, path, meanings.get(axis), bounds)
-            for axis in (range(obj.dim()) if axes is None else axes)
-        }
-    # a number is a constant of the program, unless a recipe declares the number as a counter
-    return Dim.AUTO if axes is not None and type(obj) is int else None
+    if node is not None:
+        axes_of = None if node.recipe is None else node.recipe.axes
+        below = []
+        for name, child in zip(map(key_name, node.keys), node.children, strict=True):
+            below.append(_write(child, (*path, name), None if axes_of is None else axes_of(name), overrides, bounds))
+        return same_container(obj, node, below)
+    if not isinstance(obj, torch.Tensor):
+        # a number is a constant of the program, unless a recipe declares the number as a counter
+        return Dim.AUTO if axes is not None and type(obj) is int else None
+    if axes is not None and obj.dim() <= max(axes, default=-1):
+        return {}  # a quantized layer has a scale and an empty tensor under the names of keys and values
+    meanings = _PLAIN if axes is None else axes
+    return {
+        axis: _dim(obj, axis, path, meanings.get(axis), bounds) for axis in (range(obj.dim()) if axes is None else axes)
+    }
 
 
 def _dim(tensor: torch.Tensor, axis: int, path: _Path, meaning: str | None, bounds: Mapping[str, int]) -> Any:
@@ -228,10 +211,6 @@ def _dim(tensor: torch.Tensor, axis: int, path: _Path, meaning: str | None, boun
             f'Pass a smaller example, or a larger bound:\n    bounds={{"{meaning}": {size}}}'
         )
     return Dim.AUTO(max=most)
-
-
-def _axes(recipe: Recipe | None, key: object) -> dict[int, str] | None:
-    return None if recipe is None or recipe.axes is None else recipe.axes(key_name(key))
 
 
 def same_container(obj: Any, node: Node, below: list[Any]) -> DynamicShapes:

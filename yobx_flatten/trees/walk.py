@@ -77,7 +77,6 @@ def torch_children(name: str) -> Children:
 
 
 def children_of(node: pytree.NodeDef, obj: object, name: str, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]]:
-    """Return the children of a registered object with their keys."""
     # keys: the keys from the root to the object; none by default
     # a flatten function of a user may raise any error
     with noted_on_failure(lambda _: f"while {format_path(name, keys)}, {describe_class(type(obj))}, was flattened"):
@@ -159,8 +158,6 @@ def _meaning(place: Place) -> dict[int, str] | None:
 
 
 class Node(NamedTuple):
-    """The children of an object, their keys, and the flatten functions of the object's class."""
-
     keys: list[Any]
     children: list[Any]
     recipe: Recipe | None  # the recipe, if this package registers the class
@@ -229,7 +226,6 @@ def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
 
 
 def check_no_cycles(tree: PyTree, name: str, *, caller: str = "") -> None:
-    """Raise an error if an object contains itself, directly or nested."""
     # caller: the function that the user called; empty if the name states it
     cycle = find_cycle(tree, name)
     if cycle is not None:
@@ -237,7 +233,6 @@ def check_no_cycles(tree: PyTree, name: str, *, caller: str = "") -> None:
 
 
 def format_cycle(inner: str, outer: str) -> str:
-    """Return the error text for an object that contains itself."""
     return (
         f"{inner} is {outer} itself. Such a cycle cannot be flattened. Leave this reference out of the children of its "
         "class, or set it to None first:"
@@ -260,7 +255,7 @@ def key_name(key: object) -> str:
 # -- names of leaves -------------------------------------------------------------------------------------------------
 
 
-def leaf_names(tree: PyTree, *, cache: str = CACHE) -> list[str]:
+def leaf_names(tree: PyTree, *, cache: str | None = CACHE) -> list[str]:
     """Return a name for every leaf of nested inputs, made from the leaf's path.
 
     >>> leaf_names({"input_ids": 1, "extra": [2, {"a": 3}]})
@@ -268,12 +263,9 @@ def leaf_names(tree: PyTree, *, cache: str = CACHE) -> list[str]:
     >>> leaf_names({"cache": [{"key": 1, "value": 2}]})
     ['past_key_values.0.key', 'past_key_values.0.value']
     """
-    # cache: the name for a cache on the first level; by default, the input name that generation tools expect
+    # cache: the name for a cache on the first level; by default, the input name that generation tools expect. `None`
+    # keeps the names as they are.
     # returns: one name per leaf, in the order of `torch.utils._pytree.tree_leaves` inside the with block
-    return _leaf_names(tree, cache)
-
-
-def _leaf_names(tree: PyTree, cache: str | None) -> list[str]:
     # `walk` is not used, since the class of a node may rename all leaves below the node
     node = node_of(tree)
     if node is None:
@@ -282,7 +274,7 @@ def _leaf_names(tree: PyTree, cache: str | None) -> list[str]:
     for key, child in zip(node.keys, node.children, strict=True):
         first = key_name(key)
         first = first if cache is None else word_in_files(first, child, cache)
-        for below in _leaf_names(child, None):
+        for below in leaf_names(child, cache=None):
             if node.recipe is not None and node.recipe.label is not None:
                 names.append(node.recipe.label(first, below))
             else:
@@ -360,5 +352,4 @@ def _is_name(spellings: Sequence[str]) -> bool:
 
 
 def plain_spelling(name: str) -> str:
-    """Return a name in lower case, with underscores for all characters except letters and digits."""
     return re.sub(r"\W", "_", name).lower()

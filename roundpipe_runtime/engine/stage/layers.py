@@ -12,8 +12,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from ...batch.averages import SteadyDraws, count_items
 from ...batch.loss import BackwardTerm, check_reaches
+from ...batch.loss_proof import SteadyDraws, count_items
 from ...device.protocol import Device, HasRoom
 from ...device.transfer import shapes_of
 from ...errors import DeviceMemoryError, RoundPipeError, StageError

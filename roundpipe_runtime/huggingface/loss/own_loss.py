@@ -21,8 +21,7 @@ from torch import nn
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
-from ...batch.averages import Items, count_items
-from ...batch.loss_proof import Way
+from ...batch.loss_proof import Items, Way, count_items
 from ...errors import LossError
 from ..adapters import model_inside, text_config
 from .sliced import chunked_cross_entropy

@@ -17,8 +17,7 @@ from yobx_flatten.core import interrupts
 from yobx_flatten.recipe.contract import Recipe
 from yobx_flatten.registry.optional import Waiting
 from yobx_flatten.registry.patches import AttributePatch, ImportedPatch
-from yobx_flatten.registry.torch_cpp import TorchCpp
-from yobx_flatten.registry.torch_python import TorchFx, TorchPython
+from yobx_flatten.registry.torch_tables import TorchCpp, TorchFx, TorchPython
 
 RECIPE = Recipe(Pair, flatten, unflatten, flatten_with_keys, "tests:Rare", "register it")
 
@@ -94,7 +93,7 @@ def test_a_library_that_refuses_a_class_is_imported_all_the_same(caplog):
         raise ValueError("not this one")
 
     waiting = Waiting("a_library_that_refuses", refuse)
-    waiting.add(RECIPE)
+    waiting.put(RECIPE)
     with caplog.at_level(logging.ERROR, logger="yobx_flatten"):
         waiting._imported(types.ModuleType("a_library_that_refuses"))
     assert "a_library_that_refuses did not accept" in caplog.text

@@ -8,7 +8,7 @@ from torch import nn
 
 from roundpipe_runtime import ConfigError, LayerCost, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, Timeline
 from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
-from roundpipe_runtime.timeline.drawing import device_totals
+from roundpipe_runtime.timeline.record import device_totals
 from tests.runtime.device.logical_clock import LogicalDevice, TimedLayer, stamp_mailboxes
 
 WIDTH, ROWS, MICROBATCHES = 64, 16, 2

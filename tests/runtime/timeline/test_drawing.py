@@ -3,7 +3,7 @@
 import pytest
 
 from roundpipe_runtime import Record, Timeline
-from roundpipe_runtime.timeline.drawing import draw_on
+from roundpipe_runtime.timeline.record import draw_on
 from yobx_flatten.terminal.output import console
 
 

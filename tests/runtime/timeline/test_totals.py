@@ -1,7 +1,7 @@
 """What a timeline comes to."""
 
 from roundpipe_runtime import Record
-from roundpipe_runtime.timeline.drawing import device_totals, stage_totals
+from roundpipe_runtime.timeline.record import device_totals, stage_totals
 
 
 def test_every_second_of_a_device_is_one_of_three():

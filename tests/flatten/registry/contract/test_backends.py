@@ -17,10 +17,9 @@ from tests.flatten.pair import Pair, flatten, flatten_with_keys, unflatten
 from tests.registry_snapshot import changes_since
 from yobx_flatten.errors import SpecMismatchError
 from yobx_flatten.recipe.contract import Recipe
-from yobx_flatten.registry import torch_python
+from yobx_flatten.registry import torch_tables
 from yobx_flatten.registry.optional import NAMESPACE, Jax, Optree
-from yobx_flatten.registry.torch_cpp import TorchCpp
-from yobx_flatten.registry.torch_python import TorchFx, TorchPython
+from yobx_flatten.registry.torch_tables import TorchCpp, TorchFx, TorchPython
 
 # Before the first import of `torch.utils._cxx_pytree` its backend works on a list of pending classes, and before that
 # of optree and JAX theirs let recipes wait. That needs a process each, and JAX, which keeps threads, gets one as well:
@@ -54,7 +53,7 @@ class PythonLibrary:
     """`torch.utils._pytree`, as the tests see it."""
 
     backend = TorchPython()
-    write_calls = (torch_python, "register_python_node")
+    write_calls = (torch_tables, "register_python_node")
 
     def register(self, cls, name=None):
         other_libraries.register(cls, name=name)

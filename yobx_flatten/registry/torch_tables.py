@@ -1,17 +1,22 @@
-"""Register classes with ``torch.utils._pytree``, which ``torch.export`` uses, and with ``torch.fx._pytree``.
+"""Register classes with torch: ``torch.utils._pytree``, ``torch.fx._pytree`` and ``torch.utils._cxx_pytree``.
 
 torch's own ``_deregister_pytree_node`` cannot restore an earlier registration. If two classes have no serialized name,
-it also raises ``KeyError`` after it has changed some tables. So only this file reads and writes the four tables.
+it also raises ``KeyError`` after it has changed some tables. So only this file reads and writes torch's tables.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ..errors import SpecMismatchError, describe_class
+from ..errors.failures import undone_on_failure
+from ..private_names import of_torch
 from ..private_names.of_torch import NODE_REGISTRY_LOCK, fx_pytree, pytree, register_python_node, serialised_node
-from ..recipe.contract import Recipe
+from ..recipe.contract import Flatten, Recipe, Unflatten
 from ..recipe.static_codec import dump_static, load_static
 
 
@@ -27,22 +32,22 @@ class TorchPython:
     name = "torch"
 
     def read(self, cls: type) -> _FoundNode | None:
-        """Return torch's node of a class, its serialized name, and whether it is a constant, or ``None``."""
         node = pytree.SUPPORTED_NODES.get(cls)
         if node is None:
             return None
         return _FoundNode(node, pytree.SUPPORTED_SERIALIZED_TYPES.get(cls), cls in pytree.CONSTANT_NODES)
 
     def holds(self, recipe: Recipe) -> bool:
-        """Return whether torch has a class registered with the functions in ``recipe``."""
         node = pytree.SUPPORTED_NODES.get(recipe.cls)
         return node is not None and node.flatten_fn is recipe.flatten and node.unflatten_fn is recipe.unflatten
 
     def write(self, recipe: Recipe) -> None:
-        """Register a class in torch's tables, replacing the class's current registration."""
         cls = recipe.cls
         with NODE_REGISTRY_LOCK:
-            name = _free_name(recipe)
+            name, count = recipe.name, 1
+            while pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name, cls) is not cls:  # another class has that name
+                count += 1
+                name = f"{recipe.name}#{count}"
             dump, load = (None, None) if recipe.plain_static else (dump_static, load_static)
             if cls not in pytree.SUPPORTED_NODES:
                 # torch's function also refuses opaque types, which can never be nodes
@@ -66,11 +71,10 @@ class TorchPython:
             _forget_loaded_specs()
 
     def restore(self, recipe: Recipe, found: _FoundNode | None) -> None:
-        """Restore the registration ``found``, unless other code has registered the class after this package."""
         cls = recipe.cls
         with NODE_REGISTRY_LOCK:
             if cls in pytree.SUPPORTED_NODES and not self.holds(recipe):
-                return
+                return  # other code registered the class after us
             serial = pytree.SUPPORTED_SERIALIZED_TYPES.get(cls)
             name = None if serial is None else serial.serialized_type_name
             name_found = None if found is None or found.serial is None else found.serial.serialized_type_name
@@ -92,15 +96,6 @@ class TorchPython:
                 if found.constant:
                     pytree.CONSTANT_NODES.add(cls)
             _forget_loaded_specs()
-
-
-def _free_name(recipe: Recipe) -> str:
-    """Return the serialized name for a class, with a number if a different class has that name."""
-    name, count = recipe.name, 1
-    while pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(name, recipe.cls) is not recipe.cls:
-        count += 1
-        name = f"{recipe.name}#{count}"
-    return name
 
 
 def _forget_loaded_specs() -> None:
@@ -128,26 +123,22 @@ class TorchFx:
     name = "torch_fx"
 
     def read(self, cls: type) -> _FoundRules | None:
-        """Return the two rules that ``torch.fx`` has for a class, or ``None`` if the class is not registered."""
         if cls not in fx_pytree.SUPPORTED_NODES:
             return None
         exact = fx_pytree.SUPPORTED_NODES_EXACT_MATCH.get(cls, _MISSING)
         return _FoundRules(fx_pytree.SUPPORTED_NODES[cls], exact)
 
     def holds(self, recipe: Recipe) -> bool:
-        """Return whether the rule of ``torch.fx`` for a class was made from the functions in ``recipe``."""
         rule = fx_pytree.SUPPORTED_NODES.get(recipe.cls)
         return isinstance(rule, functools.partial) and rule.func is _flatten_spec and rule.args[0] is recipe
 
     def write(self, recipe: Recipe) -> None:
-        """Register a rule for a class with ``torch.fx``, replacing the class's current rule."""
         fx_pytree.register_pytree_flatten_spec(recipe.cls, functools.partial(_flatten_spec, recipe))
 
     def restore(self, recipe: Recipe, found: _FoundRules | None) -> None:
-        """Restore the two rules ``found``, unless other code has registered the class after this package."""
         cls = recipe.cls
         if cls in fx_pytree.SUPPORTED_NODES and not self.holds(recipe):
-            return
+            return  # other code registered the class after us
         if found is None:
             fx_pytree.SUPPORTED_NODES.pop(cls, None)
             fx_pytree.SUPPORTED_NODES_EXACT_MATCH.pop(cls, None)
@@ -173,3 +164,134 @@ def _flatten_spec(recipe: Recipe, obj: object, spec: pytree.TreeSpec) -> list[An
             f"  exported with: {spec.context}\n  called with:   {static}"
         )
     return children
+
+
+# -- torch.utils._cxx_pytree: optree's "torch" namespace and its pending list ------------------------------------------
+#
+# `torch.compile` imports the module, usually long after a class was registered. Before the import, torch stores
+# registrations in a pending list. torch's own deregistration ignores the list: an unregistered class is registered
+# again at the import, and a class that is in the list twice makes every later `torch.compile` in the process fail.
+
+_NAMESPACE = "torch"
+
+
+class _Pending(NamedTuple):
+    """An entry of the pending list, and its position."""
+
+    place: int
+    entry: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class TorchCpp:
+    """The classes in torch's C++ pytree: optree's namespace ``"torch"``, or torch's pending list before its import."""
+
+    name = "torch_cpp"
+
+    def read(self, cls: type) -> Any:
+        """Return optree's entry of a class, or the pending one before torch imports optree, or ``None``."""
+        if not of_torch.cxx_pytree_exists():
+            return None
+        with NODE_REGISTRY_LOCK:
+            if of_torch.cxx_pytree_is_imported():
+                return registered(_NAMESPACE, cls)
+            for place, entry in enumerate(of_torch.cxx_pytree_pending()):
+                if entry[0][0] is cls:
+                    return _Pending(place, entry)
+            return None
+
+    def write(self, recipe: Recipe) -> None:
+        if not of_torch.cxx_pytree_exists():
+            return
+        with NODE_REGISTRY_LOCK:
+            found = self.read(recipe.cls)
+            if of_torch.cxx_pytree_is_imported():
+                replace(found, _NAMESPACE, recipe.cls, lambda: _register(recipe.cls, recipe.flatten, recipe.unflatten))
+            else:
+                entry = (recipe.cls, recipe.flatten, recipe.unflatten), {"serialized_type_name": recipe.name}
+                place = _drop_pending(recipe.cls, None)
+                of_torch.cxx_pytree_pending().insert(sys.maxsize if place is None else place, entry)
+
+    def restore(self, recipe: Recipe, found: object) -> None:
+        if not of_torch.cxx_pytree_exists():
+            return
+        cls = recipe.cls
+        with NODE_REGISTRY_LOCK:
+            if of_torch.cxx_pytree_is_imported():
+                current = registered(_NAMESPACE, cls)
+                if current is not None and current.flatten_func is not recipe.flatten:
+                    return  # other code registered the class after us
+                with order_kept(found):
+                    if current is not None:
+                        unregister(_NAMESPACE, cls)
+                    if isinstance(found, _Pending):
+                        _register(*found.entry[0])
+                    else:
+                        register_again(found)
+                return
+            place = _drop_pending(cls, recipe)
+            if isinstance(found, _Pending) and self.read(cls) is None:
+                of_torch.cxx_pytree_pending().insert(found.place if place is None else place, found.entry)
+
+
+def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
+    # torch's own function swaps the arguments of `unflatten` for optree
+    sys.modules["torch.utils._cxx_pytree"]._private_register_pytree_node(cls, flatten, unflatten)
+
+
+def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
+    """Remove a class, or only its entry made from ``recipe``, from the pending list; return the first position."""
+    pending, place = of_torch.cxx_pytree_pending(), None
+    for index in reversed(range(len(pending))):
+        waiting, flatten, _ = pending[index][0]
+        if waiting is cls and (recipe is None or flatten is recipe.flatten):
+            del pending[index]
+            place = index
+    return place
+
+
+def registered(namespace: str, cls: type) -> Any:
+    """Return optree's entry of a class in a namespace, or ``None``; optree must be imported."""
+    # optree's public function also returns entries of the global namespace
+    return _table().get((namespace, cls))
+
+
+def unregister(namespace: str, cls: type) -> None:
+    sys.modules["optree"].unregister_pytree_node(cls, namespace=namespace)
+
+
+def register_again(found: Any) -> None:
+    """Register a class with optree again, by an entry of :func:`registered`; do nothing for ``None``."""
+    if found is not None:
+        sys.modules["optree"].register_pytree_node(
+            found.type,
+            found.flatten_func,
+            found.unflatten_func,
+            path_entry_type=found.path_entry_type,
+            namespace=found.namespace,
+        )
+
+
+def replace(found: Any, namespace: str, cls: type, register: Callable[[], object]) -> None:
+    """Unregister a class, whose entry is ``found``, and call ``register``; an error restores the entry."""
+    with order_kept(found):
+        if found is not None:
+            unregister(namespace, cls)
+        with undone_on_failure(lambda: register_again(found)):
+            register()
+
+
+@contextlib.contextmanager
+def order_kept(found: Any) -> Iterator[None]:
+    """Restore the order of optree's classes after the with block, since optree can only append a class."""
+    table = _table()
+    order = list(table) if found is not None else []
+    try:
+        yield
+    finally:
+        if order and list(table) != order:
+            for key in [key for key in order if key in table] + [key for key in table if key not in order]:
+                table[key] = table.pop(key)
+
+
+def _table() -> dict[Any, Any]:
+    return sys.modules["optree.registry"]._NODETYPE_REGISTRY  # type: ignore[no-any-return] # a dict

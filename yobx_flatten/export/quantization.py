@@ -15,7 +15,7 @@ from ..errors import InvalidArgumentError, MissingDependencyError, ReplayError, 
 from ..errors.dependencies import require
 from ..errors.failures import STEP, first_line
 from ..huggingface.cache_names import cache_of
-from ..huggingface.cases import DecodeSizes, decode_inputs, why_not_resizable
+from ..huggingface.cases import DecodeSizes, decode_inputs
 from ..huggingface.decoders import SlidingDecoder
 from ..private_names.of_torch import pytree
 from ..runners.ports import CacheSlot, Runner
@@ -384,31 +384,6 @@ def rounding_calls(
         others = {"input_ids": read, "attention_mask": torch.ones_like(read), "token_type_ids": torch.zeros_like(read)}
         cases.append(Case(f"text {number}", (), {name: others[name] for name in example.kwargs}))
     return cases, tokens
-
-
-def check_text(example: Example, quantization: Quantization | None) -> None:
-    if quantization is None or quantization.tokens is None:
-        return
-    tokens, module = quantization.tokens, example.module
-    module = module.model if isinstance(module, SlidingDecoder) else module
-    reason = why_not_resizable(module, example.kwargs, example.cache_is)
-    if reason is None and "encoder_outputs" in example.kwargs:
-        reason = "it decodes what an encoder has read"
-    if reason is None and example.shapes is None:
-        reason = "dynamic_shapes=None fixes the length of what it reads"
-    if reason is None:
-        config: Any = module.config
-        vocabulary = config.get_text_config(decoder=True).vocab_size
-        if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
-            reason = (
-                f"its vocabulary has {vocabulary} tokens, and the text contains tokens {int(tokens.min())} to "
-                f"{int(tokens.max())}"
-            )
-    if reason is not None:
-        raise InvalidArgumentError(
-            f"Quantization: {type(module).__qualname__} cannot read the text of tokens=, since {reason}. Leave tokens "
-            "out."
-        )
 
 
 def text_cases(module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor) -> list[Case]:

@@ -15,11 +15,10 @@ from ..errors.failures import STEP, first_line, raised_as, result_or
 from ..export.calls import export_onnx, export_program
 from ..export.example import Bounds
 from ..export.exported_model import source_of
-from ..export.onnx.file import check_opset
 from ..export.proof.eager_runs import Case, Proof, sampled
 from ..export.proof.report import ExportReport
 from ..export.quantization import Quantization, WeightBits
-from ..export.runtimes.write import FileOptions, check_libraries, write_for
+from ..export.runtimes.write import FileOptions, check_libraries, check_opset, write_for
 from ..export.source import left_out, shortened
 from ..runners.adapters import Adapter
 from ..runners.open import RUNTIMES, check_runtime

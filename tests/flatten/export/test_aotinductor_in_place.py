@@ -47,10 +47,14 @@ def test_a_package_that_computes_something_else_is_left_out(model, tmp_path, mon
     """The one that takes and returns the cache is written in its place, and the report states why; or on request."""
     exported = export_program(model, kwargs=decode_inputs(model, DecodeSizes()), cases=[])
 
-    def stops(traced, path):
-        raise RuntimeError("no such kernel")
+    compiled = runtimes.write_package
 
-    monkeypatch.setattr(runtimes, "write_package_in_place", stops)
+    def stops(traced, path, *, in_place=False):
+        if in_place:
+            raise RuntimeError("no such kernel")
+        return compiled(traced, path)
+
+    monkeypatch.setattr(runtimes, "write_package", stops)
     report = exported.to_aotinductor(tmp_path / "model.pt2")
     reason = "a file that writes it in place was left out: RuntimeError: no such kernel"
     assert f"the cache is copied by each call: {reason}" in report.remarks

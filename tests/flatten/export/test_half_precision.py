@@ -162,11 +162,14 @@ def test_files_of_other_runtimes_have_the_same_yardstick(method, writer, suffix,
         assert case.allowed["logits"] > 1e-3
         assert all(difference <= case.allowed[name] for name, difference in case.differences.items())
     home = runtimes.openvino if "openvino" in writer else runtimes  # where the writer is called from
-    writers = {name: getattr(home, name) for name in (writer, f"{writer}_in_place")}
+    writers = {name: getattr(home, name) for name in (writer, f"{writer}_in_place") if hasattr(home, name)}
     for fault in faults:
         program = export_program(fault(copy.deepcopy(model)), kwargs=example, proof="none").program
         for name, write in writers.items():
-            wrong = lambda traced, *others, of=program, by=write: by(dataclasses.replace(traced, program=of), *others)  # noqa: E731 # one line per file
+
+            def wrong(traced, *others, of=program, by=write, **options):
+                return by(dataclasses.replace(traced, program=of), *others, **options)
+
             monkeypatch.setattr(home, name, wrong)
         with pytest.raises(ReplayError, match="differs from the eager model"):
             getattr(exported, method)(tmp_path / f"{fault.__name__}{suffix}")

@@ -34,24 +34,6 @@ LARGE = 2**28
 """Weights of at least this many bytes in total are written to a second file next to the ONNX file."""
 
 
-def check_opset(opset_version: int | None) -> None:
-    if opset_version is None:
-        return
-    if type(opset_version) is not int or opset_version < 18:
-        raise InvalidArgumentError(
-            f"opset_version: expected None or an int of 18 or more, which torch's exporter writes; found "
-            f"{opset_version!r}."
-        )
-    import onnx
-
-    newest = onnx.defs.onnx_opset_version()
-    if opset_version > newest:
-        raise InvalidArgumentError(
-            f"opset_version={opset_version}: the installed onnx has operators up to version {newest}. Pass None to "
-            "let the exporter choose the version."
-        )
-
-
 def convert(
     program: ExportedProgram,
     input_names: Sequence[str],

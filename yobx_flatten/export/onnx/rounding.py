@@ -12,10 +12,9 @@ without their scales, and rounds the weights again to other scales, which loses 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy
@@ -260,8 +259,18 @@ def read_inputs(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield, for each call, the named values as float32 of shape (tokens, size); see :func:`input_moments`."""
+    import onnx_ir as ir
+
+    model = ir.load(file.path)
+    held = {output.name for output in model.graph.outputs}
+    made = {output.name: output for node in model.graph for output in node.outputs if output.name in sizes}
+    model.graph.outputs.extend(made[name] for name in sizes if name not in held)
+    path = file.path.with_name(f"shown-{file.path.name}")  # in the folder of the weights
     counts = [len(call.kwargs["input_ids"]) for call in calls]
-    with _showing(file, sizes) as runner:
+    try:
+        ir.save(model, path)
+        session = open_session(path, caller="export_onnx", options=mapped_options(path))
+        runner = OnnxRunner(session, file.path.name)
         for call, read in zip(calls, tokens.split(counts), strict=True):
             leaves = pytree.tree_leaves((call.args, dict(clone(call.kwargs))))
             given = {name: leaf for name, leaf in zip(names, leaves, strict=True) if name in runner.ports}
@@ -273,6 +282,8 @@ def read_inputs(
             except ReplayError:  # the file refuses an empty cache
                 return
             yield {name: outputs[name].reshape(-1, size).float() for name, size in sizes.items()}
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
@@ -287,23 +298,6 @@ def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
         held += 4 * size * size
     if part:
         yield part
-
-
-@contextlib.contextmanager
-def _showing(file: UnprovenFile, names: Collection[str]) -> Iterator[OnnxRunner]:
-    """Open a file with inner values as additional outputs."""
-    import onnx_ir as ir
-
-    model = ir.load(file.path)
-    held = {output.name for output in model.graph.outputs}
-    made = {output.name: output for node in model.graph for output in node.outputs if output.name in names}
-    model.graph.outputs.extend(made[name] for name in names if name not in held)
-    path = file.path.with_name(f"shown-{file.path.name}")  # in the folder of the weights
-    try:
-        ir.save(model, path)
-        yield OnnxRunner(open_session(path, caller="export_onnx", options=mapped_options(path)), file.path.name)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 _TEXTS, _LENGTH = 4, 64

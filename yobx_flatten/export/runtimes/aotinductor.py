@@ -36,28 +36,16 @@ def check_compiler(caller: str) -> None:
         )
 
 
-def write_package(traced: Traced, path: pathlib.Path) -> None:
+def write_package(traced: Traced, path: pathlib.Path, *, in_place: bool = False) -> list[str]:
+    """Compile a program; return the cache inputs that are updated in place. Needs ``register_flattening_functions``."""
     program = flat_program(traced.program)
-    _compiled(program, _signature(traced, program), path)
-
-
-def write_package_in_place(traced: Traced, path: pathlib.Path) -> list[str]:
-    """Compile a program with an in-place KV cache; return the cache inputs. Needs ``register_flattening_functions``."""
-    program = flat_program(traced.program)
-    signature = _signature(traced, program)
-    made, kept = with_buffers(program, traced.input_names, traced.output_names, traced.presents)
-    _compiled(made, signature, path, kept)
-    return kept
-
-
-def _signature(traced: Traced, program: ExportedProgram) -> Signature:
     signature = signature_of(traced)
     # compiled code does not check sizes, so sizes of 0 that an operator refuses are refused before the call
     smallest = {**dict.fromkeys(refused_when_empty(program, signature), 1), **signature.smallest}
-    return dataclasses.replace(signature, smallest=smallest)
-
-
-def _compiled(program: ExportedProgram, signature: Signature, path: pathlib.Path, kept: Sequence[str] = ()) -> None:
+    signature = dataclasses.replace(signature, smallest=smallest)
+    kept: list[str] = []
+    if in_place:
+        program, kept = with_buffers(program, traced.input_names, traced.output_names, traced.presents)
     program = transposed_weights(program)
     lift_sizes(program.graph_module)
     try:
@@ -70,6 +58,7 @@ def _compiled(program: ExportedProgram, signature: Signature, path: pathlib.Path
             node.target = torch.ops.aten.reshape.default
         program.graph_module.recompile()
         _compile(program, signature, path, kept)
+    return kept
 
 
 def _compile(program: ExportedProgram, signature: Signature, path: pathlib.Path, kept: Sequence[str]) -> None:

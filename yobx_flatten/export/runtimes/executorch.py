@@ -6,7 +6,7 @@ import functools
 import importlib
 import pathlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -82,7 +82,10 @@ def write_pte(
         with states_of_the_call():
             made = edge.to_executorch(exir.ExecutorchBackendConfig(memory_planning_pass=planning))
     (plan,) = (plan for plan in made.executorch_program.execution_plan if plan.name == METHOD)
-    missing = missing_kernels(plan.operators)
+    runtime: Any = importlib.import_module("executorch.runtime")
+    known = set(runtime.Runtime.get().operator_registry.operator_names)
+    names = [f"{one.name}.{one.overload}" if one.overload else one.name for one in plan.operators]
+    missing = [name for name in names if name not in known]
     if missing:  # the error of the runtime would only contain a number
         raise FlattenError(f"ExecuTorch cannot run the program. {_without_kernel(', '.join(missing))}")
     with path.open("wb") as file:
@@ -289,10 +292,3 @@ def written_out(program: ExportedProgram) -> ExportedProgram:
     if not table:
         return program
     return decompose_untranslated(program, table) or program.run_decompositions(table)
-
-
-def missing_kernels(operators: Iterable[Any]) -> list[str]:
-    runtime: Any = importlib.import_module("executorch.runtime")
-    known = set(runtime.Runtime.get().operator_registry.operator_names)
-    names = (f"{operator.name}.{operator.overload}" if operator.overload else operator.name for operator in operators)
-    return [name for name in names if name not in known]

@@ -21,6 +21,7 @@ from ...errors.dependencies import require
 from ...errors.failures import STEP, first_line, format_bytes, result_or
 from ...errors.tried_versions import naming_untried_versions
 from ...huggingface.cache_names import CACHE
+from ...huggingface.cases import why_not_resizable
 from ...huggingface.decoders import SlidingDecoder, counts_by_itself, why_not_sliding
 from ...private_names.of_torch import OpOverload
 from ...runners.adapters import Adapter
@@ -33,17 +34,17 @@ from ...runners.ports import check_cache_outputs
 from ..example import Example, make_example
 from ..model_facts import ModelFacts, memory_available
 from ..onnx.attempts import write_proven
-from ..onnx.file import UnprovenFile, check_opset, unproven_file
+from ..onnx.file import UnprovenFile, unproven_file
 from ..onnx.quantized import quantize_file
 from ..proof.eager_runs import Case, clone, written_parameters
 from ..proof.quality import Quality
 from ..proof.replay import ByName, InPlace, Side
 from ..proof.report import ExportReport
-from ..quantization import Quantization, WeightBits, check_text, choose_quantization, measure
+from ..quantization import Quantization, WeightBits, choose_quantization, measure
 from ..source import Source, replay_file, traced_example
 from ..traced import RETURN_THE_CACHE, Traced, trace
 from . import openvino
-from .aotinductor import check_compiler, write_package, write_package_in_place
+from .aotinductor import check_compiler, write_package
 from .executorch import Backend, write_pte
 
 logger = logging.getLogger("yobx_flatten")
@@ -113,13 +114,52 @@ class FileOptions:
             raise InvalidArgumentError(
                 f"{self.caller} writes the weights, but {example.no_data}. Load them first{without}"
             )
-        check_text(example, self.quantization)
+        if self.quantization is None or self.quantization.tokens is None:
+            return
+        tokens, module = self.quantization.tokens, example.module
+        module = module.model if isinstance(module, SlidingDecoder) else module
+        reason = why_not_resizable(module, example.kwargs, example.cache_is)
+        if reason is None and "encoder_outputs" in example.kwargs:
+            reason = "it decodes what an encoder has read"
+        if reason is None and example.shapes is None:
+            reason = "dynamic_shapes=None fixes the length of what it reads"
+        if reason is None:
+            config: Any = module.config
+            vocabulary = config.get_text_config(decoder=True).vocab_size
+            if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
+                reason = (
+                    f"its vocabulary has {vocabulary} tokens, and the text contains tokens {int(tokens.min())} to "
+                    f"{int(tokens.max())}"
+                )
+        if reason is not None:
+            raise InvalidArgumentError(
+                f"Quantization: {type(module).__qualname__} cannot read the text of tokens=, since {reason}. Leave "
+                "tokens out."
+            )
 
     @property
     def quantization(self) -> Quantization | None:
         """The quantization of the weights; valid only after :meth:`checked`."""
         assert not isinstance(self.quantize, str)
         return self.quantize
+
+
+def check_opset(opset_version: int | None) -> None:
+    if opset_version is None:
+        return
+    if type(opset_version) is not int or opset_version < 18:
+        raise InvalidArgumentError(
+            f"opset_version: expected None or an int of 18 or more, which torch's exporter writes; found "
+            f"{opset_version!r}."
+        )
+    import onnx
+
+    newest = onnx.defs.onnx_opset_version()
+    if opset_version > newest:
+        raise InvalidArgumentError(
+            f"opset_version={opset_version}: the installed onnx has operators up to version {newest}. Pass None to "
+            "let the exporter choose the version."
+        )
 
 
 def check_libraries(runtime: str, caller: str) -> None:
@@ -343,7 +383,7 @@ def _onnx(job: _Job) -> None:
 
 def _package(job: _Job) -> None:
     source = job.source
-    write = functools.partial(write_package_in_place, source.traced, job.file.path)
+    write = functools.partial(write_package, source.traced, job.file.path, in_place=True)
     if job.keeps_cache and job.written_in_place(write, "AOTInductor", trust=True):
         return
     with job.report.timed("convert"):

@@ -64,7 +64,6 @@ def with_row_buffers(
     kept = [name for name in inputs if any(name in (cats[call.key], cats[call.value]) for call in calls)]
     if not calls or not isinstance(sizes[kept[0]][2], torch.SymInt):
         raise FlattenError("no attention layer reads both a mask and a cache input with new tokens appended.")
-    rows = sizes[kept[0]][0]
     with graph.inserting_after(nodes[inputs[-1]]):
         counter = graph.placeholder("seen")
     with graph.inserting_after(counter):
@@ -82,7 +81,14 @@ def with_row_buffers(
     graph.eliminate_dead_code()
     graph.set_codegen(torch.fx.graph.CodeGen())
     flat = torch.fx.GraphModule(module, graph)  # without the input checks of `module`
-    taken, outgoing = _axes_of_rows(signature, {name: returned[name] for name in others}, str(rows))
+    # the batch axis of each input that has one, and of each output
+    row = str(sizes[kept[0]][0])
+    taken = {name: axes.index({row: 1}) for name, _, axes in signature.inputs if {row: 1} in axes}
+    shapes_of_outputs = {name: [str(size) for size in returned[name].meta["val"].shape] for name in others}
+    alone = [name for name, shape in shapes_of_outputs.items() if row not in shape]
+    if alone:
+        raise FlattenError(f"these outputs have no batch axis: {', '.join(alone)}.")
+    outgoing = {name: shape.index(row) for name, shape in shapes_of_outputs.items()}
     tensors, shapes = _example(program, kept, signature, taken)
     made = torch.export.export(
         Flat(flat), (tensors,), dynamic_shapes=(shapes,), prefer_deferred_runtime_asserts_over_guards=True
@@ -179,18 +185,6 @@ def _attend(
         scale,
     )
     return found.reshape(1, heads, new, size)  # type: ignore[no-any-return] # operators are untyped
-
-
-def _axes_of_rows(
-    signature: Signature, returned: Mapping[str, torch.fx.Node], rows: str
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the batch axis of each input that has a batch axis, and of each output."""
-    given = {name: sizes.index({rows: 1}) for name, _, sizes in signature.inputs if {rows: 1} in sizes}
-    shapes = {name: [str(size) for size in node.meta["val"].shape] for name, node in returned.items()}
-    alone = [name for name, shape in shapes.items() if rows not in shape]
-    if alone:
-        raise FlattenError(f"these outputs have no batch axis: {', '.join(alone)}.")
-    return given, {name: shape.index(rows) for name, shape in shapes.items()}
 
 
 def _example(

@@ -218,7 +218,13 @@ def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
             rules = {"kwargs['cache_position']": Replicate} if "cache_position" in rest else None
             parts = split(args, rest, None, num_microbatch, split_input=rules)
             made_args, made = [part.args for part in parts], [part.kwargs for part in parts]
-        caches = _cut_cache(cache, [_rows(one, named) for one, named in zip(made_args, made, strict=True)])
+        caches = [cache]
+        if len(made) > 1:
+            rows = [_rows(one, named) for one, named in zip(made_args, made, strict=True)]
+            # an additional tensor gives the batch size, because an empty cache has no tensor
+            values = {"held": cache.before(), "rows": torch.zeros(sum(rows))}
+            with register_flattening_functions(patch_transformers=True):
+                caches = [HeldCache(part.kwargs["held"]) for part in split((), values, None, len(rows))]
         return made_args, [{**named, name: held} for named, held in zip(made, caches, strict=True)]
 
     return split_input
@@ -228,16 +234,6 @@ def _rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
     named = [kwargs.get(name) for name in names]
     return next(value.shape[0] for value in [*named, *args] if isinstance(value, torch.Tensor))
-
-
-def _cut_cache(held: HeldCache, rows: Sequence[int]) -> list[HeldCache]:
-    if len(rows) == 1:
-        return [held]
-    # an additional tensor gives the batch size, because an empty cache has no tensor
-    batch = torch.zeros(sum(rows))
-    with register_flattening_functions(patch_transformers=True):
-        parts = split((), {"held": held.before(), "rows": batch}, None, len(rows))
-    return [HeldCache(part.kwargs["held"]) for part in parts]
 
 
 def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from ..batch.entries import FlatBatch, FlatMicrobatch, check_labels
 from ..batch.joining import join
 from ..batch.loss import LossContract, Reduction, warn_if_uneven
 from ..batch.splitting import split, split_flat
-from ..device.protocol import NOW, Device
+from ..device.protocol import Device
 from ..device.transfer import HostValue
 from ..errors import ConfigError, SplitError, StageError
 from ..optim.parameters import added
@@ -428,11 +428,7 @@ class _Pipeline(torch.autograd.Function):
                 "    (loss + other_loss).backward()"
             )
         ctx.run = None
-        run.check_unchanged()
-        run.version = engine.table.latest
-        copies = iter([None if gradient is None else (gradient, NOW) for gradient in gradients])
-        for number, size in enumerate(ctx.sizes):
-            run.mailbox.put(("gradient", run.spec.span.stop, number), [next(copies) for _ in range(size)])
+        run.start_backward(engine.table.latest, iter(gradients), ctx.sizes)
         with engine.lock:
             engine.execute(run, ctx.backward_stages)
             found_here = _take_gradients(run, ctx.learned)

@@ -93,7 +93,9 @@ class Run:
             c.index: [self.store.source(parameter)._version for parameter in c.parameters()] for c in self.spec.contents
         }
 
-    def check_unchanged(self) -> None:
+    def start_backward(self, version: int, gradients: Iterator[torch.Tensor | None], sizes: Sequence[int]) -> None:
+        """Put the gradients of all outputs into the mailbox, after a check that no parameter has changed."""
+        # version: version of the parameters that the backward reads; sizes: number of tensors in each output
         for contents in self.spec.contents:
             now = [self.store.source(parameter)._version for parameter in contents.parameters()]
             if now != self._versions[contents.index]:
@@ -101,6 +103,11 @@ class Run:
                     f"A parameter of {contents.title} was changed between forward and backward, so the recomputation "
                     "would give different values. Call backward before the optimizer's step."
                 )
+        self.version = version
+        for number, size in enumerate(sizes):
+            found = [next(gradients) for _ in range(size)]
+            copies = [None if gradient is None else (gradient, NOW) for gradient in found]
+            self.mailbox.put(("gradient", self.spec.span.stop, number), copies)
 
     def gradient_scale(self) -> float:
         """Return the factor for the gradients of parameters, which is known once all microbatches have a loss."""

@@ -19,7 +19,6 @@ import torch
 from yobx_flatten.private_names.of_torch import pytree
 
 from ...batch.entries import FlatBatch, FlatMicrobatch
-from ...device.protocol import NOW
 from ...device.transfer import HostValue
 from ...device.worker import Outcome, Uninterrupted, noting
 from ...engine.config import RoundPipeRunConfig
@@ -279,12 +278,8 @@ class GroupPasses:
         for turn, part in enumerate(self.parts):
             if part:
                 run, _ = next(runs)
-                run.check_unchanged()
-                run.version = engine.table.latest
-                for number in range(run.spec.num_microbatch):
-                    taken = [next(found) for _ in run.collected.outputs[number].tensors]
-                    copies = [None if gradient is None else (gradient, NOW) for gradient in taken]
-                    run.mailbox.put(("gradient", run.spec.span.stop, number), copies)
+                sizes = [len(run.collected.outputs[number].tensors) for number in range(run.spec.num_microbatch)]
+                run.start_backward(engine.table.latest, found, sizes)
                 with stopping(run):
                     engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "backward"])
             for layer in range(len(engine.layers)):  # other layers have no gradients

@@ -13,8 +13,8 @@ import torch
 import typer
 
 from ..errors import DamagedFileError
-from ..generate.layout import MANIFEST
 from ..generate.sampling import Sampling
+from ..generate.settings import MANIFEST
 from ..model_folder.folder_and_model import add_adapter, explain_folder
 from ..model_folder.open_folder import open_generator
 from ..model_folder.source.find import open_tokenizer, readable, require_transformers

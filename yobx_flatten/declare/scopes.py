@@ -255,7 +255,7 @@ def _put_in_force(undo: Undo, patch_transformers: bool, patch_diffusers: bool, v
     if patch_diffusers:
         require("diffusers", purpose="patch_diffusers=True")
         importlib.import_module("diffusers.utils.outputs")
-        from ..huggingface.diffusers_outputs import DIFFUSERS, diffusers_recipes
+        from ..huggingface.outputs import DIFFUSERS, diffusers_recipes
     with DeferredSignals(), verbosity(verbose):
         if patch_transformers:
             for cls, recipe in transformers_recipes().items():

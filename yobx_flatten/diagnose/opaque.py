@@ -279,7 +279,7 @@ def _block(cls: type) -> str | None:
         recipe = transformers_recipes().get(cls)
         return None if recipe is None else recipe.remedy
     if "diffusers.utils.outputs" in sys.modules and is_known_base(cls, ("diffusers",)):
-        from ..huggingface.diffusers_outputs import diffusers_recipes
+        from ..huggingface.outputs import diffusers_recipes
 
         return next((recipe.remedy for recipe in diffusers_recipes() if recipe.cls is cls), None)
     return None

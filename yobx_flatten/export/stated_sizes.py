@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 
 from ..errors import DynamicShapesError
 from ..private_names.of_torch import pytree
-from ..runners.relations import COMPARISONS, FUNCTIONS, Expression, names_in
+from ..runners.signature import COMPARISONS, FUNCTIONS, Expression, names_in
 from ..trace.adapted_shapes import attached_spec, forget_attached
 from ..trees.dynamic_specs import Stated
 

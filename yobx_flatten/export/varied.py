@@ -30,8 +30,7 @@ from ..errors import InvalidArgumentError, ReplayError
 from ..errors.failures import first_line, result_or
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
-from ..runners.relations import holds, names_in
-from ..runners.signature import Signature, place_of_sizes
+from ..runners.signature import Signature, holds, names_in, place_of_sizes
 from ..trace.program import traced_inputs
 from ..trees.walk import output_names
 from .example import Example

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .onnx_generator import OnnxGenerator, ProgramGenerator
+from .generator import OnnxGenerator, ProgramGenerator
 from .sampling import Sampling
 from .settings import GenerationSettings
 

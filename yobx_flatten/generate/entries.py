@@ -29,10 +29,7 @@ class _Vision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entries(_Tokens):
-    """Types of the entries that are read from ``config.json`` and ``generation_config.json``; others are ignored.
-
-    Source: ``GenerationConfig`` of transformers.
-    """
+    """Types that transformers' ``GenerationConfig`` gives to entries of both configurations; others are ignored."""
 
     max_new_tokens: _Count | None = None
     image_token_id: _Id | None = None

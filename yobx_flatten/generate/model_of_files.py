@@ -26,11 +26,10 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..huggingface.cache_names import CACHE, installed_name
 from ..runners.ports import is_present
-from .file_cache import FileCache
-from .own_class import ModelWithoutWeights, config_from, exported_class, generation_of, named_class
 from .pictures import Pictures
 from .sampling import other_loops
 from .settings import refusals_named
+from .stand_ins import FileCache, ModelWithoutWeights, config_from, exported_class, generation_of, named_class
 from .steps import OF_IMAGES, OF_VIDEOS, Steps, TextState, check_given
 
 _DRAFTS: Any = GenerationMode.ASSISTED_GENERATION
@@ -41,8 +40,6 @@ _OF_PICTURES = (*OF_IMAGES, *OF_VIDEOS, "pixel_attention_mask", "mm_token_type_i
 
 
 class EncoderOfFiles(torch.nn.Module):
-    """The encoder of an encoder-decoder model, run from its file."""
-
     def __init__(self, steps: Steps) -> None:
         super().__init__()
         self.steps = steps
@@ -63,7 +60,6 @@ class EncoderOfFiles(torch.nn.Module):
         pixel_values: torch.Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """Run the encoder's file; ``read`` is its main input."""
         # for word times, Whisper's loop passes output_attentions to the encoder and to the decoder
         known = {"return_dict", "output_attentions"} if self.steps.heads else {"return_dict"}
         for name, value in others.items():
@@ -90,14 +86,6 @@ class Shown:
     rows: int  # number of rows of the prompt, before a loop repeats rows
     seen: int  # number of tokens in the cache when the pictures were passed
 
-    def check_new(self, tokens: torch.Tensor) -> None:
-        """Raise InvalidArgumentError if tokens that follow a filled cache stand for these pictures."""
-        if any(one.names and bool(torch.eq(tokens, one.token_id or 0).any()) for one in self.pictures):
-            raise InvalidArgumentError(
-                f"The files read pictures only in the first call, but the cache has {self.seen} tokens. Pass the whole "
-                f"conversation and all of its pictures:\n    generate(**inputs, {installed_name()}=None)"
-            )
-
 
 class FileModel(ModelWithoutWeights):
     """A Hugging Face model without weights: ``generate`` is transformers' own, ``forward`` runs exported files."""
@@ -120,7 +108,6 @@ class FileModel(ModelWithoutWeights):
         self.eval()
 
     def use_adapter(self, name: str | None) -> None:
-        """Use this adapter in all later calls; ``None`` for no adapter."""
         if name not in self._steps:
             plain = self._steps[None]
             assert name is not None
@@ -130,21 +117,17 @@ class FileModel(ModelWithoutWeights):
             self.get_encoder().steps = self.steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the files with the arguments of the model's forward."""
         check_given(dict(zip((self.main_input_name,), args, strict=False)) | kwargs)
         return super().__call__(*args, **kwargs)
 
     @classmethod
     def can_generate(cls) -> bool:
-        """Return ``True``: the files can generate text."""
         return True
 
     def get_encoder(self, modality: str | None = None) -> Any:
-        """Return the runner of the encoder's file."""
         return self.model.encoder if hasattr(self, "model") else self.encoder
 
     def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate like ``model.generate`` of the exported model."""
         # kwargs: every keyword of `GenerationMixin.generate`, and what the model's processor returns
         check_given({self.main_input_name: inputs} | kwargs)
         if kwargs.get("return_token_timestamps"):
@@ -160,7 +143,10 @@ class FileModel(ModelWithoutWeights):
                 f"cache_implementation={config.cache_implementation!r}: exported files have their own cache. Leave it "
                 "out, also in generation_config.json:\n    model.generation_config.cache_implementation = None"
             )
-        if config.get_generation_mode(kwargs.get("assistant_model")) == _DRAFTS and not self._returns_all:
+        drafts = config.get_generation_mode(kwargs.get("assistant_model")) == _DRAFTS
+        parts = self.steps.parts
+        reads_text_only = parts.encoder is None and parts.vision is None  # other files return all scores
+        if drafts and reads_text_only and self._scores_of_two.shape[1] != 2:
             raise InvalidArgumentError(
                 f"{self.steps.parts.decoder.name} returns the scores of the last token only, but assisted generation "
                 'needs the scores of all tokens. Export without logits="last".'
@@ -204,7 +190,6 @@ class FileModel(ModelWithoutWeights):
         return {"cross_attentions": tuple(made), "decoder_attentions": ()}
 
     def _config_of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the folder's generation settings, changed by the arguments of the call."""
         config = copy.deepcopy(kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config)
         if not isinstance(config, GenerationConfig):
             raise InvalidArgumentError(
@@ -227,12 +212,6 @@ class FileModel(ModelWithoutWeights):
             return None
         model_kwargs[name] = self._cache(model_kwargs[name])
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-
-    @functools.cached_property
-    def _returns_all(self) -> bool:
-        """Return whether the file returns the logits of every token; only text models may return the last logits."""
-        parts = self.steps.parts
-        return parts.encoder is not None or parts.vision is not None or self._scores_of_two.shape[1] == 2
 
     @functools.cached_property
     def _scores_of_two(self) -> torch.Tensor:
@@ -263,13 +242,11 @@ class FileModel(ModelWithoutWeights):
         return self.steps.pictures(given)
 
     def run_files(self, **given: Any) -> Any:
-        """Run the files on new tokens, with the cache of the earlier tokens."""
         cache = self._cache(given.pop(CACHE, None))
         read = self._read_text if self.steps.parts.encoder is None else self._read_after_encoder
         return read(cache, **given)
 
     def _cache(self, given: Any) -> FileCache:
-        """Return the cache of a call: the cache of an earlier call, the caller's empty cache, or a new cache."""
         cache = FileCache(self.steps) if given is None else FileCache.of(given, self.steps)
         if cache.steps is not self.steps:
             raise InvalidArgumentError(
@@ -301,7 +278,12 @@ class FileModel(ModelWithoutWeights):
         ):
             shown = Shown(self._pictures({"pixel_values": pixel_values, **pictures}), len(input_ids), cache.seen)
         if shown is not None and shown.seen == cache.seen > 0:
-            shown.check_new(input_ids)
+            of_pictures = [one.token_id or 0 for one in shown.pictures if one.names]
+            if any(bool(torch.eq(input_ids, token).any()) for token in of_pictures):
+                raise InvalidArgumentError(
+                    f"The files read pictures only in the first call, but the cache has {cache.seen} tokens. Pass the "
+                    f"whole conversation and all of its pictures:\n    generate(**inputs, {installed_name()}=None)"
+                )
         self._check_counted("cache_position", cache_position, cache, input_ids)
         total, rows, ports = cache.seen + input_ids.shape[1], len(input_ids), self.steps.parts.decoder.ports
         mask = torch.ones(rows, total, dtype=torch.int64) if attention_mask is None else attention_mask.long()
@@ -450,13 +432,11 @@ def _by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
-    """Return a Hugging Face model that runs exported files."""
     stated = _stated(steps)
     return named_class(stated, (*bases, FileModel, _loop_of(stated)), _taken(steps))(steps)
 
 
 def _stated(steps: Steps) -> Mapping[str, Any]:
-    """Return the contents of ``config.json``; an empty mapping if there is no such file."""
     return {} if steps.settings.documents is None else steps.settings.documents.config
 
 

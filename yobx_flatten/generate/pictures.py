@@ -81,7 +81,6 @@ class Pictures:
         return [Seen(token, features, torch.cat(between) if between else None)]
 
     def _calls(self, vision: Runner) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the inputs of each call of the file, which reads one picture, or one frame of a video, at a time."""
         assert self.pixels is not None
         if "image_grid_thw" not in vision.ports:
             if self.tiles is None and (self.word == "video" or self.sizes is not None):
@@ -91,7 +90,12 @@ class Pictures:
                     {"pixel_values": tiles} for tiles in self.tiles.split(self.pixels, self.sizes, self.together)
                 )
                 return
-            for image in _without_padding(self.pixels):
+            images = self.pixels
+            if images.ndim == 5:  # rows of pictures, which SmolVLM pads with pictures of zeros
+                every = images.flatten(0, 1)
+                seen = every.flatten(1).ne(0).any(1)
+                images = every[seen] if bool(seen.any()) else every[:1]
+            for image in images:
                 yield {"pixel_values": image[None]}
             return
         sizes, name = self.sizes, f"{self.word}_grid_thw"
@@ -108,15 +112,6 @@ class Pictures:
         frames[:, 0] = 1
         for patches, frame in zip(self.pixels.split(frames.prod(-1).tolist()), frames, strict=True):
             yield {"pixel_values": patches, "image_grid_thw": frame[None]}
-
-
-def _without_padding(pixels: torch.Tensor) -> torch.Tensor:
-    """Return the pictures of all rows in order; leave out pictures of zeros in nested rows, as SmolVLM does."""
-    if pixels.ndim != 5:
-        return pixels
-    every = pixels.flatten(0, 1)
-    seen = every.flatten(1).ne(0).any(1)
-    return every[seen] if bool(seen.any()) else every[:1]
 
 
 # Positions of tokens, pictures and videos in time, height and width (M-RoPE), as Qwen2-VL counts them.
@@ -194,7 +189,6 @@ class Tiles:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Tiles | None:
-        """Return the tiles of a configuration; ``None`` for a model that does not tile pictures."""
         return Tiles(config) if config.get("model_type") in TILED else None
 
     def split(

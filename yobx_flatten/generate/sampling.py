@@ -71,7 +71,6 @@ def _is_number(value: object) -> bool:
 
 
 def sampling_of(generation: Mapping[str, Any]) -> Sampling:
-    """Return the sampling settings of ``generation_config.json``; greedy settings if ``do_sample`` is not set."""
     if not generation.get("do_sample"):
         return Sampling()
     top_k = generation.get("top_k")
@@ -127,19 +126,16 @@ def probabilities(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
         shares = shares.masked_fill(shares < sampling.min_p * shares[:, :1], 0.0)
         shares = shares / shares.sum(-1, keepdim=True)
     if sampling.typical_p is not None:
-        shares = shares.masked_fill(_untypical(shares, sampling.typical_p), 0.0)
+        # locally typical sampling (Meister et al., 2022, arXiv 2202.00666)
+        surprise = -shares.log()
+        expected = (shares * surprise).nansum(-1, keepdim=True)
+        distance = (surprise - expected).abs()
+        nearest, by_distance = distance.sort(dim=-1)
+        before = shares.gather(-1, by_distance).cumsum(-1) < sampling.typical_p
+        last = before.sum(-1, keepdim=True).clamp(max=shares.shape[-1] - 1)
+        shares = shares.masked_fill(distance > nearest.gather(-1, last), 0.0)
     shares = shares / shares.sum(-1, keepdim=True)
     return torch.zeros_like(shares).scatter(-1, order, shares)
-
-
-def _untypical(shares: torch.Tensor, mass: float) -> torch.Tensor:
-    """Return which tokens locally typical sampling leaves out (Meister et al., 2022, arXiv 2202.00666)."""
-    surprise = -shares.log()
-    expected = (shares * surprise).nansum(-1, keepdim=True)
-    distance = (surprise - expected).abs()
-    nearest, order = distance.sort(dim=-1)
-    last = (shares.gather(-1, order).cumsum(-1) < mass).sum(-1, keepdim=True).clamp(max=shares.shape[-1] - 1)
-    return distance > nearest.gather(-1, last)
 
 
 ScoreProcessor: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -180,7 +176,6 @@ _OF_DRAWS: Mapping[str, float | None] = {"top_h": None, "epsilon_cutoff": 0, "et
 
 
 def changes_scores(generation: Mapping[str, Any]) -> bool:
-    """Return whether a generation configuration changes logits, as a repetition penalty does."""
     return bool(_stated(generation, _OF_SCORES))
 
 

@@ -32,13 +32,12 @@ def speak(
     asked: Mapping[str, Any],
     masks: Iterator[torch.Tensor] | None = None,
 ) -> Any:
-    """Generate speech, and return what ``model.generate_speech`` returns."""
     # read: tokens of shape (batch, length), or samples of sound
     # masks: dropout masks, one for each frame in turn; `None` to draw random masks
     require("transformers", purpose="speech", extra="transformers")
     import transformers
 
-    from .own_class import config_from
+    from .stand_ins import config_from
 
     if asked.get("output_cross_attentions"):
         raise InvalidArgumentError(
@@ -90,7 +89,6 @@ class _Frames:
         return found(config=self.config, speecht5=model, speech_decoder_postnet=ends)
 
     def encode(self, input_values: torch.Tensor, attention_mask: torch.Tensor, return_dict: bool) -> Any:
-        """Run the encoder's file, and keep its outputs for all calls of the decoder."""
         made = {"input_ids": input_values, "input_values": input_values, "attention_mask": attention_mask}
         if attention_mask.shape != input_values.shape:
             raise InvalidArgumentError(
@@ -126,13 +124,11 @@ class _Frames:
         return frames
 
     def decode(self, hidden_states: torch.Tensor, **_: Any) -> Any:
-        """Run the decoder's file on the last frame."""
         made = {**self.given, "encoder_attention_mask": self.mask}
         found, self.cache = self.decoder.step(typed(self.decoder, made), self.cache)
         last = torch.cat([found["frames"].flatten(1), found["stop_logits"]], dim=1)
         return types.SimpleNamespace(last_hidden_state=last.unsqueeze(1), **{installed_name(): None})
 
     def smoothed(self, frames: torch.Tensor) -> torch.Tensor:
-        """Run the file of the postnet."""
         found: torch.Tensor = self.smooth.run(typed(self.smooth, {"frames": frames}))["spectrogram"]
         return found

@@ -11,9 +11,9 @@ import torch
 
 from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..huggingface.cache_names import CACHE
-from ..runners.folder_adapters import FolderAdapters
+from ..runners.adapters import FolderAdapters
+from ..runners.in_place import cache_tensors
 from ..runners.ports import Runner, check_cache_outputs, present_of
-from ..runners.rewind import cache_tensors
 from .pictures import Pictures, Seen, check_ports, empty_cache, image_positions, typed
 from .settings import GenerationSettings
 
@@ -34,8 +34,6 @@ _SOURCES = ("input_ids", *_READ, "attention_mask")
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The files of one model."""
-
     decoder: Runner  # the file that takes tokens and a cache, and returns scores and the cache
     # the file for the first call, without a cache among its inputs; `None` if `decoder` accepts an empty cache
     prefill: Runner | None = None
@@ -45,7 +43,6 @@ class Parts:
     postnet: Runner | None = None  # the file that smooths spectrogram frames, for a speech model
 
     def with_adapter(self, adapters: FolderAdapters, name: str) -> Parts:
-        """Return the same files with an adapter of their folder."""
         runners = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         used = adapters.runners({part: runner for part, runner in runners.items() if runner is not None}, name)
         return dataclasses.replace(self, **used)
@@ -74,7 +71,6 @@ class TextState:
     weights: dict[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def repeat(self, rows: torch.Tensor) -> None:
-        """Select or repeat rows of the text; the cache is unchanged."""
         self.tokens, self.mask = self.tokens[rows], self.mask[rows]
         self.context = {name: value[rows] for name, value in self.context.items()}
         self.source = None if self.source is None else self.source[rows]
@@ -82,7 +78,6 @@ class TextState:
         self.types = None if self.types is None else self.types[rows]
 
     def keep(self, count: int) -> None:
-        """Keep the first ``count`` tokens of the text; the cache is unchanged."""
         self.tokens, self.mask = self.tokens[:, :count], self.mask[:, :count]
         self.positions = None if self.positions is None else self.positions[..., :count]
         self.types = None if self.types is None else self.types[:, :count]
@@ -107,8 +102,6 @@ _ONE_CALL = "Call an encoder once:\n    open_model(folder)(input_ids=..., attent
 
 
 class Steps:
-    """Runs the files of one model, step by step."""
-
     def __init__(self, parts: Parts, settings: GenerationSettings) -> None:
         self.parts, self.settings = parts, settings
         if parts.postnet is not None:  # no tokens: see `spectrogram`
@@ -135,7 +128,6 @@ class Steps:
             )
 
     def pictures(self, given: Mapping[str, Any]) -> tuple[Pictures, Pictures]:
-        """Return the images and the videos among the inputs of a call."""
         settings = self.settings
         return settings.images(*map(given.get, OF_IMAGES)), settings.videos(*map(given.get, OF_VIDEOS))
 
@@ -205,7 +197,6 @@ class Steps:
     def encode(
         self, input_ids: torch.Tensor | None, mask: torch.Tensor | None, given: dict[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], int]:
-        """Return the encoder's outputs for the decoder, and the number of rows."""
         encoder = self.parts.encoder
         assert encoder is not None
         check_ports(encoder.ports, _SOURCES, encoder.name)
@@ -263,8 +254,14 @@ class Steps:
     def scores(self, sequence: TextState, *, last_scores: bool = False) -> torch.Tensor:
         """Run the files once, and return the scores, of shape (batch, tokens, vocabulary)."""
         # last_scores: whether the scores of the last token are enough
-        self._check_positions(sequence)
-        decoder = self.parts.decoder
+        most, decoder = self.settings.positions, self.parts.decoder
+        used = 0 if most is None else int(sequence.mask.sum(-1).max())
+        if most is not None and used > most:  # runtimes compute different values beyond the last position
+            begun = sequence.new.shape[1]
+            raise InvalidArgumentError(
+                f"The text has {used} tokens, but the model has {most} positions. "
+                + (f"Pass a prompt of {most} or less." if begun > 1 else "Pass a shorter prompt, or max_new_tokens.")
+            )
         if not sequence.cache and self.parts.prefill is None:
             sequence.cache = self._empty_cache(len(sequence.tokens), sequence.context)
         runner = decoder if sequence.cache or self.parts.prefill is None else self.parts.prefill
@@ -274,19 +271,6 @@ class Steps:
         sequence.cache = cache
         sequence.weights = {head: outputs[name] for name, head in self.heads.items()}
         return outputs["logits"]
-
-    def _check_positions(self, sequence: TextState) -> None:
-        """Raise InvalidArgumentError for a token beyond the last position, where runtimes compute different values."""
-        most = self.settings.positions
-        if most is None:
-            return
-        used = int(sequence.mask.sum(-1).max())
-        if used > most:
-            begun = sequence.new.shape[1]
-            raise InvalidArgumentError(
-                f"The text has {used} tokens, but the model has {most} positions. "
-                + (f"Pass a prompt of {most} or less." if begun > 1 else "Pass a shorter prompt, or max_new_tokens.")
-            )
 
     def _feeds(self, runner: Runner, sequence: TextState) -> dict[str, torch.Tensor]:
         made = {**sequence.context, "input_ids": sequence.new, "attention_mask": sequence.mask}
@@ -352,7 +336,6 @@ def _integers(name: str, value: Any) -> torch.Tensor:
 
 
 def check_given(named: Mapping[str, Any]) -> None:
-    """Raise InvalidArgumentError if tokens or a mask are not a tensor of at least two axes."""
     for name in ("input_ids", "attention_mask", "decoder_input_ids"):
         value = named.get(name)
         if value is not None and (not isinstance(value, torch.Tensor) or value.ndim < 2):
@@ -389,7 +372,6 @@ def tokens_of(name: str, value: Any) -> torch.Tensor:
 
 
 def _mask_of(tokens: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-    """Return the given mask after a check; ones if no mask is given."""
     if given is None:
         return torch.ones_like(tokens)
     mask = _integers("attention_mask", given)

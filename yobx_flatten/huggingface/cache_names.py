@@ -62,7 +62,6 @@ def tokens_in(cache: TransformersCache) -> int | None:
 
 
 def has_read(cache: TransformersCache) -> bool:
-    """Return whether a cache has seen a token."""
     return bool(tokens_in(cache)) or any(map(_has_state, getattr(cache, "layers", None) or ()))
 
 
@@ -89,7 +88,6 @@ def name_in(values: object) -> str | None:
 
 
 def cache_of(values: ModelOutput) -> TransformersCache:
-    """Return the cache among a call's arguments, or of an output; ``None`` without a cache."""
     name = name_in(values)
     return None if name is None else values[name]
 
@@ -114,8 +112,13 @@ def argument_of(function: Callable[..., Any]) -> str | None:
     parameters = _parameters(function)
     if parameters is None:
         return None
-    for word in _WORDS:
-        if word in parameters and (word != _USUAL or _may_be_a_cache(parameters[word])):
+    if _USUAL in parameters:
+        annotation = parameters[_USUAL].annotation
+        # thirty forwards of transformers 5.24 (RoBERTa's) still state the former types: tuples and lists of tensors
+        if annotation is inspect.Parameter.empty or "Cache" in str(annotation) or _TENSORS.search(str(annotation)):
+            return _USUAL
+    for word in _WORDS[1:]:
+        if word in parameters:
             return word
     # a name from a later version
     typed = [name for name, parameter in parameters.items() if "Cache" in str(parameter.annotation)]
@@ -127,12 +130,6 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # written in C
         return None
-
-
-def _may_be_a_cache(parameter: inspect.Parameter) -> bool:
-    # thirty forwards of transformers 5.24 (RoBERTa's) still state the former types: tuples and lists of tensors
-    stated = str(parameter.annotation)
-    return parameter.annotation is parameter.empty or "Cache" in stated or _TENSORS.search(stated) is not None
 
 
 def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

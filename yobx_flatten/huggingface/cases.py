@@ -13,9 +13,8 @@ from ..errors import FlattenError, InvalidArgumentError, describe_class
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree, TransformersCache, TransformersConfig, TransformersModel
 from .cache_names import argument_of, cache_of, forward_of, installed_name, name_in, named_for
-from .decoders import has_states_alone, new_dynamic_cache
+from .decoders import has_states_alone, new_dynamic_cache, switch_of
 from .layer_weights import device_of_inputs
-from .position_switch import switch_of
 
 # inputs that decode_inputs can make, without the cache
 _DECODER = {"input_ids", "attention_mask", "position_ids", "use_cache"}
@@ -91,12 +90,10 @@ def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any], cache
 
 
 def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:
-    """Return which input must be passed for reproducible results, or ``None``.
-
-    The attention of PaliGemma (``use_bidirectional_attention``) is causal only by a mask, which is made from token
-    types. Without token types transformers drops a mask that looks like SDPA's own causal mask, and the layers then see
-    later tokens. With ``attn_implementation="eager"``, with padding, or in a trace transformers keeps the mask.
-    """
+    """Return which input must be passed for reproducible results, or ``None``."""
+    # The attention of PaliGemma (`use_bidirectional_attention`) is causal only by a mask, which is made from token
+    # types. Without token types transformers drops a mask that looks like SDPA's own causal mask, and the layers then
+    # see later tokens. With `attn_implementation="eager"`, with padding, or in a trace transformers keeps the mask.
     if kwargs.get("token_type_ids") is not None or not hasattr(model, "config") or kwargs.get("input_ids") is None:
         return None
     if "token_type_ids" not in inspect.signature(model.forward).parameters:
@@ -184,7 +181,14 @@ def decode_inputs(
     """
     _check_decodes(model)
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
-    like = named_for(forward_of(model), dict.fromkeys(_usual_inputs(model, encoder_decoder)) if like is None else like)
+    if like is None:
+        usual = ["input_ids", "attention_mask"]
+        if encoder_decoder:
+            usual = ["decoder_input_ids", "encoder_outputs", "attention_mask"]
+        elif has_states_alone(model):
+            usual = ["input_ids"]  # such models accept a mask of the new tokens only, and need none for decoding
+        like = dict.fromkeys([*usual, argument_of(forward_of(model)) or installed_name()])
+    like = named_for(forward_of(model), like)
     cache_is = name_in(like)
     if sizes.past == 0 and cache_is is not None:
         raise InvalidArgumentError(
@@ -197,11 +201,10 @@ def decode_inputs(
     mask = torch.ones_like(tokens)
     mask[0, : sizes.padding] = 0
     with torch.no_grad():
+        read = None
         if encoder_decoder:
             read = _given_or_random(model, "source", source, sizes, sizes.source, generator).to(device)
-            made = _inputs_of_both(model, sizes, like, cache_is, tokens, mask, read)
-        else:
-            made = _inputs_of_decoder(model, sizes, like, cache_is, tokens, mask)
+        made = _new_inputs(model, sizes, like, cache_is, tokens, mask, read)
     if cache_is is not None:
         made = {name: contiguous(value) for name, value in made.items()}
     # values that are not tensors (use_cache=True, ...) are those of `like`
@@ -239,55 +242,39 @@ def _check_decodes(model: TransformersModel) -> None:
         )
 
 
-def _inputs_of_both(
+def _new_inputs(
     model: TransformersModel,
     sizes: DecodeSizes,
     like: Mapping[str, Any],
     cache_is: str | None,
     tokens: torch.Tensor,
     mask: torch.Tensor,
-    source: torch.Tensor,
+    source: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Return the inputs of a model with an encoder, with a cache if the example has a cache."""
-    source_mask = torch.ones_like(source)
-    source_mask[0, sizes.source - min(2, sizes.source - 1) :] = 0  # encoders are padded on the right
-    encoder_outputs = model.get_encoder()(input_ids=source, attention_mask=source_mask)
-    prefill = {"encoder_outputs": encoder_outputs, "attention_mask": source_mask}
-    if cache_is is None:
-        return {**prefill, "decoder_input_ids": tokens, "decoder_attention_mask": mask}
-    past, new = tokens[:, : sizes.past], tokens[:, sizes.past :]
-    if "decoder_attention_mask" in like:
-        prefill["decoder_attention_mask"] = mask[:, : sizes.past]
-    empty = _fresh_cache(model, like.get(cache_is))
-    filled = model(decoder_input_ids=past, use_cache=True, **{cache_is: empty}, **prefill)
-    made = {**prefill, "decoder_input_ids": new, "decoder_attention_mask": mask}
-    return {**made, cache_is: cache_of(filled)}
-
-
-def _inputs_of_decoder(
-    model: TransformersModel,
-    sizes: DecodeSizes,
-    like: Mapping[str, Any],
-    cache_is: str | None,
-    tokens: torch.Tensor,
-    mask: torch.Tensor,
-) -> dict[str, Any]:
-    """Return the inputs of a causal model, with a cache if the example has a cache."""
+    """Return the inputs of a call on the last tokens, with a cache of the earlier tokens if the example has a cache."""
+    # source: the tokens of the encoder; `None` for a model without an encoder
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    if source is None:
+        ids_name, encoded, of_tokens = "input_ids", {}, {"attention_mask": mask, "position_ids": positions}
+    else:
+        source_mask = torch.ones_like(source)
+        source_mask[0, sizes.source - min(2, sizes.source - 1) :] = 0  # encoders are padded on the right
+        encoder_outputs = model.get_encoder()(input_ids=source, attention_mask=source_mask)
+        encoded = {"encoder_outputs": encoder_outputs, "attention_mask": source_mask}
+        ids_name, of_tokens = "decoder_input_ids", {"decoder_attention_mask": mask}
+    made = {**encoded, ids_name: tokens, **of_tokens}
     if cache_is is None:
-        return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+        return made
     past, new = slice(0, sizes.past), slice(sizes.past, None)
-    prefill = {"attention_mask": mask[:, past]} if "attention_mask" in like else {}
-    if "position_ids" in like:
-        prefill["position_ids"] = positions[:, past]
-    empty = _fresh_cache(model, like.get(cache_is))
-    filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: empty}, **prefill)
-    if cache_of(filled) is None:
+    prefill = {ids_name: tokens[:, past], "use_cache": True, **encoded}
+    prefill |= {name: value[:, past] for name, value in of_tokens.items() if name in like}
+    filled = model(**prefill, **{cache_is: _fresh_cache(model, like.get(cache_is))})
+    if source is None and cache_of(filled) is None:
         # generate() always passes a cache, and some models (Granite4Vision) do not make a cache themselves
         empty = new_dynamic_cache(model.config.get_text_config(decoder=True))
-        filled = model(input_ids=tokens[:, past], use_cache=True, **{cache_is: empty}, **prefill)
-    made = {"input_ids": tokens[:, new], "attention_mask": mask, "position_ids": positions[:, new]}
-    return {**made, cache_is: cache_of(filled)}
+        filled = model(**prefill, **{cache_is: empty})
+    made |= {ids_name: tokens[:, new], cache_is: cache_of(filled)}
+    return {**made, "position_ids": positions[:, new]} if source is None else made
 
 
 def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any] | None:
@@ -327,21 +314,11 @@ def _encoder_reads_tokens(model: TransformersModel) -> bool:
     return get_encoder is None or "input_ids" in inspect.signature(get_encoder().forward).parameters
 
 
-def _usual_inputs(model: TransformersModel, encoder_decoder: bool) -> tuple[str, ...]:
-    cache_is = argument_of(forward_of(model)) or installed_name()
-    if encoder_decoder:
-        return "decoder_input_ids", "encoder_outputs", "attention_mask", cache_is
-    # models without attention accept a mask of the new tokens only, and need none for decoding
-    return ("input_ids", cache_is) if has_states_alone(model) else ("input_ids", "attention_mask", cache_is)
-
-
 def slides(config: TransformersConfig) -> bool:
-    """Return whether a model of this configuration makes a cache with a sliding layer."""
     return any(getattr(layer, "is_sliding", False) for layer in new_dynamic_cache(config).layers)
 
 
 def keeps_all(cache: TransformersCache) -> bool:
-    """Return whether every layer of a ``DynamicCache`` keeps all tokens."""
     return all(type(layer).__name__ == "DynamicLayer" for layer in cache.layers)
 
 
@@ -365,11 +342,9 @@ def _is_fp8(cache: TransformersCache) -> bool:
 
 
 def contiguous(value: PyTree) -> PyTree:
-    """Return nested values with contiguous tensors; tensors inside containers are replaced in place.
-
-    A slice (``ids[:, 5:]``, the keys of a layer beyond its window) has unusual strides; code that is compiled for one
-    kind of strides reads the other kind wrongly.
-    """
+    """Return nested values with contiguous tensors; tensors inside containers are replaced in place."""
+    # A slice (`ids[:, 5:]`, the keys of a layer beyond its window) has unusual strides; code that is compiled for one
+    # kind of strides reads the other kind wrongly.
     # value: a tensor, or lists, tuples, dicts and transformers objects with tensors; a repeated tensor stays one tensor
     return _contiguous(value, {})
 

@@ -1,4 +1,6 @@
-"""Wrap a decoder with only sliding layers, or only states, so that it has the inputs that generation tools pass.
+"""Decoders: the length at which rotary angles change, and wrappers with the inputs that generation tools pass.
+
+A decoder with only sliding layers, or only states, is wrapped:
 
 .. code-block:: text
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from ..recipe.aliases import (
     TransformersModel,
 )
 from .builders import make_dynamic_cache
-from .cache_names import CACHE, PRESENT, argument_of, cache_of, forward_of, name_in
+from .cache_names import CACHE, PRESENT, argument_of, cache_of, forward_of, installed_name, name_in
 from .caches.layers import code_of
 
 _FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
@@ -106,7 +108,6 @@ class SlidingDecoder(Continued):
         }
 
     def inputs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert keyword arguments of the model to inputs of this module."""
         # without a mask there is no padding; default positions continue from the number of tokens seen, as in the model
         ids, cache = kwargs["input_ids"], cache_of(kwargs)
         batch, new = ids.shape[:2]
@@ -124,7 +125,6 @@ class SlidingDecoder(Continued):
         }
 
     def shapes(self, given: DynamicShapes) -> DynamicShapes:
-        """Convert dynamic shapes of the model to dynamic shapes of this module."""
         if given is None:
             return None
         leaves = given[self.cache_is] or [None] * (2 * len(self.classes))
@@ -137,7 +137,6 @@ class SlidingDecoder(Continued):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, cache: PlainCache
     ) -> dict[str, Any]:
-        """Return the logits, the model's other outputs, and the keys and values for the next call."""
         pairs = [(layer["key"], layer["value"]) for layer in cache]
         filled = make_dynamic_cache(pairs, self.classes, self.windows)
         for layer in filled.layers:
@@ -159,7 +158,6 @@ class SlidingDecoder(Continued):
         return {**others, PRESENT: kept}
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
-        """Make the inputs of the next call: the returned cache, equally many random tokens, a longer mask."""
         following, mask = super().next_inputs(kwargs, outputs, seed), kwargs["attention_mask"]
         ids = following["input_ids"]
         longer = torch.cat([mask, mask.new_ones(ids.shape[:2])], dim=1)
@@ -167,37 +165,28 @@ class SlidingDecoder(Continued):
 
 
 def pair_of(layer: CacheLayer) -> dict[str, torch.Tensor]:
-    """Return the keys and values of a layer under the names that files use."""
     return {"key": layer.keys, "value": layer.values}
 
 
 def new_dynamic_cache(config: TransformersConfig) -> TransformersCache:
-    """Return an empty ``DynamicCache`` with the layers of a configuration."""
     from transformers.cache_utils import DynamicCache
 
     return DynamicCache(config=config)
 
 
 def has_states_alone(model: TransformersModel) -> bool:
-    """Return whether the cache of a model contains only recurrent states, and no keys and values.
-
-    The layer types of the configuration show this. A model with its own cache class (xLSTM, and Mamba before
-    transformers 5) has only states if that class counts no tokens.
-    """
+    """Return whether the cache of a model contains only recurrent states, and no keys and values."""
     name = argument_of(forward_of(model))
     if name is None:
         return False
     annotation = inspect.signature(forward_of(model)).parameters[name].annotation
     classes = [cls for cls in (annotation, *typing.get_args(annotation)) if isinstance(cls, type)]
+    # a model with its own cache class (xLSTM, and Mamba before transformers 5) has only states if it counts no tokens
     caches = [cls for cls in classes if cls.__name__.endswith("Cache")]
     if caches and not any(hasattr(cls, "get_seq_length") for cls in caches):
         return True
     layers = new_dynamic_cache(model.config.get_text_config(decoder=True)).layers
-    return bool(layers) and all(_is_state(layer) for layer in layers)
-
-
-def _is_state(layer: CacheLayer) -> bool:
-    return hasattr(layer, "recurrent_states") and not hasattr(layer, "keys")
+    return bool(layers) and all(hasattr(one, "recurrent_states") and not hasattr(one, "keys") for one in layers)
 
 
 class StateDecoder(torch.nn.Module):
@@ -220,7 +209,6 @@ class StateDecoder(torch.nn.Module):
         return masks and has_states_alone(model)
 
     def get_input_embeddings(self) -> torch.nn.Module:
-        """Return the embeddings of the model."""
         return self.model.get_input_embeddings()  # type: ignore[no-any-return] # transformers counts as untyped
 
     def forward(
@@ -231,7 +219,6 @@ class StateDecoder(torch.nn.Module):
         use_cache: bool = True,
         logits_to_keep: int = 0,
     ) -> dict[str, Any]:
-        """Return the logits and the cache."""
         # Not mask[:, -new:]: a slice checks whether it begins at 0, which adds a guard to the program.
         new = input_ids.shape[1]
         last = torch.arange(new, device=input_ids.device) + (attention_mask.shape[1] - new)
@@ -243,3 +230,70 @@ class StateDecoder(torch.nn.Module):
             **{self.cache_is: cache},
         )
         return {"logits": found.logits, "cache": cache_of(found)}
+
+
+# The length from which the rotary embeddings of a model use different frequencies.
+
+
+def switch_of(config: Mapping[str, Any]) -> int | None:
+    """Return the number of tokens above which rotary angles change; ``None`` if the angles never change.
+
+    >>> switch_of({"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 4096})
+    4096
+    >>> switch_of({"rope_scaling": {"rope_type": "yarn"}, "original_max_position_embeddings": 4096}) is None
+    True
+    """
+    lengths = [length for rope in _kinds(config) if type(length := switch_of_kind(rope, config)) is int]
+    return min(lengths, default=None)
+
+
+def _kinds(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    # some models have several settings of rotary embeddings, for different layers
+    for name in ("rope_parameters", "rope_scaling"):
+        found = config.get(name)
+        if isinstance(found, Mapping):
+            yield from (found, *(one for one in found.values() if isinstance(one, Mapping)))
+
+
+def switch_of_kind(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+    kind, longest = rope.get("rope_type", rope.get("type")), config.get("max_position_embeddings")
+    if kind in ("longrope", "su"):
+        places = (rope, config)
+        return next((found for place in places if (found := place.get("original_max_position_embeddings"))), longest)
+    return longest if kind == "dynamic" else None
+
+
+@torch.no_grad()
+def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
+    """Return whether a model drops its cache and recomputes all tokens when the text exceeds the switch."""
+    # Phi-3 does, since its keys were rotated with the short factors. The inputs that a model prepares for three calls
+    # show this: the last call before the switch, the call that exceeds it, and the next call.
+    try:
+        read = [_reads(model, length) for length in (switch, switch + 1, switch + 2)]
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # a model with its own loop
+        return None
+    return True if read == _DROPPED else False if read == _KEPT else None
+
+
+_KEPT = ["the next", "the next", "the next"]
+_DROPPED = ["the next", "all", "the next"]
+
+
+def _reads(model: TransformersModel, length: int) -> str:
+    """Return which tokens a model reads in a call with one new token and a cache of all other tokens."""
+    from transformers import GenerationMixin
+    from transformers.cache_utils import DynamicCache
+
+    cache, ids = DynamicCache(), torch.zeros(1, length, dtype=torch.int64)
+    keys = torch.zeros(1, 1, length - 1, 1)
+    cache.update(keys, keys, 0)
+    # a model passes arguments that it does not use to the method of GenerationMixin
+    loops: Any = (model.prepare_inputs_for_generation, GenerationMixin.prepare_inputs_for_generation)
+    asked = {name for loop in loops for name in inspect.signature(loop).parameters}
+    cache_is = argument_of(model.forward) or installed_name()
+    given = {cache_is: cache, "attention_mask": torch.ones_like(ids)}
+    by_version = {"next_sequence_length": 1, "cache_position": torch.tensor([length - 1])}
+    given |= {name: value for name, value in by_version.items() if name in asked}
+    found = model.prepare_inputs_for_generation(ids, **given, use_cache=True)
+    count, goes_on = found["input_ids"].shape[1], found.get(cache_is) is cache
+    return "the next" if count == 1 and goes_on else "all" if count == length and not goes_on else "something else"

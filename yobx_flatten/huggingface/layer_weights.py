@@ -65,10 +65,8 @@ _LAYERS: weakref.WeakKeyDictionary[torch.nn.Module, _LayerWeights] = weakref.Wea
 
 
 def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
-    """Let each layer of a module load its weights when it is called.
-
-    A layer is an entry of a ``ModuleList`` or ``ModuleDict``. A module outside of a layer loads its own parameters.
-    """
+    """Let each layer of a module load its weights when it is called."""
+    # a layer is an entry of a `ModuleList` or `ModuleDict`; a module outside of a layer loads its own parameters
     layers: dict[str, dict[str, Reader]] = {}
     for name, reader in readers.items():
         layer = _layer_of(module, name)
@@ -79,7 +77,6 @@ def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> Non
 
 
 def _layer_of(module: torch.nn.Module, name: str) -> str:
-    """Return the name of the module whose call loads a parameter."""
     parts = name.split(".")[:-1]
     containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
     in_container = False

@@ -1,4 +1,4 @@
-"""Flatten outputs of models and pipelines, and containers of tokenizers and processors.
+"""Flatten outputs of models and pipelines, also of diffusers, and containers of tokenizers and processors.
 
 ========================  =======================  =========================  ===================================
 class                     children                 keys                       static
@@ -42,18 +42,17 @@ from ..private_names.of_torch import MappingKey, pytree
 from ..recipe.aliases import ModelOutput
 from ..recipe.contract import Recipe
 from ..recipe.fields import functions_of, is_mapping_like
+from ..trace.trace_settings import TraceSupport
 
 REMEDY = "with register_flattening_functions(patch_transformers=True): ..."
 """The line of code that registers the transformers classes."""
 
 
 def classes_of(module: ModuleType) -> list[type]:
-    """Return the classes that a module defines."""
     return [cls for cls in list(vars(module).values()) if inspect.isclass(cls) and cls.__module__ == module.__name__]
 
 
 def subclasses_of(cls: Any) -> Iterator[type]:
-    """Yield all direct and indirect subclasses of a class that are defined so far."""
     for child in cls.__subclasses__():
         yield child
         yield from subclasses_of(child)
@@ -69,7 +68,6 @@ class ModelClasses:
         self._found: list[type] = []
 
     def __call__(self) -> list[type]:
-        """Return the classes in the order of the imports."""
         if self._modules_then != len(sys.modules):  # blocks are entered often, models imported rarely
             # dict.copy is one step: another thread may import a module during a loop over the items
             imported = sys.modules.copy()
@@ -134,7 +132,6 @@ def unflatten_base_model_output(
 
 
 def output_recipes() -> dict[type, Recipe | None]:
-    """Return the flatten functions of the outputs and containers in transformers' imported modules."""
     recipes: dict[type, Recipe | None] = {}
     # no instance exists before the module is imported, and the import registers 70 classes permanently
     modeling_outputs = sys.modules.get("transformers.modeling_outputs")
@@ -150,7 +147,6 @@ def output_recipes() -> dict[type, Recipe | None]:
 
 
 def output_recipes_of_module(module: ModuleType) -> list[Recipe]:
-    """Return the flatten functions of the outputs that one model's module defines."""
     recipes = [_recipe(cls, functions_of) for cls in classes_of(module) if _is_plain_output(cls)]
     return [recipe for recipe in recipes if recipe is not None]
 
@@ -219,3 +215,29 @@ def _is_plain_output(cls: type) -> bool:
 
 
 _DATACLASSES = ModelClasses(_is_plain_output)
+
+
+# -- diffusers -------------------------------------------------------------------------------------------------------
+
+# diffusers registers its outputs with torch without keys, so that an exported program cannot name its outputs. The
+# flatten functions here add the keys. Names and static parts are stored as diffusers' registration stores them: a
+# program that was saved inside the block loads outside, and vice versa.
+
+_DIFFUSERS_REMEDY = "with register_flattening_functions(patch_diffusers=True): ..."
+
+
+def diffusers_recipes(module: str | None = None) -> list[Recipe]:
+    """Return the flatten functions of diffusers' output classes in one module, or in all imported modules."""
+    base = sys.modules["diffusers.utils.outputs"].BaseOutput
+    recipes = []
+    for cls in subclasses_of(base):
+        if module is None or cls.__module__ == module:
+            flatten, flatten_with_keys, unflatten = functions_of(cls)
+            name = f"{cls.__module__}.{cls.__name__}"
+            recipes.append(
+                Recipe(cls, flatten, unflatten, flatten_with_keys, name, _DIFFUSERS_REMEDY, plain_static=True)
+            )
+    return recipes
+
+
+DIFFUSERS = TraceSupport("diffusers")  # nothing for a trace, and imports of named classes for a load

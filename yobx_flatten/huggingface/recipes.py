@@ -31,26 +31,6 @@ _STANDARD = {"layers", "layer_class_to_replicate", "offloading", "only_non_slidi
 _OWN = "cache="
 
 
-def cache_recipes(known: Container[type]) -> list[Recipe]:
-    """Return the flatten functions of all cache classes in imported modules."""
-    import transformers.cache_utils as cache_utils
-
-    classes = dict.fromkeys(subclasses_of(cache_utils.Cache))
-    classes.update(dict.fromkeys(_PLAIN_CACHES()))
-    if hasattr(cache_utils, "KVSharingDict"):
-        classes[cache_utils.KVSharingDict] = None
-    recipes = (_recipe_of_cache(cls) for cls in classes if cls not in known)
-    return [recipe for recipe in recipes if recipe is not None]
-
-
-def cache_recipes_of_module(module: ModuleType) -> list[Recipe]:
-    """Return the flatten functions of the cache classes that one model's module defines."""
-    from transformers.cache_utils import Cache
-
-    classes = [cls for cls in classes_of(module) if issubclass(cls, Cache) or _is_plain_cache(cls)]
-    return [recipe for recipe in map(_recipe_of_cache, classes) if recipe is not None]
-
-
 _RECIPES: dict[type, Recipe] = {}
 
 
@@ -116,7 +96,6 @@ def _cache_functions(cls: type) -> tuple[Flatten, Unflatten]:
 
 
 def _read_object(obj: object, without: Container[str]) -> tuple[str, list[str], list[Any]]:
-    """Return the template of an object's attributes as JSON, and the paths and values of its leaves."""
     held = vars(obj)
     own = {name: value for name, value in held.items() if name not in without}
     if PLACEHOLDERS in held:
@@ -207,13 +186,21 @@ def transformers_recipes() -> dict[type, Recipe | None]:
         cache_utils.EncoderDecoderCache: _recipe(cache_utils.EncoderDecoderCache, "encoder_decoder_cache"),
     }
     recipes.update(output_recipes())
-    recipes.update({recipe.cls: recipe for recipe in cache_recipes(recipes)})
+    classes = dict.fromkeys(subclasses_of(cache_utils.Cache))
+    classes.update(dict.fromkeys(_PLAIN_CACHES()))
+    if hasattr(cache_utils, "KVSharingDict"):
+        classes[cache_utils.KVSharingDict] = None
+    of_caches = [_recipe_of_cache(cls) for cls in classes if cls not in recipes]
+    recipes.update({recipe.cls: recipe for recipe in of_caches if recipe is not None})
     return recipes
 
 
 def transformers_recipes_of_module(module: ModuleType) -> list[Recipe]:
-    """Return the flatten functions of the caches and outputs that a model's module defines."""
-    return cache_recipes_of_module(module) + output_recipes_of_module(module)
+    from transformers.cache_utils import Cache
+
+    classes = [cls for cls in classes_of(module) if issubclass(cls, Cache) or _is_plain_cache(cls)]
+    of_caches = [recipe for recipe in map(_recipe_of_cache, classes) if recipe is not None]
+    return of_caches + output_recipes_of_module(module)
 
 
 def _recipe(cls: type, suffix: str) -> Recipe:

@@ -24,7 +24,7 @@ import torch
 from ..core.compare import compare
 from ..errors import DamagedFileError, InvalidArgumentError, ModelSourceError, ReplayError
 from ..files.document import read_document, read_onnx, read_text
-from ..generate.layout import SUBFOLDER
+from ..generate.settings import SUBFOLDER
 from ..huggingface.cache_names import CACHE, PRESENT
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.onnx_session import open_session

@@ -19,11 +19,11 @@ from ..export.onnx.rewrite.group_query_attention import shared_inputs
 from ..export.proof.eager_runs import sampled
 from ..files.document import inside, read_onnx
 from ..files.scratch import check_writable, copy_links, publish_folder, scratch_for
-from ..generate.layout import MANIFEST, located
+from ..generate.settings import MANIFEST, located
 from ..recipe.aliases import TransformersModel
-from ..runners.adapters import ADAPTERS, FIRST, SECOND, Adapter, adapter_names, check_matrices, leave_room
-from ..runners.folder_adapters import rooms_of_files
+from ..runners.adapters import ADAPTERS, Adapter, adapter_names, check_matrices, leave_room, rooms_of_files
 from ..runners.open import open_runner
+from ..runners.ports import FIRST, SECOND
 from ..storage.cases import load_case
 from .export_piece import FolderOptions, export_piece
 from .manifest import FolderManifest, StoredAdapter, check_folder, read_manifest, write_manifest

@@ -15,7 +15,7 @@ from ..errors import DamagedFileError, FlattenError, ForeignFileError, InvalidAr
 from ..export.proof.quality import Quality
 from ..files.document import inside, open_regular, read_document
 from ..files.scratch import is_folder
-from ..generate.layout import MANIFEST
+from ..generate.settings import MANIFEST
 from ..runners.open import RUNTIMES
 
 _VERSION = 3

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
-from ..generate.generator import Generator
-from ..generate.layout import MANIFEST, located
-from ..generate.onnx_generator import generator_for
+from ..generate.generator import Generator, generator_for
+from ..generate.settings import MANIFEST, located
 from ..runners.onnx_session import Providers
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .manifest import check_digests, check_folder, read_manifest

@@ -12,9 +12,9 @@ from transformers.utils import ModelOutput
 from ..errors import GenerationError, InvalidArgumentError
 from ..files.document import read_configuration
 from ..generate.generator import Generator
-from ..generate.own_class import ModelWithoutWeights, config_from, named_class
 from ..generate.pictures import typed
-from ..runners.folder_adapters import FolderAdapters
+from ..generate.stand_ins import ModelWithoutWeights, config_from, named_class
+from ..runners.adapters import FolderAdapters
 from ..runners.ports import Runner
 
 # defaults of models for inputs that the caller leaves out: no padding, and one text

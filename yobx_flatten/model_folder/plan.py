@@ -18,7 +18,7 @@ from ..export.proof.report import ExportReport
 from ..export.quantization import Quantization, WeightBits, choose_quantization, reads_once
 from ..export.runtimes.write import check_room, has_kernels
 from ..generate.settings import settings_of
-from ..huggingface.position_switch import rereads_at_switch, switch_of
+from ..huggingface.decoders import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import Adapter
 from .client_layout import check_layout

@@ -20,13 +20,11 @@ from ..export.proof.replay import Padding
 from ..export.proof.report import PART_OF_FLOAT32, explained
 from ..export.quantization import CHAT_SHARES, TOKEN_SHARES, text_scores
 from ..files.document import inside
-from ..generate.generator import Generator
-from ..generate.layout import SUBFOLDER, located
-from ..generate.onnx_generator import generator_for
+from ..generate.generator import Generator, generator_for
 from ..generate.sampling import Sampling
+from ..generate.settings import SUBFOLDER, located
 from ..runners import onnx_session
-from ..runners.adapters import ADAPTERS, read_adapter
-from ..runners.folder_adapters import rooms_of_files
+from ..runners.adapters import ADAPTERS, read_adapter, rooms_of_files
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.open import open_runner
 from ..runners.ports import Runner

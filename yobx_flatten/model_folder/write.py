@@ -33,8 +33,7 @@ from ..export.quantization import Quantization, WeightBits
 from ..files.document import TEXTS, own_files, read_document, write_tensor_file
 from ..files.scratch import check_writable, publish_folder, scratch_for, settle
 from ..recipe.aliases import TransformersModel
-from ..runners.adapters import ADAPTERS, Adapter, check_matrices, leave_room
-from ..runners.folder_adapters import rooms_of_files
+from ..runners.adapters import ADAPTERS, Adapter, check_matrices, leave_room, rooms_of_files
 from ..runners.ports import ELEMENTS
 from ..trees.arguments import instance_hint
 from . import stored_cases

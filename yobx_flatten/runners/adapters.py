@@ -1,43 +1,29 @@
-"""Read the matrices of an adapter that an ONNX file takes as optional inputs, and add these inputs to a module."""
+"""LoRA adapters, whose matrices ONNX files take as optional inputs: read them, switch them, and add the inputs."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import DamagedFileError, GenerationError
+from ..errors import DamagedFileError, GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
-from ..files.document import read_tensors
-from .ports import Port
+from ..files.document import read_onnx, read_tensors
+from .onnx_runner import OnnxRunner
+from .ports import FIRST, SECOND, Port, Runner
 
 ADAPTERS = "adapters"
 """The subfolder of an exported folder that contains LoRA adapters."""
-
-FIRST, SECOND = "lora_A", "lora_B"
-"""Endings, after a dot, of the names of a LoRA adapter's inputs: matrix (rows, rank), then matrix (rank, columns)."""
 
 _SUFFIX = ".safetensors"
 
 
 def adapter_names(folder: pathlib.Path) -> list[str]:
-    """Return the names of the LoRA adapters in an exported folder."""
     return sorted(path.stem for path in (folder / ADAPTERS).glob(f"*{_SUFFIX}"))
-
-
-def adapter_file(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Return the path of a named LoRA adapter in an exported folder."""
-    there = adapter_names(folder)
-    if name not in there:
-        raise GenerationError(
-            f"{folder} has no adapter {name!r}; found: {', '.join(there) or 'none'}. To add an adapter:\n"
-            f"    yobx-flatten adapter {folder} NAME=FOLDER"
-        )
-    return folder / ADAPTERS / f"{name}{_SUFFIX}"
 
 
 def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, torch.Tensor]:
@@ -78,6 +64,65 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
             raise DamagedFileError(
                 f"{where}: {name} has a rank of {matrix.shape[1]}, but {other} has a rank of {found[other].shape[0]}."
             )
+
+
+_TYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}  # numbers of ONNX
+
+
+def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
+    """Return the optional inputs for LoRA matrices that the ONNX files of a folder have, by name."""
+    require("onnx", purpose="adapters of a folder", extra="onnx")
+    found = {}
+    for path in sorted(folder.glob("*.onnx")):
+        graph = read_onnx(path, failure=DamagedFileError).graph
+        held = {tensor.name for tensor in graph.initializer}
+        for value in graph.input:
+            if value.name in held and value.name.endswith((f".{FIRST}", f".{SECOND}")):
+                kind = value.type.tensor_type
+                sizes = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim)
+                found[value.name] = Port(value.name, sizes, _TYPES.get(kind.elem_type))
+    return found
+
+
+class FolderAdapters:
+    """The LoRA adapters of an exported folder; an adapter is read from its file when it is first used."""
+
+    # folder: the exported folder; `None` for files outside of an exported folder
+
+    def __init__(self, folder: pathlib.Path | None) -> None:
+        self._folder = folder
+        self._read: dict[str, dict[str, torch.Tensor]] = {}
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [] if self._folder is None else adapter_names(self._folder)
+
+    def hold(self, name: str, matrices: dict[str, torch.Tensor]) -> None:
+        """Add an adapter from memory, which is then used instead of a file of that name."""
+        self._read[name] = matrices
+
+    def runners(self, runners: Mapping[str, Runner], name: str) -> dict[str, Any]:
+        onnx: dict[str, OnnxRunner] = {}
+        for part, runner in runners.items():
+            if not isinstance(runner, OnnxRunner):
+                raise InvalidArgumentError(
+                    f"adapter={name!r}: {runner.runtime} cannot switch adapters. Use ONNX files in onnxruntime."
+                )
+            onnx[part] = runner
+        rooms: dict[str, Port] = {}
+        for runner in onnx.values():
+            rooms |= runner.rooms
+        if name not in self._read:
+            if self._folder is None:
+                raise InvalidArgumentError(f"adapter={name!r}: this file is not in a folder with adapters.")
+            there = adapter_names(self._folder)
+            if name not in there:
+                raise GenerationError(
+                    f"{self._folder} has no adapter {name!r}; found: {', '.join(there) or 'none'}. To add an adapter:\n"
+                    f"    yobx-flatten adapter {self._folder} NAME=FOLDER"
+                )
+            self._read[name] = read_adapter(self._folder / ADAPTERS / f"{name}{_SUFFIX}", rooms)
+        return {part: runner.with_adapter(self._read[name]) for part, runner in onnx.items()}
 
 
 _MATRICES = (FIRST, SECOND)

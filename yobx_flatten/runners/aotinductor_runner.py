@@ -28,8 +28,6 @@ _LARGEST = 2**20  # bytes of metadata
 
 
 class AOTInductorRunner(CheckedRunner):
-    """Runs an open AOTInductor package; a :class:`.ports.Runner`."""
-
     # package: a `torch._inductor.package.AOTICompiledModel`
     # written: cache inputs that the package writes in place
 
@@ -82,7 +80,16 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
     if not isinstance(metadata.get(KEY), str):
         raise ForeignFileError(f"{path} was not written by to_aotinductor: its metadata does not name its inputs.")
     signature = Signature.from_json(metadata[KEY], str(path))
-    for what, made, here in _machine(signature, metadata):
+    # instructions that the processor lacks would end the process
+    isa = str(metadata.get("AOTI_CPU_ISA", ""))
+    lacks = [name for name in ("AVX512", "AVX2") if name in isa.upper().split() and not has_instructions(name)]
+    compiled_for = [
+        ("the system", str(metadata.get("AOTI_PLATFORM", "")), sys.platform),
+        ("the processor", str(metadata.get("AOTI_MACHINE", "")), platform.machine()),
+        ("a processor with", isa, f"one without {lacks[0]}" if lacks else isa),
+        ("torch", signature.versions.get("torch", ""), torch.__version__.split("+")[0]),
+    ]
+    for what, made, here in compiled_for:
         if made != here:
             raise ForeignFileError(f"{path} was compiled for {what} {made}, but found {here}. Export again here.")
     return signature, metadata
@@ -104,15 +111,3 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
         package = aot_load(str(path))
     written = str(metadata.get(IN_PLACE, "")).split(",")
     return AOTInductorRunner(package, signature, path.name, written)
-
-
-def _machine(signature: Signature, metadata: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return what a package was compiled for and what this machine has; unknown instructions would end the process."""
-    made = str(metadata.get("AOTI_CPU_ISA", ""))
-    lacks = [name for name in ("AVX512", "AVX2") if name in made.upper().split() and not has_instructions(name)]
-    return [
-        ("the system", str(metadata.get("AOTI_PLATFORM", "")), sys.platform),
-        ("the processor", str(metadata.get("AOTI_MACHINE", "")), platform.machine()),
-        ("a processor with", made, f"one without {lacks[0]}" if lacks else made),
-        ("torch", signature.versions.get("torch", ""), torch.__version__.split("+")[0]),
-    ]

@@ -47,12 +47,10 @@ class Rows:
     outputs: dict[str, int]  # the axis of rows of each output that is returned
 
     def to_json(self) -> str:
-        """Return these fields as JSON text, which :meth:`from_json` reads."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Rows:
-        """Make an object from the JSON text that :meth:`to_json` returned."""
         return parse_document(text, cls, f"The list of rows in {where}", failure=DamagedFileError)
 
 
@@ -73,8 +71,6 @@ _OPEN: weakref.WeakSet[ExecuTorchRunner] = weakref.WeakSet()
 
 
 class ExecuTorchRunner(CheckedRunner):
-    """Runs an open ExecuTorch file; a :class:`.ports.Runner`."""
-
     # rows: for a file that writes its cache in place
 
     runtime: ClassVar[str] = "executorch"
@@ -132,7 +128,6 @@ def load_attention() -> None:
 
 
 def require_executorch(caller: str) -> None:
-    """Import ExecuTorch, or raise MissingDependencyError with the versions that work together."""
     require("executorch", purpose=caller, extra="executorch")
     try:
         importlib.import_module("executorch.runtime")

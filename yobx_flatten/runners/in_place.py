@@ -4,6 +4,13 @@
 
     returned    past (7 tokens) ──> call ──> present (8 tokens)      each call writes all 8 tokens
     in place    [ 0 ... 6 | 7 ]  ──> call                            the call writes the new token only
+
+Any cache can be copied, and its last tokens removed: cut off, or by restoring the cache from before a call.
+
+.. code-block:: text
+
+    keys of every token       [ 0 1 2 3 4 5 ]  ──> [ 0 1 2 3 ]          a view, or no change in buffers
+    a window, a state         [ 3 4 5 ]        ──> the leaf from before the call; its tokens are read again
 """
 
 from __future__ import annotations
@@ -17,7 +24,7 @@ import torch
 
 from ..errors import GenerationError, ReplayError
 from ..errors.failures import first_line, raised_as
-from .ports import CacheSlot, Port, cache_slots, is_present, split_cache, with_rows
+from .ports import CacheSlot, Port, Runner, cache_slots, from_value, is_present, split_cache, with_rows
 from .signature import Signature
 
 
@@ -56,7 +63,6 @@ class InPlaceCache(dict[str, Any]):
 
 
 def new_tokens(feeds: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of tokens that a step reads."""
     return int(feeds["input_ids" if "input_ids" in feeds else "inputs_embeds"].shape[1])
 
 
@@ -70,21 +76,15 @@ class TensorBuffers(InPlaceCache):
         super().__init__(values, presents)
         if len({values[name].shape[2] for name in presents}) > 1:  # all buffers share one number of tokens
             raise GenerationError("layers of the cache hold different numbers of tokens.")
-        self._seen = self._capacity = values[next(iter(presents))].shape[2]
+        self.seen = self._capacity = values[next(iter(presents))].shape[2]  # in tokens
         self._own = False  # the given tensors belong to the caller, and are not changed
         self._note_shapes()
 
     def _note_shapes(self) -> None:
-        self.shapes = {name: (*self[name].shape[:2], self._seen, *self[name].shape[3:]) for name in self.presents}
-
-    @property
-    def seen(self) -> int:
-        """The number of tokens in each buffer."""
-        return self._seen
+        self.shapes = {name: (*self[name].shape[:2], self.seen, *self[name].shape[3:]) for name in self.presents}
 
     def reserve(self, new: int) -> None:
-        """Make sure that the buffers have capacity for this number of new tokens."""
-        total = self._seen + new
+        total = self.seen + new
         # the traced program takes a slice of the buffer that is shorter than the buffer
         if self._own and total < self._capacity:
             return
@@ -103,33 +103,79 @@ class TensorBuffers(InPlaceCache):
             # NumPy's zeros need no memory until they are written; torch would write them with several threads
             pages = numpy.zeros(math.prod(shape) * leaf.element_size(), numpy.uint8)
             self[name] = torch.from_numpy(pages).view(leaf.dtype).reshape(shape)
-            self[name][:, :, : self._seen] = leaf[:, :, : self._seen]
+            self[name][:, :, : self.seen] = leaf[:, :, : self.seen]
         self._own = True
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the keys and values of the stored tokens, by input name."""
-        return {name: self[name][:, :, : self._seen].clone() for name in self.presents}
+        return {name: self[name][:, :, : self.seen].clone() for name in self.presents}
 
     def grown(self, tokens: int) -> None:
-        """Note that a call has written this number of tokens to the buffers."""
-        self._seen += tokens
+        self.seen += tokens
         self._note_shapes()
 
     def crop(self, kept: int) -> None:
         """Keep the first ``kept`` tokens; later calls overwrite the memory of the removed tokens."""
-        self._seen = kept
+        self.seen = kept
         self._note_shapes()
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Select rows of the batch; the buffers are reused if the number of rows is unchanged."""
         own = self._own  # before the first layer is moved
         for name in self.presents:
-            found = self[name][:, :, : self._seen][rows]
+            found = self[name][:, :, : self.seen][rows]
             if own and len(rows) == len(self[name]):
-                self[name][:, :, : self._seen] = found
+                self[name][:, :, : self.seen] = found
             else:
                 self._move({name: found})
         self._note_shapes()
+
+
+def cache_tensors(cache: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    written = cache.tensors() if isinstance(cache, InPlaceCache) else {}
+    values = {name: written.get(name, value) for name, value in cache.items()}
+    return {name: value if isinstance(value, torch.Tensor) else from_value(value) for name, value in values.items()}
+
+
+def copied(runner: Runner, cache: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(cache, InPlaceCache):
+        return dict(cache)
+    return runner.cache({name: leaf.clone() for name, leaf in cache_tensors(cache).items()})
+
+
+def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> dict[str, Any] | None:
+    """Return a KV cache with its first ``kept`` tokens; ``None`` if a leaf, such as a state, cannot be cropped."""
+    # cache: the caller may not use it afterwards
+    returned = cache.others if isinstance(cache, InPlaceCache) else cache
+    others = {name: value for name, value in returned.items() if ".encoder." not in name}
+    for name in others:
+        shape = runner.ports[name].shape
+        if name.rpartition(".")[2] not in ("key", "value") or len(shape) != 4 or shape[2] is not None:
+            return None
+    tensors = cache_tensors(others)
+    if any(leaf.shape[2] != seen for leaf in tensors.values()):
+        return None
+    cut = {name: leaf[:, :, :kept] for name, leaf in tensors.items()}
+    if isinstance(cache, InPlaceCache):
+        cache.crop(kept)
+        cache.update(runner.cache(cut) if cut else {})
+        return cache
+    return {**cache, **runner.cache(cut)}
+
+
+def held_before(cache: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the cache leaves that the caller must keep during a call, so that :func:`rewound` can undo the call."""
+    return cache.others if isinstance(cache, InPlaceCache) else dict(cache)
+
+
+def rewound(cache: Mapping[str, Any], held: Mapping[str, Any], seen: int) -> dict[str, Any]:
+    """Return the KV cache as it was before a call, with the leaves that :func:`held_before` returned."""
+    # cache: the cache after the call, which the caller may not use afterwards
+    # seen: the number of tokens before the call
+    if not isinstance(cache, InPlaceCache):
+        return dict(held)
+    cache.crop(seen)
+    cache.update(held)
+    return cache
 
 
 class CheckedRunner:
@@ -146,7 +192,6 @@ class CheckedRunner:
         self.in_place: Mapping[str, str] = {}
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the file once, with inputs by name; see :meth:`.ports.Runner.run`."""
         tensors = self.signature.bind(inputs, ReplayError, self.name)
 
         def failed(error: BaseException) -> ReplayError:
@@ -163,7 +208,6 @@ class CheckedRunner:
             return {name: found[name] for name in self.outputs}
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Convert cache tensors to the KV cache for :meth:`step`, which the library updates in place if possible."""
         if not self.in_place or not self.in_place.keys() <= tensors.keys():
             return dict(tensors)
         with raised_as(lambda error: GenerationError(f"{self.name} stopped: {self._reason(error)}")):
@@ -172,7 +216,6 @@ class CheckedRunner:
     def step(
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Run one step of a generation loop; see :meth:`.ports.Runner.step`."""
         if self.in_place and not isinstance(cache, InPlaceCache):  # returned by the file of the first call
             cache = self.cache(cache)
         written = cache if isinstance(cache, InPlaceCache) else None
@@ -189,7 +232,6 @@ class CheckedRunner:
         return outputs, written
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        """Return the KV cache with selected rows of the batch; see :meth:`.ports.Runner.select_rows`."""
         if not isinstance(cache, InPlaceCache):
             return {name: with_rows(value, rows) for name, value in cache.items()}
         cache.select_rows(rows)

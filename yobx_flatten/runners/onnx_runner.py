@@ -11,87 +11,31 @@ If a file states that its inputs and outputs may share memory, the cache is a :c
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
-from ..core.compare import is_text
 from ..errors import GenerationError, ReplayError
 from ..errors.failures import first_line, raised_as
-from .adapters import FIRST, SECOND
 from .in_place import TensorBuffers, new_tokens
 from .onnx_session import use_huge_pages
-from .ports import ELEMENTS, KEPT_SCORES, CacheSlot, Port, cache_slots, is_present, presents_of, split_cache, with_rows
+from .ports import (
+    FIRST,
+    KEPT_SCORES,
+    SECOND,
+    CacheSlot,
+    Port,
+    cache_slots,
+    from_value,
+    is_present,
+    presents_of,
+    split_cache,
+    to_value,
+    value_type,
+    with_rows,
+)
 from .signature import KEY, Signature
-
-# onnxruntime's names of dtypes, if torch's differ
-_TORCH_NAMES = {"float": "float32", "double": "float64", "string": "str"}
-# types that NumPy lacks, which are passed as bytes, by their number in ONNX
-_AS_BYTES = {element.code: name for name, element in ELEMENTS.items() if element.cast and element.packed == 1}
-
-
-class ValueType(NamedTuple):
-    """The element type of an ONNX file's input or output, as torch, NumPy and ONNX name it."""
-
-    name: str  # the name in torch and NumPy; `"str"` for text
-    dtype: torch.dtype | None  # torch's dtype; `None` for text and other types that torch lacks
-    code: int | None  # the number in ONNX of a type that NumPy lacks; `None` for other types
-
-
-def value_type(kind: str) -> ValueType:
-    """Parse onnxruntime's name of an element type, such as ``tensor(float)``.
-
-    >>> value_type("tensor(float)")
-    ValueType(name='float32', dtype=torch.float32, code=None)
-    >>> value_type("tensor(bfloat16)").code, value_type("tensor(string)").dtype
-    (16, None)
-    """
-    found = kind.removeprefix("tensor(").removesuffix(")")
-    name = next((n for n in ELEMENTS if n.replace("_", "") == found), _TORCH_NAMES.get(found, found))
-    dtype = getattr(torch, name, None)
-    element = ELEMENTS.get(name)
-    code = element.code if element is not None and element.cast else None
-    return ValueType(name, dtype if isinstance(dtype, torch.dtype) else None, code)
-
-
-def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
-    """Convert an input to an ``onnxruntime.OrtValue``, with shared memory if possible; text stays an array."""
-    from onnxruntime import OrtValue
-
-    if isinstance(leaf, torch.Tensor):
-        if leaf.dtype != kind.dtype:
-            found = str(leaf.dtype).removeprefix("torch.")
-            raise ReplayError(f"The model takes {name} as {kind.name}, but its value is of {found}.")
-        plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        if kind.code is None:
-            return OrtValue.ortvalue_from_numpy(plain.numpy())
-        bits = plain.view(torch.uint16 if plain.element_size() == 2 else torch.uint8).numpy()
-        return OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind.code)
-    import numpy
-
-    text = kind.name == "str"
-    if isinstance(leaf, (bool, int, float, str)):  # a number has no type of its own
-        array = numpy.array(leaf, object if text else kind.name)
-    elif leaf.dtype.name == kind.name or (text and is_text(leaf)):
-        array = leaf.astype(object) if text else leaf
-    else:
-        raise ReplayError(f"The model takes {name} as {kind.name}, but its value is of {leaf.dtype.name}.")
-    return array if text else OrtValue.ortvalue_from_numpy(array)  # an OrtValue cannot contain text
-
-
-def from_value(value: Any) -> Any:
-    """Convert an output of onnxruntime to a tensor; text stays an array."""
-    name = _AS_BYTES.get(value.element_type()) if hasattr(value, "element_type") else None
-    if name is None:
-        array = value.numpy() if hasattr(value, "numpy") else value
-        # onnxruntime's uint64 is a type of C of the same size, which torch does not accept
-        return array if is_text(array) else torch.from_numpy(array.view(array.dtype.str))
-    # NumPy lacks the type, so the bytes are read from memory
-    data = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
-    return torch.frombuffer(data or bytearray(8), dtype=getattr(torch, name))[: len(data)].reshape(value.shape())
-
 
 _COUNT = value_type("tensor(int64)")
 
@@ -100,8 +44,6 @@ _LONG = 256
 
 
 class OnnxRunner:
-    """Runs an open ONNX file in onnxruntime; a :class:`.ports.Runner`."""
-
     # session: an `onnxruntime.InferenceSession`; see `onnx_session.open_session`
 
     runtime: ClassVar[str] = "onnxruntime"
@@ -143,7 +85,6 @@ class OnnxRunner:
         return found
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the file once, with inputs by name; see :meth:`.ports.Runner.run`."""
         if self.refuses(inputs):
             return self.run_in_parts(inputs)
         values = {name: to_value(name, kind, inputs[name]) for name, kind in self._kinds.items()}
@@ -152,12 +93,19 @@ class OnnxRunner:
             self._signature.check_sizes(shapes, ReplayError, self.name)
         # onnxruntime has no base class for its errors
         with raised_as(lambda e: ReplayError(f"onnxruntime fails on the inputs of the case: {first_line(e)}")):
-            found = self._call_with_text(values) if self._has_text else self._call(values)
+            if self._has_text:
+                # an OrtValue cannot contain text; `run` takes arrays and OrtValues and returns arrays
+                found = dict(zip(self.outputs, self._session.run(self.outputs, values), strict=True))
+            else:
+                found = self._call(values)
             return {name: from_value(value) for name, value in found.items()}
 
     def refuses(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether the file refuses a call: it has cached tokens, several new tokens and several rows."""
-        return bool(self.shared) and is_refused(inputs)
+        """Return whether ``GroupQueryAttention`` refuses a call, which has cached tokens, several new ones and rows."""
+        if not self.shared:
+            return False
+        tokens = _tokens(inputs)
+        return bool(min(tokens.shape[:2]) > 1 and inputs["attention_mask"].shape[1] > tokens.shape[1])
 
     def run_in_parts(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run a call that the file :meth:`refuses` row by row, or token by token if the number of rows is fixed."""
@@ -181,13 +129,11 @@ class OnnxRunner:
         }
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Convert cache tensors to ``onnxruntime.OrtValue``s for :meth:`step`; see :meth:`.ports.Runner.cache`."""
         return {name: to_value(name, self._kinds[name], tensor) for name, tensor in tensors.items()}
 
     def step(
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Run one step of a generation loop; see :meth:`.ports.Runner.step`."""
         if self.refuses(feeds):
             calls = []
             for given in one_by_one(feeds):
@@ -200,7 +146,13 @@ class OnnxRunner:
         values = {name: to_value(name, self._kinds[name], tensor) for name, tensor in feeds.items()}
         if self.has_kept_scores:  # at each call, since a binding keeps the value of the call before
             values[KEPT_SCORES] = to_value(KEPT_SCORES, _COUNT, torch.tensor(int(last_scores)))
-        buffers = self._buffers(feeds, cache) if self.shared else None
+        buffers: BufferedCache | None = None
+        if self.shared:
+            if isinstance(cache, BufferedCache):
+                buffers = cache
+            else:
+                buffers = BufferedCache(self._session, cache, self.shared, self._adapter)
+            buffers.reserve(new_tokens(feeds))
         for slot in self.slots:
             if slot.port.name not in self.shared:
                 values[slot.port.name] = cache[slot.port.name]
@@ -215,7 +167,6 @@ class OnnxRunner:
         return {name: from_value(value) for name, value in outputs.items()}, following
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        """Return the KV cache with selected rows of the batch; see :meth:`.ports.Runner.select_rows`."""
         buffers = cache if isinstance(cache, BufferedCache) else None
         kept = () if buffers is None else buffers.presents
         selected = {
@@ -227,14 +178,6 @@ class OnnxRunner:
             return selected
         buffers.select_rows(rows)
         buffers.update(selected)
-        return buffers
-
-    def _buffers(self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any]) -> BufferedCache:
-        if isinstance(cache, BufferedCache):
-            buffers = cache
-        else:
-            buffers = BufferedCache(self._session, cache, self.shared, self._adapter)
-        buffers.reserve(new_tokens(feeds))
         return buffers
 
     def _call(self, values: Mapping[str, Any], buffers: BufferedCache | None = None) -> dict[str, Any]:
@@ -249,10 +192,6 @@ class OnnxRunner:
         self._session.run_with_iobinding(binding)
         # in the order in which they were bound: the outputs of the cache are first
         return dict(zip(made, binding.get_outputs()[len(kept) :], strict=True))
-
-    def _call_with_text(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        # an OrtValue cannot contain text; `run` takes arrays and OrtValues and returns arrays
-        return dict(zip(self.outputs, self._session.run(self.outputs, values), strict=True))
 
 
 def _size(size: Any) -> int | None:
@@ -297,12 +236,6 @@ _TOKENS = ("input_ids", "inputs_embeds")
 #
 #     two rows, past 7, tokens 7 8 9     one_by_one  ──>  past 7, token 7 │ past 8, token 8 │ past 9, token 9
 #                                        row_by_row  ──>  row 0, past 7, tokens 7 8 9 │ row 1, past 7, tokens 7 8 9
-
-
-def is_refused(inputs: Mapping[str, Any]) -> bool:
-    """Return whether ``GroupQueryAttention`` refuses a call: it has cached tokens, and several new tokens and rows."""
-    tokens = _tokens(inputs)
-    return bool(min(tokens.shape[:2]) > 1 and inputs["attention_mask"].shape[1] > tokens.shape[1])
 
 
 def one_by_one(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

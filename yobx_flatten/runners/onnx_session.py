@@ -27,7 +27,6 @@ from ..files.document import read_onnx
 
 
 def require_onnxruntime(caller: str) -> Any:
-    """Import onnxruntime, or raise MissingDependencyError."""
     require("onnxruntime", purpose=caller, extra="onnx")
     import onnxruntime
 
@@ -53,7 +52,6 @@ def without_spinning() -> Iterator[None]:
 
 
 def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
-    """Make the ``onnxruntime.SessionOptions`` of a session."""
     # threads: number of threads that one operator can use; `None` for onnxruntime's own choice
     # pack: whether onnxruntime copies the weights into the order in which its kernels read them. Otherwise it computes
     # with the weights of the mapped file, more slowly.
@@ -71,16 +69,20 @@ def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
 
 
 def mapped_options(path: str | os.PathLike[str], *, threads: int | None = None) -> Any:
-    """Make the options of an onnxruntime session that maps weights from their file instead of copying them into memory.
-
-    onnxruntime multiplies in single precision on the CPU. So it converts weights of half precision when it loads the
-    file, and they take twice their size in memory. If the free memory is smaller, each call converts the weights.
-    """
+    """Make options of an onnxruntime session that maps weights from their file instead of copying them into memory."""
     import onnxruntime
     import psutil
 
     options = session_options(threads=threads, pack=False)
-    half = _half_precision(path) if has_mapped_weights(path) else 0
+    # On the CPU onnxruntime multiplies in single precision. It converts weights of half precision when it loads the
+    # file, and they take twice their size in memory. If the free memory is smaller, each call converts the weights.
+    half = 0  # bytes of weights in half precision
+    if has_mapped_weights(path):
+        import onnx
+
+        model = read_onnx(pathlib.Path(path), failure=DamagedFileError)
+        types = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+        half = sum(2 * math.prod(tensor.dims) for tensor in model.graph.initializer if tensor.data_type in types)
     if not half:  # folding would copy the embedding table to transpose it for a tied head
         options.add_session_config_entry("optimization.disable_specified_optimizers", "ConstantFolding")
     elif 2 * half > psutil.virtual_memory().available:
@@ -89,15 +91,6 @@ def mapped_options(path: str | os.PathLike[str], *, threads: int | None = None) 
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         options.enable_cpu_mem_arena = False
     return options
-
-
-def _half_precision(path: str | os.PathLike[str]) -> int:
-    """Return the size of the weights of half precision in bytes."""
-    import onnx
-
-    model = read_onnx(pathlib.Path(path), failure=DamagedFileError)
-    half = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
-    return sum(2 * math.prod(tensor.dims) for tensor in model.graph.initializer if tensor.data_type in half)
 
 
 def open_session(
@@ -135,10 +128,8 @@ _MEMORY: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKey
 
 
 def use_huge_pages(session: Any) -> None:
-    """Ask Linux to move a session's weights to huge memory pages; on other systems nothing changes.
-
-    Afterwards each token takes 4 to 9 % less time. The request takes as long as 20 tokens, so it is for long loops.
-    """
+    """Ask Linux to move a session's weights to huge memory pages; on other systems nothing changes."""
+    # afterwards each token takes 4 to 9 % less time; the request takes as long as 20 tokens, so it is for long loops
     for start, end in _MEMORY.pop(session, ()):
         _advise(start, end)
 
@@ -225,14 +216,26 @@ def choose_providers(device: str | None, providers: Providers | None) -> list[st
         if isinstance(providers, str) or not chosen:
             raise InvalidArgumentError(f"providers must be a list of names, found {describe_class(providers)}.")
     else:
-        chosen = [_provider_of("cpu" if device is None else device)]
-    for one in chosen:
-        _check_there(_name(one))
+        kind, colon, part = ("cpu" if device is None else device).partition(":")
+        if kind not in DEVICES:
+            raise InvalidArgumentError(f"There is no device {device!r}. Choose from {', '.join(DEVICES)}.")
+        provider, option, _ = DEVICES[kind]
+        if colon and not (option and part):
+            raise InvalidArgumentError(f"There is no {device!r}: {kind} has no numbered devices. Pass {kind!r}.")
+        chosen = [(provider, {option: part}) if colon else provider]
+    import onnxruntime
+
+    there = onnxruntime.get_available_providers()
+    for lacking in (name for name in map(_name, chosen) if name not in there):
+        package = next((package for name, _, package in DEVICES.values() if name == lacking), None)
+        remedy = ""
+        if package not in (None, "onnxruntime"):
+            remedy = f" Install the build that has it, instead of onnxruntime:\n    pip install {package}"
+        raise MissingDependencyError(f"The installed onnxruntime has no {lacking}; it has {', '.join(there)}.{remedy}")
     return chosen if CPU in map(_name, chosen) else [*chosen, CPU]
 
 
 def is_on_cpu(providers: Providers) -> bool:
-    """Return whether the list of execution providers contains only onnxruntime's CPU provider."""
     return [_name(one) for one in providers] == [CPU]
 
 
@@ -247,7 +250,6 @@ def check_runs_on(session: Any, providers: Providers, file: str, failure: type[F
 
 
 def only_for_onnxruntime(runtime: str, device: str | None, providers: Providers | None) -> None:
-    """Raise an error if ``device`` or ``providers`` is given for a runtime other than onnxruntime."""
     if runtime != "onnxruntime" and (device not in (None, "cpu") or providers is not None):
         raise InvalidArgumentError(
             f"device= and providers= are for onnxruntime, and these files run with {runtime} on the CPU. Export ONNX "
@@ -257,28 +259,3 @@ def only_for_onnxruntime(runtime: str, device: str | None, providers: Providers 
 
 def _name(provider: str | tuple[str, dict[str, Any]]) -> str:
     return provider if isinstance(provider, str) else provider[0]
-
-
-def _provider_of(device: str) -> str | tuple[str, dict[str, Any]]:
-    kind, colon, part = device.partition(":")
-    if kind not in DEVICES:
-        raise InvalidArgumentError(f"There is no device {device!r}. Choose from {', '.join(DEVICES)}.")
-    provider, option, _ = DEVICES[kind]
-    if not colon:
-        return provider
-    if not option or not part:
-        raise InvalidArgumentError(f"There is no {device!r}: {kind} has no numbered devices. Pass {kind!r}.")
-    return provider, {option: part}
-
-
-def _check_there(provider: str) -> None:
-    import onnxruntime
-
-    there = onnxruntime.get_available_providers()
-    if provider in there:
-        return
-    package = next((package for name, _, package in DEVICES.values() if name == provider), None)
-    remedy = ""
-    if package not in (None, "onnxruntime"):
-        remedy = f" Install the build that has it, instead of onnxruntime:\n    pip install {package}"
-    raise MissingDependencyError(f"The installed onnxruntime has no {provider}; it has {', '.join(there)}.{remedy}")

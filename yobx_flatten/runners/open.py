@@ -27,7 +27,6 @@ RUNTIMES: Mapping[str, tuple[str, ...]] = {
 
 
 def check_runtime(runtime: str | None) -> None:
-    """Raise an error if there is no runtime of this name."""
     if runtime is not None and runtime not in RUNTIMES:
         raise InvalidArgumentError(f"There is no runtime {runtime!r}. Choose from {', '.join(RUNTIMES)}.")
 
@@ -55,7 +54,6 @@ def open_runner(
     providers: onnx_session.Providers | None = None,
     options: Any = None,
 ) -> Runner:
-    """Open an exported file, and return the runner of its runtime."""
     # runtime: a key of `RUNTIMES`; `None` for the runtime whose own format the file has
     # trust: whether the caller knows who wrote the file; required for AOTInductor packages, which are machine code, and
     # for programs of `torch.export`, since torch's reader runs code from the file

@@ -36,16 +36,13 @@ _TYPES = {
 
 
 def import_openvino() -> Any:
-    """Import OpenVINO with its telemetry disabled."""
     return import_unreported("openvino")
 
 
 def import_unreported(name: str) -> Any:
-    """Import OpenVINO or NNCF with its telemetry disabled.
-
-    The telemetry sends an event over the network from a forked process at import, and a fork of a process with threads
-    (of torch, of JAX) may hang. The libraries send nothing if the package ``openvino_telemetry`` is not installed.
-    """
+    """Import OpenVINO or NNCF with its telemetry disabled."""
+    # The telemetry sends an event over the network from a forked process at import, and a fork of a process with
+    # threads (of torch, of JAX) may hang. The libraries send nothing if this package is not installed.
     sender = "openvino_telemetry"
     if name in sys.modules or sender in sys.modules:
         return importlib.import_module(name)
@@ -57,8 +54,6 @@ def import_unreported(name: str) -> Any:
 
 
 class OpenVINORunner(CheckedRunner):
-    """Runs an open OpenVINO or ONNX file in OpenVINO; a :class:`.ports.Runner`."""
-
     runtime: ClassVar[str] = "openvino"
 
     def __init__(self, compiled: Any, signature: Signature, name: str) -> None:
@@ -88,7 +83,6 @@ class OpenVINORunner(CheckedRunner):
 
 
 def read_model(path: pathlib.Path) -> Any:
-    """Read an OpenVINO or ONNX file as an OpenVINO model."""
     # path: an `.xml` file, with the weights in a `.bin` file of the same name in the same folder; or an `.onnx` file
     openvino = import_openvino()
     with raised_as(lambda error: DamagedFileError(f"OpenVINO cannot read {path}: {last_line(error)}")):
@@ -141,7 +135,6 @@ BEAMS = "beam_idx"
 
 
 def variable_of(name: str, present: str) -> str:
-    """Return the name of OpenVINO's state variable that replaces a cache input and its output."""
     return name + present
 
 
@@ -169,7 +162,6 @@ class StateCache(InPlaceCache):
             self._parts[name].state = openvino.Tensor(leaf.contiguous().numpy())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the cache leaves in OpenVINO's state, by input name."""
         kept = {name: torch.from_numpy(self._parts[name].state.data) for name in self.shapes}
         return {
             name: kept[name].new_zeros(shape) if 0 in shape else kept[name][self.rows.long()]
@@ -177,13 +169,11 @@ class StateCache(InPlaceCache):
         }
 
     def grown(self, tokens: int) -> None:
-        """Note that a call has appended this number of tokens to OpenVINO's state."""
         shapes = self.shapes.items()
         self.shapes = {name: (len(self.rows), heads, seen + tokens, *size) for name, (_, heads, seen, *size) in shapes}
         self.rows = torch.arange(len(self.rows), dtype=torch.int32)
 
     def crop(self, kept: int) -> None:
-        """Remove the last tokens from OpenVINO's state, so that ``kept`` tokens remain."""
         self._write({name: leaf[:, :, :kept] for name, leaf in self.tensors().items()})
 
     def select_rows(self, rows: torch.Tensor) -> None:

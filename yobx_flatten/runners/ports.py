@@ -11,6 +11,7 @@ All other leaves of the cache grow. A file that accepts a cache but does not ret
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,12 +19,16 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from ..errors import FlattenError, GenerationError
+from ..core.compare import is_text
+from ..errors import FlattenError, GenerationError, ReplayError
 from ..errors.dependencies import require
 from ..huggingface.cache_names import CACHE, PRESENT, after_cache
 
 KEPT_SCORES = "num_logits_to_keep"
 """Name of an optional input of ONNX files: for how many of the last tokens logits are returned."""
+
+FIRST, SECOND = "lora_A", "lora_B"
+"""Endings, after a dot, of the names of a LoRA adapter's inputs: matrix (rows, rank), then matrix (rank, columns)."""
 
 _NAMES = (
     "Export it again with these names, which export_onnx gives by itself:\n"
@@ -96,12 +101,10 @@ def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = ""
 
 
 def presents_of(slots: Iterable[CacheSlot]) -> dict[str, str]:
-    """Return the output that replaces each cache input in the next call, by name of the input."""
     return {slot.port.name: slot.present for slot in slots if slot.present is not None}
 
 
 def is_present(name: str) -> bool:
-    """Return whether an output, by its name, is a leaf of the KV cache."""
     return name.startswith(f"{PRESENT}.")
 
 
@@ -158,7 +161,6 @@ class Runner(Protocol):
     def slots(self) -> Sequence[CacheSlot]: ...  # see the class
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one call."""
         # inputs: a tensor, an array, a number or a text for every input of the file; other entries are ignored
         ...
 
@@ -202,7 +204,6 @@ class Element(NamedTuple):
     packed: int = 1  # how many numbers are stored in a byte; NumPy's arrays have one number in a byte
 
     def nbytes(self, count: int, itemsize: int) -> int:
-        """Return the number of bytes in which ``count`` elements are stored."""
         return count * itemsize if self.packed == 1 else -(-count // self.packed)
 
 
@@ -265,10 +266,76 @@ def unpack(data: Any, packed: int, count: int) -> Any:
 
 
 def require_onnx(function: str) -> Any:
-    """Import onnx, or raise MissingDependencyError with the line that installs onnx."""
     require("onnx", purpose=function, extra="onnx")
     import onnx
 
     if sys.byteorder != "little":  # ONNX stores the low byte first, and the bytes are copied from memory
         raise FlattenError(f"{function} works on little-endian machines only, and this machine is big-endian.")
     return onnx
+
+
+# onnxruntime's names of dtypes, if torch's differ
+_TORCH_NAMES = {"float": "float32", "double": "float64", "string": "str"}
+# types that NumPy lacks, which are passed as bytes, by their number in ONNX
+_AS_BYTES = {element.code: name for name, element in ELEMENTS.items() if element.cast and element.packed == 1}
+
+
+class ValueType(NamedTuple):
+    """The element type of an ONNX file's input or output, as torch, NumPy and ONNX name it."""
+
+    name: str  # the name in torch and NumPy; `"str"` for text
+    dtype: torch.dtype | None  # torch's dtype; `None` for text and other types that torch lacks
+    code: int | None  # the number in ONNX of a type that NumPy lacks; `None` for other types
+
+
+def value_type(kind: str) -> ValueType:
+    """Parse onnxruntime's name of an element type, such as ``tensor(float)``.
+
+    >>> value_type("tensor(float)")
+    ValueType(name='float32', dtype=torch.float32, code=None)
+    >>> value_type("tensor(bfloat16)").code, value_type("tensor(string)").dtype
+    (16, None)
+    """
+    found = kind.removeprefix("tensor(").removesuffix(")")
+    name = next((n for n in ELEMENTS if n.replace("_", "") == found), _TORCH_NAMES.get(found, found))
+    dtype = getattr(torch, name, None)
+    element = ELEMENTS.get(name)
+    code = element.code if element is not None and element.cast else None
+    return ValueType(name, dtype if isinstance(dtype, torch.dtype) else None, code)
+
+
+def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
+    """Convert an input to an ``onnxruntime.OrtValue``, with shared memory if possible; text stays an array."""
+    from onnxruntime import OrtValue
+
+    if isinstance(leaf, torch.Tensor):
+        if leaf.dtype != kind.dtype:
+            found = str(leaf.dtype).removeprefix("torch.")
+            raise ReplayError(f"The model takes {name} as {kind.name}, but its value is of {found}.")
+        plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if kind.code is None:
+            return OrtValue.ortvalue_from_numpy(plain.numpy())
+        bits = plain.view(torch.uint16 if plain.element_size() == 2 else torch.uint8).numpy()
+        return OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind.code)
+    import numpy
+
+    text = kind.name == "str"
+    if isinstance(leaf, (bool, int, float, str)):  # a number has no type of its own
+        array = numpy.array(leaf, object if text else kind.name)
+    elif leaf.dtype.name == kind.name or (text and is_text(leaf)):
+        array = leaf.astype(object) if text else leaf
+    else:
+        raise ReplayError(f"The model takes {name} as {kind.name}, but its value is of {leaf.dtype.name}.")
+    return array if text else OrtValue.ortvalue_from_numpy(array)  # an OrtValue cannot contain text
+
+
+def from_value(value: Any) -> Any:
+    """Convert an output of onnxruntime to a tensor; text stays an array."""
+    name = _AS_BYTES.get(value.element_type()) if hasattr(value, "element_type") else None
+    if name is None:
+        array = value.numpy() if hasattr(value, "numpy") else value
+        # onnxruntime's uint64 is a type of C of the same size, which torch does not accept
+        return array if is_text(array) else torch.from_numpy(array.view(array.dtype.str))
+    # NumPy lacks the type, so the bytes are read from memory
+    data = bytearray(ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes()))
+    return torch.frombuffer(data or bytearray(8), dtype=getattr(torch, name))[: len(data)].reshape(value.shape())

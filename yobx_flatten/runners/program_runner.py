@@ -25,7 +25,6 @@ from .ports import CacheSlot, Port, cache_slots, split_cache, with_rows
 def open_program(
     path: str | os.PathLike[str], *, trust: bool = False, failure: type[FlattenError] = GenerationError
 ) -> ExportedProgram:
-    """Load an exported program from a file that ``ExportedModel.save`` wrote."""
     # trust: whether the caller knows who wrote the file: torch's reader runs pickles and texts of the file as code
     # failure: class of the error if the file is missing or damaged
     if not os.path.isfile(path):
@@ -47,8 +46,6 @@ def open_program(
 
 
 class ProgramRunner:
-    """Runs an exported program of ``torch.export``; a :class:`.ports.Runner`."""
-
     # options: the options of `register_flattening_functions`; by default for all imported libraries
 
     runtime: ClassVar[str] = "torch.export"
@@ -66,7 +63,6 @@ class ProgramRunner:
         return register_flattening_functions(**self._options)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the exported program with the positional and keyword arguments of the original module."""
         with self._block():
             return self.module(*args, **kwargs)
 
@@ -86,7 +82,18 @@ class ProgramRunner:
 
     @functools.cached_property
     def _interface(self) -> tuple[dict[str, Port], dict[str, Any]]:
-        return _ports(self._program, self._leaves)
+        # the inputs that are tensors or counters, and the values of the constant inputs
+        ports, constants = {}, {}
+        inputs = arguments_of(self._program), traced_inputs(self._program)
+        for name, argument, value in zip(self._leaves, *inputs, strict=True):
+            if isinstance(argument, ConstantArgument):
+                constants[name] = argument.value
+            elif isinstance(value, torch.Tensor):
+                shape = tuple(size if type(size) is int else None for size in value.shape)
+                ports[name] = Port(name, shape, value.dtype)
+            else:
+                ports[name] = Port(name, (), torch.int64)
+        return ports, constants
 
     @property
     def ports(self) -> Mapping[str, Port]:
@@ -95,30 +102,25 @@ class ProgramRunner:
 
     @functools.cached_property
     def outputs(self) -> Sequence[str]:
-        """The names of the program's outputs, in order."""
         spec = self._program.call_spec.out_spec
         with self._block():
             return output_names(pytree.tree_unflatten(list(range(spec.num_leaves)), spec), self._leaves)
 
     @functools.cached_property
     def slots(self) -> Sequence[CacheSlot]:
-        """The program's inputs that are leaves of the KV cache."""
         return cache_slots(self.ports.values(), self.outputs)
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run the program once, with inputs by name; see :meth:`.ports.Runner.run`."""
         # a guard or an operator can raise any error
         with raised_as(lambda e: ReplayError(f"torch.export fails on the inputs of the case: {first_line(e)}")):
             return self._call({name: inputs[name] for name in self.ports})
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return the given cache tensors as the KV cache for :meth:`step`."""
         return dict(tensors)
 
     def step(
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Run one step of a generation loop; see :meth:`.ports.Runner.step`."""
         try:
             found = self._call({**cache, **feeds})
         except (RuntimeError, AssertionError, ValueError, IndexError) as error:  # a guard, or an operator
@@ -126,33 +128,17 @@ class ProgramRunner:
         return split_cache(found, self.slots, cache)
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        """Return the KV cache with selected rows of the batch; see :meth:`.ports.Runner.select_rows`."""
         return {name: with_rows(value, rows) for name, value in cache.items()}
 
     def _call(self, values: Mapping[str, Any]) -> dict[str, Any]:
         ports, constants = self._interface
         given = {**constants, **values}
-        leaves = [_as_number(ports[name], given[name]) if name in ports else given[name] for name in self._leaves]
+        leaves = []
+        for name in self._leaves:
+            value = given[name]
+            # a program takes a counter of the cache as a Python number
+            counts = name in ports and not ports[name].shape and name.rpartition(".")[2] in ("length", "position")
+            leaves.append(int(value) if counts and isinstance(value, torch.Tensor) else value)
         with self._block(), torch.no_grad():
             args, kwargs = pytree.tree_unflatten(leaves, self._spec)
             return dict(zip(self.outputs, pytree.tree_leaves(self.module(*args, **kwargs)), strict=True))
-
-
-def _as_number(port: Port, value: Any) -> Any:
-    # a program takes a counter of the cache as a Python number
-    counts = not port.shape and port.name.rpartition(".")[2] in ("length", "position")
-    return int(value) if counts and isinstance(value, torch.Tensor) else value
-
-
-def _ports(program: ExportedProgram, leaves: list[str]) -> tuple[dict[str, Port], dict[str, Any]]:
-    """Return the inputs that are tensors or counters, and the values of the constant inputs."""
-    ports, constants = {}, {}
-    for name, argument, value in zip(leaves, arguments_of(program), traced_inputs(program), strict=True):
-        if isinstance(argument, ConstantArgument):
-            constants[name] = argument.value
-        elif isinstance(value, torch.Tensor):
-            shape = tuple(size if type(size) is int else None for size in value.shape)
-            ports[name] = Port(name, shape, value.dtype)
-        else:
-            ports[name] = Port(name, (), torch.int64)
-    return ports, constants

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from yobx_flatten import DecodeSizes, decode_inputs, open_generator
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.huggingface.cache_names import cache_of
+from yobx_flatten.runners.in_place import cache_tensors, cropped
 from yobx_flatten.runners.open import open_runner
-from yobx_flatten.runners.rewind import cache_tensors, cropped
 
 __all__ = ["LEAVES", "SIZES", "WritesInPlace", "WritesIntoBuffers", "padded_prompt", "small_llama", "small_mistral"]
 

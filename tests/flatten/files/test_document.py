@@ -19,7 +19,7 @@ from yobx_flatten.files.document import (
     read_document,
     read_text,
 )
-from yobx_flatten.generate.own_class import config_from
+from yobx_flatten.generate.stand_ins import config_from
 
 
 @dataclasses.dataclass

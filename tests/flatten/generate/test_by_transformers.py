@@ -12,7 +12,7 @@ from tests.cases import cases
 from tests.flatten.generate.keywords import KEYWORDS, ONE_ROW, same_tokens
 from tests.flatten.model_folder.exported_folders import exported
 from yobx_flatten import InvalidArgumentError, Sampling, export_folder, open_generator, open_model
-from yobx_flatten.generate.file_cache import FileCache
+from yobx_flatten.generate.stand_ins import FileCache
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.model_folder.pieces.vision_language import grid_image
 from yobx_flatten.model_folder.source.configuration import small_model

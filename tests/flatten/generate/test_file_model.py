@@ -12,7 +12,7 @@ from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError, export_folder, open_model
-from yobx_flatten.generate.file_cache import FileCache
+from yobx_flatten.generate.stand_ins import FileCache
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
 from yobx_flatten.model_folder.source.configuration import small_model
 

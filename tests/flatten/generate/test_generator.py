@@ -27,7 +27,7 @@ from yobx_flatten import (
     export_program,
 )
 from yobx_flatten.generate.generator import Generator
-from yobx_flatten.generate.layout import find_parts
+from yobx_flatten.generate.settings import find_parts
 from yobx_flatten.generate.steps import Parts, Steps
 from yobx_flatten.model_folder.manifest import read_manifest
 from yobx_flatten.runners.ports import Port

@@ -10,7 +10,7 @@ import transformers
 from tests.models import SIZES
 from yobx_flatten import export_folder, open_generator
 from yobx_flatten.errors import GenerationError
-from yobx_flatten.huggingface.position_switch import rereads_at_switch, switch_of
+from yobx_flatten.huggingface.decoders import rereads_at_switch, switch_of
 
 SWITCH = 24
 LONGROPE = {

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 from transformers import ByT5Tokenizer
 
 from yobx_flatten import GenerationError, InvalidArgumentError, export_folder, open_generator, open_model, verify_folder
-from yobx_flatten.generate.layout import located
+from yobx_flatten.generate.settings import located
 from yobx_flatten.model_folder.client_layout import apply_layout, check_layout
 from yobx_flatten.model_folder.source.configuration import small_model
 

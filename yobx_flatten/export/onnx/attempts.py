@@ -22,8 +22,7 @@ from ...private_names.of_torch import pytree
 from ...runners.adapters import Adapter, rooms_in
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import has_mapped_weights, mapped_options, open_session
-from ...runners.relations import Expression, bound_by_sums, decides_by_parts, holds, is_of_one_size, names_in
-from ...runners.signature import KEY
+from ...runners.signature import KEY, Expression, bound_by_sums, decides_by_parts, holds, is_of_one_size, names_in
 from ..example import Example
 from ..flat_program import names_by_argument, signature_of
 from ..proof.replay import ByName, InSharedMemory, Side, check_last_scores, first_difference

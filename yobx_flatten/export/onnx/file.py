@@ -20,7 +20,7 @@ from ...files.document import data_files_of
 from ...files.scratch import data_path, move_in, publish_files, scratch_for
 from ...huggingface.cache_names import CACHE, PRESENT
 from ...huggingface.layer_weights import Reader
-from ...runners.adapters import FIRST
+from ...runners.ports import FIRST
 from ..flat_program import decompose_untranslated, flat_program
 from .rewrite.attention import fuse_attention, put_tokens_first
 from .rewrite.graph import join_projections, keep_last_scores, optimize_graph, repair_graph, sizes_of, text_of_size
@@ -53,7 +53,7 @@ def convert(
     # share: whether attention becomes onnxruntime's operator, which updates the cache in place
     # by_torch: whether torch decomposes the whole program, instead of only the operators without a translation
     # readers: functions that read the weights without data in the program, by name of the weight
-    # rooms: matrices of adapters that become optional inputs, see `room.rooms_in`
+    # rooms: matrices of adapters that become optional inputs, see `adapters.rooms_in`
     with _without_noise():
         converted = torch.onnx.export(
             program if by_torch else _decomposed_where_needed(program),

@@ -24,8 +24,7 @@ from ...core.compare import compare
 from ...core.effects import undisturbed
 from ...huggingface.cache_names import CACHE
 from ...private_names.of_torch import pytree
-from ...runners.relations import COMPARISONS, Expression, format_expression, holds, names_in
-from ...runners.signature import Signature, place_of_sizes
+from ...runners.signature import COMPARISONS, Expression, Signature, format_expression, holds, names_in, place_of_sizes
 from ...trees.walk import leaf_names, leaves_of
 from ..example import Example
 from ..proof.eager_runs import REFUSALS, Case, clone, written_parameters

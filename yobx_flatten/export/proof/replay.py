@@ -24,12 +24,11 @@ from ...huggingface.cache_names import PRESENT, cache_of
 from ...huggingface.decoders import with_returned
 from ...private_names.of_torch import pytree
 from ...recipe.aliases import PyTree
-from ...runners.in_place import CheckedRunner, InPlaceCache
+from ...runners.in_place import CheckedRunner, InPlaceCache, cache_tensors
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session
 from ...runners.ports import Runner, present_of, presents_of
 from ...runners.program_runner import ProgramRunner
-from ...runners.rewind import cache_tensors
 from ...trees.walk import leaf_names, output_names
 from .eager_runs import Case, EagerRuns, Left, Step, clone, with_present, written_parameters
 

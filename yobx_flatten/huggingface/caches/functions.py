@@ -289,7 +289,6 @@ def layers_of(cache: TransformersCache) -> list[CacheLayer]:
 
 
 def with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Return leaves with their keys, and the names."""
     leaf_names = filter(is_leaf_name, names)
     return [(MappingKey(name), value) for name, value in zip(leaf_names, values, strict=True)], names
 
@@ -308,13 +307,11 @@ def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> TransformersCache:
 
 def _shown_updates(cross: TransformersCache | None) -> dict[int, bool]:
     """Return the values of ``is_updated`` that the layers imply: whether each layer is filled."""
-    layers = getattr(cross, "layers", ())
-    return {index: _is_filled(layer, index) for index, layer in enumerate(layers)}
-
-
-def _is_filled(layer: CacheLayer, index: int) -> bool:
-    kind = kind_of(type(layer))
-    return getattr(layer, "keys", None) is not None if kind is None else kind.is_filled(layer, index)
+    found = {}
+    for index, layer in enumerate(getattr(cross, "layers", ())):
+        kind = kind_of(type(layer))
+        found[index] = getattr(layer, "keys", None) is not None if kind is None else kind.is_filled(layer, index)
+    return found
 
 
 # for sliding layers and for layers that have their full length from the start

@@ -189,7 +189,6 @@ _MOST_AXES = 16
 
 @functools.lru_cache(maxsize=1024)
 def read_template(text: str) -> Template:
-    """Parse a template from JSON text, and check every entry."""
     # the result is cached; callers must not change it
     try:
         template = json.loads(text)

@@ -98,10 +98,7 @@ class LayerKind:
         return "cumulative_length" if self.letter in "WX" else None
 
     def code(self, layer: CacheLayer) -> str:
-        """Return the code of a layer, the letter and the fixed settings: ``W8`` for a window of 8.
-
-        The code does not depend on length, batch, dtype or device.
-        """
+        """Return the letter and the fixed settings of a layer, whatever its length, batch, dtype and device: ``W8``."""
         if self.letter == "D":
             return "D"
         if self.letter == "W":
@@ -110,16 +107,13 @@ class LayerKind:
         return f"{self.letter}{layer.max_cache_len}{'c' if getattr(layer, '_is_croppable', False) else ''}"
 
     def knows(self, layer: CacheLayer) -> bool:
-        """Return whether the code and the tensors of a layer determine all of its attributes.
-
-        If a user or an untested version of transformers added an attribute, all attributes of the layer are stored.
-        """
+        """Return whether the code and the tensors of a layer determine all of its attributes."""
+        # otherwise a user or an untested version of transformers added one, and all attributes are stored
         known = {"keys", "values", "dtype", "device", "is_initialized", "sliding_window", "record_past"}
         known |= {"max_cache_len", "cumulative_length", "cumulative_length_int", "_is_croppable", *self.derived}
         return known.union((PLACEHOLDERS, "_sliding_window_tensor")).issuperset(vars(layer))
 
     def is_filled(self, layer: CacheLayer, index: int) -> bool:
-        """Return whether the layer holds keys and values."""
         held = vars(layer)
         if PLACEHOLDERS in held:
             return True
@@ -157,15 +151,12 @@ class LayerKind:
             template |= {"dtype": ["dtype", 0]} if self.has_dtype else {}
             template["device"] = ["device", 0]
             leaves = {"keys": 0, "values": 1}
-            template |= {name: ["shape", leaves[part], axis] for name, (part, axis) in self._sizes}
+            for name in self.derived:
+                part, axis = SIZES[name]
+                template[name] = ["shape", leaves[part], axis]
         return template
 
-    @property
-    def _sizes(self) -> list[tuple[str, tuple[str, int]]]:
-        return [(name, SIZES[name]) for name in self.derived]
-
     def empty(self, parameter: str) -> CacheLayer:
-        """Make an empty layer with its constructor."""
         if self.letter == "D":
             return self.cls()
         size = int(parameter.rstrip("rc"))
@@ -190,12 +181,11 @@ def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
 
 
 def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
-    """Return the tensor of a window; a new tensor if none is stored yet, as in a process that loads a program.
-
-    Return ``None`` for classes without such a tensor, and in a trace, where a new tensor would become a constant.
-    """
+    """Return the tensor of a window, new if none is stored, as in a process that loads a program; else ``None``."""
+    # `None` for classes without such a tensor, and in a trace, where a new tensor would become a constant
     tensors = window_tensors(window)
-    if _may_be_traced():
+    may_be_traced = torch.compiler.is_compiling() or is_jit_tracing()
+    if may_be_traced or dispatch_depth() > 0 or functorch.peek_interpreter_stack() is not None:
         return tensors.get(device)
     if device not in tensors and _has_window_tensor(cls):
         with torch.inference_mode(False):  # the tensor outlives the block
@@ -216,12 +206,6 @@ def makes_window_tensor(cls: type) -> bool:
     """Return whether a new layer of a class creates a window tensor, as in transformers 5.0 and later."""
     makers = [inspect.unwrap(vars(base)["__init__"]) for base in cls.__mro__ if "__init__" in vars(base)]
     return any("_sliding_window_tensor" in one.__code__.co_names for one in makers if hasattr(one, "__code__"))
-
-
-def _may_be_traced() -> bool:
-    if torch.compiler.is_compiling() or is_jit_tracing():
-        return True
-    return dispatch_depth() > 0 or functorch.peek_interpreter_stack() is not None
 
 
 def kind_of(cls: type) -> LayerKind | None:
@@ -287,7 +271,6 @@ def keeps_dtype(cls: type) -> bool:
 
 @functools.cache
 def kind_of_code(code: str) -> tuple[LayerKind, str]:
-    """Return the ``LayerKind`` and the parameter of a code such as ``W8``."""
     import transformers.cache_utils as cache_utils
 
     letter = letter_of(code)

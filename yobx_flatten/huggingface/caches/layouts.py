@@ -54,7 +54,9 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
             code, lengths = _read_row(kind, layer, index, values, names)
             if kind.letter == "D" and full is None and len(values) > count:
                 full = count
-        slides = slides and (not lengths or slides_by_class(type(layer)))
+        cls = type(layer)
+        slides_by_class = cls.__name__ in _SLIDING and cls.__module__ == "transformers.cache_utils"
+        slides = slides and (not lengths or slides_by_class)
         real = real and PLACEHOLDERS not in vars(layer)
         for length in lengths:
             held = _held_uncounted(layer, length)
@@ -83,7 +85,6 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
 
 
 def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
-    """Build the layers of a cache from leaves and their names."""
     values = values if isinstance(values, (list, tuple)) else list(values)
     plan = _plan(names)
     if len(values) != plan.leaf_count:
@@ -114,7 +115,6 @@ def hold_length_leaf(layers: list[Any]) -> None:
 
 
 def holds_full_only(names: list[str]) -> bool:
-    """Return whether leaf names describe only layers of the class ``DynamicLayer``."""
     return _plan(names).full_only
 
 
@@ -130,9 +130,10 @@ def _read_row(
         names.append(f"none_{code}_{index}")
         return code, []
     values += (layer.keys, layer.values)
+    names += (f"key_{code}_{index}", f"value_{code}_{index}")
     if kind.has_position:
         values.append(layer.cumulative_length)
-    names += _names(kind, code, index)
+        names.append(f"position_{code}_{index}")
     if kind.counter is None:
         return code, []
     remember(layer.__dict__)
@@ -185,11 +186,6 @@ def _names_of_state(cls: type, code: str, index: int, text: str, paths: list[str
 _PARTS = {"keys": "key", "values": "value", "cumulative_length": "position"}
 
 
-def _names(kind: LayerKind, code: str, index: int) -> list[str]:
-    parts = ("key", "value", "position") if kind.has_position else ("key", "value")
-    return [f"{part}_{code}_{index}" for part in parts]
-
-
 @functools.cache
 def _plain_names(count: int) -> tuple[str, ...]:
     return tuple(f"{part}_{index}" for index in range(count) for part in ("key", "value"))
@@ -208,8 +204,6 @@ def _check_agreement(expected: Length, found: Length, place: str, code: str) -> 
 
 
 class _Plan(NamedTuple):
-    """A plan to rebuild layers from a list of names."""
-
     leaf_count: int
     leaf_types: list[Any]  # the classes of leaves, which placeholders do not have
     counts_itself: bool  # whether the last leaf is the number of tokens seen
@@ -303,19 +297,15 @@ def rebuild_by_attributes(
     return obj
 
 
-# classes whose methods are replaced in a trace; classes of model code count in integers there
-_CLASSES = {
+# sliding layers whose token count may be a tensor in a trace, where their methods are replaced; classes of model code
+# count in integers there
+_SLIDING = {
     "DynamicSlidingWindowLayer",
     "StaticSlidingWindowLayer",
     "SlidingWindowLayer",  # transformers 4.56
     "LinearAttentionAndSlidingWindowAttentionLayer",
     "LinearAttentionAndStaticSlidingWindowAttentionLayer",
 }
-
-
-def slides_by_class(cls: type) -> bool:
-    """Return whether layers of a class slide, so that their token count may be a tensor in a trace."""
-    return cls.__name__ in _CLASSES and cls.__module__ == "transformers.cache_utils"
 
 
 # The number of tokens that sliding layers have seen is a 0-d tensor among the leaves.
@@ -328,7 +318,6 @@ def slides_by_class(cls: type) -> bool:
 
 
 def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
-    """Return the cache leaf that stores a number of tokens."""
     # seen: the counter of a layer: an integer; in a trace a symbol, or the leaf from unflatten
     if isinstance(seen, StoredInteger):
         return int(seen)

@@ -65,7 +65,10 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
         template[name] = []  # keeps the order of the attributes
         if isinstance(value, (torch.dtype, torch.device)) or name in SIZES:  # compared with the leaves below
             waiting.append((name, value))
-        elif in_cache and name in LENGTHS and not _is_position(name, value, held):
+            continue
+        # a static layer counts in its own tensor; in a trace, other layers also count in tensors
+        is_position = isinstance(value, torch.Tensor) and name == "cumulative_length" and "max_cache_len" in held
+        if in_cache and name in LENGTHS and not is_position:
             template[name] = ["length"]
         else:
             template[name] = _read(value, name, leaves)
@@ -73,11 +76,6 @@ def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Templat
     for name, value in waiting:
         template[name] = _read_like(name, value, leaves, paths)
     return template, leaves
-
-
-def _is_position(name: str, value: object, held: dict[str, Any]) -> bool:
-    # a static layer counts in its own tensor; in a trace, other layers also count in tensors
-    return isinstance(value, torch.Tensor) and name == "cumulative_length" and "max_cache_len" in held
 
 
 def _read(value: Any, name: str, leaves: list[Any]) -> list[Any]:
@@ -145,15 +143,12 @@ def _read_like(name: str, value: object, leaves: list[Any], paths: list[str]) ->
     # `indexer_dtype` belongs to `indexer_keys`; otherwise prefer the model's tensors to counters
     prefix = name.removesuffix(f"_{kind}")
     named = [index for index, path in enumerate(paths) if path.startswith(prefix)] if prefix != name else []
-    order = [*named, *sorted(range(len(leaves)), key=lambda i: not _is_floating(leaves[i]))]
+    is_floating = [isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for leaf in leaves]
+    order = [*named, *sorted(range(len(leaves)), key=lambda index: not is_floating[index])]
     for index in order:
         if isinstance(leaves[index], torch.Tensor) and getattr(leaves[index], kind) == value:
             return [kind, index]
     return ["fixed", dump_static(value)]
-
-
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def leaf_paths(template: Template) -> list[str]:
@@ -162,7 +157,6 @@ def leaf_paths(template: Template) -> list[str]:
 
 
 def lengths_of(template: Template) -> list[str]:
-    """Return the names of the attributes that contain the number of tokens seen."""
     return [name for name, entry in template.items() if entry == ["length"]]
 
 
@@ -178,7 +172,6 @@ def _leaves_of(template: Template) -> Iterator[tuple[str, str]]:
 
 
 def _parts(entry: list[Any]) -> Iterable[tuple[Any, list[Any]]]:
-    """Return the keys and templates of the items of a container or the attributes of an object."""
     match entry:
         case ["dict", pairs]:
             return [(load_static(key), below) for key, below in pairs]
@@ -205,8 +198,6 @@ def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
 
 
 class StateBuilder:
-    """Rebuilds objects that have one template from their leaves."""
-
     def __init__(self, template: Template) -> None:
         self.template = template
         types = {"tensor": torch.Tensor, "number": (int, torch.SymInt)}
@@ -288,7 +279,6 @@ def _size(leaf: torch.Tensor, axis: int) -> int | None:
 
 
 def layer_class(name: object) -> type:
-    """Return the class of a layer from its name."""
     import transformers.cache_utils as cache_utils
 
     names = ("CacheLayerMixin", "LinearAttentionCacheLayerMixin")

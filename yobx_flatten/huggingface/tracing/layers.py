@@ -27,7 +27,6 @@ from .replacement import Function, Replacement
 
 
 def layer_replacements() -> Iterator[Replacement]:
-    """Yield class, method name and replacement for cache layers of the installed transformers."""
     cache_utils: Any = sys.modules["transformers.cache_utils"]
     sliding, full = cache_utils.DynamicSlidingWindowLayer, cache_utils.DynamicLayer
     yield sliding, "update", _sliding_update
@@ -75,11 +74,9 @@ def _sliding_update(original: Function) -> Function:
 
 
 def last_places(keys: torch.Tensor, most: Size) -> torch.Tensor:
-    """Return the indices of the last ``most`` keys, or of all keys if there are fewer.
-
-    The slice ``keys[:, :, -most:]`` would check whether there are enough keys, and its strides whether it covers all
-    keys. These checks would become guards, so that the program refuses lengths on the other side of the window.
-    """
+    """Return the indices of the last ``most`` keys, or of all keys if there are fewer."""
+    # The slice `keys[:, :, -most:]` would check whether there are enough keys, and its strides whether it covers all
+    # keys. These checks would become guards, so that the program refuses lengths on the other side of the window.
     count = keys.shape[-2]
     kept = torch.sym_min(count, most)
     places: torch.Tensor = torch.arange(kept, device=keys.device) + (count - kept)

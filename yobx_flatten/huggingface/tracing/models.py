@@ -136,7 +136,6 @@ CHUNK_SCANS = [
 
 
 def model_replacements() -> Iterator[Replacement]:
-    """Yield owner, attribute name and replacement for the imported models that need a replacement."""
     for models, owner, name, make in (*CHUNK_SCANS, *EXPERTS, *LOOPS, *POSITIONS, *RECURRENCES, *SPARSE):
         for model in models:
             target: Any = sys.modules.get(f"transformers.models.{model}.modeling_{model}")

@@ -22,11 +22,8 @@ from .replacement import Function, Make, replacement
 
 
 def prepare_compressed(layer: CacheLayer) -> None:
-    """Enlarge the tensors of a DeepSeek V4 cache layer, so that a trace does not fix sizes of 0 or 1.
-
-    Between two calls a buffer contains fewer keys than a window, often 0 or 1, and a trace would fix these sizes. The
-    traced values are never used.
-    """
+    """Enlarge the tensors of a DeepSeek V4 cache layer, so that a trace does not fix sizes of 0 or 1."""
+    # Between two calls a buffer contains fewer keys than a window, often 0 or 1. The traced values are never used.
     # layer: a layer of a copy of the example's cache; layers of other classes are not changed
     held = vars(layer)
     rate = held.get("compress_rate")

@@ -34,8 +34,8 @@ from ...trace.onnx_operators import Translation
 from ...trace.trace_settings import TraceSupport
 from ..cache_names import named_as, named_for
 from ..caches.layouts import hold_length_leaf
+from ..decoders import switch_of_kind
 from ..outputs import ModelClasses, subclasses_of
-from ..position_switch import switch_of_kind
 from .layers import layer_replacements
 from .models import model_replacements
 from .replacement import Function, Make, Replacement, replacement
@@ -43,8 +43,6 @@ from .sparse import prepare_compressed
 
 
 class TransformersTracing(TraceSupport):
-    """Replaces functions of transformers during a trace."""
-
     def __init__(self) -> None:
         super().__init__("transformers")
         self._patches: dict[tuple[Any, str], TracePatch] = {}
@@ -82,19 +80,15 @@ class TransformersTracing(TraceSupport):
                 patch.acquire()
 
     def named_for(self, forward: Callable[..., object], entries: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return arguments with the cache under the forward's parameter name."""
         return named_for(forward, entries)
 
     def named_as(self, names: Collection[str], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return arguments with the cache under the program's input name."""
         return named_as(names, kwargs)
 
     def prepare(self, tree: PyTree) -> PyTree:
-        """Return the inputs with the tensors of their caches contiguous.
-
-        A layer that has seen more tokens than its window keeps a slice. The strides of the slice would add a guard,
-        which refuses contiguous tensors. Layers that compress their keys get sizes that a trace does not fix.
-        """
+        """Return the inputs with the tensors of their caches contiguous."""
+        # A layer that has seen more tokens than its window keeps a slice. The strides of the slice would add a guard,
+        # which refuses contiguous tensors. Layers that compress their keys get sizes that a trace does not fix.
         from transformers.cache_utils import Cache
 
         def contiguous(leaf: object) -> object:
@@ -115,7 +109,6 @@ class TransformersTracing(TraceSupport):
 
     @contextlib.contextmanager
     def traceable(self) -> Iterator[None]:
-        """In a ``with`` block, replace functions of transformers by versions that can be traced."""
         replacements = list(_replacements())  # this may import
         with LOCK:
             patches = [self._patch(target, name, make) for target, name, make in replacements]
@@ -136,10 +129,7 @@ class TransformersTracing(TraceSupport):
         return patch
 
     def translations(self) -> Iterator[Translation]:
-        """Return the translations of the grouped matrix products in mixtures of experts.
-
-        The translations are part of transformers' own exporters (5.17 and later); earlier versions have none.
-        """
+        """Yield translations of the grouped products in mixtures of experts, which transformers has since 5.17."""
         fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
         if fallback is not None and is_installed("transformers.exporters"):
             for operator in (fallback.default, torch.ops.aten._grouped_mm.default):
@@ -166,7 +156,6 @@ def _ranges_begin_at_the_past() -> bool:
 
 
 def _replacements() -> Iterator[Replacement]:
-    """Yield target, attribute and replacement, for the installed and imported parts of transformers."""
     yield from layer_replacements()
     yield from mask_replacements()
     yield from attention_replacements()
@@ -182,7 +171,6 @@ TRANSFORMERS_TRACING = TransformersTracing()
 
 
 def attention_replacements() -> Iterator[Replacement]:
-    """Yield module, function name and replacement for the attention functions that are imported."""
     sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
     if sdpa is not None and "use_gqa_in_sdpa" in vars(sdpa):
         yield sdpa, "use_gqa_in_sdpa", _answering(True)
@@ -212,7 +200,6 @@ class TensorRanges(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Kwargs | None = None,
     ) -> Any:
-        """Run a function of torch; see :class:`TensorRanges`."""
         kwargs = kwargs or {}
         if func is torch.arange and len(args) == 2 and isinstance(args[0], torch.Tensor):
             found = self._sums.get(id(args[1]))
@@ -235,7 +222,6 @@ _DECORATOR = "dynamic_rope_update."
 
 
 def rotary_replacements() -> Iterator[Replacement]:
-    """Yield owner, attribute name and replacement for the rotary embeddings of imported models."""
     for cls in _CLASSES():
         yield cls, "forward", _by_length
 
@@ -294,7 +280,6 @@ def _by_length(original: Function) -> Function:
 
 
 def mask_replacements() -> Iterator[Replacement]:
-    """Yield module, function name and replacement for the mask functions that are imported."""
     masks = sys.modules.get("transformers.masking_utils")
     if masks is None:
         return

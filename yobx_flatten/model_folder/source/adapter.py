@@ -18,7 +18,8 @@ from ...errors.failures import first_line, raised_as
 from ...files.document import check_regular, damage_as, read_document
 from ...files.limited import limited
 from ...recipe.aliases import TransformersModel
-from ...runners.adapters import FIRST, SECOND, Adapter
+from ...runners.adapters import Adapter
+from ...runners.ports import FIRST, SECOND
 from .packed_weights import KeyDifferences, UnmatchedWeights
 
 ADAPTER = "adapter_config.json"

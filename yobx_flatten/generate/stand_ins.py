@@ -1,22 +1,34 @@
-"""A class with the name of an exported model, its configurations as objects, and no weights. Imports transformers."""
+"""Stand-ins for a model and for its cache, which transformers' loops use like their own. Imports transformers.
+
+.. code-block:: text
+
+    generate of transformers ──> get_seq_length, reorder_cache, crop ──> FileCache ──> TextState.cache
+                                                                                       values of the library, not copied
+"""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import CONFIG_MAPPING, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, QuantizedCache
 from transformers.utils import ModelOutput, find_labels
 
-from ..errors import GenerationError, InvalidArgumentError
+from ..errors import GenerationError, InvalidArgumentError, describe_class
 from ..files.document import damage_as
-from ..huggingface.cache_names import named_as
-from ..runners.folder_adapters import FolderAdapters
+from ..huggingface.builders import make_dynamic_cache
+from ..huggingface.cache_names import has_read, named_as, tokens_in
+from ..runners.adapters import FolderAdapters
+from ..runners.in_place import cache_tensors, copied, cropped, held_before, rewound
+from .pictures import Seen
 from .settings import Documents, GenerationSettings, settings_of
+from .steps import Steps, TextState
 
 _MASKS = ("attention_mask", "pixel_mask")  # a mask without zeros has no effect
 
@@ -33,11 +45,11 @@ _SETTINGS = (
 
 
 class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
-    """A Hugging Face model without weights, whose calls run exported files on any device.
+    """A Hugging Face model without weights, whose calls run exported files on any device."""
 
-    ``forward`` has the parameters of the exported class, because transformers' loops, pipelines and Trainer read the
-    signature to choose what they pass. An argument that the files do not take is refused if it would change the result.
-    """
+    # `forward` has the parameters of the exported class, because transformers' loops, pipelines and Trainer read the
+    # signature to choose what they pass. An argument that the files do not take is refused if it would change the
+    # result.
 
     accepts_loss_kwargs = False  # otherwise the Trainer passes the number of labels
     taken: ClassVar[tuple[str, ...]] = ()  # the arguments that the files take, in order
@@ -60,23 +72,21 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         given = named_as(self.taken, {**by_place, **kwargs})
         as_dict = given.pop("return_dict", None)
         for name in [name for name in given if name not in self.taken]:
-            if not self._changes_nothing(name, given.pop(name)):
+            value = given.pop(name)
+            if isinstance(value, torch.Tensor):
+                changes_nothing = name in _MASKS and bool(value.all())
+            else:
+                is_default = isinstance(value, (int, float, str)) and value == self.arguments.get(name)
+                # use_cache has no effect on files without a cache
+                changes_nothing = value is None or value is False or is_default or name == "use_cache"
+            if not changes_nothing:
                 raise InvalidArgumentError(self._refusal(name))
         found = self.run_files(**given)
         as_dict = getattr(self.config, "return_dict", True) if as_dict is None else as_dict
         return found if as_dict or not isinstance(found, ModelOutput) else found.to_tuple()
 
     def run_files(self, **given: Any) -> Any:
-        """Run the files with the given inputs; each subclass has its own version."""
         raise NotImplementedError
-
-    def _changes_nothing(self, name: str, value: Any) -> bool:
-        """Return whether the model returns the same result without an argument."""
-        if isinstance(value, torch.Tensor):
-            return name in _MASKS and bool(value.all())
-        is_default = isinstance(value, (int, float, str)) and value == self.arguments.get(name)
-        # use_cache has no effect on files without a cache
-        return value is None or value is False or is_default or name == "use_cache"
 
     def _refusal(self, name: str) -> str:
         takes = ", ".join(one for one in self.taken if one in self.arguments)
@@ -93,7 +103,6 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         raise InvalidArgumentError(f"{type(self).__name__} was exported without switchable adapters.")
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
-        """Use an adapter of the folder in all further calls."""
         names = [adapter_name] if isinstance(adapter_name, str) else list(adapter_name)
         if len(names) != 1:
             raise InvalidArgumentError(f"set_adapter takes one of the adapters {', '.join(self.of_folder.names)}.")
@@ -101,23 +110,19 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         self._chosen, self._enabled = names[0], True
 
     def disable_adapters(self) -> None:
-        """Use no adapter in further calls."""
         if self._enabled:
             self.use_adapter(None)
         self._enabled = False
 
     def enable_adapters(self) -> None:
-        """Use the adapter of the last :meth:`set_adapter` again."""
         if self._chosen is None:
             raise InvalidArgumentError("No adapter was chosen yet: call model.set_adapter(NAME)")
         self.set_adapter(self._chosen)
 
     def active_adapters(self) -> list[str]:
-        """Return a list with the adapter that the files compute with; an empty list if there is none."""
         return [self._chosen] if self._enabled and self._chosen is not None else []
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Raise an error, since adapters are loaded from the exported folder only."""
         raise InvalidArgumentError(
             "Adapters must be added to the exported folder. Add an adapter and open the folder:\n    yobx-flatten "
             "adapter DIR NAME=FOLDER"
@@ -126,7 +131,6 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
     add_adapter = load_adapter
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise an error, since the weights in the files cannot be changed."""
         raise InvalidArgumentError(
             "Weights in files cannot be changed. Change the model, and export it:\n    export_folder(model, folder)"
         )
@@ -134,7 +138,6 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
     set_input_embeddings = resize_token_embeddings
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse other devices: inputs and outputs are CPU tensors."""
         moved = super().to(*args, **kwargs)
         if self.anchor.device.type != "cpu":
             found, self.anchor = self.anchor.device, torch.nn.Parameter(torch.zeros(()), requires_grad=False)
@@ -150,7 +153,6 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Raise an error, since the model is already stored in its folder."""
         raise InvalidArgumentError("save_pretrained: the model is stored. Copy its folder: shutil.copytree(a, b)")
 
 
@@ -168,7 +170,6 @@ def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
 
 
 def generation_of(settings: GenerationSettings, config: Any) -> Any:
-    """Return the generation settings of a folder for transformers, with the changes that the caller made."""
     documents = settings.documents or Documents({}, {})
     own = settings_of(documents.config, documents.generation)
     with damage_as(GenerationError, "generation_config.json"):
@@ -228,3 +229,150 @@ def _model_names() -> frozenset[str]:
     tables = [table for name, table in vars(modeling_auto).items() if name.endswith("_MAPPING_NAMES")]
     values = [value for table in tables for value in table.values()]
     return frozenset(name for value in values for name in ((value,) if isinstance(value, str) else value))
+
+
+class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
+    """The cache of exported files for transformers' generation loops, which reorder its rows and remove last tokens."""
+
+    # transformers' loops read these attributes; one entry stands for all layers
+    is_compileable, is_croppable = False, True
+    is_linear: ClassVar[list[bool]] = [False]
+    is_sliding: ClassVar[list[bool]] = [False]
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(layers=[])
+        self.steps = steps
+        self.state: TextState | None = None
+        self.seen = 0
+        # number of last tokens that the files must read again, because `crop` restored the state before their call
+        self.again = 0
+        self._held: dict[str, Any] | None = None
+        self._pictures: list[Seen] = []
+        self._held_seen = 0
+
+    @classmethod
+    def of(cls, given: Any, steps: Steps) -> FileCache:
+        """Turn the caller's empty transformers cache into a cache of the files, in place."""
+        made: Any = given
+        if isinstance(given, FileCache):
+            return given
+        known = isinstance(given, Cache) and type(given).__module__.startswith("transformers.")
+        if not known or any(isinstance(part, QuantizedCache) for part in (given, *vars(given).values())):
+            raise InvalidArgumentError(
+                f"The cache is {describe_class(given)}, but exported files keep keys and values in the model's dtype. "
+                "Pass DynamicCache(), or no cache."
+            )
+        if has_read(given):
+            raise InvalidArgumentError(
+                f"The cache is {describe_class(given)} with {tokens_in(given) or 'some'} tokens from another model. "
+                "Pass a cache that a call of this model returned, or no cache."
+            )
+        vars(given).clear()
+        made.__class__ = cls
+        made.__init__(steps)
+        found: FileCache = made
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return an independent cache with the same tokens, so that several texts can continue one prompt."""
+        made = memo[id(self)] = type(self)(self.steps)
+        made.__dict__ |= vars(self)  # only the tensors that a library writes in place need a copy
+        if self.state is not None:
+            made.state = dataclasses.replace(self.state, cache=copied(self.steps.parts.decoder, self.state.cache))
+        return made
+
+    def __copy__(self) -> Self:
+        """Return a deep copy, because a cache with a shared state would miss the tokens of the other cache."""
+        return self.__deepcopy__({})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidArgumentError(
+            "The cache of an exported model cannot be stored: its keys and values are in the memory of the library "
+            "that runs them. Store the tokens, and run the model on them again; copy.deepcopy(cache) works within "
+            "this process."
+        )
+
+    def hold(self) -> None:
+        """Save the current state, so that :meth:`crop` can return to it."""
+        assert self.state is not None
+        self._held, self._held_seen = held_before(self.state.cache), self.seen - self.again
+        self._pictures = self.state.seen
+
+    # -- what transformers' loops read --------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        return -1  # no limit
+
+    get_max_length = get_max_cache_shape
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.state is not None
+
+    def activate_past_recording(self) -> None:
+        """Do nothing: the state before a call of several tokens is always saved."""
+
+    def reset(self) -> None:
+        self.state, self.seen, self.again, self._held = None, 0, 0, None
+
+    # -- what transformers' loops change ------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        if self.state is not None:
+            rows, state = beam_idx.cpu(), self.state
+            state.cache = self.steps.parts.decoder.select_rows(state.cache, rows)
+            state.repeat(rows)
+            self._held = None
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.reorder_cache(torch.arange(len(self.state.tokens)).repeat_interleave(repeats))
+
+    def crop(self, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens of the cache; ``-n`` removes the last ``n`` tokens."""
+        kept = tokens if tokens > 0 else self.seen + tokens
+        state = self.state
+        if state is None or kept >= self.seen:
+            return
+        found = None if self.again else cropped(self.steps.parts.decoder, state.cache, self.seen, kept)
+        if found is not None:
+            state.cache = found
+        elif self._held is not None and kept >= self._held_seen:
+            state.cache, state.seen = rewound(state.cache, self._held, self._held_seen), self._pictures
+            self.again = kept - self._held_seen
+        elif not self.again or kept < self.seen - self.again:
+            raise GenerationError(
+                f"{self.steps.parts.decoder.name} has a sliding window or a recurrent state: its cache cannot drop "
+                f"{self.seen - kept} tokens. Call generate without this cache."
+            )
+        else:
+            self.again -= self.seen - kept
+        state.keep(kept)
+        self.seen = kept
+
+    # -- what Whisper's loop reads ------------------------------------------------------------------------------------
+
+    @property
+    def self_attention_cache(self) -> Any:
+        """A copy of the keys and values of the decoder's own tokens."""
+        return self._copy("decoder")
+
+    @property
+    def cross_attention_cache(self) -> Any:
+        """A copy of the keys and values of the encoder's output."""
+        return self._copy("encoder")
+
+    def _copy(self, side: str) -> Any:
+        found = {} if self.state is None else cache_tensors(self.state.cache)
+        layers: dict[int, dict[str, torch.Tensor]] = {}
+        for name, leaf in found.items():
+            parts = name.split(".")  # past_key_values.0.decoder.key
+            if len(parts) == 4 and parts[2] == side:
+                layers.setdefault(int(parts[1]), {})[parts[3]] = leaf
+        return make_dynamic_cache([(layers[index]["key"], layers[index]["value"]) for index in sorted(layers)])

@@ -56,10 +56,10 @@ class Worker:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"roundpipe {self.name}")
 
     def submit(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Submit ``work(*args, **kwargs)`` with the context variables of the caller."""
+        """Submit ``work(*args, **kwargs)`` with the context variables and the number of torch threads of the caller."""
         bound = functools.partial(work, *args, **kwargs)
         try:
-            return self._threads.submit(self._run, contextvars.copy_context(), bound)
+            return self._threads.submit(self._run, contextvars.copy_context(), torch.get_num_threads(), bound)
         except RuntimeError as error:  # raised after the shutdown of the executor, and at the end of the interpreter
             raise DeviceError(
                 f"{self.name} was closed, by this pipeline or by another that uses the device. Make a new pipeline:\n"
@@ -69,8 +69,12 @@ class Worker:
     def is_here(self) -> bool:
         return threading.get_ident() == self._ident
 
-    def _run(self, context: contextvars.Context, work: Callable[[], T]) -> T:
+    def _run(self, context: contextvars.Context, torch_threads: int, work: Callable[[], T]) -> T:
         self._ident = threading.get_ident()
+        # Each thread has its own number, and a new thread uses all cores until the getter is called. On some CPUs the
+        # last bits of a product of matrices depend on the number.
+        if torch.get_num_threads() != torch_threads:
+            torch.set_num_threads(torch_threads)
         return context.run(work)
 
     def close(self) -> None:
@@ -113,7 +117,6 @@ class Mailbox:
             return self._values[key] if keep else self._values.pop(key)
 
     def check(self) -> None:
-        """Another thread may have failed."""
         if self._error is not None:
             raise StoppedRun
 
@@ -125,8 +128,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def clear(self) -> None:
-        """Free all values and the error; the run stays stopped, since later values never come."""
-        with self._changed:
+        with self._changed:  # the run stays stopped, since later values never come
             self._values.clear()
             self._error = StoppedRun()
 
@@ -164,8 +166,6 @@ class Outcome:
     >>> outcome.error
     ZeroDivisionError('division by zero')
     """
-
-    # error: the error; `None` if the block has succeeded
 
     def __init__(self) -> None:
         self.error: BaseException | None = None

@@ -1,12 +1,16 @@
 """Threads leave results in a mailbox; the first error stops them all and is raised where somebody waits."""
 
 import contextvars
+import ctypes
 import os
+import pathlib
+import re
 import signal
 import threading
 import time
 
 import pytest
+import torch
 
 from roundpipe_runtime.device.worker import Mailbox, StoppedRun, Worker, add_note_once, collect
 from tests import fresh_process
@@ -48,6 +52,23 @@ def test_work_sees_the_callers_context(workers):
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(7)
     assert workers[0].submit(variable.get).result() == 7
+
+
+def test_work_computes_with_as_many_threads_as_its_caller(workers):
+    """OpenMP itself tells the number, in the first work of a new thread and after each change by the caller."""
+    maps = pathlib.Path("/proc/self/maps")
+    libraries = re.findall(r"/\S*lib[gi]?omp\S*", maps.read_text(encoding="utf-8") if maps.exists() else "")
+    if not libraries:
+        pytest.skip("no OpenMP library is found in this process")
+    number = ctypes.CDLL(libraries[0]).omp_get_max_threads
+    before, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 1, 3):
+            torch.set_num_threads(count)
+            found.append(workers[0].submit(number).result())
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1, 2, 1, 3]
 
 
 def test_a_value_is_waited_for_across_threads(workers):

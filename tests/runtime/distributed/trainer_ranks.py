@@ -102,11 +102,11 @@ def bad_rows(kind: Any, folder: Path) -> dict[str, Any]:
 
 
 def as_torchrun_does() -> None:
-    """Set the environment of a process of torchrun."""
+    """Set the environment of a process of torchrun; accelerate divides the cores by the processes of a machine."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(
-        RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
-    )  # fmt: skip
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+    )
 
 
 def in_ranks(folder: str) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def test_a_plan_in_use_stays_while_times_wander(costs, noise, devices):
         LayerCost(cost.forward * (1 + e), cost.backward * (1 + e)) for cost, e in zip(costs, noise, strict=False)
     ]
     after = partition("fused", [wandered], min_stages=devices, previous=before)
-    times = [_time(["fused"], [wandered], plan, devices, devices + 1) for plan in (before, after)]
+    times = [_time(["fused"], [wandered], plan, devices, devices + 1, 1) for plan in (before, after)]
     assert after == before or times[1] <= 0.97 * times[0]
 
 

@@ -1,4 +1,4 @@
-"""Split inputs and labels into microbatches, by the registrations of ``yobx_flatten``."""
+"""Split inputs and labels into microbatches; nested objects are flattened as registered with ``yobx_flatten``."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _is_function(value: Any) -> bool:
 def _rows(
     inputs: Sequence[Entry], labels: Sequence[Entry], decided: BatchAxes, num_microbatch: int
 ) -> list[int | None]:
-    """Return the number of rows of each microbatch, as in packed data, otherwise as equal as possible."""
+    """Return the number of rows of each microbatch: as in ``RoundPipePackedData``, if any; otherwise nearly equal."""
     axes = zip([*inputs, *labels], [*decided.axes, *decided.label_axes], strict=True)
     cut = {entry.path: entry.shape[axis] for entry, axis in axes if axis is not None}
     rows = rows_with_packed([*inputs, *labels], decided.batch, list(cut), apart=decided.apart)
@@ -202,7 +202,7 @@ def _rows(
 
 
 def _cut_leaves(entries: Sequence[Entry], axes: Sequence[int | None], rows: Sequence[int | None]) -> list[list[Any]]:
-    """Return the leaves of each microbatch: leaves with an axis are split, and all microbatches share the others."""
+    """Return the leaves of each microbatch: leaves with a batch axis are split, and the others are passed whole."""
     columns = [_parts(entry.value, axis, rows) for entry, axis in zip(entries, axes, strict=True)]
     return [[column[index] for column in columns] for index in range(len(rows))]
 
@@ -235,7 +235,7 @@ def _split_by_functions(
     split_label: Any,
     rules: Rules,
 ) -> list[Microbatch]:
-    """Split inputs, labels or both by a function; inputs or labels without one get the same sizes as the others."""
+    """Split by functions of the user; if only inputs or only labels have a function, the others get the same sizes."""
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
     given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}
@@ -306,7 +306,7 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
 def _entry_by_entry(
     part: tuple[tuple[Any, ...], dict[str, Any], Any], index: int, count: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Replace packed data in a part of a split function by the entry of the microbatch."""
+    """Replace ``RoundPipePackedData`` in arguments and labels of a microbatch by the entry for this microbatch."""
 
     def entry(value: Any) -> Any:
         if not isinstance(value, RoundPipePackedData):
@@ -385,7 +385,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
 
 
 def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]:
-    """Return row counts of packed data that does not store them; if they differ, the counts that another leaf has."""
+    """Return the batch size counted from packed tensors, with key paths; of several, the size that another leaf has."""
     found: dict[int, list[str]] = {}
     for entry in entries:
         if entry.counted:

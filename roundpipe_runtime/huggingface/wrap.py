@@ -78,7 +78,7 @@ def wrap_model_to_roundpipe(
         lower_threshold: size in bytes; a smaller model is not split, and runs in one microbatch.
         upper_threshold: size in bytes; a model of at most this size is not split. Default: 0.
         skip_modules: modules whose layers are not split.
-        override_config: run configurations by module. Only the model itself can have one, because it is one pipeline.
+        override_config: ``{model: RoundPipeRunConfig(...)}``, to override ``model_run_config``. Other keys are refused.
         model_run_config: defaults for every call.
         name: name in errors and timelines. Default: ``"file:line"``.
         example: keyword arguments of the model's forward for the split. Default: a few tokens.

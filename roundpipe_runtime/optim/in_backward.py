@@ -59,11 +59,11 @@ class InBackwardStore(ParameterStore):
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a run is under way in which optimizers update layers."""
+        """Whether a run is in progress in which optimizers update layers."""
         return self._current is not None
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """``None`` for parameters of other models."""
+        """Return why gradients of the parameters cannot be clipped; ``None`` for parameters of other models."""
         held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         if held.isdisjoint(map(id, parameters)):
             return None
@@ -151,7 +151,7 @@ class InBackwardStore(ParameterStore):
         self._landing.wait()
 
     def note_failed(self, error: BaseException) -> None:
-        """A note of the error names the layers that the run had already updated."""
+        """End the updates of a failed run, and add a note to the error that names the layers already updated."""
         steps, self._current = self._current, None
         if steps is not None:
             steps.stop(error)
@@ -161,7 +161,7 @@ class InBackwardStore(ParameterStore):
             add_note_once(error, self._damage())
 
     def end_run(self) -> None:
-        """The optimizers count as stepped."""
+        """Finish the optimizer step of a successful run."""
         steps, self._current = self._current, None
         if steps is not None:
             steps.finish()
@@ -193,7 +193,7 @@ class InBackwardStore(ParameterStore):
 
 
 class _Steps:
-    """The optimizer steps of one run, and the gradients that wait for further layers."""
+    """The optimizer steps of one run, and gradients of shared parameters to which other layers are not added yet."""
 
     def __init__(self, optimizers: Sequence[Optimizer], contents: Sequence[LayerContents]) -> None:
         self.has_failed = False
@@ -204,7 +204,7 @@ class _Steps:
         self._found: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
 
     def complete(self, layer: int, gradients: Landed) -> dict[nn.Parameter, torch.Tensor]:
-        """Parameters that no remaining layer uses, with gradients summed over all layers."""
+        """Return the parameters that no remaining layer uses, with gradients summed over all layers."""
         for parameter, (gradient, _) in gradients.items():
             self._found.setdefault(parameter, {})[layer] = gradient.to(dtype_of_gradient(parameter))
         found = {}
@@ -234,7 +234,7 @@ _STORES: weakref.WeakSet[InBackwardStore] = weakref.WeakSet()
 
 @functools.cache
 def _watch_scalers() -> None:
-    """A scaler could not divide gradients before a run steps them."""
+    """Make ``GradScaler.scale`` raise an error during a run, which steps before a scaler could divide gradients."""
     plain: Callable[..., Any] = torch.amp.GradScaler.scale
 
     @functools.wraps(plain)

@@ -41,7 +41,7 @@ Update: TypeAlias = Literal["masters", "in_place", "in_backward"]
 
 
 def resized_late() -> ConfigError:
-    """Error for parameters that are resized after an optimizer has got copies of them."""
+    """Return the error for a parameter that was resized after an optimizer had received a copy of the parameter."""
     return ConfigError(
         "The optimizer works on copies of the parameters (optim_dtype), which have the old size. Resize first:\n    "
         "model.resize_token_embeddings(...)\n    pipeline = wrap_model_to_roundpipe(model, optim_dtype=...)"
@@ -114,7 +114,7 @@ class ParameterStore:
         return self._dtype(parameter)
 
     def dtype_between(self, parameter: nn.Parameter) -> torch.dtype:
-        """Dtype of a gradient between a run and the step."""
+        """Dtype in which a gradient is stored between the backward and the optimizer step."""
         summed = self._dtype(parameter)
         return summed if summed == sent_dtype(parameter) else self.kept_dtype or summed
 
@@ -132,7 +132,7 @@ class ParameterStore:
                 tensor.grad = tensor.grad.detach().zero_()
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Make parameters and master weights equal; if a parameter itself was changed, its values count."""
+        """Copy master weights into their parameters, but copy a changed parameter into its master weight."""
         # stepped: whether an optimizer has just stepped; steps of torch's optimizers are also detected
         stepped = self.note_published() or stepped
         self.take_gradients()
@@ -144,7 +144,7 @@ class ParameterStore:
             self._masters[name].agree(parameter, stepped=stepped)
 
     def note_published(self) -> bool:
-        """Whether an optimizer has stepped since the last call, after which parameters equal master weights."""
+        """Return whether an optimizer has stepped since the last call of this method."""
         before, self._steps = self._steps, number_of_steps()
         return self._steps != before
 
@@ -162,7 +162,7 @@ class ParameterStore:
             self._adopt(compares_all=True)
 
     def _adopt(self, *, compares_all: bool) -> bool:
-        """Update master weights of changed parameters; whether torch had not counted a write."""
+        """Copy changed parameters into master weights; return whether torch had not counted one of the writes."""
         compares_all &= self.has_numbers_at_hand
         changes = [self._masters[name].adopt(p, compares_all=compares_all) for name, p in self._with_master()]
         return "uncounted" in changes
@@ -178,7 +178,7 @@ class ParameterStore:
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Parameters with the dtype of the optimizer are skipped."""
+        """Set master weights by parameter name; parameters without a master weight are skipped."""
         for name, parameter in self.model.named_parameters():
             if name in masters and self._dtype(parameter) != parameter.dtype:
                 self._target(name, parameter)
@@ -188,17 +188,17 @@ class ParameterStore:
         self.add_gradients([{p: gradients[name] for name, p in self.model.named_parameters() if name in gradients}])
 
     def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
-        """A function that copies a parameter for its master weight, without a reference to the store."""
+        """Return a function that makes the copy for a master weight, and does not refer to this store."""
         return _copy_in_memory
 
     # -- other stores have another memory, or another time of the step ----------------------------------------------
 
     def at_hand(self, contents: Sequence[LayerContents], order: Sequence[int]) -> AtHand:
-        """An object that loads the parameters of each layer into memory, in the order of a run."""
+        """Return a function from a layer to a context manager in which the parameters of the layer are in memory."""
         return lambda layer: nullcontext()
 
     def updating(self, contents: Sequence[LayerContents]) -> AtHand:
-        """An object that loads the tensors of the optimizer step of each layer, in layer order."""
+        """Return a function from a layer to a context manager in which the optimizer can update the layer in memory."""
         return lambda layer: nullcontext()
 
     def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
@@ -209,20 +209,20 @@ class ParameterStore:
         return widened(optimizer, args, kwargs)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Store gradients until the optimizer step, and return the stored gradients."""
+        """Store the gradients of a layer until the optimizer step, and return the stored gradients."""
         return gradients
 
     def wait_landed(self) -> None:
-        """Wait until gradients are stored; raise the error of a failed write."""
+        """Wait until the gradients passed to :meth:`land` are stored; raise the error of a failed write."""
 
     def begin_run(self, contents: Sequence[LayerContents]) -> None:
-        """Check that this store can take the gradients of a run."""
+        """Prepare this store for the gradients of a run; raise an error if the store cannot take gradients."""
 
     def note_failed(self, error: BaseException) -> None:
-        """The store may have received some of the gradients of the failed run."""
+        """Handle a failed run, some of whose gradients may already be in this store."""
 
     def end_run(self) -> None:
-        """All results of a run are in the model."""
+        """Handle the end of a successful run."""
 
     def check_whole(self) -> None:
         """Raise an error if a run has failed after it had updated some of the layers."""
@@ -236,7 +236,7 @@ class ParameterStore:
         return self._shadows.get(id(parameter), parameter)
 
     def freeze(self) -> None:
-        """Let stages read copies, except of frozen parameters and of parameters with a master weight."""
+        """Copy the trained parameters without a master weight, so that stages read the copies during a step."""
         self.note_names()
         missing = {
             id(parameter): parameter.detach()
@@ -260,7 +260,7 @@ class ParameterStore:
         return [self._target(names[id(p)], p) if id(p) in names else p for p in parameters]
 
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Update the copies that stages read."""
+        """After a step, update parameters from their master weights, and the copies that stages read."""
         names = self._names()
         for parameter in parameters:
             name = names.get(id(parameter), "")
@@ -270,7 +270,7 @@ class ParameterStore:
                 self._shadows[id(parameter)].copy_(parameter.detach())
 
     def thaw(self) -> None:
-        """Stages read the parameters themselves again."""
+        """Delete the copies, so that stages read the parameters themselves again."""
         self._shadows.clear()
         self._before = []
 
@@ -278,7 +278,7 @@ class ParameterStore:
         return name not in self._masters
 
     def _listed(self) -> list[tuple[str, nn.Parameter]]:
-        """During a run the list from before the run, because modules may contain device copies."""
+        """Return the named parameters; during a run, those from before, because modules may contain device copies."""
         return self._before or list(self.model.named_parameters(remove_duplicate=False))
 
     def _names(self) -> dict[int, str]:
@@ -329,8 +329,8 @@ class _Master:
     """The master weight of a parameter, and the versions of both tensors when they last had the same values.
 
     The version of a tensor does not show all writes, because torch's fused optimizers write without a new version. So
-    the master weight also counts as changed after a step. While the parameter is frozen, the tensor has the shape of
-    the parameter and the memory of one NaN, because an optimizer may already hold the tensor.
+    the master weight also counts as changed after a step. While the parameter is frozen, the master weight is one NaN,
+    expanded to the shape of the parameter, because an optimizer may already hold the master weight.
     """
 
     # shown: the gradient that each parameter shows, with its master weight; `None` for copies
@@ -369,7 +369,7 @@ class _Master:
         self._note(parameter)
 
     def show(self, parameter: nn.Parameter, *, copies: bool = False) -> None:
-        """``copies`` sets ``grad`` of the parameter to a copy in the dtype of the parameter."""
+        """Set ``parameter.grad`` to the master weight's, or with ``copies`` to a copy in the parameter's dtype."""
         gradient = self.tensor.grad
         if gradient is not None and gradient.shape == parameter.shape and parameter.is_leaf:
             shown = gradient.to(parameter.dtype, copy=True) if copies else gradient
@@ -377,7 +377,7 @@ class _Master:
             parameter.grad, self.shown[parameter] = shown, (None if copies else self._key, shown)
 
     def take(self, parameter: nn.Parameter, *, adds: bool = False) -> bool:
-        """Move changes of ``grad`` of the parameter to the master weight, and report whether ``grad`` was set."""
+        """Move changes of ``parameter.grad`` to the master weight; return whether :meth:`show` had set ``grad``."""
         # adds: whether a gradient that the caller has set is added
         owner, shown = self.shown.get(parameter, (None, None))
         found, is_mine = parameter.grad if parameter.is_leaf else None, owner is self._key
@@ -426,7 +426,7 @@ class _Master:
         self._note(parameter)
 
     def _note(self, parameter: nn.Parameter) -> None:
-        """Parameter and master weight have the same values now."""
+        """Store the versions of the parameter and the master weight, which now have the same values."""
         self._mark = Mark.of(parameter, with_numbers=self._has_numbers_at_hand)
         self._version = self.tensor._version
 

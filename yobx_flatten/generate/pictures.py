@@ -59,7 +59,7 @@ class Pictures:
         return [name for name, value in found.items() if value is not None]
 
     def seen_by(self, vision: Runner | None, decoder: Runner, tokens: torch.Tensor) -> list[Seen]:
-        """Return the features of pictures, one per picture token of the prompt; none without pictures."""
+        """Return one feature vector per picture token of the prompt; an empty list without pictures."""
         if self.pixels is None:
             return []
         if vision is None:
@@ -129,7 +129,7 @@ def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Pi
 
 
 class _Left:
-    """Pictures or videos of a prompt whose tokens have no positions yet."""
+    """The pictures, or the videos, of a prompt to whose tokens no positions are assigned yet."""
 
     def __init__(self, pictures: Pictures, merge: int) -> None:
         self.word = pictures.word
@@ -139,7 +139,7 @@ class _Left:
         self.sizes = collections.deque(zip(sizes, spacing, strict=True))
 
     def next(self, count: int) -> tuple[torch.Tensor, int]:
-        """Return the positions of the next picture's tokens, counted from 0, and the offset of the text after them."""
+        """Return the positions of the next picture's tokens, starting at 0, and the position of the next text token."""
         (time, height, width), spacing = self.sizes.popleft() if self.sizes else ([0, 0, 0], 1)
         if self.word == "video" and count == height * width and time > 1:
             # Qwen3-VL writes the time of each frame as text

@@ -31,7 +31,7 @@ class StoredAdapter:
 
 @dataclasses.dataclass(frozen=True)
 class FolderManifest:
-    """A description of an exported folder: the model, its files, the stored cases, and how they were checked.
+    """A description of an exported folder: the model, its files, the stored test cases, and how files were checked.
 
     Attributes:
         model: name of the exported class.
@@ -40,20 +40,20 @@ class FolderManifest:
         dtype: type of the weights, such as ``"float32"``.
         tolerance: largest allowed absolute difference between an output and the eager model's output.
         files: names of the exported files.
-        cases: paths of the stored cases by file name; the key ``""`` has the cases for generation.
+        cases: paths of the stored test cases by tested file; the key ``""`` has the test cases for ``generate``.
         versions: versions of the libraries that wrote the folder, by name.
         proof: which checks ran before the folder was created: ``"full"``, ``"standard"``, ``"sample"`` or ``"none"``.
         quality: the measured quality of each file with quantised weights.
-        cache: form of the cache of the file that generates: ``"growing"``: each call returns a longer cache;
+        cache: form of the decoder's key-value cache: ``"growing"``: each call returns a longer cache;
             ``"shared"``: calls may write into one buffer, for the layers that allow it; ``"in_place"``: the library
             that runs the file owns the cache and appends new tokens.
         runtime: the library that runs the files: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or
             ``"openvino"``.
-        sha256: digests of the files by name; empty for onnxruntime and torch.
+        sha256: SHA-256 digests of the files by name; empty if ``runtime`` is ``"onnxruntime"`` or ``"torch"``.
         rereads_at_switch: for a model whose rotary angles change at a length of text (longrope, dynamic), whether
             ``model.generate`` then reads the whole text again; ``None`` for other models, or if unknown.
-        positions: largest number of tokens, for a model with a table of positions; ``None`` for other models.
-        tolerances: measured difference that the type of the weights explains, by file and output; see
+        positions: largest number of tokens, for a model with a table of position embeddings; otherwise ``None``.
+        tolerances: how much rounding to ``dtype`` changes the model's outputs, by file and output; see
             :func:`export_onnx`. :func:`verify_folder` allows at most a tenth of the output's range.
         adapters: the adapters that the folder was checked with, by name.
     """

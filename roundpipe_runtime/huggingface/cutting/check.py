@@ -142,7 +142,7 @@ _WHOLE = 2**10
 
 
 class Gradients:
-    """Collects digests of the gradients of a model, which are compared instead of the gradients themselves."""
+    """Collects digests of gradients for a comparison: all values, or random projections of a large gradient."""
 
     # digests: digests of gradients, by the name of the parameter
 
@@ -153,13 +153,13 @@ class Gradients:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add a gradient of a parameter, or a summand of the gradient, to the digest of the parameter."""
+        """Add a gradient to the digest of a parameter's total gradient, which may be the sum of several gradients."""
         name, found = self._names[id(parameter)], digest(gradient, whole=None if self.is_small else _WHOLE)
         before = self.digests.get(name)
         self.digests[name] = found if before is None else before + found
 
     def offer(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Add a summand of a gradient to the digest and return true; return false if hooks need the sum."""
+        """Call :meth:`add` and return ``True``; only return ``False`` for a parameter whose hooks need the total."""
         if id(parameter) in self.watched:
             return False
         self.add(parameter, gradient)
@@ -210,7 +210,7 @@ def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
 def _collecting(
     found: Gradients, parameter: nn.Parameter, place: nn.Parameter
 ) -> contextlib.AbstractContextManager[object]:
-    """Add gradients of ``place``, a stand-in with the same values as a parameter, to the digests."""
+    """Return a context manager in which gradients of ``place`` are added to the digest of ``parameter``."""
     if not (place.requires_grad and place.is_leaf):
         return contextlib.nullcontext()
     handle: RemovableHandle = place.register_post_accumulate_grad_hook(functools.partial(_collect, found, parameter))
@@ -230,7 +230,7 @@ class Equivalence:
     Attributes:
         outputs: largest difference of the tensors that the model returns, including the loss.
         gradients: largest difference of the gradients of all parameters.
-        worst: name of the parameter with this difference.
+        worst: name of the parameter whose gradient has the largest difference.
         parameters: number of parameters that got a gradient in the original model.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -285,7 +285,7 @@ class CutReport:
 
     @property
     def phases(self) -> int:
-        """The number of parts of the model's own code; 2 for code before and after all layers."""
+        """The number of pieces with code outside of the layers; 2 for code before and after all layers."""
         return sum(piece.startswith("phase ") for piece in self.pieces)
 
     def __str__(self) -> str:

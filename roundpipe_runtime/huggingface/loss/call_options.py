@@ -57,7 +57,7 @@ class SmoothedLoss(Static):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the factor, and store a float, because a `Static` object contains no tensor."""
+        """Check ``factor``, and convert ``num_items_in_batch`` to a float: a `Static` object must contain no tensor."""
         if not 0 <= self.factor <= 1:
             raise LossError(f"SmoothedLoss: the factor must be from 0 to 1, found {self.factor!r}.")
         if self.num_items_in_batch is not None:
@@ -184,7 +184,7 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
 
 
 def gives_share(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether the summed losses of microbatches are the loss of the batch: shares, or sums by a check."""
+    """Return whether the losses of microbatches add up to the loss of the batch."""
     options = kwargs.get(CALL_OPTIONS)
     if isinstance(options, CallOptions) and options.weight_by == "sum":
         return True
@@ -199,7 +199,7 @@ def is_proven(kwargs: Mapping[str, Any]) -> bool:
 
 
 def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> PyTree:
-    """Run a forward that returns the output of a model, and return the output as the options request."""
+    """Call ``run``, and return the model's output in the form that the options request."""
     # options: options of the call; without options, the output alone is returned
     if options is None:
         return run()

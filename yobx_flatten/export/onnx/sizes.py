@@ -1,4 +1,4 @@
-"""Make an ONNX file refuse the sizes that its program refuses. ONNX has no assertions.
+"""Make an ONNX file fail for input sizes that its ``ExportedProgram`` refuses. ONNX has no assertions.
 
 .. code-block:: text
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def refuse_sizes(
     model: ir.Model, signature: Signature, largest: Mapping[tuple[str, int], int] = types.MappingProxyType({})
 ) -> list[str]:
-    """Make an ONNX graph fail for input sizes that its exported program refuses; return the relations as texts."""
+    """Make an ONNX graph fail for input sizes that its ``ExportedProgram`` refuses; return the relations as texts."""
     # largest: upper bounds by input and axis, above which the model's code takes another branch
     # without the size of a cache, since cache memory that is shared between calls is longer than its contents
     places = {name: place for name, place in place_of_sizes(signature).items() if not place[0].startswith(CACHE)}
@@ -94,7 +94,7 @@ def _is_sum(found: Expression) -> bool:
 def _guard(
     graph: ir.Graph, given: ir.Value, relations: list[tuple[Expression, str]], sizes: Mapping[str, tuple[ir.Value, int]]
 ) -> None:
-    """Reshape an input to its own shape for all readers; the reshape fails if a relation does not hold."""
+    """Insert a ``Reshape`` between an input and its consumers, which fails if the sizes violate a relation."""
     import onnx_ir as ir
 
     readers = list(given.uses())
@@ -147,14 +147,14 @@ _TRIES = 3
 
 
 class OtherSizes:
-    """Runs a program without its assertions at sizes that it refuses, and compares it with the model."""
+    """Runs a program without assertions at sizes that violate the assertions, and compares it with the model."""
 
     def __init__(self, example: Example, traced: Traced, signature: Signature) -> None:
         self.example, self.traced, self.signature = example, traced, signature
         self.sizes = {} if example.no_data else sizes_in(example.case(1), example, signature)
 
     def are_right_without(self, relation: Expression) -> bool:
-        """Return whether the program is right at sizes that break ``relation``; ``False`` if unknown."""
+        """Return whether program and model agree at sizes that violate ``relation``; ``False`` if unknown."""
         if not names_in(relation) <= self.sizes.keys():
             return False
         tried = list(_breaking(relation, self.sizes))
@@ -193,7 +193,7 @@ class OtherSizes:
 
 
 def sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, int]:
-    """Return the sizes of a case, by their names in the signature."""
+    """Return the input sizes of a test case, by name in the signature."""
     inputs = example.of_call(case.args, case.kwargs)
     leaves = dict(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
     return {
@@ -204,7 +204,7 @@ def sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, in
 
 
 def _breaking(relation: Expression, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield sizes that differ from the example in one size, and violate a relation."""
+    """Yield input sizes that violate a relation; one size differs from the example."""
     count = 0
     for name in sorted(names_in(relation)):
         own = sizes[name]

@@ -98,7 +98,7 @@ class LayerKind:
         return "cumulative_length" if self.letter in "WX" else None
 
     def code(self, layer: CacheLayer) -> str:
-        """Return the letter and the fixed settings of a layer, whatever its length, batch, dtype and device: ``W8``."""
+        """Return the letter and fixed settings of a layer, as ``W8``; length, batch, dtype and device do not matter."""
         if self.letter == "D":
             return "D"
         if self.letter == "W":
@@ -107,7 +107,7 @@ class LayerKind:
         return f"{self.letter}{layer.max_cache_len}{'c' if getattr(layer, '_is_croppable', False) else ''}"
 
     def knows(self, layer: CacheLayer) -> bool:
-        """Return whether the code and the tensors of a layer determine all of its attributes."""
+        """Return whether all attributes of a cache layer can be rebuilt from its letter, fixed settings and tensors."""
         # otherwise a user or an untested version of transformers added one, and all attributes are stored
         known = {"keys", "values", "dtype", "device", "is_initialized", "sliding_window", "record_past"}
         known |= {"max_cache_len", "cumulative_length", "cumulative_length_int", "_is_croppable", *self.derived}
@@ -129,7 +129,7 @@ class LayerKind:
         )
 
     def template(self, parameter: str, *, filled: bool, has_position: bool) -> Template:
-        """Return the template of a layer's attributes, as for layer classes without a ``LayerKind``."""
+        """Return how to rebuild each attribute of a layer, in the format for classes without a ``LayerKind``."""
         # has_position: whether the layer counts in a tensor, or did so in the version that stored the program
         held: list[Any] = ["tensor"] if filled else ["fixed", None]
         template: Template = {"keys": held, "values": held}
@@ -169,20 +169,20 @@ class LayerKind:
 
 
 def remember(held: dict[str, Any]) -> None:
-    """Store the window tensor of a sliding layer, for layers that are rebuilt later."""
+    """Store ``_sliding_window_tensor`` of a flattened layer, for layers that are unflattened later."""
     tensor = held.get("_sliding_window_tensor")
     if type(tensor) is torch.Tensor:
         window_tensors(held["sliding_window"]).setdefault(tensor.device, tensor)
 
 
 def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
-    """Return the stored window tensors of a window size by device, see :func:`remember`."""
+    """Return the tensors that :func:`remember` has stored for a window size, by device."""
     return _WINDOW_TENSORS.setdefault(window, {})
 
 
 def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
-    """Return the tensor of a window, new if none is stored, as in a process that loads a program; else ``None``."""
-    # `None` for classes without such a tensor, and in a trace, where a new tensor would become a constant
+    """Return the stored tensor of a window size, or a new tensor; ``None`` if no tensor can be made."""
+    # no tensor is made for classes without one, and in a trace, where a new tensor would become a constant
     tensors = window_tensors(window)
     may_be_traced = torch.compiler.is_compiling() or is_jit_tracing()
     if may_be_traced or dispatch_depth() > 0 or functorch.peek_interpreter_stack() is not None:

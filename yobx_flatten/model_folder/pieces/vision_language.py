@@ -33,7 +33,7 @@ _WITH_WINDOWS = ("Qwen2_5_VisionTransformerPretrainedModel",)
 
 
 class GridVisionEncoder(torch.nn.Module):
-    """Computes the features of one picture that replace the picture's tokens, for Qwen2-VL.
+    """Computes the features that replace the image tokens of one picture (Qwen2-VL).
 
     Positions and windows are computed from the index of each patch and the grid, because torch.export cannot trace
     sizes that depend on values.
@@ -45,7 +45,7 @@ class GridVisionEncoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether a model has an encoder for this class, and a language model that accepts its features."""
+        """Return whether this class can run a model's vision encoder, and the language model accepts the features."""
         inside: Any = getattr(model, "model", None)
         if not all(hasattr(inside, name) for name in ("visual", "language_model", "get_rope_index")):
             return False
@@ -63,7 +63,7 @@ class GridVisionEncoder(torch.nn.Module):
         )
 
     def forward(self, pixel_values: Any, image_grid_thw: Any) -> dict[str, Any]:
-        """Return features of shape (tokens, hidden size), and features of layers: (tokens, layers, hidden size)."""
+        """Return image features, (tokens, hidden size), and those that layers add, (tokens, layers, hidden size)."""
         merge, count = self.visual.spatial_merge_size, pixel_values.shape[0]
         # the patches of a block of merge x merge patches are consecutive
         patch = torch.arange(count, device=pixel_values.device)
@@ -100,7 +100,7 @@ class GridVisionEncoder(torch.nn.Module):
         }
 
     def _windows(self, count: Any, wide: Any) -> dict[str, Any]:
-        """Return the order of the tokens by window, and the end of each window; in a trace, repeated for each token."""
+        """Return the order of tokens by window, and the ends of windows; in a trace, each end once per token."""
         if type(self.visual).__name__ not in _WITH_WINDOWS:
             return {}
         merge = self.visual.spatial_merge_size
@@ -192,7 +192,7 @@ class TiledVisionEncoder(torch.nn.Module):
 
 
 def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Tensor]:
-    """Make a random picture in the tiles of the model: wide for even numbers, high for odd ones."""
+    """Make a random picture, cut into tiles for the model: wide for an even ``number``, high for an odd one."""
     # returns: `pixel_values` of shape (1, tiles, channels, height, width), and `image_sizes` of shape (1, 2)
     config = model.config
     side, tiles = config.vision_config.image_size, Tiles(config.to_dict())
@@ -211,7 +211,7 @@ def language_model_of(model: TransformersModel) -> Any:
 
 
 class _LanguageModel(torch.nn.Module):
-    """The language model, from embeddings to scores."""
+    """Computes logits from embeddings with the language model of a vision-language model."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -247,8 +247,8 @@ class TextDecoder(_LanguageModel):
 class BlockwiseDecoder(_LanguageModel):
     """Computes logits from embeddings, with masks made from sizes and token types only: one graph for every call.
 
-    transformers reads token types in the first call only. This module reads the types of all tokens in each call. A
-    generated token is in no block, so that it attends to all earlier tokens.
+    transformers reads ``token_type_ids`` in the first call only. Each call of this module takes ``token_type_ids`` of
+    all tokens, including cached tokens. A generated token is in no block, and attends to all earlier tokens.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -256,7 +256,7 @@ class BlockwiseDecoder(_LanguageModel):
         self.is_whole_prompt = model.config.model_type == "paligemma"
 
     def types(self, batch: int, past: int, new: int) -> torch.Tensor:
-        """Make token types with blocks of 1 in the cache and among new tokens: int64 of shape (batch, past + new)."""
+        """Make ``token_type_ids`` with blocks of ones among cached and new tokens, of shape (batch, past + new)."""
         found = torch.zeros(batch, past + new, dtype=torch.int64)
         if self.is_whole_prompt:
             found[:, past + new // 2 :] = 1
@@ -299,7 +299,7 @@ class BlockwiseDecoder(_LanguageModel):
         return found if cap is None else {**found, "logits": torch.tanh(found["logits"] / cap) * cap}
 
     def _blocks(self, types: Any) -> Any:
-        """Return the number of the block of each token; -1 for a token outside the blocks."""
+        """Return the index of each token's block, in which tokens attend to each other; -1 outside of blocks."""
         if self.is_whole_prompt:
             return -types.clamp(max=1)
         inside = types == 1
@@ -352,7 +352,7 @@ _OTHER_WAYS = (
 
 
 class VisionEncoder(torch.nn.Module):
-    """Computes the features of one image that replace the image's tokens.
+    """Computes the features that replace the image tokens of one image.
 
     A file takes one image, because models return a list with one entry per image, whose length a trace fixes.
     """
@@ -369,7 +369,7 @@ class VisionEncoder(torch.nn.Module):
 
 
 class VisionModules(NamedTuple):
-    """The classes of this file that fit a model."""
+    """The two classes of this file with which a model is exported."""
 
     encoder: type[torch.nn.Module]
     decoder: type[torch.nn.Module]
@@ -480,7 +480,7 @@ def _vision_piece(model: TransformersModel, kind: type[torch.nn.Module]) -> Piec
 
 
 def vision_encoder(model: TransformersModel) -> torch.nn.Module:
-    """For models with pictures or tiles of one size; its features are compared with the model's."""
+    """Return the encoder of a model with pictures or tiles of one size, after a comparison of the features."""
     encoder = VisionModules.of(model).encoder(model)
     if isinstance(encoder, TiledVisionEncoder):
         encoder.check(model)

@@ -9,11 +9,11 @@
       in 16 bits           the same                         rows_i / c               c / rows
     (sum, weight)          sum of sums / sum of weights     1 / c                    c / sum of weights
 
-The seed of a sum or a mean is known when the backward of a microbatch starts, so its gradient is right as it is
-accumulated. The weights of pairs are not known then, because the backward of a microbatch starts before the losses of
-later microbatches are computed. So pairs have the seed 1 / c, and the gradient accumulated in this call is multiplied
-once, after the last microbatch. The result is exact, and costs one pass over the gradients. The engine keeps the
-gradient of a call separate from earlier gradients until then.
+The seed is the initial gradient of a microbatch's backward. For a sum or a mean, the seed is known before the backward,
+so the accumulated gradient needs no scaling. The weights of pairs are unknown then, because the backward of a
+microbatch starts before the losses of later microbatches are computed. So pairs have the seed 1 / c, and the gradient
+accumulated in this call is scaled once, after the last microbatch, which costs one pass over the gradients. Until then,
+the engine keeps the gradient of a call separate from earlier gradients.
 
 c is the power of two nearest to the number of rows. It keeps sums over long batches in the range of half precision,
 and multiplication by a power of two does not round. A loss of 16 bits has a seed of 16 bits, in which 1 / 3 is wrong
@@ -60,7 +60,7 @@ class WeightedLoss(NamedTuple):
 
 
 class BackwardTerm(NamedTuple):
-    """A starting point of the backward: ``torch.autograd.backward(term.tensor, term.seed)``."""
+    """A tensor and its initial gradient, for ``torch.autograd.backward(term.tensor, term.seed)``."""
 
     tensor: torch.Tensor  # loss
     seed: torch.Tensor  # gradient to start with, of the same dtype and device
@@ -131,7 +131,7 @@ def _format_items(ratios: Sequence[float], rows: int) -> str:
 
 
 class LossContract:
-    """Collects the losses of a batch's microbatches; returns the terms that start each backward, and the total.
+    """Collects the losses of microbatches; computes the initial gradients of each backward, and the batch's loss.
 
     Each call of ``forward_backward`` has its own instance. The threads that run the last layer call :meth:`add` for
     each microbatch; afterwards, any thread may call the other methods.
@@ -160,19 +160,19 @@ class LossContract:
         self._lock = threading.Lock()
 
     def add(self, index: int, value: Any, items: Sequence[float] = ()) -> list[BackwardTerm]:
-        """Add the loss of one microbatch, and return the terms from which its backward starts.
+        """Add the loss of one microbatch, and return the tensors and initial gradients of its backward.
 
         Args:
             index: index of the microbatch.
             value: value that ``loss_fn`` returned. Reading the weight of a pair waits for the accelerator.
-            items: number of items by which each mean in the value was divided. Default: not known.
+            items: number of items over which each mean in the value was taken. Default: not known.
 
         Returns:
-            The terms from which the backward starts, without losses that do not require grad. The list is empty if the
-            microbatch has weight 0: its gradient is zero even if its loss is NaN.
+            The losses that require grad, each with its initial gradient. The list is empty if the microbatch has
+            weight 0: its gradient is zero even if its loss is NaN.
 
         Raises:
-            LossError: the value is not a loss; or it has another kind than the value of another microbatch; or the
+            LossError: the value is not a loss; or another microbatch returned a different kind of loss; or the
                 reduction is ``"mean"``, and the value is a mean over items other than rows.
         """
         try:
@@ -255,7 +255,7 @@ class LossContract:
     def gradient_scale(self) -> float:
         """Return the factor by which to multiply the accumulated gradient, known after the last microbatch.
 
-        ``1.0``: no scaling is needed. ``0.0``: no microbatch had a weight, so no backward ran and the gradient is zero.
+        ``1.0``: no scaling is needed. ``0.0``: all weights are 0, so no backward ran and the gradient is zero.
         """
         if not self._is_late:
             return 1.0
@@ -325,7 +325,7 @@ class LossContract:
 
 
 def terms_of_batch(value: Any) -> tuple[torch.Tensor | list[torch.Tensor], list[BackwardTerm]]:
-    """Return the detached loss of a whole batch, and the terms from which its backward starts.
+    """Return the detached loss of a whole batch, and the tensors and initial gradients of its backward.
 
     >>> total, terms = terms_of_batch(WeightedLoss(torch.tensor(6.0, requires_grad=True), 3))
     >>> total, terms[0].seed
@@ -340,7 +340,7 @@ def terms_of_batch(value: Any) -> tuple[torch.Tensor | list[torch.Tensor], list[
 def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
     """Warn if microbatches have different sizes, since the mean of their losses is then not the batch's mean.
 
-    The caller calls it for ``loss_reduction="sum"`` and losses that are not pairs, until it returns ``True`` once.
+    Needed for ``loss_reduction="sum"`` and losses that are not pairs, until this function returns ``True`` once.
     """
     if len(set(rows)) <= 1 and len(rows) == num_microbatch:
         return False

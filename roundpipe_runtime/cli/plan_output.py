@@ -242,7 +242,7 @@ def _stages(report: PlanReport) -> list[str]:
 
 
 def _experts(report: PlanReport) -> list[str]:
-    """Return lines on the expected upload of experts."""
+    """Return lines on the expected number of bytes of experts that are copied to devices in each pass."""
     whole, expected = report.step.expert_bytes
     if not whole:
         return []

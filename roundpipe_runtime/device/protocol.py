@@ -184,7 +184,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The clock of a device whose work is done when a call returns, such as a virtual device."""
+    """The clock of a device without asynchronous work, such as a virtual device: the time of the host."""
 
     is_late = False
 
@@ -200,7 +200,7 @@ HOST_CLOCK = HostClock()
 
 
 class EventClock:
-    """Times are those of events in the streams of an accelerator."""
+    """The clock of an accelerator: the times of events in its streams."""
 
     is_late = True
 

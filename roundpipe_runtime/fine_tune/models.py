@@ -33,7 +33,7 @@ class ModelSource:
     Attributes:
         name: name that the user gave.
         config: configuration of transformers.
-        folder: folder of the tokenizer and the weights; ``None`` without a folder.
+        folder: folder of the tokenizer and the weights; ``None`` for a GGUF file or a configuration.
         has_weights: whether the folder contains weights; otherwise the weights are random.
         unmatched_weights: ``"refuse"`` raises if the weights do not match the model; ``"unused"`` ignores weights
             that the model does not have; ``"random"`` also initializes weights that the folder lacks.

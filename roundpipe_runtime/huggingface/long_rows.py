@@ -5,9 +5,9 @@
     rank 0   tokens 0 to T/2    layers, each token independent ... attention: all tokens, half of the heads ... layers
     rank 1   tokens T/2 to T    layers, each token independent ... attention: all tokens, half of the heads ... layers
 
-Each rank has a part of the tokens of all rows, with positions counted from the beginning of the row. The label of its
-last token is the first token of the next rank. The loss is a sum over tokens divided by their number in the batch, so
-the gradients of all ranks add up to the gradients of the whole rows.
+Each rank has a part of the tokens of all rows, with positions counted from the beginning of the row. The label of a
+rank's last token is the first token of the next rank. The loss is a sum over tokens divided by the number of tokens in
+the batch, so the gradients of all ranks add up to the gradients of unsplit rows.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _PASSED_ON = ("position_ids", "shift_labels", "num_items_in_batch")
 class LongRows:
     """A causal language model that splits long rows along their tokens over the processes of a mesh.
 
-    Every process calls it with the same rows, and runs its part of the tokens on its own device. Loss and gradients
-    are those of the whole rows, within rounding, and bitwise reproducible. A device needs memory for the activations
-    of ``1 / N`` of the tokens, and for one attention with all tokens and ``1 / N`` of the heads.
+    All processes get the same rows, and each computes its part of the tokens on its own device. Loss and gradients
+    equal those of unsplit rows within rounding, and are bitwise reproducible. Each of ``N`` devices needs memory for
+    the activations of ``1 / N`` of the tokens, and for one attention with all tokens and ``1 / N`` of the heads.
 
     Args:
         model: Hugging Face causal language model. Its numbers of query heads and of key/value heads must be multiples
@@ -59,7 +59,7 @@ class LongRows:
         **options: further arguments of :func:`wrap_model_to_roundpipe`; ``devices`` is one device.
 
     Raises:
-        ConfigError: the heads cannot be divided, or the model gives different results for split rows.
+        ConfigError: the heads cannot be divided by the processes, or split rows change the model's results.
 
     ::
 
@@ -216,7 +216,7 @@ class LongRows:
         return {"input_ids": tokens, "labels": labels}
 
     def _prove(self, model: nn.Module, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Raise an error if the logits or the loss of split rows differ from those of whole rows."""
+        """Raise an error if the logits or the loss of split rows differ from those of unsplit rows."""
         logits, loss = _run(model, self.cut(self._example()))
         length = logits.shape[1]
         own = expected[0][:, self._exchange.rank * length :][:, :length]
@@ -339,7 +339,7 @@ class TokenExchange:
 
 
 class _Exchanged(torch.autograd.Function):
-    """The exchange in one direction; the gradient is exchanged in the opposite direction."""
+    """The exchange of a tensor in one direction, and of its gradient in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, exchange: TokenExchange, is_to_heads: bool) -> torch.Tensor:

@@ -6,7 +6,7 @@
 ::
 
     # run t         run t+1        optimizer, step t
-    # reads v0      reads v0       update          publish v1, layer by layer, once run t+1 has read its last
+    # reads v0      reads v0       update          publish v1, layer by layer, after the last read of run t+1
     # ............. held ......... | ............. v1 v1 v1 |     run t+2 waits for v1 of one layer at a time
 """
 
@@ -32,7 +32,7 @@ class LayerReadiness:
     version: int = 0
     readers: int = 0
     writing: bool = False  # whether the parameters are being replaced
-    # number of runs that still need each version, which is not replaced before that
+    # number of runs that still need each version; a version that a run needs is not replaced
     holds: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def can_read(self, version: int) -> bool:
@@ -56,7 +56,7 @@ class LayerReadiness:
         self.writing = True
 
     def end_write(self, *, done: bool = True) -> None:
-        """If the write is not ``done``, the previous version stays current."""
+        """End the write; if the write is not ``done``, the previous version stays current."""
         _require(self.writing, "no step writes it", self)
         self.writing = False
         self.version += done
@@ -125,8 +125,8 @@ class ReadinessTable:
         self._each([layer], LayerReadiness.end_read)
 
     def write(self, layer: int, version: int, fill: Callable[[], None], *, done: bool = True) -> None:
-        """Wait until the layer may be replaced, then call ``fill``; if it fails, the version stays the same."""
-        # done: whether the layer is complete afterwards; otherwise another call will complete it
+        """Wait until no run needs a layer's current parameters, then call ``fill`` to write the next version."""
+        # done: whether `fill` completes the layer; otherwise a later call does. An error in `fill` keeps the version.
         with self._changed:
             self._changed.wait_for(lambda: self._layers[layer].can_write(version))
             self._layers[layer].start_write(version)

@@ -1,4 +1,4 @@
-"""The interface of a pipeline for an optimizer, and for saving and loading its state."""
+"""Update the parameters of a pipeline with an optimizer, and save and load the training state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OptimizedModel(EngineHandle):
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the names and parameters that the optimizer updates.
+        """Yield the parameters that the optimizer updates, with their names.
 
         Args:
             prefix: prefix of the names.
@@ -212,7 +212,7 @@ class SavedModel(EngineHandle):
         return dataclasses.replace(self._rp_engine.progress(), replicas=self.replicas)
 
     def load_progress(self, progress: PipelineProgress) -> None:
-        """Load what :meth:`progress` returned, after loading the parameters; existing gradients are discarded.
+        """Load the state from :meth:`progress`, after loading the parameters; existing gradients are discarded.
 
         Args:
             progress: progress of a pipeline whose parameters have the same names. Master weights are ignored if this
@@ -250,7 +250,7 @@ class SavedModel(EngineHandle):
         return self._rp_model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict into the model; the optimizer's copies are updated.
+        """Load a state dict into the model, and update the optimizer's master weights.
 
         Args:
             state_dict: parameters and buffers by name.
@@ -286,7 +286,7 @@ _WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DER
 
 
 def bound_now(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a function that keeps the current values of the outer variables which it reads.
+    """Return a copy of a function with the current values of the global and closure variables that the function reads.
 
     A function that assigns such a variable is returned unchanged, because other code reads the new value.
     """

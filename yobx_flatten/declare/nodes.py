@@ -54,7 +54,7 @@ def register(
         :func:`~yobx_flatten.unregister_class_flattening` undoes the registration.
 
     Raises:
-        InvalidRegistrationError: for any other class, for ``static`` without ``children``, and for invalid names.
+        InvalidRegistrationError: when the class is not supported, ``static`` has no ``children``, or a name is invalid.
         AlreadyRegisteredError: when this package registered the class before, with other functions.
         InvalidArgumentError: when ``backends`` names an unknown library.
         MissingDependencyError: when ``backends`` names a library that is not installed.
@@ -283,7 +283,7 @@ def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **opti
     An object is rebuilt without ``__init__`` and ``__post_init__``, which may refuse the placeholders of a trace; a
     value that ``__post_init__`` computes is restored if it is a field (``dataclasses.field(init=False)``).
 
-    A subclass inherits the fields, but not the registration: without its own decorator it is a leaf.
+    A subclass inherits the fields, but not the registration: a subclass without its own decorator is a leaf.
 
     Args:
         cls: the class, which may be a dataclass already.
@@ -421,7 +421,7 @@ def mirror(
         source: the library that flattens the class already: ``"jax"``, ``"torch"`` (its Python pytree) or
             ``"optree"``.
         to: the names of the libraries to register with.
-        namespace: optree's namespace to read from if optree is the source; ``""`` is the global namespace.
+        namespace: optree namespace in which the class is registered, for ``source="optree"``; ``""`` is global.
         f_check: a function that makes an instance. The instance is flattened and rebuilt at once, and its static part
             is stored; if the check fails, nothing is registered. ``None`` checks nothing.
 

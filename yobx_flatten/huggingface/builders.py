@@ -24,8 +24,8 @@ def make_dynamic_cache(
     Args:
         key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape
             (batch, heads, length, head size), or of two or three dimensions for placeholders.
-        cls_layers: the layers' classes, or their names; one for all layers or one each. ``DynamicLayer`` by default.
-        cls_kwargs: arguments of the layer constructors, a dict for all layers or one each, such as
+        cls_layers: class of the cache layers or its name, or a list with one for each layer; default ``DynamicLayer``.
+        cls_kwargs: layer constructor arguments, a dict or a list with one for each layer, such as
             ``{"sliding_window": 8}``. The default window is the length of the keys.
 
     Returns:
@@ -74,8 +74,8 @@ def make_static_cache(
             (batch, heads, length, head size).
         max_cache_len: capacity of a layer in tokens; by default the length of the first keys. Keys of that length are
             used directly, shorter keys are copied into zeros.
-        cls_layers: the layers' classes, or their names; one for all layers or one each. ``StaticLayer`` by default.
-        cls_kwargs: layer constructor arguments, a dict for all layers or one each: ``{"sliding_window": 8}``.
+        cls_layers: class of the cache layers or its name, or a list with one for each layer; default ``StaticLayer``.
+        cls_kwargs: layer constructor arguments, a dict or a list with one for each layer: ``{"sliding_window": 8}``.
         length: number of tokens seen so far; by default the length of the first keys.
 
     Returns:

@@ -31,7 +31,7 @@ class MiniOnnxBuilder:
         target_opset: version of ONNX's operators. Tensors of some types set a newer version: 19 for 8-bit floats, 24
             for ``float8_e8m0fnu``, 21 for 4-bit integers, 23 for 4-bit floats, and 25 for 2-bit integers.
         ir_version: version of the file format of ONNX.
-        sep: separator between the name of a dict and ``keys`` or ``values``.
+        sep: separator in the names of a dict's two outputs, ``<name>___keys`` and ``<name>___values``.
 
     >>> import numpy, onnxruntime
     >>> builder = MiniOnnxBuilder()
@@ -54,11 +54,11 @@ class MiniOnnxBuilder:
         Args:
             name: name of the output.
             tensor: a tensor, a NumPy array, or any other leaf.
-            randomize: whether to store only the type and the shape of a tensor of floats; the model draws numbers
-                instead. ``False`` by default.
+            randomize: whether to store only the type and the shape of a tensor of floats; the model generates random
+                values instead. ``False`` by default.
 
         Raises:
-            InvalidArgumentError: when there is an output of that name already.
+            InvalidArgumentError: when an output has that name already.
         """
         self._put(name, "random" if randomize else "one", tensor)
 
@@ -70,8 +70,8 @@ class MiniOnnxBuilder:
             tensors: at least one tensor or array.
 
         Raises:
-            InvalidArgumentError: when there is an output of that name already, or ``tensors`` is empty or holds
-                something else.
+            InvalidArgumentError: when an output has that name already, ``tensors`` is empty, or an item is not a
+                tensor or an array.
         """
         self._put(name, "sequence", list(tensors))
 
@@ -85,8 +85,8 @@ class MiniOnnxBuilder:
             tensors: at least one tensor or array, by text keys.
 
         Raises:
-            InvalidArgumentError: when there is an output of that name already, or ``tensors`` is empty or holds
-                something else.
+            InvalidArgumentError: when an output has that name already, ``tensors`` is empty, or an item is not a
+                tensor or an array.
         """
         self._put(name, "dict", dict(tensors))
 
@@ -137,8 +137,8 @@ def create_onnx_model_from_input_tensors(
     Args:
         inputs: nested values; see :func:`save_nested`.
         switch_low_high: ignored: the low byte comes first in every ONNX file.
-        randomize: whether to store only the types and shapes of tensors of floats; the model draws numbers instead.
-            ``False`` by default.
+        randomize: whether to store only the types and shapes of tensors of floats; the model generates random values
+            instead. ``False`` by default.
         sep: ignored: leaves are named by their key paths, ``past_key_values.0.key``.
 
     Returns:
@@ -146,7 +146,7 @@ def create_onnx_model_from_input_tensors(
 
     Raises:
         FlattenError: see :func:`save_nested`.
-        InvalidArgumentError: also when the values are too large for one file.
+        InvalidArgumentError: when the values are too large for one file.
 
     >>> import torch
     >>> model = create_onnx_model_from_input_tensors({"x": torch.arange(3), "pair": (torch.zeros(1), None)})
@@ -209,7 +209,7 @@ def _records(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def randomized(structure: Structure) -> Structure:
-    """Replace the data of float tensors by seeds, from which the ONNX model draws the same numbers in each run."""
+    """Replace the data of float tensors by seeds, from which the ONNX model generates the same values in each run."""
     payloads: list[Payload] = []
     for payload in structure.payloads:
         if payload.record["leaf"] == "torch" and payload.record["dtype"] in _FLOATS:

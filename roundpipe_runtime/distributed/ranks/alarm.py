@@ -4,10 +4,10 @@ Other ranks may call their next collective minutes later, so a collective cannot
 reads the store a few times a second, and checks that the processes on its machine exist, since a killed process cannot
 notify the others.
 
-A stopped process keeps its connections, and gloo waits for it until the timeout of the job. So a second thread, which
-never waits for the store, waits only a fixed time for a stopped process. The kernel states which processes on this
-machine are stopped, and the thread ends them. A process on another machine is stopped if its beats in the store are
-missing; then the thread cuts all connections.
+A process stopped by a signal (SIGSTOP) keeps its connections, and gloo waits for it until the timeout of the job. A
+watchdog thread ends this wait after a fixed time. The kernel states which processes on this machine are stopped, and
+the watchdog kills them. If a process on another machine sends no heartbeat to the store, the watchdog closes all
+connections. The watchdog does not wait for the store, which may also be in a stopped process.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Alarm:
             self._heard = far, self._store.get(f"{self._prefix}/beat/{far}").decode()
 
     def _give_up_silent(self) -> None:
-        """Cut all connections if a process on another machine was silent for longer than the patience."""
+        """Close all connections if a process on another machine has sent no beat for longer than the patience."""
         self._waited += _LOOK
         known, self._known = self._known, self._heard
         if self._known is not known:  # the store has answered
@@ -185,7 +185,7 @@ class Alarm:
             self._hear(None)
 
     def _lose_store(self) -> None:
-        """End a call if the process that held the store has ended; the kernel reports the end with a delay."""
+        """End a call if the process of the store has ended, which the kernel reports with a delay of up to a second."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._listener is not None and self._gone is None and time.monotonic() < deadline:
             if ended := self._ended():
@@ -356,7 +356,7 @@ class News:
 
     @contextlib.contextmanager
     def listening(self, number: int) -> Iterator[None]:
-        """Stop the call of the with block when another rank reports that it has failed."""
+        """Stop the call of the with block when another rank reports a failure."""
         # number: number of the call; errors of other calls are ignored
         # Other threads may deliver an error after the next call has begun, so each call has a separate object.
         call = self._call = _CallNews()

@@ -35,7 +35,7 @@ class Cut:
     Attributes:
         model: original model, whose parameters the pieces share.
         pieces: modules of the pipeline. The first piece takes the arguments of the model, and the last piece returns
-            its output. A model that could not be split is the only piece.
+            the model's output. A model that could not be split is the only piece.
         report: result of the split in words and numbers.
         layers: layers that became pieces, by name.
         reading: record of the model's modules and parameters at the time of the split.
@@ -86,7 +86,7 @@ class Cut:
                 sync(piece.copy, self.model, piece.program.used[piece.number])
 
     def current(self) -> Cut:
-        """Return a split of the model as it is now: this split if the model was not changed.
+        """Return this split if the model was not changed, otherwise a split of the changed model.
 
         Raises:
             StageError: layers were removed, added, replaced or moved.
@@ -156,14 +156,14 @@ def cut(
 ) -> Cut:
     """Split a transformers model into the pieces of a pipeline.
 
-    The layers, and the model's own code around them, are found by a run of its forward on an example. Then outputs and
-    gradients of the pieces are compared with outputs and gradients of the model. If they differ, fewer layers are
-    split. If no layers can be split, the model is one piece, and the report states the reason.
+    A run of the model's forward on an example finds the layers and the model's own code around the layers. A check
+    compares outputs and gradients of the pieces with those of the original model. If the results differ, fewer layers
+    are split. If no layers can be split, the model is one piece, and the report states the reason.
 
     Args:
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``. Parameters on
             ``meta`` are enough for a plan, without a comparison.
-        example: keyword arguments of its forward. Two rows are enough, but they must take the same path through
+        example: keyword arguments of the model's forward. Two rows are enough, but they must take the same path through
             the model as later batches: include pictures if batches have pictures. Default: a few tokens, with one row
             padded.
         check: whether to compare the pieces with the model, by two forwards and backwards of the example on the host.

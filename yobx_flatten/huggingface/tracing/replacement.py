@@ -1,4 +1,4 @@
-"""Replace functions by versions that a trace can follow, with the signature of the original.
+"""Replace functions of transformers by traceable versions, which keep the original's signature.
 
 .. code-block:: text
 
@@ -6,9 +6,9 @@
     a version receives     forward(again, self, hidden_states, cache, **others)      one name for the cache
     any other case         again(), again(position_ids=p)                            the original, with its own names
 
-A version receives the parameters in its signature. A version replaces only an original that has all of the version's
-required parameters and no unknown parameter, which could change the result. A version with ``again`` and ``others``
-passes all arguments to the original, which may have more parameters.
+A traceable version is called with the parameters of its signature. An original function is replaced only if it has
+all required parameters of its traceable version, and no unknown parameter, which could change the result. A version
+with ``again`` and ``others`` passes all arguments to the original function, which may then have more parameters.
 """
 
 from __future__ import annotations

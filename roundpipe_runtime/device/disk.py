@@ -273,12 +273,12 @@ class DiskMemory:
         return found
 
     def acquire(self) -> None:
-        """Each user must call :meth:`close` later."""
+        """Count a user of the memory; each user must call :meth:`close` later."""
         with self._lock:
             self._users += 1
 
     def close(self) -> None:
-        """The last user ends the threads. The tensors stay valid."""
+        """End one use of the memory; the last user also ends the threads. The tensors stay valid."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._writer.is_closed:

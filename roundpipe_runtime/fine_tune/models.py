@@ -34,7 +34,7 @@ class ModelSource:
         name: name that the user gave.
         config: configuration of transformers.
         folder: folder of the tokenizer and the weights; ``None`` for a GGUF file or a configuration.
-        has_weights: whether the folder contains weights; otherwise the weights are random.
+        has_weights: whether the folder or GGUF file contains weights; otherwise the weights are random.
         unmatched_weights: ``"refuse"`` raises if the weights do not match the model; ``"unused"`` ignores weights
             that the model does not have; ``"random"`` also initializes weights that the folder lacks.
         gguf: GGUF file of the tokenizer and the weights; ``None`` for any other source.

@@ -2,8 +2,8 @@
 
 ::
 
-    # run     forward: layer 0, 1, ... parameters come up | backward: ..., 1, 0 parameters come up, gradients go down
-    # step    layer 0: all that its update reads comes up, the update runs, all goes down | layer 1 ...
+    # run     forward: layer 0, 1, ... parameters are read | backward: ..., 1, 0 parameters are read, gradients written
+    # step    layer 0: all that its update needs is read, the update runs, all is written | layer 1 ...
 
 The optimizer steps layer by layer, bitwise identical to a whole step (:mod:`roundpipe_runtime.optim.parts`). An
 optimizer that does not allow this is refused.
@@ -127,7 +127,7 @@ class DiskStore(ParameterStore):
             self.memory.leave(filter(is_dense, [*held.values(), *sums]))
 
     def show_gradients(self) -> None:
-        """The gradients stay on the disk, because copies might not fit into memory."""
+        """Do nothing: the gradients stay on the disk, because copies might not fit into memory."""
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class DiskStore(ParameterStore):
     # -- parameters and master weights -------------------------------------------------------------------------------
 
     def publish(self, *, stepped: bool = False) -> None:
-        """What a step has already made equal is not read."""
+        """Make parameters and master weights equal, unless a step layer by layer has already made them equal."""
         stepped = (self.note_published() or stepped) and not self._has_stepped
         self._has_stepped = False
         self.take_gradients()
@@ -223,14 +223,14 @@ class DiskStore(ParameterStore):
             page_out(value)
 
     def freeze(self) -> None:
-        """Copies of all parameters, which stages would read during a step, would fill the memory."""
+        """Refuse a copy of all parameters, which would fill the memory."""
         raise ConfigError(
             f'step(..., is_async=True) needs a copy of all parameters, but host="disk:{self.memory.folder}" has no '
             'memory for the copy. Run the step layer by layer:\n    model.step(step_fn, is_async="exact")'
         )
 
     def close(self) -> None:
-        """The parameters keep their values."""
+        """End the threads of the disk; the parameters keep their values."""
         self._landing.close()
         self.memory.close()
         _STORES.discard(self)
@@ -259,7 +259,7 @@ def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
 
 
 def _copy_to(memory: DiskMemory, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """An empty parameter is copied in memory."""
+    """Copy a parameter to the disk; an empty parameter is copied in memory."""
     if not _can_move(parameter):
         return parameter.detach().to(dtype, copy=True)
     made = memory.copy(("master", id(parameter)), parameter, dtype)

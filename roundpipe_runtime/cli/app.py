@@ -1,4 +1,4 @@
-"""The command line application: all commands, and how an error is shown."""
+"""The commands of the program ``roundpipe``, and how the program prints errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_in_job(run: Callable[..., int]) -> int:
-    """Run a command in all processes of the job, and return its exit status."""
+    """Run a command in all processes of a torchrun job, and return the exit status of the command."""
     # run: function that runs it, whose argument `is_reporter` decides which process prints an error
     try:
         job = Job()

@@ -7,8 +7,8 @@
                                                |                                        +--> one row of the table
                                                +--> 2 devices of 4 MB --> loss, ms -----+--> who ran what when, drawn
 
-Both models start from the same weights and see the same batches, of 10 rows, which 3 microbatches cannot share evenly.
-The peak memory of a device is measured before the training, in separate steps, because measuring takes time.
+The pipeline and plain PyTorch start from the same weights and train on the same batches of 10 rows. The pipeline splits
+a batch into microbatches of 4, 3 and 3 rows. Separate steps before the training measure the peak memory of a device.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _pipeline() -> RoundPipe:
 
 
 def _batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield inputs and labels of shape (rows, length); a label is the next byte."""
+    """Yield token ids and labels of shape (rows, length); the label of a token is the next byte of the text."""
     from pydoc_data.topics import topics
 
     text = torch.tensor(list("\n".join(topics[name] for name in sorted(topics)).encode()))
@@ -172,7 +172,7 @@ def _loss_fn(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _train(
     console: Any, plain: nn.Module, pipeline: RoundPipe, steps: int
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]], Timeline]:
-    """Return losses and seconds of each step, plain and pipeline, and a timeline of the pipeline's fastest step."""
+    """Return (plain PyTorch, pipeline) pairs of losses and of seconds per step, and the fastest step's timeline."""
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=2e-3, fused=True)
     with OptimizerCtx():
         optimizer = Adam(pipeline.parameters(), lr=2e-3)
@@ -213,7 +213,7 @@ def _timed(step: _Step, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[flo
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run operations in one thread, since small operations are slower with several threads."""
+    """Limit PyTorch to one CPU thread in the with block, because small operations are slower with several threads."""
     found = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -267,7 +267,7 @@ class Needs:
 
 
 class CountingDevice(VirtualDevice):
-    """A virtual device whose memory limit covers copies, activations, gradients and the memory of operations."""
+    """A simulated device whose memory limit covers copies, activations, gradients and temporaries of operations."""
 
     def __init__(self, name: str, limit: int | None = None) -> None:
         super().__init__(name, memory_limit=limit)
@@ -299,7 +299,7 @@ class _LimitedFootprint(Footprint):
 
 
 def measure_needs(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn, limit: int, devices: int) -> Needs:
-    """Train copies of a model on counting devices, and return the memory that they need."""
+    """Train copies of a model, in plain PyTorch and in a pipeline, and return the device memory that each needs."""
     # batches: inputs and labels of each step. The second step has Adam's state in addition to the activations.
     # limit: bytes of a device, which suffice for the pipeline and not for plain training
     roomy = CountingDevice("a device with room")

@@ -48,7 +48,7 @@ class Check:
 
     @classmethod
     def of(cls, name: str, found: str, is_good: bool, remedy: str) -> Check:
-        """Return a check that is ok, or a warning with its remedy."""
+        """Return a check with status ``"ok"`` if ``is_good``, otherwise with status ``"warning"`` and the remedy."""
         return cls(name, "ok", found) if is_good else cls(name, "warning", found, remedy)
 
 
@@ -70,9 +70,9 @@ _ROUNDING = 1e-4
 
 
 def examine(folder: pathlib.Path = HERE) -> list[Check]:
-    """Run all checks, and return their findings in order; a check that raises an error is also a finding.
+    """Run all checks of ``roundpipe doctor`` and return their results; an error in a check is a failed result.
 
-    A check trains a small model for two steps on every kind of device of the machine, which takes seconds.
+    One check trains a small model for two steps on every kind of device of the machine, which takes seconds.
     """
     # folder: folder whose disk is checked. Default: the current one.
     checks: list[tuple[str, Callable[[], list[Check]]]] = [
@@ -212,7 +212,7 @@ def _trained(devices: DeviceSpec, name: str) -> Check:
 
 
 def train_difference(devices: DeviceSpec) -> float:
-    """Return the largest difference of a small model trained for two steps by a pipeline and by plain PyTorch."""
+    """Return the relative difference of losses and weights after two steps of a pipeline and of plain PyTorch."""
     with generator_kept():
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 4))

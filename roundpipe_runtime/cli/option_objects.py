@@ -1,4 +1,4 @@
-"""Options of a command as dataclasses, one per concern, and numbers with units, such as bytes."""
+"""Define command-line options as dataclasses; parse and format numbers with units, such as bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``roundpipe plan``: its options, and the estimate for a model that is cut without allocating it."""
+"""``roundpipe plan``: estimate memory and time of a training from a model without allocated weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """Options of ``roundpipe plan`` for the machine; missing values are measured or assumed."""
+    """Options of ``roundpipe plan`` that describe the machine; the command measures or assumes missing values."""
 
     devices: Annotated[
         str,
@@ -71,7 +71,7 @@ class MachineOptions:
         }
 
     def hardware(self, dtype: torch.dtype) -> Hardware:
-        """Return the machine's profile with the given options in it; without a profile, measured or assumed values."""
+        """Return the values of the ``--machine`` file, or else measured or assumed ones; options override both."""
         from ..estimate.hardware import describe_hardware, device_kind, device_names, load_machine
 
         if self.machine is None:
@@ -182,7 +182,7 @@ def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step:
 
 
 def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, show: Any) -> PlannedTraining:
-    """Create the model on ``meta``, cut it, and measure the hardware."""
+    """Create the model on device ``meta``, split it into layers, and measure the hardware."""
     from ..fine_tune import Lora, add_lora
     from ..huggingface.plan_training import PlannedTraining, model_on_meta
     from ..huggingface.quantize import quantize_frozen
@@ -205,7 +205,7 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
 
 
 def _reference(training: PlannedTraining, report: PlanReport) -> tuple[PlanReport, Reference]:
-    """Add a reference model of the same size; with adapters, the reference is the model without adapters."""
+    """Add a frozen reference model to the report; with LoRA, the reference is the model without adapters."""
     from ..estimate.report import with_reference
     from ..huggingface.adapters import is_adapted
 
@@ -214,7 +214,7 @@ def _reference(training: PlannedTraining, report: PlanReport) -> tuple[PlanRepor
 
 
 def _remedy(training: PlannedTraining, report: PlanReport, size: Mapping[str, int], show: Any) -> SettingsChange | None:
-    """Return a change with which the model fits on the devices; ``None`` if it fits, or if no change helps."""
+    """Return smaller microbatches or rows that need less device memory; ``None`` if the model fits or cannot fit."""
     if report.fits_devices is not False or report.too_large:
         return None
     show("looking for what fits")

@@ -1,4 +1,4 @@
-"""Show a plan in words and tables for 80 columns, and as JSON."""
+"""Format the report of ``roundpipe plan`` as text of 80 columns, or as a dict for JSON."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_dict(
     length: int,
     reference: Reference | None = None,
 ) -> dict[str, Any]:
-    """Return the plan as a dict for JSON: sizes in bytes, times in seconds, rates per second."""
+    """Return the report as a dict for JSON: sizes in bytes, times in seconds, rates per second."""
     return {
         "model": training.cut.report.model,
         "parameters": _parameters(training),
@@ -168,7 +168,7 @@ def _summary(report: PlanReport, rows: int, length: int) -> list[str]:
 
 
 def _tables(report: PlanReport) -> list[str]:
-    """Return lines on tables that stay on the host, with the bytes that each microbatch copies."""
+    """Return lines about embedding and head matrices that stay on the host, with the bytes copied per microbatch."""
     found = [layer for layer in report.layers if layer.parts_forward]
     lines = []
     for layer in found:
@@ -242,7 +242,7 @@ def _stages(report: PlanReport) -> list[str]:
 
 
 def _experts(report: PlanReport) -> list[str]:
-    """Return lines on the expected number of bytes of experts that are copied to devices in each pass."""
+    """Return lines about the expected bytes of mixture-of-experts weights that each pass copies to devices."""
     whole, expected = report.step.expert_bytes
     if not whole:
         return []
@@ -255,7 +255,7 @@ def _experts(report: PlanReport) -> list[str]:
 
 
 def _copied_back(report: PlanReport, stage: Stage) -> int:
-    """Return the gradient bytes that a stage copies to the host, once per step or per microbatch."""
+    """Return the bytes of gradients that a stage copies to the host in a step."""
     if stage.kind == "forward":
         return 0
     if stage.is_last_copy:
@@ -345,7 +345,7 @@ def _disk(report: PlanReport) -> list[str]:
 
 
 def _kept_instead(report: PlanReport, up: int) -> list[str]:
-    """Return a line on ``keep_parameters="auto"`` if it reduces the copied bytes by over 5 % and memory is enough."""
+    """Suggest ``--keep-parameters auto`` if the option reduces the copied bytes by over 5 % and memory is enough."""
     if report.simulated.keep_parameters or report.too_large:
         return []
     keeping = report.simulate(keep_parameters="auto")
@@ -360,7 +360,7 @@ def _kept_instead(report: PlanReport, up: int) -> list[str]:
 
 
 def _exact(report: PlanReport) -> float:
-    """Return the seconds of a step whose optimizer runs in parallel with the next run."""
+    """Return the seconds of a step with ``is_async="exact"``: the optimizer runs in parallel with the next run."""
     return report.simulate(is_async="exact").seconds
 
 

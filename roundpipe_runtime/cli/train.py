@@ -159,7 +159,7 @@ def _run(
     seen: dict[type, tuning.StepRecord | tuning.EvalRecord],
     given: Mapping[str, Any],
 ) -> tuning.Outcome:
-    """Run all steps, show them, and save the model; ``seen`` gets the last record of each kind."""
+    """Train, print the progress, and save the model; ``seen`` gets the last step record and evaluation record."""
     job, checkpoints = training.job, files.checkpoints(output)
     if files.resume:
         is_there = training.restore(checkpoints)
@@ -316,7 +316,7 @@ def _learner(
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Hide progress bars and tables of transformers, since errors are reported in one line."""
+    """Hide progress bars and tables of transformers in the with block, since the command prints errors in one line."""
     from transformers.utils import logging
 
     had_bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -395,7 +395,7 @@ class Display:
             say("  ".join([f"step {record.step}/{self.steps}", *words]))
 
     def show_evaluation(self, done: int, total: int) -> None:
-        """Show the progress of an evaluation; without a terminal, a line every half minute."""
+        """Show the progress of an evaluation; without a terminal, print a line every half minute."""
         text = f"evaluating: {done} of {total} batches"
         self._bar.update(self._task, description=text if done < total else self._of_step)
         if done == 1:
@@ -444,7 +444,7 @@ def show_rows(rows: ChatRows, tokenizer: Tokenizer, count: int) -> None:
 
 
 def _runs(ids: list[int], labels: list[int]) -> list[tuple[list[int], bool]]:
-    """Group neighbouring tokens that are all trained, or all untrained."""
+    """Split a row into runs of tokens that are all trained, or all not trained."""
     pairs = itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] == pair[0])
     return [([token for token, _ in run], counts) for counts, run in pairs]
 

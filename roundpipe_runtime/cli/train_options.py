@@ -435,7 +435,7 @@ def check_host_option(text: str) -> None:
 
 
 def dtype_named(name: str) -> torch.dtype | None:
-    """Return the dtype of this name; ``None`` for ``auto`` and ``same``, the dtype of the weights."""
+    """Return the dtype of this name; ``None`` for ``auto`` and ``same``, which mean the dtype of the weights."""
     return None if name in ("auto", "same") else getattr(torch, name)
 
 
@@ -489,7 +489,7 @@ def _mapping_in(path: pathlib.Path) -> Mapping[str, Any]:
 
 
 def _as_typed(value: object, place: str) -> Any:
-    """Return a value as text, which the command line checks like the text of a typed option."""
+    """Convert a value of the YAML file to text, which the command line checks like the text of a typed option."""
     if isinstance(value, list):
         return [_as_typed(one, place) for one in value]
     if isinstance(value, bool):

@@ -6,7 +6,7 @@
     reduction   per layer, as its gradient lands: an all-to-all of shards, then a sum over the groups, ascending
     commit      one multiplication by the scale of the whole batch; layers descending within a parameter
 
-The same sums are taken in the same order for every number of ranks. Importing the package starts no process group.
+Gradients are summed in the same order for every number of processes.
 """
 
 from __future__ import annotations

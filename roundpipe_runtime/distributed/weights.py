@@ -1,4 +1,4 @@
-"""Hold parameters on every rank, master weights and optimizer state in shards; the norm of all gradients.
+"""Keep whole parameters on every rank, but master weights and optimizer state in shards; compute gradient norms.
 
 ::
 
@@ -54,7 +54,7 @@ class RankStore(ParameterStore):
         return self.gradient_dtype(parameter)
 
     def start_publication(self) -> None:
-        """Note that a step has changed the optimizer's tensors on all ranks; each layer is then refreshed once."""
+        """Have each layer refreshed once, after a step has changed the optimizer's tensors on all ranks."""
 
 
 class ShardedStore(RankStore):
@@ -141,7 +141,7 @@ class ShardedStore(RankStore):
         return local_of(value) if isinstance(value, DTensor) else self.rows_of(parameter, value)
 
     def adopt(self) -> None:
-        """Update the optimizer's tensors of parameters that other code has changed."""
+        """Copy parameters that other code has changed to the tensors that the optimizer updates."""
         for name, parameter in self.model.named_parameters():
             if name in self._shards:
                 self._shards[name].adopt(parameter)
@@ -189,10 +189,10 @@ class ShardedStore(RankStore):
 
 
 class Target:
-    """The tensor that the optimizer updates for a parameter, and the parameter's version at their last comparison.
+    """The tensor that the optimizer updates for a parameter on this rank: a view of the parameter, or a master weight.
 
     If the optimizer works in the dtype of the parameter, the target is a view of the parameter's rows. Otherwise the
-    target is a master weight; the target of a frozen parameter is a view of one NaN, which takes no memory.
+    target is a master weight; for a frozen parameter, a single NaN expanded to the shape, which takes no memory.
     """
 
     def __init__(self, store: ShardedStore, parameter: nn.Parameter) -> None:
@@ -210,7 +210,7 @@ class Target:
         self.note(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Make the tensor trainable if the parameter is trainable; copy the parameter's values the first time."""
+        """Make the target trainable or frozen like the parameter; create the master weight when first trainable."""
         if parameter.requires_grad and not self.is_master and self._has_own_rows:
             self._replace(self._rows(parameter).to(self._dtype, copy=True))
             self.is_master = True
@@ -241,7 +241,7 @@ class Target:
             self._rows(parameter).copy_(local_of(self.tensor))
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Note that this tensor and the parameter's rows have the same values now."""
+        """Record the parameter's version at which this tensor and the parameter's rows have the same values."""
         self._agreed = self._state(parameter)
 
     def _rows(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -283,7 +283,7 @@ class RankSteps(StepRunner):
         _runners().add(self)
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run an optimizer step now, in this thread; the next run waits until each layer's new weights have arrived."""
+        """Run an optimizer step in this thread; a later forward waits for each layer's new weights of all ranks."""
         self.synchronize()
         self._store.adopt()
         self._run_agreed(step)
@@ -293,18 +293,18 @@ class RankSteps(StepRunner):
         super().start(partial(self._run_agreed, step))
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
-        """Run an optimizer step now; the new weights of all ranks are gathered in parallel with the next run."""
+        """Run an optimizer step in this thread; the next run gathers the new weights of all ranks in parallel."""
         self.run(step)
 
     def run_ended(self) -> None:
-        """Note that the run in parallel with the last step has succeeded, so that the new weights may be exchanged."""
+        """Allow the exchange of new weights, after the run in parallel with the optimizer step has succeeded."""
         if self._unpublished:
             self.wait_update()
             self._start_publication()
         super().run_ended()
 
     def _run_agreed(self, step: Callable[[], Any]) -> None:
-        """Run a step; raise an error on all ranks if it fails on one."""
+        """Run an optimizer step; raise an error on all ranks if the step fails on one of them."""
         self._is_inside = True
         with Outcome() as outcome, OptimizerCtx():
             step()
@@ -319,7 +319,7 @@ class RankSteps(StepRunner):
         raise failure
 
     def _publish_next(self) -> None:
-        """Publish the step of all ranks, layer by layer, in parallel with the next run."""
+        """Gather the new weights of all ranks, layer by layer, in parallel with the next run."""
         if self.ranks.num_shards == 1:
             self._store.publish(stepped=True)
             return
@@ -373,7 +373,7 @@ class RankSteps(StepRunner):
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait until all weights have arrived before an optimizer changes them; raise an error as in :meth:`owns`."""
+        """Wait until all weights have arrived before an optimizer step; raise an error if it cannot update shards."""
         if self.owns(optimizer) and not self._is_inside:
             self.synchronize()
             self._store.adopt()
@@ -467,14 +467,14 @@ def clip_grad_norm(
 
 
 def _in_turn(gradients: list[torch.Tensor], *, written: bool) -> Iterator[torch.Tensor]:
-    """Yield the gradients one by one, each while it is in memory."""
+    """Yield the gradients one by one; a gradient on disk is in memory for the time of its turn."""
     groups = in_groups(gradients)
     for number in passing(groups, written=written):
         yield from groups[number]
 
 
 def _row_sums(ranks: Ranks, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Return, for each gradient, the sum of the powers of each row; ranks gather the sums of the rows of shards."""
+    """Return the sum of powers of each row of each gradient (maximum for ``inf``), gathered from all shards."""
     found, parts = [], []
     for gradient in _in_turn(gradients, written=False):
         local = local_of(gradient)

@@ -1,7 +1,7 @@
-"""What code reads besides its arguments: settings of its thread, and values whose changes call for a new check.
+"""Copy settings of the caller's thread to the threads that run layers, and detect changes of code between calls.
 
-The caller's autocast, torch modes and thread locals are copied to the threads that run layers. Python's context
-variables are copied with the work of a thread, but these settings are not context variables.
+Autocast, torch modes and thread locals must be copied, since they are not context variables of Python, which are copied
+to threads anyway. A change of the code of a layer or loss function calls for a new check.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Keep enough of gradients and outputs for a later comparison: all values, or some random projections.
+"""Store gradients and outputs for a later comparison: all values, or random projections of a large tensor.
 
-The gradients of a model take as much memory as the model, so a large gradient is not kept. Each projection is a
+The gradients of a model take as much memory as the model, so large gradients are not stored. Each projection is a
 weighted sum of the gradient's values with random factors, which are the same for all gradients of one size. The mean
 square of the differences between the projections of two gradients is, in expectation, the square of the norm of the
 gradients' difference (Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996;
@@ -53,7 +53,7 @@ class Digest:
 
 
 def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
-    """Return a gradient for a comparison: all of it, or random projections if it has more than ``whole`` elements.
+    """Return all values of a gradient, or random projections if the gradient has more than ``whole`` elements.
 
     >>> found = digest(torch.tensor([3.0, 4.0, torch.inf]))
     >>> found.norm, found.values.tolist(), found.odd.values.tolist()
@@ -114,7 +114,7 @@ def _are_odd_apart(one: Digest | None, other: Digest | None) -> bool:
 
 
 def _sum_of_odd(one: Digest | None, other: Digest | None) -> Digest | None:
-    """Return the marks of the non-finite values in the sum of two gradients; opposite infinities add up to NaN."""
+    """Return a digest that marks the non-finite values in the sum of two gradients; inf minus inf becomes NaN."""
     if one is None or other is None:
         return other if one is None else one
     a, b = one.values, other.values
@@ -190,7 +190,7 @@ def is_digested(tensor: torch.Tensor) -> bool:
 
 
 def _signs(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
-    """Return random signs, always the same for the same sizes; no random generator is used."""
+    """Return pseudo-random signs (1 or -1) that depend only on the sizes, without use of a random generator."""
     numbers = torch.arange(rows * columns, device=like.device).reshape(rows, columns)
     mixed = (numbers * 2654435761 + 40503) % 4294967296
     mixed = ((mixed >> 15) ^ mixed) * 2246822519 % 4294967296

@@ -1,4 +1,4 @@
-"""Record the random draws of a run's layers, from torch, NumPy, Python, and generators that layers hold.
+"""Record which random generators the layers of a run use: those of torch, NumPy, Python, or in attributes of layers.
 
 The seeds are derived from the state of torch's generator when the run begins, so restoring that state restores the
 dropout masks. When the run is committed, the generators that a layer has drawn from advance::
@@ -84,7 +84,7 @@ class Draws:
         self.end()
 
     def end(self) -> None:
-        """Record that this run has ended, so that another run from the same state may use the same seeds."""
+        """Record that this run has ended, so that a later run from the same generator state uses the same seeds."""
         with _LOCK:
             _UNDER_WAY.discard(self)
 
@@ -105,7 +105,7 @@ class CallDraws:
     _restarted: dict[int, object] = dataclasses.field(default_factory=dict)
 
     def begin(self, generator: Generator, seed: int) -> object:
-        """Set a generator to the state in which this call begins; return that state."""
+        """Set a generator to the state in which this call of a layer begins, and return the state."""
         draws, key = self.draws, (generator.key, self.layer, self.microbatch)
         found = generator.get()
         self._given[generator.key] = (generator, found)
@@ -211,7 +211,7 @@ def moving() -> Iterator[None]:
 
 
 def _mark(state: torch.Tensor) -> bytes:
-    """Return the bytes of a generator's state that show whether the generator was used; a state has 5,056 bytes."""
+    """Return a few of the 5,056 bytes of a CPU generator's state, which change whenever the generator is used."""
     # The first bytes contain the seed, the number of used words, and some of the words, which all change together. The
     # last bytes contain the normal number that is stored for the next call.
     start = state.data_ptr()
@@ -429,7 +429,7 @@ def _as_generator(value: object) -> Generator | None:
 
 @dataclasses.dataclass(slots=True)
 class LayerTraits:
-    """Observed behaviour of a layer or a loss function, by mode (``module.training``); missing until observed."""
+    """Observed behaviour of a layer or a loss function, by value of ``module.training``; empty until observed."""
 
     mutates_inputs: dict[bool, bool] = dataclasses.field(default_factory=dict)  # whether it writes inputs in place
     draws: dict[bool, bool] = dataclasses.field(default_factory=dict)  # whether it draws from the CPU's generator
@@ -446,8 +446,8 @@ _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary
 def traits_of(code: Any) -> LayerTraits:
     """Return the :class:`LayerTraits` of a layer or a loss function; repeated calls return the same object.
 
-    An object that cannot be weakly referenced, such as a tuple, gets a new record in every call. This record assumes
-    that the backward calls forward code again.
+    For an object that cannot be weakly referenced, such as a tuple, every call returns a new record, which states that
+    the backward calls forward code again.
 
     >>> from torch import nn
     >>> layer = nn.Linear(1, 1)

@@ -92,7 +92,7 @@ class Engine(RunLifecycle):
         config: RoundPipeRunConfig,
         join: Callable[[list[PyTree]], PyTree],
     ) -> PyTree:
-        """Run all layers but the last microbatch by microbatch, and the last layer once for all rows.
+        """Run the last layer once for all rows, and all other layers for each microbatch.
 
         ::
 
@@ -133,7 +133,7 @@ class Engine(RunLifecycle):
         span: range,
         trial: Trial | None = None,
     ) -> list[PyTree]:
-        """Run the layers of a span without lasting effects, and return the last layer's output for each microbatch."""
+        """Run a range of layers without side effects, and return the last layer's output for each microbatch."""
         # span: indices of the layers, starting with the first
         self.check_can_run()
         config = in_two_passes(dataclasses.replace(config, requires_grad=False))
@@ -152,7 +152,7 @@ class Engine(RunLifecycle):
         landed: Callable[[int, Gradients], None],
         types: set[torch.dtype],
     ) -> None:
-        """Run forward and backward as a trial: ``landed`` gets the gradients of each layer, and parameters get none."""
+        """Run forward and backward without side effects: ``landed`` gets all gradients, and parameters get none."""
         contract = LossContract("sum", [one.rows for one in microbatches])
         each = [range(layer, layer + 1) for layer in span]
         plan = ModelExecutePlan(each[:-1], each[::-1])  # a stage for each layer takes the least memory
@@ -171,7 +171,7 @@ class Engine(RunLifecycle):
 
     @contextlib.contextmanager
     def _leaving_no_trace(self) -> Iterator[None]:
-        """Suppress warnings of a trial, and restore the gradient mode and the device of the next stage afterwards."""
+        """Suppress warnings in the with block; then restore the gradient mode and the number of the next device."""
         with warnings.catch_warnings(), self.lock, gradient_mode_kept():
             warnings.simplefilter("ignore")  # warnings about single rows or missing gradients do not concern the user
             cursor = self.round_robin.cursor
@@ -263,7 +263,7 @@ class Engine(RunLifecycle):
         loss_fn: Callable[[Any, Any], Any],
         config: RoundPipeRunConfig,
     ) -> Reduction | None:
-        """Find how the losses of microbatches add up to the loss of the batch; ``None`` if one row proves nothing."""
+        """Find how the losses of microbatches add up to the loss of the batch; ``None`` if there are too few rows."""
         microbatches = [one for part in parts for one in part]
         stated = config.loss_reduction or "auto"
         is_split = len(microbatches) > 1 or (
@@ -278,7 +278,7 @@ class Engine(RunLifecycle):
     def _samples(
         self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
     ) -> Iterator[Sample]:
-        """Yield samples made of a few rows on which the layers run, and then samples made of a microbatch's outputs."""
+        """Yield outputs and labels to check the loss with: of a few rows run separately, then of one microbatch."""
         self.wait_exact_step()
         others = [on_host(leaf.value) for leaf in batch.label.leaves]
         tried = [] if self.row_check is None else self.row_check.tried
@@ -337,7 +337,7 @@ class Engine(RunLifecycle):
         return parts + [[] for _ in range(count - len(parts))]
 
     def cut_group(self, batch: FlatBatch, config: RoundPipeRunConfig, *, is_cut: bool = False) -> list[FlatMicrobatch]:
-        """Split a group of rows into microbatches; ``is_cut``: whether other groups have other rows of the batch."""
+        """Split a group of rows into microbatches; ``is_cut`` states that other groups have rows of the same batch."""
         microbatches = self.split(batch, config)
         rows = [microbatch.rows for microbatch in microbatches]
         if is_cut or len(rows) > 1:
@@ -365,7 +365,7 @@ def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
 
 
 def _as_node(engine: Engine, run: Run, host_values: Sequence[HostValue]) -> list[Any]:
-    """Run the forward, and return the outputs as part of the caller's graph."""
+    """Run the forward, and return outputs that are connected to the caller's autograd graph."""
     inputs = [t for on_host in host_values for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if flag]
     # A node has a backward only if an input of the node requires a gradient, and parameters whose gradients have
     # another dtype are not inputs of the node.
@@ -392,7 +392,7 @@ def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor,
 
 
 class _Pipeline(torch.autograd.Function):
-    """The node of a run in the caller's autograd graph."""
+    """Runs the forward stages of a run in ``forward``, and the backward stages in ``backward``."""
 
     @staticmethod
     def forward(
@@ -437,7 +437,7 @@ class _Pipeline(torch.autograd.Function):
 
 
 def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Take the gradients of these parameters out of a run, summed over the layers that share a parameter."""
+    """Remove gradients of the given parameters from a run; sum the gradients of layers that share a parameter."""
     totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, learned))
     for layer in sorted(run.collected.gradients, reverse=True):
         for parameter in [parameter for parameter in run.collected.gradients[layer] if id(parameter) in totals]:

@@ -31,7 +31,7 @@ class Values:
 
 @dataclasses.dataclass(slots=True)
 class LayerGraph:
-    """A layer call as a part of the autograd graph: its leaf inputs and its outputs."""
+    """The autograd graph of one layer call: its leaf inputs and its outputs."""
 
     layer: int
     entries: list[torch.Tensor | None]
@@ -163,10 +163,10 @@ T = TypeVar("T")
 
 
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
-    """Run a backward and return its result, with the CPU's random generator locked if it recomputes a forward.
+    """Run a backward, with the CPU's random generator locked if the backward recomputes a forward (checkpointing).
 
-    Only the first call is profiled, so a later start of checkpointing is not noticed. If the thread already has a
-    profiler, layers are not profiled, and the generator is locked for every backward.
+    Only the first call of each layer is profiled, so checkpointing that starts later is not noticed. If the thread
+    already has a profiler, layers are not profiled, and every backward locks the generator.
     """
     if traits_of(code).reenters.get(_mode(code)) is False:
         return call()
@@ -262,7 +262,7 @@ _LOOSE = _references()
 
 
 def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
-    """Make a later backward to these leaves raise an error, because a tensor has left the layer as a non-output."""
+    """Make a later backward to leaves raise an error, because a tensor left the layer as an attribute or in a hook."""
     # leaves: inputs or parameters of a call that has ended; only an escaped tensor can still refer to them
     for leaf in leaves:
         if leaf is not None and leaf.requires_grad and tensor_use_count(leaf) > 1:

@@ -1,6 +1,6 @@
-"""Prepare, execute and commit the runs of one model.
+"""Prepare and execute the runs of one model (forward, or forward and backward), and commit their results.
 
-The results of a run are kept outside of the model until :meth:`RunLifecycle.commit`. So a run that fails changes no
+The results of a run are stored outside of the model until :meth:`RunLifecycle.commit`, so that a failed run changes no
 gradient, no buffer and no random generator.
 """
 
@@ -73,7 +73,7 @@ class PipelineProgress:
     Attributes:
         runs: Number of completed runs, from which the seeds of random layers are derived.
         masters: Master weights: copies of parameters in the optimizer's dtype, by parameter name (default: none).
-        gradients: Accumulated gradients that no optimizer step has used yet, by parameter name (default: none).
+        runs: Number of completed runs; execution plans are computed again after 1, 2, 4, 8, ... runs.
         replicas: Number of groups that batches were split into (default: not known).
     """
 
@@ -215,7 +215,7 @@ class RunLifecycle:
         return Run(spec, self.store, self.table, self.table.latest, *how)
 
     def _read_layers(self) -> list[LayerContents]:
-        """Return the layers' current parameters: the user may have replaced or frozen them, or added adapters."""
+        """Read the layers' parameters anew, since the user may have replaced or frozen them, or added adapters."""
         # While a step is pending, the step's thread publishes the parameters; stages read frozen copies, or wait for
         # each layer.
         if not self.steps.pending:
@@ -432,7 +432,7 @@ class Dispatch:
             run.timer.finish()
 
     def _submitted(self, run: Run, stages: Sequence[Stage]) -> list[Future[None]]:
-        """Submit all stages of a run; if a device accepts no stage, the stages submitted before it run to their end."""
+        """Submit all stages of a run; if a submission fails, stop the stages that would wait for a missing stage."""
         work: list[Future[None]] = []
         with _DISPATCH:
             numbers = self.round_robin.assign(len(stages))

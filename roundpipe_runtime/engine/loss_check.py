@@ -117,7 +117,7 @@ class Sample:
         again: bool,
         as_stated: bool = False,
     ) -> Proof:
-        """Find the first of ``ways`` to weight the losses of parts so that they add up to the loss of all rows."""
+        """Find the first of ``ways`` in which weighted losses of parts of the rows add up to the loss of all rows."""
         # called: object whose changes by the calls are undone
         # again: whether the weights were checked before, so that only the batch's own values are compared
         columns = {
@@ -135,7 +135,7 @@ class Sample:
             return prove(partial(self._evaluate, apart, [*columns], again), values, ways, as_stated=as_stated)
 
     def _evaluate(self, loss: Loss, places: Sequence[int], again: bool, values: Sequence[torch.Tensor]) -> Evaluation:
-        """Return the loss of all rows, the losses of the parts, and the leaves whose gradients are compared."""
+        """Return the loss of all rows, the loss of each part of the rows, and leaves whose gradients are compared."""
         # places, values: positions of leaves, and the tensors that replace these leaves
         # again: whether only gradients of outputs are compared: those of a large head take most of the time
         whole = list(self.leaves[0])
@@ -160,7 +160,7 @@ class Sample:
         return found[0], found[1:], [*own, *other_leaves([one for part in found for one in part.losses], trained)]
 
     def widened(self) -> Sample:
-        """Return the same sample in 32 bits, as 16-bit rounding may hide wrong weights or look like a difference."""
+        """Return the sample in 32-bit dtypes, because 16-bit rounding may hide wrong weights or look like an error."""
         if all(in_32_bits(leaf) is leaf for leaf in self.leaves[0]):
             return self
         others = {place: in_32_bits(one) for place, one in self.others.items()}
@@ -182,7 +182,7 @@ class Sample:
 
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
-    """Undo changes of ``called`` and random generators in the with block; yield a function that starts each call."""
+    """Undo changes of ``called`` and random generators by the with block; yield a function to run before each call."""
     # no other thread draws meanwhile; 16-bit rounding by autocast would hide wrong weights; warnings about single rows
     # do not concern the user
     with (

@@ -74,7 +74,7 @@ class OneGroup(Generic[AnyEngine]):
     # -- a call ------------------------------------------------------------------------------------------------------
 
     def entering(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for a call before :meth:`run_call`, when other ranks may wait for this rank."""
+        """Return a context manager that sends errors to ranks that wait for this rank; no effect with one process."""
         return contextlib.nullcontext()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:

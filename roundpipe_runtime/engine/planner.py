@@ -1,4 +1,4 @@
-"""Measure layers and copies in a run, and decide stages, threads and resident parameters of later runs."""
+"""Measure times of layers and copies, to choose stages, threads and parameters that stay on devices in later runs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Planner:
     def wants_events(self, kind: RunType) -> bool:
         """Count a run of this kind; return whether its work on accelerators is timed.
 
-        The first runs are timed, and the two runs before a plan is computed again; others save two events per task.
+        The first runs are timed, and the two runs before a plan is computed again; timing takes two events per task.
         """
         self._runs[kind] += 1
         number = self._runs[kind]
@@ -111,7 +111,7 @@ class Planner:
         return plan
 
     def prefers_one_thread(self, kind: RunType) -> bool:
-        """Return whether one thread should run all devices, as short layers take most of the time; only on the CPU."""
+        """Return whether one thread should run all (CPU) devices, because short layers take most of the time."""
         on_cpu = all(device.torch_device.type == "cpu" for device in self._devices)
         return on_cpu and self.measured(kind).share_below(_BRIEF) > 0.5
 
@@ -134,7 +134,7 @@ class Planner:
 
 
 def stage_limit(memory_limit: float | None) -> float | None:
-    """Return the bytes that one stage may use: half of a limit in GB, as the next stage is loaded meanwhile."""
+    """Return the bytes that one stage may use: half of a limit in GB, because the next stage is loaded in parallel."""
     return None if memory_limit is None else memory_limit * 1e9 / 2
 
 
@@ -203,7 +203,7 @@ class Timer:
     def measure(
         self, kind: str, stage: int, device: Device, microbatch: int = -1, layer: int = -1
     ) -> contextlib.AbstractContextManager[None]:
-        """Measure the work in a ``with`` block; an exception leaves no record."""
+        """Measure the work in a ``with`` block; nothing is recorded if the block raises an exception."""
         # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
         # microbatch, layer: -1 if the work is not for a single microbatch or layer
         if not self.measures(device):

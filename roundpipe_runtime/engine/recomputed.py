@@ -1,4 +1,4 @@
-"""Make a recomputation equal its first forward: seeds, and data that the layer saves.
+"""Make a recomputation give the values of the first forward: with equal seeds, and with data that the layer saves.
 
 The seed of a layer call is derived from the state of torch's generator before the run, the layer, and the microbatch.
 The seed does not depend on the devices or on the order of the work, so the recomputation needs no saved state.
@@ -101,7 +101,7 @@ def _alone(
     seed: int,
     place: CallDraws | None,
 ) -> T:
-    """Return ``call()`` with seeded generators, while no other thread draws."""
+    """Return the result of ``call()`` with seeded generators, while no other thread draws random numbers."""
     with generator_alone():
         generators = () if place is None else known.generators.get(training)
         if generators:  # the user may have replaced a generator of the layer
@@ -248,7 +248,7 @@ CURRENT = _Current()
 
 
 def save_for_recompute(*data: Any) -> None:
-    """Save data in a layer's ``forward`` for the recomputation of the same call; use it at most once per call.
+    """Save data in a layer's ``forward`` for the recomputation of the same call, at most once per layer call.
 
     The function does nothing if there will be no recomputation: without gradients, and outside of a pipeline.
 
@@ -256,7 +256,7 @@ def save_for_recompute(*data: Any) -> None:
         *data: any objects; tensors must not require gradients.
 
     Raises:
-        StageError: it was called before in this layer call, or a tensor requires a gradient.
+        StageError: data was already saved in this layer call, or a tensor requires a gradient.
 
     >>> from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
     >>> class Noise(torch.nn.Module):  # draws once; the recomputed forward reads what was drawn

@@ -1,7 +1,7 @@
-"""Check that layers treat rows independently, before a batch is split between rows.
+"""Check that layers compute each row of a batch independently, before the batch is split into microbatches.
 
 A layer that normalizes over the batch, sorts, rolls or adds up rows, or expects the sequence on axis 0, would compute
-different values for each split. So three rows run together, and again in two uneven parts::
+different values for each split. Therefore three rows run together, and again in two uneven parts::
 
     layers    [a b c] -> [a' b' c']    [a b] -> [a' b']    [c] -> [c']
 
@@ -12,7 +12,7 @@ numbers::
     layers    [a b c] -> [a' b' c']    [a b b] -> [a' b' .]    [c b c] -> [. b' c']
 
 A backward may also mix rows: it may scale gradients by how often an id occurs in the batch, or divide gradients by the
-number of rows. So the gradients of the parameters are also compared::
+number of rows. Therefore the gradients of the parameters are also compared::
 
     gradients    of a, b and c together  =  of a and b  +  of c
 
@@ -82,7 +82,7 @@ class RowTrial:
         self.count = self.whole.rows or 0  # number of rows
 
     def in_order(self, order: Sequence[int]) -> FlatMicrobatch:
-        """Return a microbatch with the rows of this trial in this order; rows may be repeated."""
+        """Return a microbatch with the rows of this trial in the given order; rows may be repeated."""
         inputs = [
             taken(one, rows_of(one, part, self.count), order)
             for one, part in zip(self.whole.inputs, self.parts[-1].inputs, strict=True)
@@ -112,7 +112,7 @@ class Rows(Protocol):
         landed: Callable[[int, Gradients], None],
         types: set[torch.dtype],
     ) -> None:
-        """Run forward and backward as a trial; ``landed`` gets the gradients of each layer, and parameters get none."""
+        """Run forward and backward without side effects: ``landed`` gets all gradients, and parameters get none."""
         # types: set to which the dtypes are added in which layers compute
 
 
@@ -130,7 +130,7 @@ class RowCheck:
         self.is_nonlinear = False  # `GradientTrial.is_nonlinear` of the layers of this call
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        """Check that layers treat rows independently, at calls 1, 2, 4, ... of one structure, and if layers changed."""
+        """Check that layers treat rows independently, in calls 1, 2, 4, ... of one kind, and if layers changed."""
         self.tried.clear()
         self.is_nonlinear = False
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
@@ -178,7 +178,7 @@ class RowCheck:
             warn(KEEPS_STATE, RoundPipeWarning)
 
     def end(self) -> None:
-        """Record the values that the layers read after a call, because the call itself may have changed them."""
+        """Record, after a call, the values that layers read, because the call itself may have changed the values."""
         self.tried.clear()
         self._has_state = False
         self._repeats.end()
@@ -241,7 +241,7 @@ def compare_gradients(
     number: int,
     leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
 ) -> GradientTrial:
-    """Compare the gradients for a few rows with the summed gradients for parts of them, at a larger loss scale."""
+    """Compare the gradients for a few rows with the summed gradients for parts of the rows, at a larger loss scale."""
     # tried: trials on which the layers have run; rows: number of rows of each microbatch
     # few: function that returns trials with at most a given number of rows
     equal = [trial for trial in tried if trial.is_equal]
@@ -340,7 +340,7 @@ class _Comparison:
         self.restart: Callable[[], None] = lambda: None
 
     def mixing(self, trial: RowTrial, number: int) -> int | None:
-        """Return the first layer whose results for these rows depend on other rows; ``None`` if there is none."""
+        """Return the first layer whose results for the trial's rows depend on other rows; ``None`` if there is none."""
         trial.is_equal = not self._differs(trial, number, together=True)
         if trial.is_equal:
             return None
@@ -364,7 +364,7 @@ class _Comparison:
         return mixes_rows(first, [again], [trial.count], _coarsest())
 
     def _depends_on_others(self, trial: RowTrial, number: int) -> bool:
-        """Whether results for some rows change when the other rows of the batch are replaced."""
+        """Return whether results for some rows change when the other rows of the batch are replaced."""
         last = trial.count - 1
         order = [[*range(last), last - 1], [last, *range(1, trial.count)]]
         whole, part, *found = self._run([trial.whole, trial.parts[-1], *map(trial.in_order, order)], number, "others")
@@ -380,7 +380,7 @@ class _Comparison:
         return [*map(self._leaves_of, self._outputs(microbatches, number, trial, together=together))]
 
     def _outputs(self, given: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool) -> list[Any]:
-        """Return outputs of one run (``together``), or of one run per microbatch, each from the same state."""
+        """Return outputs of all microbatches run at once (``together``) or one by one, from the same layer state."""
         found: list[Any] = []
         for run in [given] if together else [[one] for one in given]:
             self.restart()
@@ -417,7 +417,7 @@ def few_rows(
 
 
 def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) -> list[Any]:
-    """Return the leaves ``cut`` of a part, with leaves that all rows share, such as class weights, from ``some``."""
+    """Return the tensors ``cut`` of one part, except tensors that all rows share, which are taken from ``some``."""
     # A leaf is shared if its shape is that of the leaf of the whole batch. If all shapes are equal, no leaf is shared.
     same = [getattr(a, "shape", None) == getattr(b, "shape", 0) for a, b in zip(some, of_batch, strict=False)]
     is_known = any(hasattr(one, "shape") and not kept for one, kept in zip(some, same, strict=False))
@@ -427,7 +427,7 @@ def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) ->
 
 
 def _coarsest() -> torch.dtype | None:
-    """The lowest-precision autocast dtype, if autocast is on for any kind of device."""
+    """Return an autocast dtype that is in use on the CPU or the accelerator; ``None`` if autocast is off."""
     kinds = {"cpu", *([device.type] if (device := torch.accelerator.current_accelerator()) is not None else [])}
     found = [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
     return found[0] if found else None
@@ -435,7 +435,7 @@ def _coarsest() -> torch.dtype | None:
 
 @contextlib.contextmanager
 def set_apart(layers: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Put batch norms in evaluation mode, undo what layers and hooks change, and yield a function that undoes now."""
+    """Set batch norms to evaluation mode; undo changes by layers and hooks at the end; yield a function to undo now."""
     modules = list({module: None for layer in layers for module in layer.modules()})
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
     hooks = [hook for m in modules for name in _HOOKS for hook in getattr(m, name).values() if not _is_of_library(hook)]

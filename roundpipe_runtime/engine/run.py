@@ -1,4 +1,4 @@
-"""One run of a pipeline: its task, and its results until the commit."""
+"""A run: one pass of all microbatches through the layers, with its settings, and its results until the commit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .recomputed import call_seed
 
 @dataclasses.dataclass
 class Run:
-    """One pass of all microbatches through the layers: its task, measured times, and results until the commit."""
+    """One pass of all microbatches through the layers: settings, measured times, and results until the commit."""
 
     spec: RunSpec
     store: ParameterStore
@@ -114,7 +114,7 @@ class Run:
         return self.contract.gradient_scale() if self.spec.kind == "fused" else 1.0
 
     def commit_gradients(self) -> None:
-        """Add the gradients of this run to the gradient buffers, always from the last layer to the first."""
+        """Add the gradients of this run to the accumulated gradients, always from the last layer to the first."""
         # Gradients of layers are scaled on their devices. Gradients of a loss function's own parameters, which have the
         # index after the last layer, were summed before the scale was known.
         scale = self.gradient_scale()
@@ -142,7 +142,7 @@ Trial: TypeAlias = Literal["parts", "others"]
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """What a run does, fixed before the run starts: its kind, stages, layers, seeds and loss function."""
+    """The settings of a run, fixed before the run starts: kind, stages, layers, seeds and loss function."""
 
     kind: RunType  # `"infer"`, `"train"` (forward now, backward later) or `"fused"`
     stages: Sequence[Stage]  # in the order of dispatch
@@ -185,7 +185,7 @@ class RunSpec:
 
     @functools.cached_property
     def restarts(self) -> set[int]:
-        """Indices of the layers whose inputs are stored, because a backward stage starts a recomputation there."""
+        """Indices of the layers whose inputs are stored, because a backward stage starts a recomputation with them."""
         backward = [stage.layers for stage in self.stages if stage.kind == "backward"]
         if self.recompute_grain == "layer":
             return {layer for layers in backward for layer in layers}
@@ -288,7 +288,7 @@ class WrittenBuffers:
         return found
 
     def check(self) -> None:
-        """Check that no buffer was written by two layers, unless both run the same code."""
+        """Check that no buffer was written by two layers, unless both layers run the same code."""
         for layer, number, writer in self._written():
             code = getattr(self._contents[layer].module, RUNS_AGAIN, None)
             if writer != layer and (

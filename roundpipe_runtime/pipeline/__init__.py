@@ -1,4 +1,4 @@
-"""``RoundPipe``, the class of pipelines."""
+"""The class :class:`RoundPipe`, which wraps a model in a pipeline."""
 
 from __future__ import annotations
 

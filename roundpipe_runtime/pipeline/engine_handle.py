@@ -1,4 +1,4 @@
-"""A wrapped module with its engine: names and attributes come from the module, devices and costs from the engine."""
+"""Base classes of :class:`RoundPipe`: access to the wrapped model's attributes, and to devices and costs of layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHARED = tuple(name for name, value in vars(nn.Module()).items() if isinstance(
 class ModelProxy(nn.Module):
     """Base of wrappers around a module. Attributes that begin with ``_rp_`` belong to the wrapper.
 
-    All other attributes are read from the wrapped model, written to it and deleted from it.
+    Attributes with other names are read from the wrapped model, and set and deleted on the wrapped model.
     """
 
     _rp_model: nn.Module
@@ -199,14 +199,14 @@ class EngineHandle(ModelProxy):
     def drop_kept_parameters(self) -> None:
         """Release the copies of parameters that stay on devices (``keep_parameters`` of :class:`RoundPipeRunConfig`).
 
-        The next run uploads the parameters again. Call this method after writes that torch does not count: through
-        ``parameter.data``, or by another library.
+        The next run uploads the parameters again. Call this method after writes that torch does not count in the
+        version of a tensor: through ``parameter.data``, or by another library.
         """
         with self._rp_engine.lock:
             self._rp_engine.kept.drop()
 
     def set_original_model(self, original_model: nn.Module) -> None:
-        """Set the model from which the wrapped model was made, and from which the pipeline then reads attributes."""
+        """Set the model from which the wrapped model was made; attributes are read from the original model first."""
         self._rp_original = original_model
 
     def close(self) -> None:

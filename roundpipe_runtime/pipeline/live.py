@@ -1,8 +1,8 @@
 """Detect changes of the wrapped model: before each call, its modules are compared with the modules of earlier calls.
 
-The pipeline runs the layers of the model, and copies of the modules around the layers. Modules, classes and forwards
-are compared; for the modules around the layers, also attributes and names of parameters. Objects are compared by
-identity, and referenced, so that a new object cannot have the address of an old object.
+The comparison covers modules, classes and forwards; for modules around the layers, of which the pipeline runs copies,
+also attributes and names of parameters. Objects are compared by identity. The record of a model references the objects,
+so that a new object cannot have the address of an old object.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def own_forward(module: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def with_own_forwards(model: nn.Module) -> Iterator[None]:
-    """Set the ``forward`` of the model's modules that a pipeline has replaced, during the with block."""
+    """In the with block, restore each ``forward`` of the user that a pipeline has replaced by its own function."""
     held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
     taken = [(own, forward) for own, forward in held if isinstance(forward, OtherForward)]
 

@@ -50,7 +50,7 @@ class OptimizedModel(EngineHandle):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names and parameters of the model, or of the optimizer inside :class:`OptimizerCtx`.
+        """Yield names and parameters of the model; inside :class:`OptimizerCtx`, those that the optimizer updates.
 
         Args:
             prefix: prefix of the names.
@@ -70,8 +70,8 @@ class OptimizedModel(EngineHandle):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield names and modules of the model.
 
-        A module that contains the pipeline calls this method with ``memo`` to find parameters. Inside
-        :class:`OptimizerCtx`, such a module finds the optimizer's parameters.
+        An outer module that contains the pipeline calls this method with ``memo`` to find parameters. Inside
+        :class:`OptimizerCtx`, the outer module finds the parameters that the optimizer updates.
 
         Args:
             memo: modules that were yielded already.
@@ -90,8 +90,8 @@ class OptimizedModel(EngineHandle):
     def step_with(self, *optimizers: torch.optim.Optimizer) -> None:
         """Set the optimizers with which ``forward_backward`` updates each layer if ``update="in_backward"``.
 
-        Still call ``optimizer.step()`` after each ``forward_backward``, because schedulers expect the call. The call
-        updates only parameters outside of the layers, such as parameters of a loss.
+        ``optimizer.step()`` must still be called after each ``forward_backward``, because schedulers expect the call;
+        ``step`` updates only parameters outside of the layers, such as parameters of a loss.
 
         Args:
             *optimizers: optimizers of :meth:`optim_parameters`; each trained parameter belongs to one of them.
@@ -132,7 +132,7 @@ class OptimizedModel(EngineHandle):
             **kwargs: keyword arguments of ``step_fn``.
 
         Raises:
-            ConfigError: ``step_fn`` is not a function, or ``is_async`` has another value.
+            ConfigError: ``step_fn`` is not a function, or ``is_async`` is not ``True``, ``False`` or ``"exact"``.
         """
         if not callable(step_fn):
             raise ConfigError(
@@ -173,7 +173,7 @@ class OptimizedModel(EngineHandle):
             The norm before scaling.
 
         Raises:
-            ConfigError: the exponent is not positive.
+            ConfigError: ``norm_type`` is not positive.
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is true.
         """
         from ..distributed.weights import clip_grad_norm  # torch's DTensor takes a while to load
@@ -183,7 +183,7 @@ class OptimizedModel(EngineHandle):
         return clip_grad_norm(targets, self.ranks, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def synchronize(self) -> None:
-        """Wait for an optimizer step in the background; then the model's parameters and gradients are up to date."""
+        """Wait for an optimizer step in the background, so that the model's parameters and gradients are up to date."""
         self._rp_engine.synchronize()
         self._rp_engine.store.show_gradients()
 
@@ -216,14 +216,14 @@ class SavedModel(EngineHandle):
 
         Args:
             progress: progress of a pipeline whose parameters have the same names. Master weights are ignored if this
-                pipeline has none. The number of groups is also used, unless this pipeline was created with
-                ``replicas``.
+                pipeline has none. Batches are split into the stored number of groups, unless this pipeline was created
+                with ``replicas``.
         """
         self._rp_engine.load_progress(progress)
         self._rp_keep_replicas(progress.replicas or 1)
 
     def _rp_keep_replicas(self, replicas: int) -> None:
-        """Split batches into the same number of groups as before; warn if this is not possible."""
+        """Split batches into ``replicas`` groups, as in a loaded training; warn if this pipeline cannot."""
         if replicas == self.replicas or replicas == 1:
             return
         if self._rp_options.replicas is None and self.mesh is not None and replicas >= self.ranks.size:
@@ -288,7 +288,7 @@ _WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DER
 def bound_now(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function with the current values of the global and closure variables that the function reads.
 
-    A function that assigns such a variable is returned unchanged, because other code reads the new value.
+    A function that assigns global or closure variables is returned unchanged, because other code reads the new values.
     """
     return _bound(function, {}, {}) if isinstance(function, types.FunctionType) else function
 

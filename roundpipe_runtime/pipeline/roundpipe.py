@@ -42,7 +42,7 @@ Outputs = TypeVar("Outputs")
 
 
 class ForwardBackward(Protocol):
-    """The type of ``forward_backward`` of a pipeline: which results it returns for which arguments."""
+    """The type of :meth:`RoundPipe.forward_backward`: the type of the result, by types of arguments."""
 
     @overload
     def __call__(
@@ -128,23 +128,23 @@ def _identity(outputs: Any, labels: Any) -> Any:
 class RoundPipe(OptimizedModel, SavedModel):
     """Train a model larger than device memory: the pipeline copies a few layers at a time to the devices.
 
-    Parameters, buffers, names, ``state_dict``, ``train`` and ``eval`` come from the model. Attributes that a
-    pipeline does not have are read from the model, written to it and deleted from it.
+    Parameters, buffers, names and ``state_dict`` are those of the model; ``train`` and ``eval`` set the model's mode.
+    Attributes that a pipeline does not have are read from the model, and set and deleted on the model.
 
     Args:
         model: an ``nn.Sequential``, whose children are the layers; a list of layers; or any other module, which is one
             layer.
         optim_dtype: dtype of the optimizer's parameters and of gradients (default: the dtype of each parameter).
-        name: name in errors and timelines; if given, also part of the seeds of random layers. Default: ``"file:line"``.
-        model_run_config: defaults for every call.
+        name: name in errors and timelines, which also changes the seeds of random layers. Default: ``"file:line"``.
+        model_run_config: default settings for all calls of the pipeline.
         pin_model: ``"alloc"`` or ``"register"``: parameters are in pinned memory if there is an accelerator; ``"off"``:
-            they are not.
+            parameters are in pageable memory.
         devices: ``"virtual:N"``, a list of torch devices or of :class:`Device` objects, or ``None``: all accelerators,
             else ``"virtual:2"``.
         mesh: mesh of the processes that train the model, such as ``init_device_mesh("cpu", (N,))`` (default: this
             process alone). Each process has the optimizer state for a part of the rows of every matrix, and passes its
             part of the batch to ``forward_backward``. In a mesh with two axes, processes along the first axis have
-            copies, so with ``(N, 1)`` each process has all rows.
+            copies of one optimizer state, so with ``(N, 1)`` each process has the state of all rows.
         replicas: number of groups that a batch is split into; group g runs on rank g modulo N (default: number of
             ranks). Results are the same for every number of ranks.
         reduce_dtype: dtype in which gradients are sent between ranks (default: the dtype of their sums).
@@ -152,17 +152,17 @@ class RoundPipe(OptimizedModel, SavedModel):
             in ``optim_dtype`` (default: ``optim_dtype``).
         compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once (default:
             layers are not compiled). Without a keyword ``dynamic``, ``dynamic=True`` is used.
-        large_tables: how tables of at least 16 MiB are copied to a device. ``"auto"``: only the embedding rows that a
-            microbatch needs; the head of a transformers model in slices, if it does not fit into a stage.
+        large_tables: how embeddings and heads of at least 16 MiB are copied to a device. ``"auto"``: only rows that a
+            microbatch reads; the head of a transformers model in slices, if the head does not fit into a stage.
             ``"slices"``: a head is always copied in slices; the loss then differs by rounding. ``"whole"``: tables are
             copied like every other parameter.
         host: with ``"disk:DIR"``, parameters, gradients, master weights and optimizer state are in a scratch file in
-            this folder, and only a few layers are in memory at a time (default: ``"memory"``). Results are the same.
+            this folder, and only a few layers are in memory at a time (default: ``"memory"``). Both give equal results.
         update: what the optimizer updates (default: ``"masters"``). ``"masters"``: master weights of dtype
             ``optim_dtype``, which a step rounds into the parameters. ``"in_place"``: the parameters themselves, which
             get the dtype ``optim_dtype``, and are rounded to their original dtype during the upload. ``"in_backward"``:
             as ``"in_place"``, but ``forward_backward`` updates each layer when the gradients of the layer are complete,
-            see :meth:`step_with`. Results do not change.
+            see :meth:`step_with`. All three give the same results.
 
     Raises:
         ConfigError: an argument has an invalid value.
@@ -268,7 +268,7 @@ class RoundPipe(OptimizedModel, SavedModel):
 
         Args:
             *args: positional arguments of the model.
-            roundpipe_run_config: settings of this call, which override the settings of the model.
+            roundpipe_run_config: settings of this call, which override ``model_run_config`` of the pipeline.
             **kwargs: keyword arguments of the model.
 
         Returns:
@@ -293,8 +293,8 @@ class RoundPipe(OptimizedModel, SavedModel):
     ) -> Any:
         """Run forward, loss and backward, and return the loss.
 
-        The last stage starts the backward when it has the loss of a microbatch. Gradients are added to the parameters'
-        gradients after the whole call has succeeded; after an exception the gradients are unchanged.
+        The backward of a microbatch starts when its loss is known. Gradients are added to the parameters' gradients
+        after the whole call has succeeded; after an exception the gradients are unchanged.
 
         Args:
             input_args: positional arguments of the model.
@@ -304,7 +304,7 @@ class RoundPipe(OptimizedModel, SavedModel):
                 a pair ``(sum, weight)`` (default: the outputs are the loss). The loss of the batch equals the loss
                 without a pipeline, unless the setting ``loss_reduction`` states otherwise.
             return_outputs: whether to also return the outputs, joined and detached.
-            run_config: settings of this call, which override the settings of the model.
+            run_config: settings of this call, which override ``model_run_config`` of the pipeline.
 
         Returns:
             The loss of the batch, detached, in CPU memory; or the list of losses if ``loss_fn`` returns several. With
@@ -342,7 +342,7 @@ class RoundPipe(OptimizedModel, SavedModel):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that accumulates gradients on each rank, without exchanging them.
 
-        The first ``forward_backward`` after the with block sends these gradients together with new gradients.
+        The first ``forward_backward`` after the with block sends the accumulated gradients together with its own.
         """
         return self._rp_engine.groups.no_sync()
 
@@ -412,7 +412,7 @@ class RoundPipe(OptimizedModel, SavedModel):
 
     @property
     def _rp_runs_model(self) -> bool:
-        """Whether calls of the layers run the hooks of the model."""
+        """Whether the model is a single layer, so that calls of the layer run the hooks of the model."""
         return self._rp_engine.layers[0] is self._rp_model
 
     def _rp_check_hooks(self) -> None:

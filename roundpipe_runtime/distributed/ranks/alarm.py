@@ -1,13 +1,13 @@
-"""Detect that another rank has failed, ended or was stopped, and end the call of this rank.
+"""Detect that another rank has failed, ended or was stopped, and raise an error in the current call of this rank.
 
-Other ranks may call their next collective minutes later, so a collective cannot report an error. Therefore a thread
-reads the store a few times a second, and checks that the processes on its machine exist, since a killed process cannot
-notify the others.
+A failed rank writes a message to the store of ``torch.distributed``, and a thread of every rank reads the store ten
+times a second, because an error in a collective would be noticed only at the next collective, maybe minutes later. The
+thread also checks that the processes on its machine exist, since a killed process cannot write a message.
 
-A process stopped by a signal (SIGSTOP) keeps its connections, and gloo waits for it until the timeout of the job. A
-watchdog thread ends this wait after a fixed time. The kernel states which processes on this machine are stopped, and
-the watchdog kills them. If a process on another machine sends no heartbeat to the store, the watchdog closes all
-connections. The watchdog does not wait for the store, which may also be in a stopped process.
+gloo waits for a process that a signal (SIGSTOP) has stopped until the timeout of the job. Therefore a watchdog thread
+kills stopped processes on its machine after ``Alarm.patience`` seconds. If a process on another machine sends no
+heartbeat for as many seconds, the watchdog closes all connections. The watchdog does not wait for the store, because
+the process that runs the store may be stopped too.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Alarm:
         self._send({"step": text})
 
     def take_step_failure(self) -> tuple[int, str] | None:
-        """Return, once, the rank whose optimizer step failed and its error; wait up to a second for the message."""
+        """Return the rank whose optimizer step failed and its error, only once; wait up to a second for a message."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._step_failure is None and self._gone is None and time.monotonic() < deadline:
             time.sleep(_PERIOD / 4)
@@ -95,7 +95,7 @@ class Alarm:
         return found
 
     def find_gone(self) -> list[int]:
-        """Return the ranks that do not answer; rank 0, whose process has the store, if the store does not answer."""
+        """Return the ranks that do not answer; if the store does not answer, rank 0, whose process runs the store."""
         if self._gone is None and self._store is not None and self._size > 1:
             try:
                 self._gone = self._ask() or None
@@ -133,7 +133,7 @@ class Alarm:
         return [rank for rank, one in self._neighbours() if one.has_ended()]
 
     def _end_stopped(self) -> None:
-        """End processes on this machine that have been stopped for longer than the patience."""
+        """Kill processes on this machine that have been stopped (SIGSTOP) for longer than ``patience`` seconds."""
         for rank, one in self._neighbours():
             if one.is_stopped():
                 # count the checks instead of reading the clock, since this process may also have been stopped
@@ -145,7 +145,7 @@ class Alarm:
                 self._stopped.pop(rank, None)
 
     def _beat(self) -> None:
-        """Publish that this process runs, and read the beat of the next process on another machine."""
+        """Write the heartbeat of this process, and read the heartbeat of the next process on another machine."""
         if time.monotonic() < self._next_beat:
             return
         self._next_beat = time.monotonic() + min(_BEAT, self.patience / 8)
@@ -155,7 +155,7 @@ class Alarm:
             self._heard = far, self._store.get(f"{self._prefix}/beat/{far}").decode()
 
     def _give_up_silent(self) -> None:
-        """Close all connections if a process on another machine has sent no beat for longer than the patience."""
+        """Close all connections if a process on another machine has sent no heartbeat for ``patience`` seconds."""
         self._waited += _LOOK
         known, self._known = self._known, self._heard
         if self._known is not known:  # the store has answered
@@ -174,7 +174,7 @@ class Alarm:
             cut_connections()
 
     def _look(self) -> None:
-        """Read the process ids of new ranks, and end a call that waits for a process that has ended."""
+        """Read the process ids of new ranks from the store; stop the current call if the process of a rank ended."""
         for rank in range(self._size):
             key = f"{self._prefix}/process/{rank}"
             if rank not in self._processes and self._store.check([key]):
@@ -185,7 +185,7 @@ class Alarm:
             self._hear(None)
 
     def _lose_store(self) -> None:
-        """End a call if the process of the store has ended, which the kernel reports with a delay of up to a second."""
+        """Stop the current call if the process of the store has ended, as the kernel reports up to a second late."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._listener is not None and self._gone is None and time.monotonic() < deadline:
             if ended := self._ended():
@@ -208,7 +208,7 @@ class Alarm:
             self._store.set(f"{self._prefix}/news/{number}", json.dumps({**news, "rank": self._rank}))
 
     def _take(self, number: int) -> bool:
-        """Handle a message of another rank; return whether there was a message."""
+        """Handle the message with this number; return ``False`` if no rank has sent the message yet."""
         key = f"{self._prefix}/news/{number}"
         if not self._store.check([key]):
             return False
@@ -243,7 +243,7 @@ _ALARMS: weakref.WeakSet[Alarm] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close the alarms before the interpreter ends, which would crash while a thread is in the store's code."""
+    """End the alarm threads before the interpreter exits, since a thread in the store's code would crash the exit."""
     for alarm in list(_ALARMS):
         alarm.close()
         alarm._thread.join(1.0)
@@ -274,7 +274,7 @@ _ENDED = ("Z", "X")  # states of an ended process
 
 
 def this_machine() -> str:
-    """Return a name that processes share if they run on one machine, and a unique name if that is not known."""
+    """Return a name that all processes on this machine share; without ``/proc``, the name is unique per process."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
@@ -303,7 +303,7 @@ class Process(NamedTuple):
 
 
 def _state(number: int) -> tuple[str, str]:
-    """Return the state of a process and its start time; empty if the process does not exist."""
+    """Return state and start time of a process; state ``"X"`` if there is no such process, ``""`` without ``/proc``."""
     with contextlib.suppress(OSError):
         # the program name, in parentheses, may contain spaces and parentheses
         fields = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -312,7 +312,7 @@ def _state(number: int) -> tuple[str, str]:
 
 
 def cut_connections() -> None:
-    """Close all connections of this process (Linux), also those of gloo, so that waiting threads get an error."""
+    """Shut down all TCP connections of this process (Linux only), so that threads that wait in gloo get an error."""
     for name in os.listdir("/proc/self/fd") if Path("/proc/self/fd").exists() else ():
         with contextlib.suppress(OSError):  # already closed, or a listening socket: gloo ends the process then
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -328,7 +328,7 @@ class _CallNews:
         self.arrived: queue.SimpleQueue[BaseException | Future[None]] = queue.SimpleQueue()
 
     def stop(self, reason: BaseException) -> None:
-        """Stop the run, and wake the thread that waits for the summed gradients."""
+        """Stop the forward and backward of the call, and wake the thread that waits for the summed gradients."""
         self.reason = reason
         run = self.run
         if run is not None:
@@ -343,7 +343,7 @@ class _CallNews:
 
 
 class News:
-    """Stops the current call of this rank, its run and its wait for summed gradients, when another rank fails."""
+    """Stops the current call of this rank, also while it waits for summed gradients, when another rank fails."""
 
     def __init__(self, alarm: Alarm) -> None:
         self._alarm = alarm
@@ -374,7 +374,7 @@ class News:
 
     @contextlib.contextmanager
     def stopping(self, run: Run) -> Iterator[None]:
-        """Stop the run of the with block when another rank fails."""
+        """Stop ``run``, a forward and backward executed in the with block, when another rank fails."""
         call = self._call
         call.run = run
         try:

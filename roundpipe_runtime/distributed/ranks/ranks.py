@@ -1,8 +1,8 @@
-"""The processes that train one model, and all of their exchanges except tokens of long rows.
+"""The communication between the processes that train one model, except for the tokens of long rows.
 
-Only this file and `token_exchange` call collectives.
+Only this file and `token_exchange` call collectives of ``torch.distributed``.
 
-Four process groups of gloo, each used by one thread at a time, so that every rank calls in the same order:
+There are four gloo process groups, each used by one thread at a time, so that all ranks call in the same order:
 
 ::
 
@@ -36,7 +36,7 @@ _CHANNELS: tuple[Channel, ...] = ("control", "data", "weights", "step")
 
 
 class Ranks:
-    """The processes (ranks) that train one model, and their exchanges; this base class is for one process alone."""
+    """The processes (ranks) that train one model, and their exchanges; this base class is for a single process."""
 
     mesh: DeviceMesh | None = None  # mesh of the ranks; `None` for a process alone
 
@@ -63,7 +63,7 @@ class Ranks:
         into.copy_(out)
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
-        """Fill the other members' parts of tensors with the values that they send (all-gather)."""
+        """Send this rank's slices of tensors to the other members, and receive their slices (all-gather)."""
         # parts: for each tensor one contiguous part per member; the part of this rank is sent
 
     def shard_members(self) -> list[int]:
@@ -143,7 +143,7 @@ class MeshRanks(Ranks):
 
     @contextlib.contextmanager
     def _watched(self, channel: Channel) -> Iterator[None]:
-        """Raise an error that names the ranks that have ended, and wake every thread that waits for them."""
+        """If a collective fails, raise an error that names the ended ranks, and wake all threads that wait for them."""
         self.calls[channel] += 1
         try:
             yield

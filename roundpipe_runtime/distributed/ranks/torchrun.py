@@ -1,13 +1,13 @@
-"""Join the job that torchrun started, also after a restart.
+"""Create the default process group of a torchrun job, also after torchrun has restarted the processes.
 
 ::
 
     torchrun --max-restarts=3 ...    its store outlives the processes, and keeps the addresses of ended processes
     join_job()                       the processes of one start agree on a prefix with no stored keys
 
-torch gives restarted workers the store of the ended workers without a prefix, so that gloo would connect to their
-addresses: https://github.com/pytorch/pytorch/issues/167288. The number of restarts cannot be the prefix, since each
-machine counts only its own restarts: https://github.com/pytorch/pytorch/issues/135712.
+After a restart, torchrun gives the new processes the old store, in which gloo would find the addresses of ended
+processes: https://github.com/pytorch/pytorch/issues/167288. The number of restarts cannot be the prefix of keys, since
+each machine counts only its own restarts: https://github.com/pytorch/pytorch/issues/135712.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_one_of_many() -> bool:
 
 
 def join_job(backend: str = "gloo") -> bool:
-    """Make the default process group of the processes that torchrun has started, unless the group exists.
+    """Create torch's default process group if torchrun started several processes and the group does not exist yet.
 
     The group also works after a restart by ``torchrun --max-restarts``, with every rendezvous backend.
     """
@@ -47,7 +47,7 @@ def join_job(backend: str = "gloo") -> bool:
 
 
 def _agree_on_prefix(store: Store, rank: int, size: int) -> str:
-    """Return a name that all processes of this start share, and that no earlier start used.
+    """Return a prefix of store keys that all running processes share, and that no process before a restart used.
 
     ::
 
@@ -71,7 +71,7 @@ def _agree_on_prefix(store: Store, rank: int, size: int) -> str:
 
 
 def own_devices() -> list[str] | None:
-    """Return this process's share of the accelerators of a machine on which torchrun has started several processes."""
+    """Return this process's accelerators if torchrun started several processes here; ``None`` means no restriction."""
     count, own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if count == 1 or found is None:

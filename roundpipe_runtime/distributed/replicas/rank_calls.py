@@ -1,4 +1,4 @@
-"""Run the groups of one rank in one pass, and commit when all ranks have succeeded.
+"""Run forward and backward of one rank's groups of rows, and write the gradients when all ranks have succeeded.
 
 ::
 
@@ -86,7 +86,7 @@ def loss_is_trained() -> errors.DistributedError:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RankCall(Call):
-    """One call of ``forward_backward`` on several ranks, on which all ranks have agreed."""
+    """One call of ``forward_backward`` on several ranks, which have compared their settings."""
 
     plan: ReductionPlan
     first_rank: int  # rank with the first group that has rows
@@ -112,8 +112,8 @@ class RankCall(Call):
 class GroupLosses(LossContract):
     """Collects the losses of one group of rows for the :class:`LossContract` of the whole batch.
 
-    The first gradients of a backward depend on the rows of all groups. The summed gradients are scaled after the groups
-    are added, because the scale is known only when all ranks have their losses.
+    The initial gradients of a backward depend on the rows of all groups. The gradients are scaled after the sum over
+    all groups, because the scale is known only when all ranks have computed their losses.
     """
 
     def __init__(self, whole: LossContract, first: int, count: int) -> None:
@@ -294,7 +294,7 @@ class RankCalls(OneGroup[Engine]):
         )
 
     def summed(self, engine: Engine, call: RankCall, work: Callable[[], None]) -> Any:
-        """Run ``work``, write the summed gradients when all ranks have succeeded, and return the loss."""
+        """Run ``work`` (forward and backward), write the gradients when all ranks have succeeded; return the loss."""
         # Within `no_sync()` nothing is sent. The next call adds its gradients to the kept sums, and sends the sums
         # after the backward.
         is_late = self._is_deferred or bool(self._kept)
@@ -419,7 +419,7 @@ class RankCalls(OneGroup[Engine]):
 
 
 def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> LossReduction:
-    """Return how losses add up, as found by the ranks that have at least two rows."""
+    """Return whether losses of microbatches are summed or averaged, as found by the ranks with at least two rows."""
     found = sorted({one for one in reductions if one is not None})
     if len(found) == 1 or microbatches == 1:
         return found[0] if found else "sum"

@@ -1,4 +1,4 @@
-"""Run calls in two passes on several ranks: forward of all groups, then backward.
+"""Run forward of all groups of rows and then backward, in two passes, on several ranks.
 
 ::
 
@@ -35,10 +35,10 @@ class BatchLoss(Protocol):
     """The interface of a loss that is computed once for the whole batch, since it is not a sum over microbatches."""
 
     def state(self, group: Sequence[Any]) -> Any:
-        """Return the data of a group's outputs that the loss of other ranks needs, as plain values and CPU tensors."""
+        """Return the data of a group's outputs that other ranks need for their loss: plain values and CPU tensors."""
 
     def compute(self, groups: Sequence[Sequence[Any]], own: Sequence[int], stated: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the loss of the whole batch and the joined output of this rank."""
+        """Return the loss of the whole batch, and the outputs of this rank joined into one."""
         # groups: outputs of the microbatches of each group of this rank, as parts of a graph
         # returns: the loss, equal on all ranks, with a graph to the outputs of this rank; `None` without rows
 

@@ -6,8 +6,8 @@
     all_to_all                     each rank gets its rows of it from the ranks that ran groups of this turn
     fold                           added in ascending order of the groups: turn after turn, in each rank after rank
 
-All ranks take the same turns and layers in the same order. A rank without a group in a turn gives nothing; one that has
-failed gives zeros until all have stopped, so no rank waits for another.
+A turn exchanges one group of each rank. All ranks exchange turns and layers in the same order. A rank without a group
+in a turn sends nothing. A failed rank sends zeros until all ranks have stopped, so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ReductionPlan:
             self.buckets += [Bucket(layer.index, tuple(parameters), dtype) for dtype, parameters in found.items()]
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype in which ranks send the gradients of a bucket; with one group, gradients are not rounded."""
+        """Return the dtype in which ranks send the gradients of a bucket; with one group, the dtype of the sums."""
         if self.reduce_dtype is None or self.replicas == 1 or not bucket.dtype.is_floating_point:
             return bucket.dtype
         return self.reduce_dtype
@@ -85,7 +85,7 @@ class Reduction:
             self._changed.notify_all()
 
     def stop(self) -> int:
-        """Stop beginning exchanges until :meth:`finish` is called; return how many exchanges this rank has begun."""
+        """Begin no further exchange until :meth:`finish` is called; return how many exchanges this rank has begun."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -114,7 +114,7 @@ class Reduction:
         self._memory.clear()
 
     def _may_begin(self, step: int, turn: int, layer: int) -> bool:
-        """Wait for the gradients of this rank; return whether it takes part in the step."""
+        """Wait for this rank's gradients of the layer; return ``False`` if no rank takes part in the exchange."""
         is_giver = turn < len(self._own)
         with self._changed:
             self._changed.wait_for(
@@ -131,7 +131,7 @@ class Reduction:
 
     @torch.no_grad()
     def _exchanged(self, turn: int, number: int, bucket: Bucket, *, is_giver: bool) -> torch.Tensor:
-        """Return the sum over the groups up to this turn, for the rows that this rank sums."""
+        """Exchange the gradients of a bucket; return the sum over all groups so far, for the rows of this rank."""
         ranks = self._ranks
         cuts = [self._pieces(parameter.detach()) for parameter in bucket.parameters]
         sizes = [sum(cut[rank].numel() for cut in cuts) for rank in range(ranks.size)]
@@ -181,7 +181,7 @@ class Reduction:
 
     @torch.no_grad()
     def _target_rows(self, bucket: Bucket, total: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sums for the rows that the optimizer updates; ranks with copies of a shard exchange sums."""
+        """Return the sums for the rows that this rank's optimizer updates; ranks with the same shard exchange sums."""
         ranks = self._ranks
         rows, gathered = [], []
         at = 0
@@ -242,7 +242,7 @@ def groups_of(rank: int, size: int, replicas: int) -> range:
 def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
     """Return the indices of the rows of a global batch that one rank trains, group after group.
 
-    A rank that splits these rows with ``torch.tensor_split`` into as many parts as it runs groups gets its groups.
+    ``torch.tensor_split`` of the returned rows into as many parts as the rank has groups gives the groups of the rank.
 
     >>> rows_of_rank(7, 1, 2, 4)
     [2, 3, 6]

@@ -27,9 +27,9 @@ class ReplicaBatchSampler(Sampler[list[int]]):
     """A ``batch_sampler`` for a ``DataLoader`` that gives each rank its share of the rows of each batch.
 
     A global batch is split into ``replicas`` groups of rows, of the sizes of ``torch.tensor_split``, and group ``g``
-    belongs to rank ``g`` modulo the number of ranks. So the groups, and with them the numbers that a training computes,
-    do not depend on the number of ranks. A last batch may be smaller; a rank for which no row is left gets an empty
-    list, see :func:`collate_with_empty`.
+    belongs to rank ``g`` modulo the number of ranks. The groups, and therefore the results of a training, do not depend
+    on the number of ranks. If the last batch has too few rows for all ranks, some ranks get an empty list: see
+    :func:`collate_with_empty`.
 
     Args:
         batches: global batches, lists of row numbers, in the same order on all ranks: a ``BatchSampler``, or any
@@ -78,7 +78,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     @property
     def replicas(self) -> int:
-        """Number of groups that a batch is split into, from the pipeline; loading a checkpoint can change it."""
+        """The number of groups per batch: as given, or that of the pipeline, which a loaded checkpoint can change."""
         replicas: int = self._model.replicas if self._replicas is None else self._replicas
         return replicas
 
@@ -113,7 +113,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
 
 def collate_with_empty(collate_fn: Callable[[list[Any]], Any], row: Any) -> Callable[[list[Any]], Any]:
-    """Return a ``collate_fn`` that can return an empty batch: the last global batch may have fewer rows than ranks.
+    """Return a ``collate_fn`` that also accepts no rows, since the last batch may have fewer rows than ranks.
 
     Args:
         collate_fn: function that makes a batch of rows, ``torch.utils.data.default_collate`` for example.

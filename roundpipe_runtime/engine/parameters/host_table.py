@@ -1,8 +1,8 @@
-"""Placeholder for a large table that stays on the host; rows or slices are copied when a layer computes with them.
+"""Keep a large embedding or head matrix (a table) on the host, and copy rows or slices when a layer needs them.
 
-The placeholder is a tensor with the parameter's shape and no memory. Operations that need only some rows or slices of
-the table run on these parts (`on_tables`); all other operations first copy the whole table to the device, like any
-other parameter.
+A :class:`HostTable` replaces the parameter: a tensor with the parameter's shape and no memory. Operations that need
+only some rows or slices of the table copy these parts to the device (`on_tables`). All other operations first copy the
+whole table.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class HostTable(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse operations below torch functions, where no graph would be recorded."""
+        """Raise an error for operations that bypass ``__torch_function__``, since autograd would not record them."""
         raise StageError(
             f"{func} reads a large table that stays on the host, in a way that is not supported. Copy the whole "
             "table to the devices:\n"
@@ -193,7 +193,7 @@ class TableAccess:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """The tensors on the device that get gradients from autograd."""
+        """The copy of the whole table on the device, if there is one, which gets a gradient from autograd."""
         return [] if self._whole is None else [self._whole]
 
     # -- download ----------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _distinct(access: TableAccess, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct indices, ascending, on the host, and on the device the position of each index among them."""
+    """Return the distinct indices, ascending, on the host; and each index's position among them, on the device."""
     if numbers.is_meta:  # as many as possible
         return numbers.new_empty(min(numbers.numel(), access.size)), torch.empty_like(numbers)
     found, places = torch.unique(access.down(numbers), return_inverse=True)
@@ -368,7 +368,7 @@ class LayerTables:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """The copies of tables that the layer's code needed as a whole, which get gradients from autograd."""
+        """The device copies of tables that the layer's code needed as a whole, which get gradients from autograd."""
         return [leaf for table in self._tables.values() for leaf in table.leaves]
 
     def whole_of(self, parameter: nn.Parameter) -> nn.Parameter | None:

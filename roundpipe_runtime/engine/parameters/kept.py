@@ -1,9 +1,9 @@
-"""Parameters whose copies stay on a device, from stage to stage and from step to step.
+"""Keep copies of parameters on a device, and reuse the copies in later stages and steps.
 
-Every visit of a stage copies its parameters to the device. A copy can be reused while its parameter does not change, so
-some copies stay on a device with free memory. Frozen parameters are preferred, because an optimizer step changes
-trained parameters. The copies are chosen before a run and stay fixed: a device visits all layers in turn, so LRU would
-always evict the copy that is needed next.
+A stage copies the parameters of its layers to the device. A copy can be reused until its parameter changes, so some
+copies stay on a device with free memory. Copies of frozen parameters stay first, because an optimizer step changes
+trained parameters. The choice is fixed before a run, because a device runs all layers in turn, and a least recently
+used copy would always be the copy that is needed next.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Copy:
     was_trained: bool
 
     def is_of(self, parameter: torch.Tensor, source: torch.Tensor, run_version: int) -> bool:
-        """Whether this copy was made from ``source``, and neither the copy nor the source was written since."""
+        """Return whether this copy was made from ``source``, and neither of the two was written since."""
         # The parameter may be frozen again after a step, when this is called next.
         self.was_trained |= parameter.requires_grad
         return (

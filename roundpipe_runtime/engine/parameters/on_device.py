@@ -43,7 +43,7 @@ _LAYER = "_roundpipe_layer"
 
 
 def check_not_kept(leaf: torch.Tensor) -> None:
-    """Check that a loss does not use a parameter inside of a layer, because a loss may use only outputs of layers."""
+    """Raise an error if a leaf of the loss's graph is a layer's parameter: a loss may only use outputs of layers."""
     title = getattr(leaf, _LAYER, None)
     if title is not None:
         raise StageError(
@@ -54,7 +54,7 @@ def check_not_kept(leaf: torch.Tensor) -> None:
 
 
 def _is_there(found: torch.Tensor | None, copy: nn.Parameter) -> bool:
-    """Whether the tensor found in a module is the copy of its parameter, or the placeholder for the copy's rows."""
+    """Return whether the tensor in a module is the parameter's copy, or the placeholder for the copy's rows."""
     return found is copy or (type(found) is RowsOnDemand and found._stands_for[0] is copy)
 
 
@@ -152,7 +152,7 @@ class LayerOnDevice:
         return copy
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call ``function()`` while the module holds the copies, in one thread at a time."""
+        """Call ``function()`` while the module's parameters and buffers are the device copies, one thread at a time."""
         buffers, states = self.contents.buffers, self.contents.states
         is_trained = self.contents.module.training and torch.is_grad_enabled()
         versions = [copy._version for _, _, copy, _ in self._places] if is_trained else []
@@ -220,7 +220,7 @@ class LayerOnDevice:
     def _are_as_copied(
         self, copy: torch.Tensor, source: torch.Tensor, dtype: torch.dtype | None = None
     ) -> bool | torch.Tensor:
-        """Whether a copy equals the host's values; an accelerator compares them and returns a tensor."""
+        """Return whether a copy equals the values on the host: a bool, or a tensor on the device of an accelerator."""
         # dtype: dtype to which the copy was rounded. Default: that of the source.
         is_wrapper = is_traceable_wrapper_subclass(source)
         if is_wrapper or source.is_inference() or source.layout != torch.strided:
@@ -411,7 +411,7 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a gradient for a sum of this dtype; a narrower gradient is returned unchanged, to save memory."""
+    """Convert a gradient to the dtype of a sum; a narrower gradient is returned unchanged, to save memory."""
     is_wider = gradient.layout == torch.strided and torch.promote_types(gradient.dtype, dtype) == dtype
     return gradient if is_wider else gradient.to(dtype)
 

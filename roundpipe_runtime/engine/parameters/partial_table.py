@@ -1,7 +1,7 @@
-"""Copy only the rows of a parameter that a layer reads, such as experts.
+"""Copy only those rows of a parameter to a device that a layer reads, such as the weights of experts that get tokens.
 
-The copy on the device has the memory of the whole parameter, so every operation gets a tensor with the usual shape. The
-gradient also has this shape. Rows that were not copied are never read.
+The tensor on the device has memory for the whole parameter, and so has its gradient, so every operation gets tensors
+of the usual shapes. No operation reads rows that were not copied.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PartialTable:
         self.present: set[int] = set()
 
     def as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view whose first axis lists what is copied separately: the rows, or the whole tensor."""
+        """Return a view with one index on the first axis for each unit that is copied: a row, or the whole tensor."""
         return tensor.detach() if self.by_rows else tensor.detach().unsqueeze(0)
 
     def copy(self, rows: set[int], source: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ class PartialTable:
 
 
 class TableReader:
-    """Copies the rows of a parameter that a layer reads during one stage, and records which rows these are."""
+    """Copies the rows of a parameter that a layer reads during one stage, and records which rows were read."""
 
     # Two layers may share a parameter, and so a table that stays: each records its own reads.
 
@@ -113,18 +113,18 @@ class TableReader:
         return len(self.read) * self.table.row_nbytes
 
     def fetch(self, rows: Iterable[int]) -> None:
-        """Count these rows as read, and copy rows that are not on the device yet."""
+        """Record rows as read, and copy the rows that are not on the device yet."""
         rows = {row for row in rows if 0 <= row < self.rows}
         self.read |= rows
         self.table.copy(rows, self._source)
 
     def fetch_all(self) -> None:
-        """Copy all missing rows, for an operation that may read any of them, and count all rows as read."""
+        """Copy all missing rows, for an operation that may read any row, and record all rows as read."""
         self.is_read_as_whole = True
         self.fetch(range(self.rows))
 
     def complete(self) -> None:
-        """Copy all missing rows, without counting the rows as read."""
+        """Copy all missing rows, without recording the rows as read."""
         self.table.copy(set(range(self.rows)), self._source)
 
     def present_parts(self, tensor: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -223,7 +223,7 @@ class RoutedParameters:
         return PartialPlan(by_rows, is_look, lambda tables: self._note(tables, groups, size))
 
     def _groups(self, layer: LayerContents) -> dict[str, Members]:
-        """The parameter groups of a layer, which are searched again if the layer's parameters have changed."""
+        """Return the parameter groups of a layer, which are cached until the layer's parameters change."""
         held = tuple((id(slot.owner), id(slot.parameter)) for slot in layer.slots)
         known = self._found.get(layer.index)
         if known is None or known[0] != held:
@@ -246,7 +246,7 @@ class RoutedParameters:
 def find_groups(layer: LayerContents) -> dict[str, Members]:
     """Return the parameters of a layer that may be read in part, by name: stacked experts, or lists of expert modules.
 
-    Names of parameters in a list have a ``*`` instead of the index. If an expert is a ModuleDict, its keys are names.
+    Names of parameters in a list have a ``*`` instead of the index. Keys of an expert that is a ModuleDict stay names.
     """
     names = dict(_names(layer.module, ""))
     times = collections.Counter(id(slot.parameter) for slot in layer.slots)
@@ -268,7 +268,7 @@ def find_groups(layer: LayerContents) -> dict[str, Members]:
 
 
 def _names(module: nn.Module, prefix: str) -> Iterator[tuple[int, str]]:
-    """Prefixes of parameter names, by module identity: ``*`` for indices, and for keys of a dict of experts."""
+    """Yield id and name prefix of each module: ``*`` stands for list indices and for keys of a dict of experts."""
     yield id(module), prefix
     is_list = isinstance(module, nn.ModuleList) or (isinstance(module, nn.ModuleDict) and not prefix.endswith("*."))
     for name, child in module._modules.items():
@@ -277,7 +277,7 @@ def _names(module: nn.Module, prefix: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_plain(parameter: nn.Parameter, source: torch.Tensor) -> bool:
-    """Whether parts of a parameter can be copied: a plain contiguous tensor on the host."""
+    """Return whether single rows of a parameter can be copied: ``source`` is a plain contiguous tensor on the host."""
     is_known = type(parameter) is nn.Parameter and type(source) in (nn.Parameter, torch.Tensor)
     is_strided = source.layout == torch.strided and source.is_contiguous() and source.device.type == "cpu"
     return is_known and is_strided and source.is_floating_point() and not source.is_inference() and source.numel() > 0

@@ -1,7 +1,7 @@
-"""Placeholder for a parameter with one matrix per expert, which copies the matrices that an operation reads.
+"""A placeholder for a parameter with one matrix per expert, which copies the matrices that an operation reads.
 
-The experts are known when the layer's router has run, in the middle of the layer. So the layer gets a placeholder
-tensor, and this module intercepts each operation on the placeholder:
+The layer's router selects experts in the middle of the layer's forward. Therefore the layer gets a placeholder tensor,
+and each operation on the placeholder first copies rows to the device:
 
 ::
 
@@ -10,8 +10,8 @@ tensor, and this module intercepts each operation on the placeholder:
     weight.shape, weight.transpose(1, 2)    none; a view is a placeholder too
     anything else                           all rows
 
-Then the operation runs on the parameter itself, whose memory is complete where it reads. Values and autograd graph
-are the same as without a placeholder.
+After the copy, the operation runs on the parameter on the device. Values and autograd graph are the same as without a
+placeholder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _FEW = 64
 
 
 class KnownRows:
-    """Remembers the rows that the last index tensor selected, as two parameters of a module often share their index."""
+    """Caches the rows that the last index tensor selected, because two parameters of a module often share an index."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[torch.Tensor] | None = None
@@ -85,7 +85,7 @@ class KnownRows:
 
 
 class RowsOnDemand(torch.Tensor):
-    """A placeholder for a parameter on a device; each operation with it first copies the rows that it reads."""
+    """A placeholder for a parameter on a device; each operation first copies the rows that the operation reads."""
 
     # `isinstance(tensor, torch.nn.Parameter)` reads this
     _is_param = True
@@ -147,7 +147,7 @@ def _name_of(func: Any) -> str:
 
 
 def _view(stand: RowsOnDemand, view: Any) -> Any:
-    """The placeholder for a view with the parameter's rows; otherwise the view itself, with all rows copied."""
+    """Return a placeholder if the view keeps the parameter's rows; otherwise copy all rows, and return the view."""
     tensor, table, known, is_proved = stand._stands_for
     if view is tensor:
         return stand
@@ -164,7 +164,7 @@ def _view(stand: RowsOnDemand, view: Any) -> Any:
 def _rows_by_index(
     name: str, args: Arguments, kwargs: Mapping[str, Any], rows: int, known: KnownRows
 ) -> Sequence[int] | None:
-    """The rows that an index selects; ``None`` for other operations or unknown kinds of index."""
+    """Return the rows that an index selects; ``None`` for other operations or unknown kinds of index."""
     if kwargs:
         return None
     if name == "__getitem__" and len(args) == 2:
@@ -197,7 +197,7 @@ def _distinct(indices: torch.Tensor) -> list[int]:
 
 
 def _is_equal_without(func: Any, args: Arguments, kwargs: Mapping[str, Any], table: TableReader) -> bool:
-    """Whether a product and its backward stay bitwise equal when unused rows, afterwards copied, are NaN."""
+    """Compare a product and its backward bitwise: with NaN in the unused rows, and with the unused rows copied."""
     table.table.poison()
     without = _product_alone(func, args, kwargs)
     table.complete()
@@ -205,7 +205,7 @@ def _is_equal_without(func: Any, args: Arguments, kwargs: Mapping[str, Any], tab
 
 
 def _product_alone(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """A product of detached tensors, and the gradient of its rows."""
+    """Return a product of detached tensors, and the gradient of its first operand if gradients are enabled."""
     given = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
     if not (torch.is_grad_enabled() and given[0].is_floating_point()):
         return [func(*given, **kwargs)]
@@ -249,7 +249,7 @@ class PartialLayer:
 
     @contextlib.contextmanager
     def standing(self) -> Iterator[None]:
-        """Context manager in which reading a parameter of the module copies it; the caller holds the layer's lock."""
+        """Copy parameters to the device when the with block reads them; the caller holds the layer's lock."""
         swapped: list[tuple[nn.Module, dict[str, Any], ParametersOnDemand]] = []
         unread = {key: found for key, found in self._tables.items() if not found[0].is_read}
         whole: dict[int, list[ParameterSlot]] = {}
@@ -285,7 +285,7 @@ class PartialLayer:
         return self._tables[id(parameter)][0].present_parts(copy, source)
 
     def gradient_runs(self, parameter: nn.Parameter, gradient: torch.Tensor) -> Runs | None:
-        """Return the rows whose gradients are copied to the host, as the rest are zero; ``None`` for all rows."""
+        """Return the rows whose gradients may be nonzero, and are copied to the host; ``None`` for all rows."""
         table, _ = self._tables.get(id(parameter), (None, None))
         if table is None or not table.by_rows or table.is_read or gradient.layout != torch.strided:
             return None

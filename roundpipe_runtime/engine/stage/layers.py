@@ -1,4 +1,4 @@
-"""Upload the layers of a stage, call them with their random numbers and saved data, and download their gradients."""
+"""Upload the layers of a stage to a device, call the layers with seeded random generators, and download gradients."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class StageLayers:
             run.spec.gradients_landed(index, gradients)
 
     def leave(self) -> None:
-        """Release the layers on the device, except those that stay there until their backward."""
+        """Release the device copies of the layers, except layers that stay on the device until their backward."""
         for layer, resident in self.here.items():
             # A layer with buffers is copied again, because its copies contain what the forward wrote.
             if self.run.spec.stays and self.stage.kind == "forward" and not resident.contents.buffers:
@@ -204,7 +204,7 @@ def call_layer(
     generator: VisitGenerator,
     data: tuple[Any, ...] | None,
 ) -> LayerCall:
-    """Call a layer with a microbatch, and call it again with writable inputs if it has to write its inputs in place."""
+    """Call a layer with a microbatch; repeat the call with writable inputs if the layer writes its inputs in place."""
     # kind: `"forward"` (a backward stage will call the layer again), `"fused"` or `"recompute"`
     # data: data that the first forward saved, for a recomputation
     call = LayerCall(run, device, resident, microbatch, values, kind, generator, data)
@@ -225,12 +225,12 @@ def call_layer(
 
 
 def steady_draws(spec: RunSpec, generator: VisitGenerator) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that makes random functions constant, for trials that compare rows with parts."""
+    """Make random functions constant in the with block, for trials that compare all rows with parts of the rows."""
     return SteadyDraws(generator.of_device(), spec.types) if spec.trial == "parts" else _NOTHING
 
 
 class LayerCall(CallState):
-    """State of one layer call, across repeated attempts at its forward."""
+    """The state of one call of a layer, whose forward may be attempted several times."""
 
     # entries: leaves that get the gradients of the inputs; `None` for inputs without a gradient
 
@@ -271,7 +271,7 @@ class LayerCall(CallState):
         return self.data if self.kind == "forward" else None
 
     def _versions(self) -> list[int]:
-        """The version counters of every input and buffer, which count in-place writes."""
+        """Return the version counters of all inputs and buffers; torch counts in-place writes."""
         found = [tensor._version for tensor in self.values.tensors]
         if self.contents.buffers:
             found += [tensor._version for tensor in self.resident.buffers()]
@@ -371,7 +371,7 @@ class MicrobatchLoss:
         self._items: Sequence[float] = ()
 
     def compute(self, labels: Any) -> None:
-        """Call the loss function with the outputs and these labels, and keep the result for :meth:`back`."""
+        """Call the loss function with the outputs and the labels, and store the result for :meth:`back`."""
         run, spec = self._run, self._run.spec
         invoke = partial(self._invoke, labels)
         call = partial(watch_forward, invoke, spec.loss_fn, self._device.torch_device)

@@ -1,8 +1,8 @@
 """Run one stage on one device: copy its parameters, run every microbatch through its layers, copy gradients back.
 
 Every layer has a separate autograd graph, whichever stage contains the layer: its inputs are detached, and its backward
-starts from the gradients of its outputs. So gradients are summed in the same order for any plan, and the result
-is bitwise identical.
+starts from the gradients of its outputs. Therefore gradients are summed in the same order for any split of layers into
+stages, and the result is bitwise identical.
 
 ::
 
@@ -38,7 +38,7 @@ _NO_MODES = contextlib.nullcontext()
 
 
 def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, kind: type[Visit]) -> None:
-    """Run a stage with all microbatches of its run. Results and errors are stored in the run; nothing is raised."""
+    """Run a stage with all microbatches; results and errors are stored in ``run``, and no error is raised."""
     # following: stage that the device runs next, which is uploaded as soon as there is room
     # kind: class that runs the stage
     visit = kind(run, stage, device, following)
@@ -242,7 +242,7 @@ class Visit:
     def _attributes(
         self, resident: LayerOnDevice, microbatch: int, kind: CallKind
     ) -> contextlib.AbstractContextManager[None]:
-        """Give the layer its attributes from before its forward during a recomputation, then the current attributes."""
+        """In a recomputation, give the layer the attributes from before its forward; restore the current ones after."""
         module, known = resident.contents.module, resident.traits.changes_attributes
         if self.spec.trial or not (self.spec.looks or known.get(module.training)):
             return _NO_MODES
@@ -315,7 +315,7 @@ class Visit:
         return result, structure, exits, results
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
-        """Apply the settings of the caller's thread in this thread."""
+        """Return a context manager that applies the caller's autocast, torch modes and thread locals in this thread."""
         return self.spec.caller.entered() if self.spec.caller else _NO_MODES
 
     # -- inputs and outputs ------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor
 
 
 class CopyVisit(Visit):
-    """Runs a copy of the fused stage on its device. The last copy waits for the other copies, which run first."""
+    """Runs one of several copies of the last stage; the copy that runs last adds the gradients of the other copies."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -419,7 +419,7 @@ class CopyVisit(Visit):
             self.run.mailbox.put(("share", layer, microbatch), share)
 
     def _add_until(self, stop: int) -> None:
-        """Add the gradients of all earlier microbatches to the sums, in the order of the microbatches."""
+        """Add the gradients of all microbatches before ``stop`` to the sums, in the order of the microbatches."""
         for microbatch in range(self._next, stop):
             for layer, resident in self.layers.here.items():
                 self.place.doing = "the sum of gradients"

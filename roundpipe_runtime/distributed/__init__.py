@@ -2,9 +2,9 @@
 
 ::
 
-    replicas    the batch is cut into R groups of rows, whatever the number of ranks; group g runs on rank g modulo N
-    reduction   per layer, as its gradient lands: an all-to-all of shards, then a sum over the groups, ascending
-    commit      one multiplication by the scale of the whole batch; layers descending within a parameter
+    replicas    a batch is split into R groups of rows, for any number N of ranks; group g runs on rank g modulo N
+    reduction   when a layer's gradients are complete: ranks exchange shards, and add up the groups in ascending order
+    commit      when all ranks have succeeded: the sums are scaled, and added to the gradients of the parameters
 
 Gradients are summed in the same order for every number of processes.
 """

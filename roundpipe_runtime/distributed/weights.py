@@ -2,10 +2,10 @@
 
 ::
 
-    parameter       whole on every rank: layers run as in one process          2 bytes a number in bfloat16
-    target          a DTensor, Shard(0) of a matrix, all of a vector           optim_dtype; without it, a view
-    target.grad     a DTensor: the sum over all ranks                          of these rows only
-    after a step    each rank sends its rows to the others, layer by layer
+    parameter       every rank has the whole parameter: layers run as in one process
+    target          DTensor that the optimizer updates: Shard(0) of a matrix, all of a vector; in optim_dtype, or a view
+    target.grad     DTensor with the gradients summed over all ranks, for the rows of the target
+    after a step    each rank sends its updated rows to the other ranks, layer by layer
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .ranks.ranks import Ranks
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a ``DTensor``, or any other tensor itself, detached."""
+    """Return the local tensor of a ``DTensor``; return any other tensor detached."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -50,7 +50,7 @@ class RankStore(ParameterStore):
         return whole
 
     def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype of a gradient after the run of a group: the dtype in which groups are summed."""
+        """Return the dtype in which gradients of several groups are summed, which is the dtype after a backward."""
         return self.gradient_dtype(parameter)
 
     def start_publication(self) -> None:
@@ -162,7 +162,7 @@ class ShardedStore(RankStore):
 
     @torch.no_grad()
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Update the parameters of a layer, and the copies that stages read, from the shards of all ranks."""
+        """Write the updated rows of all ranks into the parameters of a layer, and into the copies that stages read."""
         names = self._names()
         fresh = [p for p in parameters if p.requires_grad and names.get(id(p)) and id(p) not in self._published]
         # no optimizer has the other parameters
@@ -418,7 +418,7 @@ def shards(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int) -> list[torch.Tensor]:
-    """Split a gradient into views, one for each rank; a rank sums its view over all groups.
+    """Split a gradient into one view per rank: the rows that the rank sums over all groups.
 
     >>> [part.shape[0] for part in pieces(torch.zeros(7, 2), 2, 2)]
     [2, 2, 2, 1]

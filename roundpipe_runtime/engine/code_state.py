@@ -40,7 +40,7 @@ _LIBRARIES = frozenset({"torch", *sys.stdlib_module_names})
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallerState:
-    """Autocast, torch modes and thread locals of the thread that calls a pipeline, for the threads that run layers."""
+    """Autocast, torch modes and thread locals of the caller's thread, to be set in the threads that run layers."""
 
     autocast: Sequence[dict[str, Any]] = ()  # arguments for `torch.autocast`
     functions: Sequence[Any] = ()  # torch function modes, the outermost first
@@ -174,7 +174,7 @@ def values_of(function: types.FunctionType) -> Iterator[Any]:
 
 
 def is_due(count: int) -> bool:
-    """Return whether the next run is checked, given the number of earlier runs with inputs of the same structure.
+    """Return whether the next run is checked, after ``count`` runs with inputs of the same structure.
 
     >>> [count + 1 for count in range(20) if is_due(count)]
     [1, 2, 4, 8, 16]
@@ -189,7 +189,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class Repeats:
-    """Decides which calls are checked: it counts calls by kind, and detects changes of layers and loss functions."""
+    """Decides which calls are checked, by counting calls and by detecting changes of layers and loss functions."""
 
     def __init__(self) -> None:
         self._calls: collections.Counter[Hashable] = collections.Counter()

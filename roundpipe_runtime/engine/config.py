@@ -34,7 +34,7 @@ class RoundPipeRunConfig:
             replaced by a :class:`RoundPipePackedData`.
         execute_plan: layers of each stage (default: planned automatically from measured times).
         loss_reduction: how the losses of microbatches are combined to the loss of the batch (default: ``"auto"``).
-            ``"auto"``: loss and gradients equal those without a pipeline. A few rows are computed to find weights of
+            ``"auto"``: loss and gradients are as without a pipeline. A few rows are computed to find weights of
             microbatch losses; if no weights fit, the loss is computed as for ``"joined"``. ``"mean"``: the loss of a
             microbatch is a mean over rows, and the loss of the batch is the mean over all rows. ``"sum"``: losses are
             added, for a script that divides by the number of microbatches. ``"joined"``: the loss is computed once,

@@ -82,7 +82,7 @@ def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
 def distance(one: Digest | None, other: Digest | None, least: float = 0.0) -> float:
     """Return the distance between two gradients, relative to the norm of the second.
 
-    A missing gradient counts as zeros.
+    ``None`` counts as a gradient of zeros.
 
     >>> distance(digest(torch.tensor([3.0, 4.5])), digest(torch.tensor([3.0, 4.0])))
     0.1
@@ -168,7 +168,7 @@ _USUAL_FACTOR = 2.0**-40
 
 
 def digest_outputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return digests of a layer's outputs that require a gradient, to compare the outputs with a recomputation."""
+    """Return random projections and norms of a layer's outputs that require a gradient, to compare a recomputation."""
     # the digests stay on the device of the outputs, because a copy to the host would wait for the device
     found = []
     with torch.no_grad():

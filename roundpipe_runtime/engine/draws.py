@@ -3,8 +3,8 @@
 The seeds are derived from the state of torch's generator when the run begins, so restoring that state restores the
 dropout masks. When the run is committed, the generators that a layer has drawn from advance::
 
-    one microbatch      each call continues where the previous one ended, as in the layers without a pipeline
-    several             each call starts at its own state, since layers draw at the same time, on several devices
+    one microbatch           each layer call continues from the state after the previous call, as without a pipeline
+    several microbatches     each layer call starts from its own seed, since several devices draw at the same time
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class CallDraws:
         return generator.get()
 
     def restart(self) -> None:
-        """Reset the generators to a state that all calls of a microbatch share."""
+        """Reset the generators to the state that all layers get for the same microbatch."""
         draws = self.draws
         for key, (generator, found) in self._given.items():
             if draws.moves and draws.in_order:
@@ -133,7 +133,7 @@ class CallDraws:
             self._restarted[key] = generator.get()
 
     def end(self, generator: Generator, before: object) -> bool:
-        """Return whether the call used a generator; if so, record its state before the call for the recomputation."""
+        """Return whether the call used a generator; if so, record the generator's state for the recomputation."""
         draws, key = self.draws, (generator.key, self.layer, self.microbatch)
         if key in draws._before:
             return True
@@ -188,7 +188,7 @@ class ProcessState:
         return self.mark == _mark(torch.default_generator.get_state()) and self.others == process_marks()
 
     def is_moved(self) -> bool:
-        """Return whether only commits of runs have advanced the process's random generators since this state."""
+        """Return whether all changes of the process's random generators since this state come from commits of runs."""
         here: object = self.mark, self.others
         now = ProcessState()
         moves = list(_MOVES)

@@ -1,4 +1,4 @@
-"""The calls of one pipeline: split a batch into groups and microbatches, run them, and join the results."""
+"""Split a batch into groups of rows and microbatches, run the microbatches on devices, and join the results."""
 
 from __future__ import annotations
 
@@ -320,7 +320,7 @@ class Engine(RunLifecycle):
                 self.row_check.end()
 
     def cut(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
-        """Split a batch into the groups of this process, and each group into microbatches; groups may be empty."""
+        """Split a batch into the groups of this process, and each group into microbatches; a list may be empty."""
         count = self.groups.own_groups
         check_labels(batch.label)
         if count == 1:

@@ -220,7 +220,7 @@ def check_leaves(
     own: Sequence[torch.Tensor],
     layers: Sequence[LayerContents],
 ) -> None:
-    """Raise an error if gradients of a layer flow to tensors other than its inputs and its own parameters."""
+    """Raise an error if gradients of a layer flow to tensors other than inputs and parameters of the layer."""
     # exits: outputs of the layer; entries: inputs of the layer, `None` for an input without a gradient
     # own: parameters of the layer on the device
     known = {id(tensor) for tensor in own}

@@ -325,7 +325,7 @@ class RunLifecycle:
             self.store.end_run()
 
     def wait_step(self, run: Run) -> None:
-        """Wait for a background optimizer step, so that its error is raised before this run writes anything."""
+        """Wait for a background optimizer step, so that an error of the step is raised before this run writes."""
         with on_error(lambda error: run.discard()):
             self.steps.wait_update()
 

@@ -3,9 +3,9 @@
 The layers run on some rows of the batch, first together and then in parts, or on a microbatch. `batch/loss_proof` calls
 the loss function with these outputs, and all effects of the calls are undone::
 
-    loss_reduction="auto"    the weights that match; if none do, the loss is computed from the joined outputs
-    loss_reduction="mean"    an error, unless the loss is a mean over rows
-    loss_reduction="sum"     an error, unless it is a sum, or a mean that the script divides by itself
+    loss_reduction="auto"    use matching weights of microbatches; if there are none, compute the loss of joined outputs
+    loss_reduction="mean"    raise an error unless the loss is a mean over rows
+    loss_reduction="sum"     raise an error unless the loss is a sum, or a mean that the script divides by itself
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ Loss: TypeAlias = Callable[[int, Sequence[Any]], Part]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Outputs and labels of a few rows, as one batch and split in parts, with which the loss function is called."""
+    """Outputs and labels of a few rows, joined and in two groups of rows, to call the loss function with."""
 
     leaves: Sequence[Sequence[Any]]  # leaves for all rows, then for each part
     rows: Sequence[int]  # number of all rows, then of each part
@@ -223,7 +223,7 @@ class LossChecks:
         self._unclear: str | None = None  # why this call could not be checked
 
     def find(self, kind: Hashable, code: object, show: Callable[[LossProof | None], LossProof]) -> LossProof:
-        """Return how the loss of this kind of call is computed: the known result, or a new result if a check is due."""
+        """Return how microbatch losses add up in calls of one kind: a stored result, or a new one if a check is due."""
         # show: function that returns a new proof, given an earlier proof whose weights must match again
         known, is_due = self.proofs.get(kind), self.repeats.is_due(kind, code)
         # a loss that was not a weighted sum once is never treated as a weighted sum later
@@ -322,7 +322,7 @@ _STATED = {"mean": 'a mean over rows, as loss_reduction="mean" states'}
 
 
 def kind_of_value(value: Any) -> Hashable:
-    """Return the properties of an argument or label, such as its dtype, that may decide which code runs for it."""
+    """Return properties of an argument or label, such as the dtype, that may decide which code of the loss runs."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.dim()
     return (type(value), value) if isinstance(value, bool | str) else type(value).__qualname__

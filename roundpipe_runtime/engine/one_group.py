@@ -3,8 +3,8 @@
 The engine splits a batch into groups, and runs the groups. :class:`OneGroup` joins the results; with several groups or
 ranks, its subclass in `distributed/replicas/rank_groups` does::
 
-    one group          split | run       | commit
-    several groups     split | run each  | wait until all ranks have succeeded | commit the sums
+    one group          split the batch, run the group, commit the results
+    several groups     split the batch, run each group, wait until all ranks have succeeded, commit the sums
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class OneGroup(Generic[AnyEngine]):
     # -- state between calls -----------------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Discard accumulated gradients that are not stored in parameters yet."""
+        """Discard accumulated gradients that have not been added to ``parameter.grad`` yet."""
 
     def close(self) -> None: ...
 
@@ -163,7 +163,7 @@ class Call:
     land: Callable[[int, int, Gradients], None] | None = None
 
     def losses(self, turn: int) -> LossContract:
-        """Return the object that collects the losses of the group with index ``turn`` in :attr:`parts`."""
+        """Return the :class:`LossContract` that collects the losses of group ``turn`` of this process."""
         return self.contract
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:
@@ -190,7 +190,7 @@ def host_value(
 
 
 def feed_inputs(run: Run, host_values: Sequence[HostValue], scale: float) -> None:
-    """Continue the backward through the graph that computed the inputs, such as the graph of another pipeline."""
+    """Continue the backward through the autograd graph that computed the inputs, such as that of another pipeline."""
     # scale: factor for the gradients, which is known after all losses of the batch
     tensors, gradients = [], []
     for number, on_host in enumerate(host_values):

@@ -74,7 +74,7 @@ class Planner:
         return number <= _MEASURED_FIRST or is_due(number - 1) or is_due(number)
 
     def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
-        """Return measured costs of the layers in runs of this kind, or of another kind if there were none."""
+        """Return costs of the layers measured in runs of this kind, or of another kind if this kind has not run."""
         own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
         return (own if own.is_measured or not other.is_measured else other).costs()
 
@@ -141,7 +141,7 @@ def stage_limit(memory_limit: float | None) -> float | None:
 def guessed_costs(
     layers: Sequence[nn.Module], rule: TableRule, gradient_dtype: Callable[[nn.Parameter], torch.dtype]
 ) -> list[LayerCost]:
-    """Return estimated costs of layers that have not run yet; only the copied bytes of large tables count."""
+    """Return estimated costs of layers that have not run yet; of large tables, only the copied bytes count."""
     costs = []
     for layer, contents in zip(layers, rule.mark(scan(layers)), strict=True):
         cost = analytic_cost(layer, gradient_dtype)
@@ -175,7 +175,7 @@ _NOT_MEASURED = contextlib.nullcontext()
 
 
 class Timer:
-    """Measures how long layers and copies take, for planning and for a timeline if there is one."""
+    """Measures the times of layers and copies, for planning and for an active :class:`Timeline`."""
 
     # with_events: whether work on an accelerator is also measured, by events in its streams, without a timeline
 
@@ -221,7 +221,7 @@ class Timer:
             self._timeline.add_parameters(uploaded, skipped)
 
     def finish(self) -> None:
-        """Record the times that accelerators measured, after they have finished, and drop the clocks."""
+        """Record the times measured by events of accelerators, after all work has finished, and drop the clocks."""
         for span, end in self._late:
             self._add(span, end)
         self._late.clear()

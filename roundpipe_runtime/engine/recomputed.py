@@ -1,7 +1,7 @@
 """Make a recomputation give the values of the first forward: with equal seeds, and with data that the layer saves.
 
 The seed of a layer call is derived from the state of torch's generator before the run, the layer, and the microbatch.
-The seed does not depend on the devices or on the order of the work, so the recomputation needs no saved state.
+The seed does not depend on devices or on the order of calls, so a recomputation needs no saved generator state.
 Generators of NumPy, Python and layers are reset by :mod:`.draws`.
 """
 
@@ -129,7 +129,7 @@ def _seeded(
     seed: int,
     place: CallDraws | None,
 ) -> tuple[T, set[int] | None]:
-    """Return ``call()`` and the keys of the generators that the call used.
+    """Return the result of ``call()`` and the keys of the random generators that the call used.
 
     The keys are ``None`` if the call has used a generator of Python or NumPy that was not among ``generators``.
     """
@@ -250,7 +250,7 @@ CURRENT = _Current()
 def save_for_recompute(*data: Any) -> None:
     """Save data in a layer's ``forward`` for the recomputation of the same call, at most once per layer call.
 
-    The function does nothing if there will be no recomputation: without gradients, and outside of a pipeline.
+    The function does nothing if no recomputation will follow: if gradients are disabled, or outside of a pipeline.
 
     Args:
         *data: any objects; tensors must not require gradients.

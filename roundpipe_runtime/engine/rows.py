@@ -65,7 +65,7 @@ _Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
 
 class CannotTryError(Exception):
-    """A check cannot run the layers on a few rows of a batch; the message gives the reason."""
+    """The layers do not run on a few rows of a batch, so a check is not possible; the message gives the reason."""
 
 
 @dataclasses.dataclass
@@ -394,7 +394,7 @@ def few_rows(
     config: RoundPipeRunConfig,
     split_again: Callable[[FlatBatch, RoundPipeRunConfig], RoundPipeRunConfig] = lambda few, config: config,
 ) -> Iterator[RowTrial]:
-    """Yield trials with a few rows of the batch each; yield none if these rows cannot be split into two parts."""
+    """Yield trials with a few rows of the batch each; yield nothing if the rows cannot be split in two."""
     # split_again: function that returns the settings for splitting a few rows into two parts. Default: those of the
     # batch.
     in_two = dataclasses.replace(config, num_microbatch=2)

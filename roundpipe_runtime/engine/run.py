@@ -94,7 +94,7 @@ class Run:
         }
 
     def start_backward(self, version: int, gradients: Iterator[torch.Tensor | None], sizes: Sequence[int]) -> None:
-        """Put the gradients of all outputs into the mailbox, after a check that no parameter has changed."""
+        """Pass the gradients of all outputs to the backward stages, after a check that no parameter has changed."""
         # version: version of the parameters that the backward reads; sizes: number of tensors in each output
         for contents in self.spec.contents:
             now = [self.store.source(parameter)._version for parameter in contents.parameters()]
@@ -203,7 +203,7 @@ class RunSpec:
         ]
 
     def stage_nbytes(self, stage: Stage) -> int:
-        """Return the bytes of a stage's parameters on its device, plus gradients if it runs a backward."""
+        """Return the bytes of a stage's parameters on a device, plus gradients if the stage runs a backward."""
         found = [self.nbytes[layer] for layer in stage.layers]
         sets = 0 if stage.kind == "forward" else stage.gradient_sets
         return sum(held + sets * gradients for held, gradients in found)
@@ -224,7 +224,7 @@ Copies: TypeAlias = list[tuple[torch.Tensor, Event] | None]
 
 @dataclasses.dataclass
 class Collected:
-    """The results of a run's stages until the commit; each entry is written by one stage only."""
+    """The results of a run's stages, stored until the commit; one stage writes each entry."""
 
     buffers: WrittenBuffers  # buffers that layers wrote
     outputs: dict[int, HostValue] = dataclasses.field(default_factory=dict)  # outputs of the last layer, by microbatch
@@ -274,7 +274,7 @@ class WrittenBuffers:
         self._trail.setdefault(layer, []).append(written)
 
     def before(self, layer: int, microbatch: int) -> Buffers:
-        """Return the values of a layer's buffers from before a microbatch, for its recomputation."""
+        """Return the values of a layer's buffers from before a microbatch, to recompute the microbatch."""
         trail = self._trail.get(layer)
         if not trail:
             return {}
@@ -327,7 +327,7 @@ class WrittenBuffers:
         return found
 
     def keep_start(self) -> None:
-        """Keep copies of the model's buffers before they are overwritten, for this run's recomputation."""
+        """Keep copies of the model's buffers before this run overwrites the buffers, for the recomputation."""
         for layer, written in self._final.items():
             for number in written:
                 self._at_start[layer, number] = self._contents[layer].buffers[number].tensor.clone()
@@ -380,7 +380,7 @@ def shared_views(outputs: Sequence[torch.Tensor], title: str) -> Shared:
 
 
 def passed_on(shared: Shared, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Shared:
-    """Return the entries of ``shared`` for inputs that a layer returns unchanged, by their index in the outputs."""
+    """Return the entries of ``shared`` for inputs that a layer returns unchanged, by index in the outputs."""
     numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
     taken = {place: numbers[id(tensor)] for place, tensor in enumerate(outputs) if id(tensor) in numbers}
     return {place: shared[number] for place, number in taken.items() if number in shared}

@@ -186,7 +186,7 @@ def read_model(model: nn.Module, layers: Iterable[nn.Module]) -> ModelReading:
 
 
 def changed_layers(before: Mapping[str, nn.Module], now: Mapping[str, nn.Module]) -> str | None:
-    """Return which layers were removed, added or moved, in words; ``None`` if they are the same.
+    """Return which layers were removed, added or moved, in words; ``None`` if the layers are unchanged.
 
     >>> one, other = nn.Tanh(), nn.ReLU()
     >>> changed_layers({"0": one, "1": other}, {"0": other}), changed_layers({"0": one}, {"0": one})

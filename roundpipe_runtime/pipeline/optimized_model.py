@@ -28,7 +28,7 @@ class OptimizedModel(EngineHandle):
         """Yield each parameter that the optimizer updates, once.
 
         Without ``optim_dtype``, the parameters of the model are yielded. With ``optim_dtype``, master weights are
-        yielded: copies of that dtype, which have the gradients.
+        yielded: copies of the parameters in ``optim_dtype``, which have the gradients.
         """
         for _, parameter in self.optim_named_parameters():
             yield parameter

@@ -340,7 +340,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             return self._rp_joined_instead(reason, lambda: joined(True))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that accumulates gradients on each rank, without exchanging them.
+        """Return a context manager that accumulates gradients on each rank, without exchange between ranks.
 
         The first ``forward_backward`` after the with block sends the accumulated gradients together with its own.
         """

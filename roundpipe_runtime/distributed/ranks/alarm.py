@@ -7,7 +7,7 @@ thread also checks that the processes on its machine exist, since a killed proce
 gloo waits for a process that a signal (SIGSTOP) has stopped until the timeout of the job. Therefore a watchdog thread
 kills stopped processes on its machine after ``Alarm.patience`` seconds. If a process on another machine sends no
 heartbeat for as many seconds, the watchdog closes all connections. The watchdog does not wait for the store, because
-the process that runs the store may be stopped too.
+the process that runs the store may also be stopped.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Alarm:
             self._hear(None)
 
     def _lose_store(self) -> None:
-        """Stop the current call if the process of the store has ended, as the kernel reports up to a second late."""
+        """Stop the current call if the process with the store has ended, which the kernel may report a second later."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._listener is not None and self._gone is None and time.monotonic() < deadline:
             if ended := self._ended():

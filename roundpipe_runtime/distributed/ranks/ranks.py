@@ -6,10 +6,10 @@ There are four gloo process groups, each used by one thread at a time, so that a
 
 ::
 
-    control    statements of ranks about a call, by the thread of the caller
-    data       gradients, by the thread that sums them, in parallel with the backward
-    weights    weights after a step, by the thread that publishes them, in parallel with the forward
-    step       norms, and whether a step succeeded, by the thread that runs the step
+    control    arguments, losses and errors of a call; used by the caller's thread
+    data       gradients; used by the thread that sums gradients, in parallel with the backward
+    weights    weights after an optimizer step; used by a background thread, in parallel with the next forward
+    step       gradient norms, and whether a step has succeeded; used by the thread that runs the optimizer step
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 ::
 
-    torchrun --max-restarts=3 ...    its store outlives the processes, and keeps the addresses of ended processes
-    join_job()                       the processes of one start agree on a prefix with no stored keys
+    torchrun --max-restarts=3 ...    the store outlives the processes, and still has the addresses of ended processes
+    join_job()                       running processes agree on a new prefix, under which the store has no keys
 
 After a restart, torchrun gives the new processes the old store, in which gloo would find the addresses of ended
 processes: https://github.com/pytorch/pytorch/issues/167288. The number of restarts cannot be the prefix of keys, since

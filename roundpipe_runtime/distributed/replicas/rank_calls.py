@@ -2,10 +2,10 @@
 
 ::
 
-    opening     rows of every group, the seed of rank 0, whether all ranks make the same call    one exchange
-    runs        one per own group; gradients of a layer are reduced as they arrive
-    verdict     losses and weights of all microbatches, or the error of a rank                one exchange
-    commit      loss and scale of the whole batch; sums into the targets; buffers of the first group
+    opening     ranks exchange the row counts of their groups and the seed of rank 0, and check that their calls agree
+    runs        each rank runs its groups; gradients of a layer are summed over all ranks as soon as they are complete
+    verdict     ranks exchange the losses and weights of their microbatches, or their errors
+    commit      ranks compute the loss of the batch, and write scaled gradient sums and the first group's buffers
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Opening:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """The message of a rank to all ranks after its part of a call: its losses, or its error."""
+    """The message of a rank to all ranks after its forward and backward: losses, or an error."""
 
     begun: int  # number of gradient exchanges that this rank has begun
     failure: str | None  # error of this rank
@@ -132,7 +132,7 @@ class GroupLosses(LossContract):
         return self._whole.weights[self._first : self._first + len(self.rows)]
 
     def gradient_scale(self) -> float:
-        """Return 1, since gradients are scaled only once, after they are summed over all groups."""
+        """Return 1, since gradients are scaled only after the sum over all groups."""
         return 1.0
 
 
@@ -222,7 +222,7 @@ class RankCalls(OneGroup[Engine]):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank in the with block; the next call after the block sends all of them."""
+        """Accumulate gradients on this rank in the with block; the next call after the block sends their sums."""
         before, self._is_deferred = self._is_deferred, True
         try:
             yield
@@ -248,7 +248,7 @@ class RankCalls(OneGroup[Engine]):
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Stop the call of the with block when another rank reports that it has failed."""
+        """Stop the call of the with block when another rank reports a failure."""
         # `open` increments the number only after it has cut the batch, which may take seconds. Errors of the previous
         # call that arrive meanwhile must be ignored.
         with self.news.listening(self._number + 1):
@@ -431,7 +431,7 @@ def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> Lo
 
 
 def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
-    """Return the microbatches of each group of rows, and an empty list for a group without rows."""
+    """Return the microbatches of each group of rows; a group without rows gets an empty list."""
     return [[] if all(microbatch.rows == 0 for microbatch in part) else part for part in parts]
 
 
@@ -441,7 +441,7 @@ def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
 def describe_call(
     contents: list[LayerContents], config: RoundPipeRunConfig, *, call: str, step: int, is_deferred: bool
 ) -> dict[str, object]:
-    """Return the facts about a call that :func:`ranks_disagree` compares between ranks."""
+    """Return the settings of a call that must be equal on all ranks, by a description for the error message."""
     trainable = [
         (layer.index, number)
         for layer in contents

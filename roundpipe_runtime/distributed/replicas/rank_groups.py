@@ -2,8 +2,8 @@
 
 ::
 
-    forward ... backward()     each rank runs its groups forward, alone; the caller's backward sums over all ranks
-    forward_backward_whole     forward of all groups | exchange of the loss's inputs | loss | backward
+    forward ... backward()     each rank runs its groups forward; `backward()` sums gradients over all ranks
+    forward_backward_whole     forward of all groups, exchange of the loss's inputs, loss of the whole batch, backward
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .rank_calls import Halfway, RankCall, RankCalls, loss_is_trained, with_rows
 
 
 class BatchLoss(Protocol):
-    """The interface of a loss that is computed once for the whole batch, since it is not a sum over microbatches."""
+    """The interface of a loss that is computed once for the whole batch, as the loss is not a sum over microbatches."""
 
     def state(self, group: Sequence[Any]) -> Any:
         """Return the data of a group's outputs that other ranks need for their loss: plain values and CPU tensors."""
@@ -205,7 +205,7 @@ class RankGroups(RankCalls):
 
 
 def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:
-    """Return the outputs of the microbatches of each group, and all of their tensors."""
+    """Return the outputs of the microbatches of each group, and a list of all tensors in the outputs."""
     # flows: whether the tensors require gradients where the tensors of the model do
     outputs, tensors = [], []
     for on_host in passes.outputs():

@@ -1,10 +1,10 @@
-"""Split a batch into groups, and sum their gradients layer by layer, in the same order for any number of ranks.
+"""Sum the gradients of a batch's groups of rows, layer by layer, in the same order for any number of ranks.
 
 ::
 
-    layer by layer, last first     the gradient of a group lands on the host of its rank
-    all_to_all                     each rank gets its rows of it from the ranks that ran groups of this turn
-    fold                           added in ascending order of the groups: turn after turn, in each rank after rank
+    layer by layer, last first     the gradients of a group arrive in the CPU memory of the rank that runs the group
+    all_to_all                     each rank gets the rows that it sums, from all ranks that have a group in this turn
+    fold                           each rank adds up its rows of the gradients in ascending order of the groups
 
 A turn exchanges one group of each rank. All ranks exchange turns and layers in the same order. A rank without a group
 in a turn sends nothing. A failed rank sends zeros until all ranks have stopped, so that no rank waits for another.
@@ -36,7 +36,7 @@ class Bucket:
 
 
 class ReductionPlan:
-    """The gradients that a call sums over all ranks, in order, and the dtype in which the ranks send them."""
+    """The order in which a call sums gradients over all ranks, and the dtype in which the ranks send gradients."""
 
     def __init__(
         self, contents: Sequence[LayerContents], store: RankStore, replicas: int, reduce_dtype: torch.dtype | None
@@ -78,7 +78,7 @@ class Reduction:
     # -- what the runs of groups give --------------------------------------------------------------------------------
 
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
-        """Accept the gradients of a layer in one group; each gradient is removed from the mapping when it is sent."""
+        """Accept the gradients of a layer in one group; gradients are removed from the mapping when they are sent."""
         with self._changed:
             # setdefault: an empty mapping for a layer must not replace gradients that have arrived
             self._landed.setdefault((turn, layer), gradients)

@@ -32,8 +32,8 @@ class ReplicaBatchSampler(Sampler[list[int]]):
     :func:`collate_with_empty`.
 
     Args:
-        batches: global batches, lists of row numbers, in the same order on all ranks: a ``BatchSampler``, or any
-            iterable that can be iterated again.
+        batches: lists of the row numbers of each global batch, equal on all ranks: a ``BatchSampler``, or any
+            iterable that can be iterated several times.
         model: pipeline with a mesh, from which ``replicas``, ``rank`` and ``size`` are read.
         replicas: number of groups.
         rank: rank of this process.
@@ -94,7 +94,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         return len(self.batches)  # type: ignore[arg-type] # TypeError without a length
 
     def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch number to the wrapped sampler, if that sampler accepts one."""
+        """Call ``set_epoch`` of ``batches`` or of the sampler in ``batches``, if there is such a method."""
         for drawn in (self.batches, getattr(self.batches, "sampler", None)):
             if callable(getattr(drawn, "set_epoch", None)):
                 drawn.set_epoch(epoch)  # type: ignore[union-attr] # it was looked up
@@ -117,7 +117,7 @@ def collate_with_empty(collate_fn: Callable[[list[Any]], Any], row: Any) -> Call
 
     Args:
         collate_fn: function that makes a batch of rows, ``torch.utils.data.default_collate`` for example.
-        row: any row, from which a batch without rows gets its shapes.
+        row: any row, which determines the shapes of a batch without rows.
 
     Returns:
         The function.

@@ -62,7 +62,7 @@ class PartsDevice(Protocol):
 
 
 class HostTable(torch.Tensor):
-    """A tensor without memory that stands for a large parameter; operations copy parts of the data to the device."""
+    """A tensor without memory that replaces a large parameter; operations copy rows or slices to the device."""
 
     access: TableAccess
 
@@ -117,7 +117,7 @@ def _is_about_form(func: Any) -> bool:
 
 
 class TableAccess:
-    """Copies parts of one large parameter (a table) to one device, and sums the parts' gradients on the host."""
+    """Copies rows or slices of one large parameter to one device, and sums their gradients on the host."""
 
     # source: values on the host, which do not change while a run reads them
     # new_sum: function that returns a gradient sum of zero
@@ -185,7 +185,7 @@ class TableAccess:
                 computed.append(torch.accelerator.current_stream(self.torch_device).record_event())
 
     def whole(self) -> nn.Parameter:
-        """Return a copy of the whole table on the device, for functions that cannot compute on parts of the table."""
+        """Return a copy of the whole table on the device, for functions that cannot compute on rows or slices."""
         if self._whole is None:
             self._copy = self._up_part(self.source)
             self._whole = nn.Parameter(self._copy, requires_grad=self.requires_grad)
@@ -199,14 +199,14 @@ class TableAccess:
     # -- download ----------------------------------------------------------------------------------------------------
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor) -> None:
-        """Add the gradient of the part of the table at ``place`` to the sum on the host, in the order of the calls."""
+        """Add the gradient of the table's rows ``place`` to the sum on the host, in the order of the calls."""
         # place: slice, or distinct row indices on the host
         copy, complete = self.device.copy_out(gradient, last=True, parameter=True)
         # On an accelerator one part is copied while the next one is computed.
         self.sum.add(place, copy, complete, waiting=0 if self.torch_device.type == "cpu" else 1)
 
     def pop_sum(self) -> HostSum | None:
-        """Return the sum of the gradients so far, and start a new sum; ``None`` if there were no gradients."""
+        """Return the sum of the added gradients, and start a new sum; ``None`` if no gradient was added."""
         if self._whole is not None and self._whole.grad is not None:
             gradient, self._whole.grad = self._whole.grad, None
             self.add(slice(None), gradient if gradient.layout == torch.strided else gradient.to_dense())
@@ -385,7 +385,7 @@ class LayerTables:
                     table.sum = found
 
     def pop_gradients(self, scale: float, dtype: Callable[[nn.Parameter], torch.dtype] | None) -> _Sums:
-        """Remove the gradient sums, and return each sum with the event after which it is complete."""
+        """Remove and return the gradient sums, each with an event after which the sum is complete."""
         # dtype: function that returns the dtype of a gradient on the host. Default: the dtype of the sum.
         gone: _Sums = {}
         for parameter, table in self._tables.items():
@@ -408,7 +408,7 @@ class LayerTables:
 
 
 class HostSum:
-    """The sum, in host memory, of gradients of parts of one parameter; :meth:`result` waits until it is complete."""
+    """The sum in CPU memory of the gradients of rows or slices of one parameter; :meth:`result` waits for the sum."""
 
     # form: shape and dtype of the sum
     # memory: function that returns host memory for the sum. Default: new memory.
@@ -436,7 +436,7 @@ class HostSum:
         return self._total
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
-        """Queue the gradient of a part, and add queued gradients to the sum until ``waiting`` of them are left."""
+        """Queue the gradient of the rows ``place``; add queued gradients to the sum until ``waiting`` are left."""
         # place: slice, or distinct row indices
         assert self.total is not None
         with self._lock:

@@ -30,10 +30,10 @@ class ParameterTraffic:
     """Bytes of parameters that a pipeline has copied to devices since the pipeline was created.
 
     Attributes:
-        uploaded: bytes that were copied.
+        uploaded: bytes of parameters that were copied.
         reused: bytes that were not copied, because the device still had the copy.
         kept: bytes of copies that stay on each device now, by device name.
-        skipped: bytes that were not copied, because no layer read them: experts without tokens.
+        skipped: bytes that were not copied, because no layer read them, such as experts without tokens.
 
     >>> before, after = ParameterTraffic(100, 0, {}), ParameterTraffic(130, 70, {"virtual:0": 70})
     >>> after.uploaded - before.uploaded, after.reused - before.reused
@@ -69,7 +69,7 @@ class _Copy:
 
 
 class KeptParameters:
-    """The copies of one model's parameters that stay on devices between stages and between steps."""
+    """The device copies of one model's parameters that later stages and steps reuse."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         # By device and parameter identity. A copy that is removed here is freed when no layer uses it any more.
@@ -96,7 +96,7 @@ class KeptParameters:
         version: int,
         nbytes: float,
     ) -> None:
-        """Choose the parameters whose copies stay on devices, and release all other and all outdated copies."""
+        """Choose the parameters whose copies stay on devices, and release all other copies, and outdated copies."""
         if nbytes <= 0:
             self._chosen = frozenset()
             self.drop()
@@ -126,7 +126,7 @@ class KeptParameters:
         version: int,
         copy: Callable[[torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, bool]:
-        """Return the copy of a parameter on a device, uploaded if missing, and whether the copy stays there."""
+        """Return the copy of a parameter on a device, uploaded if missing, and whether later stages reuse the copy."""
         key, copies = id(parameter), self._copies[device.name]
         here = copies.get(key)
         if here is not None:

@@ -193,7 +193,7 @@ class LayerOnDevice:
         return [*self._parameters.values(), *self._tables.leaves]
 
     def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        """Check that the layer wrote none of its parameter copies, by comparing them with the values on the host."""
+        """Raise an error if the layer wrote to a parameter copy, found by comparison with the values on the host."""
         copies = [
             (self._tables.whole_of(parameter) if parameter in self._tables else copy, parameter)
             for _, _, copy, parameter in self._places
@@ -255,7 +255,7 @@ class LayerOnDevice:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def take_gradients(self) -> None:
-        """Add the gradients of the last backward to the sums of this stage, in the order of the microbatches."""
+        """Add the gradients of the last backward to the layer's gradient sums, in the order of the microbatches."""
         if self._apart is not None:
             return
         # Autograd sums in the copy's `grad`, in the same order. Gradients of another sum's dtype are moved out of it.
@@ -267,7 +267,7 @@ class LayerOnDevice:
                 self._sums[key] = gradient.to(dtype) if total is None else total.add_(_addend(gradient, dtype))
 
     def keep_apart(self) -> None:
-        """Keep the gradients of each microbatch separate, for :meth:`pop_gradients`, instead of summing them."""
+        """Store the gradients of each microbatch for :meth:`pop_gradients`, instead of summing over microbatches."""
         if self._apart is None:
             self._apart = {key: [] for key, copy in self._parameters.items() if copy.requires_grad}
             wide = dict(self._wide)
@@ -288,7 +288,7 @@ class LayerOnDevice:
         return popped
 
     def add_gradients(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Add gradients that :meth:`pop_gradients` returned, here or on another device, to the sums."""
+        """Add results of :meth:`pop_gradients`, of this or another device, to the gradient sums."""
         # gradients: result of `pop_gradients`, on this device. Its tensors may be written.
         wide = dict(self._wide)
         with torch.no_grad():
@@ -360,7 +360,7 @@ class LayerOnDevice:
             self._buffers[number] = self.device.copy_in(value, ready)
 
     def download_buffers(self) -> Buffers:
-        """Return host copies of the buffers that the layer wrote since it was copied to the device."""
+        """Return host copies of the buffers that the layer has written on the device."""
         self._find_changed()
         return {number: self.device.copy_out(self._buffers[number]) for number in sorted(self._written)}
 
@@ -441,7 +441,7 @@ def setting_nothing_to_itself() -> contextlib.AbstractContextManager[None]:
 
 
 def forget_parametrized(module: nn.Module) -> None:
-    """Clear torch's cached parametrized values of a module, which were computed from other copies in another graph."""
+    """Clear torch's cached parametrized values of a module, which were computed from other copies of parameters."""
     # threads share torch's cache: while one thread is in `cached()`, cached values of other threads remain
     if cached := cached_parametrizations():
         own = set(map(id, module.modules()))

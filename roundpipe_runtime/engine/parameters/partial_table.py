@@ -41,7 +41,7 @@ def runs_of(rows: Iterable[int]) -> Runs:
 
 
 class PartialTable:
-    """Device memory for a parameter whose rows are copied when a layer reads them, and may stay for later runs."""
+    """Device memory for a parameter whose rows are copied when a layer reads the rows; later runs may reuse them."""
 
     # tensor: memory of the device
     # by_rows: whether rows are copied one by one; otherwise all of the parameter is copied or none of it
@@ -128,7 +128,7 @@ class TableReader:
         self.table.copy(set(range(self.rows)), self._source)
 
     def present_parts(self, tensor: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of views, one of ``tensor`` and one of ``source``, that cover the rows on the device."""
+        """Return pairs of views, of ``tensor`` and of ``source``, that cover the rows copied to the device."""
         if not self.by_rows:
             return [(tensor, source)] if self.table.present else []
         return [(tensor[start:stop], source[start:stop]) for start, stop in runs_of(self.table.present)]
@@ -174,7 +174,7 @@ Members: TypeAlias = list[nn.Parameter]
 
 @dataclasses.dataclass(frozen=True)
 class PartialPlan:
-    """The parameters that a run copies to devices only when a layer reads them, such as experts."""
+    """The parameters, such as experts, that a run copies to devices only when a layer reads the parameter."""
 
     # by parameter identity: whether its rows are read one by one, or all of it or nothing
     by_rows: Mapping[int, bool]

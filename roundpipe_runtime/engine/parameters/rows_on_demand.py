@@ -5,10 +5,10 @@ and each operation on the placeholder first copies rows to the device:
 
 ::
 
-    weight[expert]                          an index, a slice, a mask or a tensor of indices: those rows
-    torch.nn.functional.grouped_mm(...)     rows of groups that are not empty
-    weight.shape, weight.transpose(1, 2)    none; a view is a placeholder too
-    anything else                           all rows
+    weight[expert]                          copies the indexed rows: of an index, slice, mask or tensor of indices
+    torch.nn.functional.grouped_mm(...)     copies the rows of groups that are not empty
+    weight.shape, weight.transpose(1, 2)    copies no rows; a view is a placeholder too
+    any other operation                     copies all rows
 
 After the copy, the operation runs on the parameter on the device. Values and autograd graph are the same as without a
 placeholder.
@@ -236,7 +236,7 @@ class PartialLayer:
         return id(parameter) in self._tables
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
-        """Track the reads of a parameter that is copied on demand; for other parameters, copy the missing rows."""
+        """Record reads of a parameter that is copied on demand; copy the missing rows of a parameter that is not."""
         # copy: the tensor that layers compute with, which shares the memory of `uploaded`
         found = table_of(uploaded)
         if found is None:
@@ -281,7 +281,7 @@ class PartialLayer:
     def present_parts(
         self, parameter: nn.Parameter, copy: torch.Tensor, source: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of a part of the device copy and the same part of the host tensor, for the copied rows."""
+        """Return pairs of views, of the device copy and of the host tensor, that cover the copied rows."""
         return self._tables[id(parameter)][0].present_parts(copy, source)
 
     def gradient_runs(self, parameter: nn.Parameter, gradient: torch.Tensor) -> Runs | None:

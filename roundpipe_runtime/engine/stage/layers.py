@@ -57,7 +57,7 @@ class StageLayers:
         return self.here[layer]
 
     def upload_ready(self) -> None:
-        """Upload the next layers whose parameters are ready; the first microbatch uploads all other layers."""
+        """Upload the next layers whose parameters are ready; the first microbatch uploads the rest."""
         for layer in self.stage.layers[len(self.here) :]:
             # A layer whose update is still running would delay layers that are ready. The stage waits when it needs the
             # layer.
@@ -266,7 +266,7 @@ class LayerCall(CallState):
 
     @property
     def kept(self) -> tuple[Any, ...] | None:
-        """The data that the layer saved for its recomputation; ``None`` if a recomputation needs no data."""
+        """The data of ``save_for_recompute`` for the recomputation; ``None`` if a recomputation needs no data."""
         # A fused stage runs the backward of this very call, so the saved data is not needed again.
         return self.data if self.kind == "forward" else None
 
@@ -289,7 +289,7 @@ class LayerCall(CallState):
             )
 
     def attempt_with_all(self, *, as_leaves: bool) -> None:
-        """Call the layer; if the call fails, copy its missing parameters and call it again."""
+        """Call the layer; if the call fails, copy missing parameters to the device and call the layer again."""
         # non-Python code, such as kernels of extensions, may reject the placeholder of a parameter
         try:
             self.attempt(as_leaves=as_leaves)

@@ -6,9 +6,9 @@ stages, and the result is bitwise identical.
 
 ::
 
-    # forward stage     take the activations of a microbatch, call the layers, pass on their outputs
-    # fused stage       the same, then the loss, then the backward of the layers; no recomputation
-    # backward stage    take the saved input, call the layers again, take the gradients, run the layers' backward
+    # forward stage     get the activations of a microbatch, call the layers, pass the outputs to the next stage
+    # fused stage       get activations, call the layers, compute the loss, run the backward; no recomputation
+    # backward stage    get the saved inputs and the output gradients, recompute the layers, run their backward
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Visit:
         return results
 
     def _drop_graph(self, graph: LayerGraph) -> None:
-        """Release the graph of a layer call; a backward through a tensor that escaped the layer raises an error."""
+        """Release the autograd graph of a layer call; a backward through an escaped tensor then raises an error."""
         graph.exits.clear()
         if any(entry is not None for entry in graph.entries):
             watch_escaped(graph.entries, self.layers.here[graph.layer].title)
@@ -274,7 +274,7 @@ class Visit:
     def _look(
         self, resident: LayerOnDevice, microbatch: int, kind: CallKind, result: LayerCall, exits: Sequence[torch.Tensor]
     ) -> None:
-        """Check that a recomputation gives the same outputs, and that gradients end in inputs and own parameters."""
+        """Check that a recomputation gives equal outputs, and gradients end in inputs or parameters of the layer."""
         key = resident.contents.index, microbatch
         if kind != "forward":
             self._check_leaves(resident, result, exits)

@@ -1,4 +1,4 @@
-"""Export a module to a program or an ONNX file, and replay it next to the eager module."""
+"""Export a module to a program or an ONNX file, and compare the result with the eager module on test inputs."""
 
 from __future__ import annotations
 

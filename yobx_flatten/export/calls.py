@@ -1,4 +1,4 @@
-"""Export a module to an ONNX file or to a program, or take an existing program, and compare each with the module."""
+"""Export a module to an ONNX file or a ``torch.export`` program, and compare the outputs with the module's outputs."""
 
 from __future__ import annotations
 
@@ -62,24 +62,24 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
     adapters: Sequence[Adapter] = (),
     loop: bool = True,
 ) -> ExportedModel:
-    """Export a module to an ONNX file, and compare the file in onnxruntime with the module over several calls.
+    """Export a module to an ONNX file, and compare the file's outputs in onnxruntime with the module's outputs.
 
-    Inputs have the names that generation tools expect. The guide lists :ref:`each option <options-of-export-onnx>`.
+    The file's inputs have the names that generation tools expect. See :ref:`all options <options-of-export-onnx>`.
 
     Args:
-        module, args, kwargs: the module, in the mode to export, and example arguments; see :func:`export_program`.
-        path, keep_failed: the file to write when the replay has passed, and a folder for a file that failed the replay.
+        module, args, kwargs: the module in the mode (``eval()``) to export, and example arguments for ``forward``.
+        path, keep_failed: the file to write if its outputs are right, and a folder for a file with wrong outputs.
         dynamic_shapes, cases, steps, tolerance, proof, loop: see :func:`export_program`.
-        opset_version: version of ONNX's operators; ``None``, the default, for the newest that passes the replay.
+        opset_version: the ONNX opset; ``None``, the default, for the newest opset with right outputs.
         counter_input: whether a model with only sliding-window layers has the input ``past_key_values.length``;
             ``False`` by default.
-        quantize: ``"int8"``, ``"int4"`` or a :class:`.quantization.Quantization`; ``None``, the default, for none.
-        optimize: ``"onnxruntime"`` for onnxruntime's attention, which does not copy the cache; ``None`` by default.
-        translations: onnxscript functions for your own operators, by operator; none by default.
-        adapters: the LoRA adapters that :func:`export_folder` checks, see :class:`.room.Adapter`; none by default.
+        quantize: ``"int8"``, ``"int4"`` or a :class:`.quantization.Quantization`; no quantization by default.
+        optimize: ``"onnxruntime"`` for onnxruntime's attention, which does not copy the KV cache; ``None`` by default.
+        translations: a dict from your own operators to onnxscript functions that replace them; none by default.
+        adapters: LoRA adapters with which to check the file, see :class:`.adapters.Adapter`; none by default.
 
     Returns:
-        The program, the path and a report.
+        The exported program with the path of the ONNX file and the report of the comparison.
 
     Raises:
         InvalidArgumentError, NotRegisteredError, DynamicShapesError: when an argument is invalid.
@@ -147,31 +147,31 @@ def export_program(
     """Export a module with ``torch.export``, and compare the program's outputs with the module's outputs.
 
     Args:
-        module: the module, in the mode (``eval()``) it is to be exported in.
+        module: the module in the mode (``eval()``) to export.
         args: example positional arguments; none by default.
-        kwargs: example keyword arguments, with caches among them; none by default. For a Hugging Face model, sizes 0
-            and 1, which ``torch.export`` would fix, are replaced by larger sizes; the report lists them.
-        dynamic_shapes: as for ``torch.export.export``; ``"auto"`` chooses axes; ``None`` keeps every size fixed.
-        bounds: the largest sizes, such as ``{"batch": 4, "length": 512}``: the number of rows, and the number of tokens
-            in the cache; ``"new"`` limits the tokens of one call. ``to_executorch`` needs bounds; the program refuses
-            larger inputs.
+        kwargs: example keyword arguments, including caches; none by default. For a Hugging Face model, axes of size 0
+            or 1, which ``torch.export`` would fix, are enlarged, and the report lists these axes.
+        dynamic_shapes: as for ``torch.export.export``; ``"auto"`` chooses dynamic axes; ``None`` keeps all sizes fixed.
+        bounds: largest input sizes, such as ``{"batch": 4, "length": 512}``: the batch size, and the number of tokens
+            in the cache; ``"new"`` limits the tokens of one call. The program refuses larger inputs. ``to_executorch``
+            requires bounds.
         strict: as for ``torch.export.export``; ``False`` by default.
-        cases: additional test inputs; by default, for a transformers model, sizes around its window and padding,
-            and for any other module other sizes and values that the module accepts.
-        steps: calls per case, 3 by default; each call gets the cache that the previous call returned.
-        tolerance: largest absolute difference to the module's own outputs; by default 1e-4, and for weights in half
-            precision five times the rounding error of the model itself on that case.
-        proof: ``"full"`` replays the example and all cases; ``"standard"`` replays the same cases with a file, but not
-            with its program; ``"sample"`` replays the example and the largest case, two calls each; ``"none"`` replays
-            nothing, and the report states that nothing was checked. ``"auto"``, the default, is ``"full"`` for weights
+        cases: additional test inputs; by default, for a transformers model, inputs with padding and with lengths around
+            its sliding window, and for any other module inputs of other sizes and values that the module accepts.
+        steps: number of calls per test case, 3 by default; each call gets the cache that the previous call returned.
+        tolerance: largest absolute difference to the module's outputs; by default 1e-4, and for weights in half
+            precision five times the rounding error of the module, measured on the same test case.
+        proof: what is compared with the module: ``"full"`` compares program and file on all test cases; ``"standard"``
+            compares a file, but not its program; ``"sample"`` compares the example and the largest test case, two calls
+            each; ``"none"`` compares nothing, as the report states. ``"auto"``, the default, is ``"full"`` for weights
             of less than 100 MB, ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
-        loop: whether each call gets the cache of the previous call; ``True`` by default. With ``True``, the program
-            also returns the changes that ``forward`` makes to its arguments and does not return, such as an extended
-            cache, and calling the result changes the arguments in the same way. ``False`` for a module that is called
-            once, such as one that reads a cache to compute a score.
+        loop: whether each call gets the cache of the previous call; ``True`` by default. With ``loop=True``, the
+            program also returns changes that ``forward`` makes to its arguments without returning them, such as an
+            extended cache, and a call of the exported model changes the arguments in the same way. Pass ``loop=False``
+            for a module that is called once, such as a module that reads a cache to compute a score.
 
     Returns:
-        The program with a report. It can also be called outside ``register_flattening_functions``.
+        The exported program with the report of the comparison; usable outside ``register_flattening_functions``.
 
     Raises:
         InvalidArgumentError: when the module does not take these arguments, or another argument is invalid.
@@ -220,24 +220,24 @@ def prove_program(
     inside ``register_flattening_functions``, where every cache has this package's registration.
 
     Args:
-        program: what ``torch.export.export`` returned. Its example inputs are the first test case. Buffers that the
+        program: result of ``torch.export.export``, whose example inputs are the first test case. Buffers that the
             program writes to are replaced in the program by copies, so that the buffers of the module do not change.
         module: the module that the program was exported from, in the mode (``eval()``) of the export.
         cases: additional test inputs; by default, for a transformers model, the cases of
-            :func:`~yobx_flatten.export_program` whose sizes the program accepts. The report names other cases.
-        steps: number of calls per case, 3 by default; after the first call, each call gets the cache that the previous
-            call returned. A program with fixed sizes is called once.
+            :func:`~yobx_flatten.export_program` whose sizes the program accepts; the report names refused cases.
+        steps: number of calls per test case, 3 by default; each call gets the cache that the previous call returned. A
+            program with fixed sizes is called once per test case.
         tolerance: see :func:`~yobx_flatten.export_program`.
-        proof: what is replayed, see :func:`~yobx_flatten.export_program`; ``"auto"`` by default.
+        proof: which test cases are compared, see :func:`~yobx_flatten.export_program`; ``"auto"`` by default.
 
     Returns:
-        The program with a report. Its ``to_onnx``, ``to_openvino``, ``to_executorch`` and ``to_aotinductor`` write
-        files of runtimes from this program, without a new trace.
+        The program with the report of the comparison. The methods ``to_onnx``, ``to_openvino``, ``to_executorch`` and
+        ``to_aotinductor`` of the returned object write files for runtimes from the same program, without a new trace.
 
     Raises:
         InvalidArgumentError: when ``program`` is not a program, or has no example inputs.
-        SpecMismatchError: when the program was exported under another registration.
-        StaticDataError: when a dynamic size is part of the static data of an output.
+        SpecMismatchError: when inputs were registered with other flattening functions during the export.
+        StaticDataError: when the pytree context of an output contains a dynamic size.
         ReplayError: when a test case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
 
     >>> linear = torch.nn.Linear(3, 2)
@@ -266,7 +266,7 @@ def prove_program(
 
 
 def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
-    """Needs an open ``register_flattening_functions`` block."""
+    """Return the example inputs of a program; must be called inside a ``register_flattening_functions`` block."""
     if program.example_inputs is None:
         raise InvalidArgumentError(
             "This program has no example inputs to compare. Export again inside register_flattening_functions(...):\n"
@@ -316,7 +316,7 @@ _T = TypeVar("_T")
 
 
 def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, stated: DynamicShapes) -> _T:
-    """If torch fails, try again with fewer varying sizes; the report names the sizes that were fixed."""
+    """Export an example; if torch fails, try again with fewer dynamic sizes, and name the fixed sizes in the report."""
     # export: takes an example, and whether this function has fixed sizes of the example
     # stated: the dynamic shapes that the caller passed; sizes are fixed only if the caller passed "auto"
     module = example.module

@@ -1,4 +1,4 @@
-"""Build the example of an export: arguments by name, dynamic axes and their bounds, and cases with other sizes."""
+"""Prepare the inputs of an export: arguments by name, dynamic axes with bounds, and test cases with other sizes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _POSITIONS = ("max_position_embeddings", "max_target_positions")
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The largest batch size and numbers of tokens of an export; ``None`` for sizes without a bound."""
+    """The largest batch size and numbers of tokens that a program accepts; ``None`` for a size without a bound."""
 
     batch: int | None = None  # number of rows
     length: int | None = None  # number of tokens, in the cache and the mask
@@ -92,11 +92,11 @@ class Bounds:
                 )
 
     def on(self, inputs: PyTree, shapes: DynamicShapes) -> DynamicShapes:
-        """Return dynamic shapes in which every dynamic size has its bound."""
+        """Return the dynamic shapes with these bounds as the ``max`` of each ``Dim``."""
         return None if shapes is None else self._on(inputs, shapes, (), None)
 
     def check_program(self, inputs: PyTree, shapes: DynamicShapes, program: ExportedProgram) -> None:
-        """Refuse a program with a varying size whose value in the example is above its bound."""
+        """Raise an error if a dynamic size of the program is above its bound in the example inputs."""
         dims_of_leaves, values = shapes_of_leaves(inputs, shapes), traced_inputs(program)
         leaves = zip(leaf_names(inputs), leaves_of(inputs), dims_of_leaves, values, strict=True)
         for name, leaf, dims, value in leaves:
@@ -108,7 +108,7 @@ class Bounds:
                     raise _above(f"{name}.axis {axis}", leaf.shape[axis], most, meaning)
 
     def holds(self, inputs: PyTree, shapes: DynamicShapes, steps: int = 1) -> bool:
-        """Return whether the sizes of ``steps`` calls that extend the same cache stay within the bounds."""
+        """Return whether all input sizes stay within the bounds if ``steps`` calls extend the same cache."""
         leaves = list(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
         new = max((leaf.shape[1] for name, leaf in leaves if name in _NEW and leaf.dim() > 1), default=0)
         for (name, leaf), dims in zip(leaves, shapes_of_leaves(inputs, shapes), strict=True):
@@ -180,7 +180,7 @@ def _above(place: str, size: int, most: int, meaning: str) -> DynamicShapesError
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A module with the arguments that the module is exported with."""
+    """A module with the example arguments and dynamic shapes of its export."""
 
     module: torch.nn.Module
     args: tuple[Any, ...]  # positional arguments
@@ -209,7 +209,7 @@ class Example:
         return dict(zip(self.names, leaves_of(self.inputs), strict=True))
 
     def axes(self) -> Iterator[tuple[str, torch.Tensor, int, Any]]:
-        """Yield name, tensor, axis and dynamic shape of each axis of the inputs that is not stated to be fixed."""
+        """Yield the input name, tensor, axis and ``Dim`` of each input axis that ``dynamic_shapes`` does not fix."""
         entries = shapes_of_leaves(self.inputs, self.shapes)
         for name, leaf, dims in zip(self.names, leaves_of(self.inputs), entries, strict=True):
             for axis, dim in (dims or {}).items() if isinstance(leaf, torch.Tensor) else ():
@@ -259,7 +259,7 @@ def make_example(
     *,
     loop: bool = True,
 ) -> Example:
-    """Needs an open ``register_flattening_functions`` block."""
+    """Return the :class:`Example` of an export; must be called inside a ``register_flattening_functions`` block."""
     # shapes: dynamic shapes; `"auto"` writes them, `None` keeps every size fixed
     forward = forward_of(module)
     kwargs = named_for(forward, kwargs)  # the name of the cache depends on the version of transformers
@@ -293,7 +293,7 @@ def make_example(
 
 
 def resized(module: torch.nn.Module, kwargs: Mapping[str, Any], sizes: DecodeSizes, seed: int) -> dict[str, Any]:
-    """Make inputs of a Hugging Face model in other sizes, with a cache if the example has one."""
+    """Make inputs of a Hugging Face model with the given sizes, including a cache if ``kwargs`` contains a cache."""
     from ..huggingface.cases import decode_inputs
 
     like = {name: value for name, value in kwargs.items() if value is not None}
@@ -308,7 +308,7 @@ def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 def sizes_of(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache_is: str
 ) -> tuple[str, list[str]]:
-    """Return why inputs of other sizes cannot be made (``""`` if they can), and notes on the model's settings."""
+    """Return why inputs of other sizes are impossible (``""`` if possible), and notes on the model's settings."""
     if not options_in_use()["patch_transformers"]:
         return "there are positional arguments" if args else "transformers is not imported", []
     from ..huggingface.cases import ambiguous_without, why_not_resizable
@@ -321,7 +321,7 @@ def sizes_of(
 def _replaced(
     example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...], fixed: list[str], bounds: Bounds | None
 ) -> Example:
-    """Replace the inputs by inputs without sizes 0 and 1; if the model refuses them, ``why_not`` has the reason."""
+    """Return the example with inputs without sizes 0 and 1; if the model refuses these inputs, set ``why_not``."""
     from ..huggingface.cases import DecodeSizes
 
     module = example.module
@@ -450,7 +450,7 @@ def varying_axes(example: Example) -> set[Axis]:
 
 
 def rows_of(example: Example) -> set[tuple[str, int]]:
-    """Return the batch axis of each tensor: its first axis with the size of axis 0 of the first tensor."""
+    """Return the batch axis of each input tensor: the first axis that is as large as axis 0 of the first tensor."""
     tensors = {name: leaf for name, leaf in example.leaves.items() if isinstance(leaf, torch.Tensor) and leaf.ndim}
     rows = next((leaf.shape[0] for leaf in tensors.values()), None)
     return {(name, leaf.shape.index(rows)) for name, leaf in tensors.items() if rows in leaf.shape}

@@ -1,4 +1,4 @@
-"""An exported program that can be called, saved, and written for runtimes."""
+"""An exported program that can be called, saved, and converted to the files of runtimes such as OpenVINO."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def _kinds(value: Any) -> tuple[object, list[type]]:
 
 @dataclasses.dataclass
 class ExportedModel:
-    """An exported program with its report, which can be called outside of the ``with`` block that exported it.
+    """An exported program with its report; the program can be called outside ``register_flattening_functions``.
 
     Attributes:
         program: the ``torch.export.ExportedProgram``.
-        report: the record of the export and of every replay.
-        path: the ONNX file, ``None`` without one.
+        report: times and sizes of the export, and the results of all comparisons with the module.
+        path: the ONNX file; ``None`` if no ONNX file was written.
 
     >>> from yobx_flatten import export_program
     >>> exported = export_program(torch.nn.Linear(3, 2), (torch.zeros(4, 3),))
@@ -94,7 +94,7 @@ class ExportedModel:
             **kwargs: keyword arguments.
 
         Returns:
-            What the module returns. The call changes the given arguments, such as a cache, as the module does.
+            The same outputs as the module. The program changes its arguments, such as a cache, as the module does.
         """
         source = self._source
         about = self.program if source is None else source.example.module
@@ -117,8 +117,8 @@ class ExportedModel:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Store the program with ``torch.export.save``.
 
-        Load it with ``torch.export.load`` inside ``register_flattening_functions``; your own class must be
-        registered before that.
+        Load the file with ``torch.export.load`` inside ``register_flattening_functions``; register your own classes
+        before loading.
 
         Args:
             path: the file to write, usually with the suffix ``.pt2``. The file appears when it is complete.
@@ -137,10 +137,10 @@ class ExportedModel:
 
         Returns:
             A ``transformers.exporters.ExportedModel`` with this program as its only component, ``"model"``, and the
-            configuration of the model.
+            model's configuration.
 
         Raises:
-            InvalidArgumentError: when no export function made this object, or the program takes positional arguments.
+            InvalidArgumentError: when no export function made the program, or the program takes positional arguments.
             MissingDependencyError: when the installed transformers is older than 5.23.
         """
         example = source_of(self).example
@@ -174,9 +174,9 @@ class ExportedModel:
         """Write the program as an ONNX file, and check the file in onnxruntime on the test inputs of this export.
 
         Args:
-            path: the file to write, with the suffix ``.onnx``. The file is created only if the replay passes.
+            path: the file to write, with the suffix ``.onnx``. The file is created only if its outputs are right.
             opset_version: see :func:`export_onnx`.
-            quantize: see :func:`export_onnx`; ``None``, the default, stores all weights as they are.
+            quantize: see :func:`export_onnx`; ``None``, the default, does not quantize weights.
             optimize: see :func:`export_onnx`; ``None``, the default, uses standard ONNX operators.
             translations: see :func:`export_onnx`; none by default.
 
@@ -200,14 +200,14 @@ class ExportedModel:
         )
 
     def to_aotinductor(self, path: str | os.PathLike[str], *, cache: CacheForm = "in_place") -> ExportReport:
-        """Compile the program with AOTInductor for this machine, and check the result on this export's test inputs.
+        """Compile the program with AOTInductor for this machine, and check the package on this export's test inputs.
 
-        The file contains machine code, which runs when the file is loaded: load only files from authors you trust.
+        The package contains machine code, which runs when the package is loaded: load only packages that you trust.
 
         Args:
-            path: the file to write, with the suffix ``.pt2``. The file is created only if the replay passes.
-            cache: ``"in_place"``, the default, for code that writes keys and values into buffers, or, if the replay of
-                this code fails, for ``"returned"``: a package that takes and returns keys and values.
+            path: the file to write, with the suffix ``.pt2``. The file is created only if its outputs are right.
+            cache: ``"returned"`` for a package that takes and returns keys and values; ``"in_place"``, the default, for
+                a package that writes keys and values into buffers, or if its outputs are wrong, for ``"returned"``.
 
         Returns:
             The report: one result per test case.
@@ -230,27 +230,27 @@ class ExportedModel:
     ) -> ExportReport:
         """Lower the program to an ExecuTorch file, and check the file on the test inputs of this export.
 
-        ExecuTorch plans memory for the largest sizes, so every size that varies needs a bound: ``bounds=`` of the
+        ExecuTorch plans memory for the largest sizes, so every dynamic size needs an upper bound: ``bounds=`` of the
         export, or a ``Dim`` with ``max=`` in ``dynamic_shapes``.
 
         Args:
-            path: the file to write, with the suffix ``.pte``. The file is created only if the replay passes.
-            backend: ``"xnnpack"`` for the kernels of XNNPACK, for all operators that XNNPACK has; ``"portable"`` for
-                ExecuTorch's own kernels, which are slower. ``"auto"``, the default, is ``"xnnpack"`` if the replay
-                passes, else ``"portable"``: XNNPACK approximates GELU, with an error of 1e-3 in a small Gemma 3.
-            quantize: ``"int8"`` or ``"int4"`` to store the weights of linear layers in 8 or 4 bits with torchao. Only
-                XNNPACK has kernels for quantized weights, and they round activations to 8 bits. The error is measured
-                as by :func:`export_onnx`. ``None``, the default, does not quantize weights.
-            cache: ``"in_place"``, the default, for a file that writes keys and values into buffers of its caller, one
-                row per call, or, if that is impossible or the replay fails, for ``"returned"``: a file that takes and
-                returns keys and values, for all rows at once.
+            path: the file to write, with the suffix ``.pte``. The file is created only if its outputs are right.
+            backend: ``"xnnpack"`` for XNNPACK's kernels for all operators that XNNPACK has; ``"portable"`` for
+                ExecuTorch's slower kernels. ``"auto"``, the default, is ``"xnnpack"`` if its outputs are right, else
+                ``"portable"``, because XNNPACK approximates GELU, with an error of 1e-3 in a small Gemma 3.
+            quantize: ``"int8"`` or ``"int4"`` to store the weights of linear layers in 8 or 4 bits with torchao.
+                Kernels for quantized weights exist only in XNNPACK, and round activations to 8 bits. Errors are
+                measured as by :func:`export_onnx`. ``None``, the default, does not quantize weights.
+            cache: ``"returned"`` for a file that takes and returns keys and values, for all rows at once;
+                ``"in_place"``, the default, for a file that writes keys and values into buffers of its caller, one row
+                per call, or for ``"returned"`` if such a file is impossible or has wrong outputs.
 
         Returns:
-            The report: one result per test case, and the memory that is planned.
+            The report: one result per test case, and the memory that ExecuTorch plans for activations.
 
         Raises:
             InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
-            DynamicShapesError: when a size that varies has no bound.
+            DynamicShapesError: when a dynamic size has no upper bound.
             MissingDependencyError: when ExecuTorch is not installed, or does not fit the installed torch.
             NoRoomError: when disk or memory is too small.
             ReplayError: when a test case fails or differs by more than the export tolerance; nothing is written.
@@ -264,25 +264,25 @@ class ExportedModel:
         quantize: WeightBits | Quantization | None = None,
         cache: CacheForm = "in_place",
     ) -> ExportReport:
-        """Write the program as OpenVINO files, and check them in float32 on the test inputs of this export.
+        """Write the program as OpenVINO files, and check the files in float32 on the test inputs of this export.
 
-        OpenVINO itself computes in bfloat16 where the processor has it: compile the file with
-        ``{"INFERENCE_PRECISION_HINT": "f32"}``, as the replay does.
+        By default, OpenVINO computes in bfloat16 on processors that support bfloat16. For float32, compile the file
+        with ``{"INFERENCE_PRECISION_HINT": "f32"}``.
 
         Args:
-            path: the file to write, with the suffix ``.xml``; the weights get the suffix ``.bin``. Both files appear
-                when the replay has passed.
+            path: the file to write, with the suffix ``.xml``; the weights get the suffix ``.bin``. The two files are
+                created only if their outputs are right.
             quantize: ``"int8"`` or ``"int4"`` to store the weights in 8 or 4 bits with NNCF; :func:`export_onnx`
                 measures the error in the same way. ``None``, the default, does not quantize weights.
-            cache: ``"in_place"``, the default, for keys and values in the state of the model; ``"returned"`` for keys
-                and values as inputs and outputs, also if OpenVINO would copy the state or the replay fails.
+            cache: ``"returned"`` for keys and values as inputs and outputs; ``"in_place"``, the default, for OpenVINO
+                state variables, or for ``"returned"`` if OpenVINO would copy the state or the outputs are wrong.
 
         Returns:
             The report: one result per test case.
 
         Raises:
             InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
-            MissingDependencyError: when openvino, onnx, onnxscript, or NNCF for ``quantize``, is not installed.
+            MissingDependencyError: when openvino, onnx, onnxscript or (for ``quantize``) NNCF is not installed.
             NoRoomError: when disk or memory is too small.
             ReplayError: when a test case fails or differs by more than the export tolerance; nothing is written.
         """

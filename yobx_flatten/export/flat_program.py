@@ -1,6 +1,6 @@
-"""Convert a program to a program that takes and returns a flat list of tensors, without a new trace of the module.
+"""Convert an ``ExportedProgram``, without a new trace, to a program that takes and returns a flat list of tensors.
 
-Constants among the inputs and outputs (``None``, a fixed number) are part of the graph already.
+The flat list does not contain constant inputs and outputs (``None``, a fixed number).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MADE_BY = ("torch", "transformers")
 
 
 def flat_program(program: ExportedProgram) -> ExportedProgram:
-    """Return a program with the same graph whose inputs are all tensors. Needs ``register_flattening_functions``."""
+    """Return a program with a flat list of tensors as inputs; call it inside ``register_flattening_functions``."""
     module, signature = copy.deepcopy(program.graph_module), program.graph_signature
     inputs, outputs = [], []
     for entry, node in zip(signature.input_specs, module.graph.find_nodes(op="placeholder"), strict=True):
@@ -73,7 +73,7 @@ def changed_program(program: ExportedProgram, module: torch.fx.GraphModule, **pa
 
 
 def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> None:
-    """Make a graph write to copies of its inputs, since the inputs belong to the caller; a file returns the changes."""
+    """Make a graph write to copies of its inputs instead of the caller's tensors."""
     for node in module.graph.find_nodes(op="placeholder"):
         reached, written = {node}, False
         for user in module.graph.nodes:  # in order: views of views come after their base
@@ -140,7 +140,7 @@ _SAME_VALUES = ("view", "reshape", "alias", "detach", "contiguous", "clone", "sl
 
 
 def _rows(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, int]:
-    """Return the number of rows of the embedding table that an input indexes, by name of the input."""
+    """Return, for each input that indexes an embedding table, the number of rows of the table."""
     found: dict[str, int] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
         table, given = node.args[:2]
@@ -158,7 +158,7 @@ _SAME_AXES = ("to", "pad", "alias", "detach", "contiguous", "clone")
 
 
 def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[str, int], Size]:
-    """Return the size ``n`` of each input axis that the graph indexes with ``arange(n)``, by input and axis."""
+    """Return ``n`` for each input axis that the graph indexes with ``arange(n)``, by name of the input and axis."""
     # A mask is indexed with the row numbers of the tokens. With too few rows torch fails, but OpenVINO returns values.
     found: dict[tuple[str, int], Size] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
@@ -182,7 +182,7 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
 
 
 def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """Yield the nodes that a tensor was made of by operators that keep its axes; a concatenation has several."""
+    """Yield the nodes whose values a node copies, concatenates or converts without a change of the axes."""
     name = _name(node)
     if name != "cat" and name not in _SAME_AXES:
         yield node
@@ -198,7 +198,7 @@ def _name(node: torch.fx.Node) -> str:
 
 
 def _size(size: Any) -> Size:
-    """Return a size as a sum of multiples of other sizes; ``None`` for any other expression."""
+    """Return a symbolic size as a sum of multiples of symbols; ``None`` for any other expression."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     expression: Any = size.node.expr
@@ -236,7 +236,7 @@ _CASTS = {_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other
 
 
 def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram | None:
-    """Return the result of ``program.run_decompositions(table)``, without assertions and redundant copies."""
+    """Return the same as ``program.run_decompositions(table)``, but without assertions and redundant copies."""
     # returns: `None` for a program that has to be traced again as a whole, because it has branches, or writes to its
     # inputs or state
     try:
@@ -285,7 +285,7 @@ def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callabl
 
 
 def _stands_alone(node: torch.fx.Node) -> bool:
-    """Return whether a node depends only on its arguments, and writes to no tensor."""
+    """Return whether an fx node only depends on its arguments and does not write to a tensor."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op != "call_function":
@@ -303,7 +303,7 @@ def _converted(
     table: Mapping[Any, Callable[..., Any]],
     is_kept: Callable[[Any], bool],
 ) -> Any:
-    """Return the node of the new graph; ``None`` if the node cannot be converted alone."""
+    """Add a node to the new graph and return the added node; ``None`` if the node cannot be converted alone."""
     target = node.target
     if target in _CASTS:
         given, found = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr] # the tensor, a node

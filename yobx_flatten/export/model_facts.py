@@ -1,4 +1,4 @@
-"""Sizes and types of a module's weights, read once per export, and the memory of the machine."""
+"""Collect sizes and dtypes of a module's weights once per export; measure used and available memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _types(tensors: Iterator[torch.Tensor] | tuple[torch.Tensor, ...]) -> tuple[
 
 
 def weight_bytes(module: torch.nn.Module) -> int:
-    """Tied weights count once."""
+    """Return the size of all parameters and buffers in bytes; tied weights count once."""
     from ..private_names.of_torch import FakeTensor
 
     found = {}
@@ -68,7 +68,7 @@ def weight_bytes(module: torch.nn.Module) -> int:
 
 
 def peak_memory() -> int:
-    """In bytes, of this process."""
+    """Return the peak memory of this process in bytes."""
     if sys.platform == "win32":
         import psutil
 
@@ -80,7 +80,7 @@ def peak_memory() -> int:
 
 
 def memory_available() -> int:
-    """In bytes, within the limits of containers."""
+    """Return the available memory in bytes, within the memory limit of a container."""
     import psutil
 
     available = int(psutil.virtual_memory().available)

@@ -1,4 +1,4 @@
-"""The options of quantization, the calls that measure a quantized file, and the choice of the bits of each matrix."""
+"""Define quantization options, measure the outputs of a quantized file, and choose the bits of each weight matrix."""
 
 from __future__ import annotations
 
@@ -60,24 +60,24 @@ class Quantization:
     Attributes:
         weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are integers times
             scales already, such as the weights of a GGUF file, are not rounded again if their integers have at most as
-            many bits. ``"keep"`` stores only such weights as integers, and all others unchanged.
+            many bits. ``"keep"`` stores only weights that are integers times scales as integers.
         block_size: number of weights that share a scale and a zero point: 16, 32 (the default), 64, 128 or 256. With
             larger blocks the file is smaller and faster, and differs more from the model. ExecuTorch has no blocks of
             16; OpenVINO and ExecuTorch store int8 with one scale for each output.
         perplexity_ratio: largest ratio of the file's perplexity to the model's perplexity; ``None``, the default, for
             1.01 with int8 and 1.1 with int4.
-        tokens: a text for the perplexity, int64 of shape (texts, length), without padding. ``None``, the default, for
-            the text that the model itself would write, see :class:`.quality.Quality`.
+        tokens: a text for the perplexity, int64 of shape (texts, length), without padding. ``None``, the default,
+            estimates the perplexity for text that the model would generate, see :class:`.quality.Quality`.
         calibration: a text, int64 of shape (texts, length), without padding, for rounding with error feedback (GPTQ):
             each weight compensates the rounding errors of earlier weights whose inputs are correlated in this text.
-            ``None``, the default, for ``tokens``; without both texts, weights are rounded to nearest.
+            ``None``, the default, uses ``tokens`` for calibration; without any text, weights are rounded to nearest.
         activations: precision of the activations that are multiplied with quantized weights. ``"int8"`` quantizes the
             activations in blocks. ``"split"`` quantizes small values, and multiplies large values separately, in float
             or in a second 8-bit part. ``"float"`` does not quantize activations, and a token takes up to twice as long.
             ``"token"``, for int8 and float32 weights, has one scale for each token and one for each output of a matrix,
-            which is the fastest for encoders. ``"auto"``, the default, is ``"int8"``, unless the error of a language
-            model would then be larger than the error from its weights; then ``"split"`` if that is accurate enough,
-            else ``"float"``. For an encoder with a ``calibration`` text, it is ``"token"`` if that is accurate enough.
+            which is the fastest for encoders. ``"auto"``, the default, chooses ``"int8"`` unless it adds more error to
+            a language model than quantized weights do; otherwise ``"split"`` if accurate enough, else ``"float"``. For
+            an encoder with a ``calibration`` text, ``"auto"`` chooses ``"token"`` if accurate enough.
 
     Raises:
         InvalidArgumentError: when an argument has no allowed value.
@@ -139,7 +139,7 @@ class Quantization:
 
     @property
     def may_be_by_token(self) -> bool:
-        """Whether activations may be quantized with one scale per token, if that is accurate enough."""
+        """Whether ``activations="auto"`` may choose one scale per token, as for int8 with a ``calibration`` text."""
         is_open = self.activations == "auto" and self.weights == "int8" and self.block_size == _BLOCK
         return is_open and self.tokens is None and self.calibration is not None
 
@@ -243,7 +243,7 @@ def nothing_kept(module: str) -> InvalidArgumentError:
 
 
 def remark_of_kept(counts: Mapping[int, int]) -> str:
-    """Return a note on how many weights are stored as their original integers, by the bits of these integers."""
+    """Return a note on the numbers of weights, by bits, that are stored as the integers of the checkpoint."""
     listed = " and ".join(f"{count / 1e6:.3g} million in {bits} bits" for bits, count in sorted(counts.items()))
     return f"already integers with scales, stored without rounding again: {listed}."
 
@@ -277,7 +277,7 @@ logger = logging.getLogger("yobx_flatten")
 def measure(
     runner: Runner, quantization: Quantization, source: Source, *, block_size: int, known: list[Texts] | None = None
 ) -> Quality:
-    """Return how much a file differs from the module. Needs ``register_flattening_functions``."""
+    """Return the quality of a quantized file compared with the module, inside ``register_flattening_functions``."""
     # known: losses and logits of the model on the text; the first call fills the list, so that later calls reuse it
     example, written, distance = source.example, source.traced.written, Distance()
     side = ByName(runner, example.names)
@@ -301,7 +301,7 @@ def measure(
 def read_by_model(
     module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor, written: Collection[str] = ()
 ) -> list[Texts]:
-    """Return losses and scores of the model on a text, read in calls with as many rows as the example ``kwargs``."""
+    """Return the model's losses and logits on a text; calls have the batch size of the example ``kwargs``."""
     found: list[Texts] = []
     kept, texts = 0, tokens.split(len(kwargs["input_ids"]))
     for case, read in zip(text_cases(module, kwargs, tokens), texts, strict=True):
@@ -316,7 +316,7 @@ def read_by_model(
 def from_the_start(
     feeds: Mapping[str, torch.Tensor], slots: Sequence[CacheSlot], tokens: torch.Tensor
 ) -> dict[str, torch.Tensor] | None:
-    """Return the inputs of one call with all tokens; ``None`` if the file has other inputs than tokens, mask, cache."""
+    """Return inputs of one call with all tokens and an empty cache; ``None`` if the file has further inputs."""
     # feeds: inputs by name, with the first token in the cache
     if not slots and "input_ids" in feeds and feeds["input_ids"].shape == tokens.shape:  # an encoder reads all at once
         return dict(feeds)
@@ -343,7 +343,7 @@ def from_the_start(
 
 
 def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch.Tensor | None) -> torch.Tensor:
-    """Return a file's logits for all tokens of a text except the first, which the file also reads if it can."""
+    """Return a file's logits for all tokens of a text but the first, which is in the cache or in the same call."""
     # feeds: inputs by name, with the first token in the cache
     given = {name: feeds[name] for name in runner.ports}
     whole = None
@@ -364,14 +364,14 @@ _READ = {"input_ids", "attention_mask", "token_type_ids"}
 
 
 def reads_once(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether inputs are tokens that are read in one call without a cache."""
+    """Return whether example inputs are those of an encoder: tokens that are read in one call, and no cache."""
     return "input_ids" in kwargs and set(kwargs) <= _READ and cache_of(kwargs) is None
 
 
 def rounding_calls(
     example: Example, quantization: Quantization, at_most: tuple[int | None, int | None] = (None, None)
 ) -> tuple[Sequence[Case], torch.Tensor] | None:
-    """Return model calls that read a calibration text, and its tokens (texts, length); ``None`` without a text."""
+    """Return model calls that read a calibration text, and the tokens (texts, length); ``None`` without a text."""
     # at_most: the largest number of texts, and of tokens of each text; `None` for all
     tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
     if tokens is None:
@@ -387,7 +387,7 @@ def rounding_calls(
 
 
 def text_cases(module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor) -> list[Case]:
-    """Return calls that read a text: the first token of the text is in the cache, and all others are new."""
+    """Return calls that read a text: the first token is in the cache, and all other tokens are ``input_ids``."""
     # kwargs: the example inputs; each call has as many rows
     decoder = module if isinstance(module, SlidingDecoder) else None
     like = None if decoder else kwargs
@@ -437,7 +437,7 @@ class Budget:
         self._roles, self._first, self._measure = roles, bits, measure
 
     def find(self) -> tuple[Bits, Quality]:
-        """Return the first choice of bits within the allowed ratio, else the last choice, and its measurement."""
+        """Return the bits of each role, raised until the perplexity ratio is allowed if possible, and the quality."""
         bits, width = self.first(self._roles, self._first), self._first
         quality = self._measure(bits)
         wide = bits | self._wide_heads(self._roles, width)
@@ -462,7 +462,7 @@ class Budget:
 
     @classmethod
     def first(cls, roles: Mapping[str, Role], bits: int) -> dict[str, int]:
-        """Return the bits of each role to measure first: more for the LM head if this makes all matrices exact."""
+        """Return the bits to measure first; the LM head gets more bits if no weight is then rounded."""
         found = dict.fromkeys(roles, bits)
         wide = found | cls._wide_heads(roles, bits)
         return wide if cls.is_exact(wide, roles) else found
@@ -474,21 +474,21 @@ class Budget:
 
     @staticmethod
     def is_exact(bits: Bits, roles: Mapping[str, Role]) -> bool:
-        """Return whether every matrix consists of integers of at most these bits, so that no weight is rounded."""
+        """Return whether no weight is rounded, because every matrix consists of integers of at most ``bits`` bits."""
         return all(role.exact <= bits[name] <= 8 for name, role in roles.items())
 
     @staticmethod
     def _is_enough(quality: Quality, width: int) -> bool:
-        """Return whether a measurement is within the ratio; at 4 bits, also on text that the model generates."""
+        """Return whether the perplexity ratio is allowed; for 4 bits, the divergence on the text must be small too."""
         return quality.is_close if width == 4 else quality.ok
 
     def _full(self, bits: Bits) -> float:
-        """Return the share of weights that stay in float."""
+        """Return the share of all weights that are not quantized."""
         sizes = {name: role.size for name, role in self._roles.items()}
         return sum(size for name, size in sizes.items() if bits[name] == 32) / sum(sizes.values())
 
     def _order(self, bits: Bits, wider: int, before: float) -> Iterator[str]:
-        """Yield the head first, then the other roles, those with the largest improvement per byte first."""
+        """Yield roles to widen: first the LM head, then by falling improvement of the quality per weight."""
         lossy = [role for role in self._roles.values() if role.exact > bits[role.name]]
         rest = [role for role in lossy if not role.is_last]
         yield from (role.name for role in lossy if role.is_last)

@@ -1,4 +1,4 @@
-"""Check a program on test cases; the files of all runtimes are written from the result, a ``Source``.
+"""Check a program on test cases, and return a ``Source``, from which the files of all runtimes are written.
 
 .. code-block:: text
 
@@ -130,7 +130,7 @@ def prove(
     only_fitting: bool = False,
     runs: bool = True,
 ) -> Source:
-    """Needs an open ``register_flattening_functions`` block."""
+    """Compare a program with the module and return a :class:`Source`, inside ``register_flattening_functions``."""
     # only_fitting: whether generated cases whose sizes the program refuses are left out
     # runs: whether the program is replayed, in addition to a file
     report.runs = example.runs
@@ -174,13 +174,13 @@ def prove(
 def replay_cases(
     sides: Sequence[Side], example: Example, traced: Traced, cases: Sequence[Case], report: ExportReport
 ) -> None:
-    """Needs an open ``register_flattening_functions`` block."""
+    """Add the results of test cases to the report, inside an open ``register_flattening_functions`` block."""
     for case, side in itertools.product(cases, sides):
         _add(_result(side, example, traced, case, report, is_varied=False), report)
 
 
 def _add(found: CaseResult, report: ExportReport) -> None:
-    """Add a result to the report: as a case, or as a note if only infinite inputs cause the difference."""
+    """Add the result of a test case to the report; differences for infinite inputs are only a note."""
     if found.case != INFINITIES or found.within(report.tolerance):
         report.cases.append(found)
         return
@@ -226,7 +226,7 @@ def replay_file(
     report: ExportReport,
     why_not: Callable[[FlattenError], str] = first_line,
 ) -> None:
-    """Load a file and run the test cases with it; if the file cannot be loaded, one result contains the error."""
+    """Load a file and run the test cases with the file; if loading fails, add one result with the error."""
     # why_not: returns the text for the report if `load` raises an error
     if not source.cases:
         return
@@ -282,7 +282,7 @@ def left_out(count: int) -> list[str]:
 
 
 def shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
-    """Return the sizes of every input leaf, symbols for dynamic sizes; ``()`` for a leaf that is not a tensor."""
+    """Return the shape of each program input, with symbols for dynamic sizes; ``()`` for an input that is no tensor."""
     return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in traced_inputs(program)]
 
 

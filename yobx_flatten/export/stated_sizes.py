@@ -1,4 +1,4 @@
-"""Assert in the trace the relations between sizes that the caller stated, so that programs and files check them.
+"""Assert the relations between sizes from ``dynamic_shapes`` in the trace, so that programs and files check them.
 
 .. code-block:: text
 
@@ -36,7 +36,7 @@ Relation = tuple[Expression, Mapping[str, Place]]
 
 
 def names_of(rows: Sequence[tuple[str, Any, Any]], stated: Stated) -> dict[tuple[str, int], str]:
-    """Different variables with one name get different names."""
+    """Return the names of dynamic axes; different size variables with the same name get different names."""
     # rows: the name, the value and the entry of each leaf of the inputs
     found: dict[tuple[str, int], str] = {}
     sizes: dict[str, tuple[str, int]] = {}
@@ -199,7 +199,7 @@ def relations_in_program(program: ExportedProgram, sizes: Collection[str]) -> tu
 
 
 def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
-    """Yield comparisons that all hold if an expression holds; an *or* becomes one equation."""
+    """Split an expression into comparisons that must all hold; an *or* becomes one equation."""
     kind = type(expression).__name__
     if kind == "And":
         for part in expression.args:
@@ -228,7 +228,7 @@ def _violation(expression: sympy.Basic) -> sympy.Expr:
 
 
 def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
-    """Return sizes that the trace fixed without an assertion in the program."""
+    """Return the input sizes that the trace fixed although the program contains no assertion of the sizes."""
     # torch cannot write a comparison with a rounded number into a graph, and silently leaves the comparison out: for
     # `int(x.shape[1] * 0.5)` the program has the value of its example, but accepts all other sizes
     environment, sizes = environment_of(program), _sizes(program)
@@ -267,7 +267,7 @@ def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
 
 
 def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
-    """Return upper bounds of sizes, above which the model's code takes another branch."""
+    """Return upper bounds of dynamic input sizes; above a bound, the model's code may take another branch."""
     ranges = {place: program.range_constraints.get(size.node.expr) for place, size in _sizes(program).items()}
     return {
         place: int(known.upper)
@@ -294,7 +294,7 @@ def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
 
 
 def environment_of(program: ExportedProgram) -> Any:
-    """Return the ``ShapeEnv``; ``None`` if all sizes are fixed."""
+    """Return the ``ShapeEnv`` of a program; ``None`` if all input sizes are fixed."""
     values = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
     sizes = (size for value in values for size in getattr(value, "shape", (value,)))
     return next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
@@ -308,7 +308,7 @@ def _in_graph(program: ExportedProgram) -> Iterator[Any]:
 
 
 def as_expression(expression: sympy.Basic) -> Expression | None:
-    """Return a sympy expression as data; ``None`` if an operator of the expression is not supported.
+    """Return a sympy expression as nested tuples; ``None`` if an operator of the expression is not supported.
 
     >>> import sympy
     >>> as_expression(sympy.Eq(sympy.Symbol("a") + 2, sympy.Symbol("b")))

@@ -1,4 +1,4 @@
-"""Trace an example to a program with named inputs and outputs, and record the state that the program writes to."""
+"""Trace a module to a program with named inputs and outputs, and record the state that the program writes to."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Traced:
 
     @property
     def presents(self) -> dict[str, str]:
-        """The output that becomes a cache input of the next call, by name of this input."""
+        """Names of outputs that become cache inputs of the next call, by name of the cache input."""
         pairs = {name: present_of(name) for name in self.input_names}
         return {name: present for name, present in pairs.items() if present in self.output_names}
 
@@ -131,7 +131,7 @@ class Traced:
 
 
 def trace(example: Example, *, strict: bool = False) -> Traced:
-    """Needs an open ``register_flattening_functions`` block."""
+    """Trace an example to a program, inside an open ``register_flattening_functions`` block."""
     logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
     program, left = _traced(example, strict)
     unasserted = _unasserted(program, example.names)
@@ -158,7 +158,7 @@ def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[st
 
 
 def _largest(program: ExportedProgram, example: Example) -> dict[tuple[str, int], int]:
-    """Return upper bounds of sizes by input and axis, except bounds from dynamic shapes, embeddings and buffers."""
+    """Return upper bounds of input sizes that do not come from dynamic shapes, embeddings or buffers, by input axis."""
     # a model itself refuses positions that its table lacks
     tables = [owner for owner in example.module.modules() if isinstance(owner, torch.nn.Embedding)]
     stated = {getattr(leaf, "max", None) for leaf in pytree.tree_leaves(example.shapes)}
@@ -209,7 +209,7 @@ _OF_RECURRENT_LAYERS = r"The tensor attributes (self\.[\w.]*_flat_weights\[\d+\]
 
 
 def described(program: ExportedProgram, example: Example, left: Left | None = None) -> Traced:
-    """Name the inputs and outputs of a program, and replace the state that the program writes to by copies."""
+    """Name inputs and outputs of a program, and copy buffers and parameters that the program writes to."""
     module, signature = example.module, with_relative_origins(program).graph_signature
     for spec in program.call_spec:
         for cls, place, size in [] if spec is None else _sizes(spec):
@@ -249,7 +249,7 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
 
 @contextlib.contextmanager
 def calm() -> Iterator[None]:
-    """In a ``with`` block, hide torch's log of failed calls, which this package reports as an error or a note."""
+    """Hide torch's log of failed calls in a ``with`` block; this package reports failed calls as errors or notes."""
     unwanted = {
         "torch.fx.experimental.symbolic_shapes": "Unable to find user code corresponding to",
         "torch._subclasses.fake_tensor": "failed while attempting to run meta for",
@@ -261,7 +261,7 @@ def calm() -> Iterator[None]:
 
 
 class _WithoutGraphs(io.TextIOBase):
-    """A stream that drops the graph of a failed trace, which torch prints."""
+    """An output stream that drops the graph of a failed trace, which torch would print."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._dropped = stream, False
@@ -278,7 +278,7 @@ class _WithoutGraphs(io.TextIOBase):
 
 
 def fill(program: ExportedProgram, readers: Mapping[str, Reader]) -> None:
-    """Load, in place, the weights of a program that its module loads only when a layer is called."""
+    """Load into a program the weights that the module loads only when a layer is called (offloaded weights)."""
     read: dict[tuple[int, torch.Size], torch.nn.Parameter] = {}
     for name in program.state_dict.keys() & readers.keys():
         tensor = readers[name]()
@@ -316,7 +316,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
 
 
 def _in_graph(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of the leaves that are inputs or outputs of the graph, and the constant leaves by name."""
+    """Return the names of inputs or outputs that the graph has as nodes, and the values of constant ones by name."""
     if len(names) != len(arguments):
         raise FlattenError(f"The program's signature has {len(arguments)} entries for {len(names)} leaves: {names}.")
     rows = list(zip(names, arguments, strict=True))
@@ -326,7 +326,7 @@ def _in_graph(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[str]
 
 @contextlib.contextmanager
 def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
-    """In a ``with`` block, use placeholders for the weights of a module that a trace cannot use directly."""
+    """Replace, in a ``with`` block, weights that a trace cannot use (such as meta tensors) by placeholders."""
     # leaves: leaves of the inputs; if they are on `meta`, weights on `meta` are not replaced
     devices = [leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = next((one for one in devices if one.type != "meta"), None if devices else torch.device("cpu"))
@@ -352,7 +352,7 @@ def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
 
 
 def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device | None) -> torch.Tensor | None:
-    """Return the tensor to use in the trace; ``None`` to keep the original."""
+    """Return the tensor that replaces a weight in the trace; ``None`` if the trace can use the weight."""
     # device: the device of the inputs; `None` if the inputs are on `meta`
     learns, kind = tensor.requires_grad, type(tensor)
     # a torchao tensor of integers can be dequantized unless activations are quantized too
@@ -398,7 +398,7 @@ def _relative(name: str) -> str:
 
 
 class _OfSizes(type):
-    """Metaclass of a stand-in for ``int`` that returns a symbolic size unchanged."""
+    """Metaclass of a replacement for ``int`` that returns a ``SymInt`` unchanged."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.SymInt):
@@ -424,7 +424,7 @@ class _Int(builtins.int, metaclass=_OfSizes):
 
 @contextlib.contextmanager
 def kept_sizes(module: torch.nn.Module) -> Iterator[None]:
-    """In a ``with`` block, let ``int(size)`` in the code of the module keep a dynamic size dynamic in a trace."""
+    """Make ``int(size)`` in the module's code keep dynamic sizes dynamic in a trace inside the ``with`` block."""
     # Python's `int` would return the size of the example, so the Python modules of the classes get their own `int`
     with contextlib.ExitStack() as stack:
         for name in sorted({type(owner).__module__ for owner in module.modules()}):
@@ -460,7 +460,7 @@ def _within(value: object, place: str) -> Iterator[tuple[str, Any]]:
 
 
 def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the numbers, texts and enums that objects of registered classes among the inputs hold as static data."""
+    """Yield numbers, strings and enums that are static data (not children) of registered objects in the inputs."""
     node = None if is_cache(tree) else node_of(tree)  # the static data of a cache is the configuration of its layers
     if node is None:
         return
@@ -484,7 +484,7 @@ def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object
 
 
 def write_single_values(program: ExportedProgram) -> None:
-    """Replace, in place, each symbolic size that has only one possible value. The program still checks the size."""
+    """Replace, in place, each symbolic size that has only one possible value; keep the program's check of the size."""
     single = {symbol: known.lower for symbol, known in program.range_constraints.items() if known.lower == known.upper}
     environment = environment_of(program) if single else None
     if environment is None:

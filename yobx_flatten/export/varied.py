@@ -1,4 +1,4 @@
-"""Make test cases with other sizes and values, for any module, and call the module to find what it accepts.
+"""Make test cases with other sizes and values for any module, by calling the module to find accepted inputs.
 
 .. code-block:: text
 
@@ -56,7 +56,7 @@ _SECONDS = (0.3, 1.0)
 def varied_cases(
     example: Example, traced: Traced, *, only_largest: bool = False, magnitudes: bool = True
 ) -> tuple[list[Case], list[str]]:
-    """Needs an open ``register_flattening_functions`` block."""
+    """Make test cases of other sizes and values, inside an open ``register_flattening_functions`` block."""
     # returns: the cases, and notes on inputs that the module refused
     # only_largest: whether to make only the first case
     # magnitudes: whether values may be larger than the example's, which increases rounding errors
@@ -78,7 +78,7 @@ def tensors_of(example: Example, signature: Signature) -> dict[str, torch.Tensor
 
 
 def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, int]) -> dict[str, torch.Tensor] | None:
-    """Repeat or truncate the data of an example's inputs; ``None`` if these sizes are impossible."""
+    """Return the example inputs, repeated or truncated to the given sizes; ``None`` if the sizes are impossible."""
     wanted = {name: found for name, _, found in signature.inputs}
     made: dict[str, torch.Tensor] = {}
     for name, leaf in tensors_of(example, signature).items():
@@ -98,7 +98,7 @@ def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, i
 
 
 def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Needs an open ``register_flattening_functions`` block."""
+    """Return the example arguments with tensors replaced by ``made``, inside ``register_flattening_functions``."""
     own = example.leaves
     by_id = {id(own[name]): tensor for name, tensor in made.items()}
 
@@ -136,7 +136,7 @@ def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: fl
 
 
 def _moved(leaf: PyTree, *, number: int, chooses: bool) -> PyTree:
-    """Return an input with changed last digits, and with tiny numbers for zeros if the module chooses among equals."""
+    """Change the last digits of an input; replace zeros by tiny numbers if the module sorts or selects by value."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or not leaf.numel():
         return leaf
     digit = 4 * torch.finfo(leaf.dtype).eps
@@ -158,7 +158,7 @@ def _largest(leaf: object) -> float:
 
 
 def _range_of(leaf: object, difference: float) -> float:
-    """Return the allowed difference of an output; for indices and counts that differ, the range of their values."""
+    """Return the allowed difference of an output; for integer outputs that differ, the range of the values."""
     if difference and isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and not leaf.is_complex():
         return max(difference, float(leaf.max() - leaf.min()) if leaf.dtype != torch.bool else 1.0)
     return difference
@@ -201,7 +201,7 @@ class _Maker:
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def _resized(self) -> tuple[Case | None, _Leaves, list[str]]:
-        """Return a case with other sizes and signs, the inputs in these sizes, and remarks."""
+        """Return a test case with other sizes and signs, the example inputs in the same sizes, and notes."""
         if self._example.shapes is None or not place_of_sizes(self._signature):
             case, _ = self._accepted("other values", self._leaves, _signed)
             return case, self._leaves, []
@@ -223,7 +223,7 @@ class _Maker:
         return case, self._leaves, [remark]
 
     def _larger(self) -> Iterator[dict[str, int]]:
-        """First all sizes larger, then each size alone."""
+        """Yield sizes to try: first all sizes larger than the example, then each size alone."""
         places = place_of_sizes(self._signature)
         own = {name: self._leaves[leaf].shape[axis] for name, (leaf, axis) in places.items()}
         grows = {
@@ -250,7 +250,7 @@ class _Maker:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _accepted(self, name: str, base: _Leaves, value: Callable[..., torch.Tensor]) -> tuple[Case | None, list[str]]:
-        """Return a case with other values for as many inputs as possible, and the inputs that keep their values."""
+        """Return a test case with other values for as many inputs as possible, and names of the unchanged inputs."""
         self._refusal = ""
         made = {leaf: self._value(value, leaf, tensor, 0) for leaf, tensor in base.items()}
         changed = [leaf for leaf in made if made[leaf] is not base[leaf]]
@@ -300,7 +300,7 @@ class _Maker:
         return self._nan is not None and share <= self._nan
 
     def _share_of_nan(self, case: Case) -> float | None:
-        """``None`` if the module raises an error."""
+        """Return the share of NaN in the module's outputs; ``None`` if the module raises an error."""
         try:
             steps = self._example.runs.steps(case, self._traced.written, self._traced.left, twice=True)
         except InvalidArgumentError as error:
@@ -318,7 +318,7 @@ def _places(like: torch.Tensor) -> torch.Tensor:
 
 
 def _cycled(values: Sequence[float], like: torch.Tensor, number: int) -> torch.Tensor:
-    """Repeat values in turn; the values of later inputs change more slowly, so that all combinations occur."""
+    """Repeat the values cyclically; input ``number`` changes more slowly than earlier inputs, for all combinations."""
     places = _places(like) // len(values) ** number if like.numel() > len(values) ** number else _places(like)
     return torch.tensor(values, dtype=like.dtype, device=like.device)[places % len(values)]
 
@@ -330,7 +330,7 @@ def _distinct(base: torch.Tensor) -> torch.Tensor:
 
 
 def _is_ordered(example: torch.Tensor) -> bool:
-    """Return whether values never fall, and sometimes rise, along the last axis."""
+    """Return whether a tensor never decreases, and increases somewhere, along the last axis."""
     if not example.ndim or example.shape[-1] < 2 or _is_switch(example):
         return False
     numbers = example if example.is_floating_point() else example.to(torch.int64)
@@ -346,14 +346,14 @@ def _is_switch(base: torch.Tensor) -> bool:
 
 
 def _as_mask(base: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a mask that repeats these rows along its last axis."""
+    """Return a mask in the shape of ``base`` that consists of the given rows in turn."""
     table = torch.stack(list(rows)).to(base.dtype)
     count = base.numel() // base.shape[-1] if base.ndim else 1
     return table[torch.arange(count, device=base.device) % len(rows)].reshape(base.shape)
 
 
 def _mask_rows(base: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return three mask rows: all positions, the first part, and none."""
+    """Return three mask rows: true at all positions, true in the first half, and true at no position."""
     length = base.shape[-1] if base.ndim else 1
     places = torch.arange(length, device=base.device)
     return places >= 0, places < (length + 1) // 2, places < 0
@@ -417,7 +417,7 @@ def _infinite(base: torch.Tensor, number: int, mildness: int, *, rows: int | Non
 
 
 def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collection[str], tolerance: float) -> str:
-    """Return a sentence if a row of the outputs depends on the padding of other rows; ``""`` if none does."""
+    """Return a warning if outputs of a row depend on the padding of other rows; ``""`` if no row does."""
     whole, padded = _masked(module, case, padded=False), _masked(module, case, padded=True)
     if whole is None or padded is None:
         return ""
@@ -446,7 +446,7 @@ def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collecti
 
 
 def _masked(module: torch.nn.Module, case: Case, *, padded: bool) -> Case | None:
-    """Return a case without padding, or with padding in the first row only; ``None`` without a mask of several rows."""
+    """Return a case without padding, or with padding in row 0 only; ``None`` without a mask of several rows."""
     made = Case(case.name, *clone((case.args, dict(case.kwargs))))
     masks = list(_masks(module, made))
     for mask in masks:
@@ -495,7 +495,7 @@ def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
 
 
 def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]]) -> bool:
-    """Return whether the model accepts a size that is larger by one along these axes."""
+    """Return whether the model accepts inputs that are larger by one along the given axes."""
     larger = {name: example.leaves[name] for name in axes}
     for name, axis in ((name, axis) for name, those in axes.items() for axis in those):
         larger[name] = torch.cat([larger[name], larger[name].narrow(axis, -1, 1)], dim=axis)

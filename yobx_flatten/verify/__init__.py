@@ -1,4 +1,4 @@
-"""Verify files that other exporters wrote: compare their outputs with the outputs of the model."""
+"""Verify files that other exporters wrote: compare the outputs of each file with the outputs of the model."""
 
 from __future__ import annotations
 

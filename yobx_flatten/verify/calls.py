@@ -1,6 +1,6 @@
-"""Find the call of a model that a file of another exporter implements, and run the file as this call.
+"""Find the call of a model (such as a prefill) that a file of another exporter implements, and run the file.
 
-Inputs and outputs are matched with the leaves of the call by the naming conventions of exporters:
+Inputs and outputs of the file are matched with inputs and outputs of the model by exporters' naming conventions:
 
 .. code-block:: text
 
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 def place_of(name: str, *, flat: int = 2) -> Place | None:
-    """Return which tensor of a KV cache has the name of an input or output; ``None`` for other names.
+    """Return the :class:`Place` of the KV cache tensor with an input or output name; ``None`` for other names.
 
     >>> place_of("past_key_values.3.decoder.key"), place_of("present_2"), place_of("input_ids")
     (Place(layer=3, side='decoder', kind='key'), Place(layer=1, side='decoder', kind='key'), None)
@@ -84,7 +84,7 @@ def place_of(name: str, *, flat: int = 2) -> Place | None:
 def matched(
     graph: Sequence[str], names: Sequence[str], plain: Sequence[str], stated: Mapping[str, str], *, by_order: bool
 ) -> dict[str, str]:
-    """Return the name of the model's input or output that each input or output name of a file stands for."""
+    """Return, for each input or output name of a file, the name of the model's input or output."""
     # names, plain: the names of each leaf in our files, and in torch.export
     # stated: the mapping of the user, by the names in the file
     # by_order: whether names that are not known are matched by order
@@ -137,7 +137,7 @@ class Call:
 
     @property
     def window(self) -> int:
-        """The number of tokens in the layers' sliding window; 0 if they attend to all tokens."""
+        """The number of tokens in the sliding window of the layers; 0 if the layers attend to all tokens."""
         configs = (getattr(module, "config", None) for module in self.module.modules())
         return next(filter(None, (getattr(config, "sliding_window", None) for config in configs)), 0)
 
@@ -148,7 +148,7 @@ class Call:
 
 
 class FileSide(ByName):
-    """Runs a file of another exporter in comparisons with its model; see :class:`.replay.ByName`."""
+    """Runs a file of another exporter with the model's inputs, and compares the outputs with the model's outputs."""
 
     def __init__(self, runner: Runner, call: Call, outputs: Mapping[str, str]) -> None:
         super().__init__(runner, call.leaves)
@@ -176,7 +176,7 @@ class FileSide(ByName):
         return super().feed_back(kwargs, outputs)
 
     def _as_returned(self, name: str, value: object, leaf: object) -> object:
-        """Return an output in the module's dtype, and a cache without tokens before the sliding window."""
+        """Convert an output to the module's dtype; remove tokens before the sliding window from a cache output."""
         if not isinstance(value, torch.Tensor) or not isinstance(leaf, torch.Tensor):
             return value
         kept = self._call.window - 1  # a prefill may return all tokens, but the next call reads only the window
@@ -239,7 +239,7 @@ _COUNTED = {"position_ids": "those that the mask counts", "attention_mask": "one
 
 
 def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) -> Iterator[Call]:
-    """Yield the ways of calling a model that a file may implement, likely ones first, inside an open with block."""
+    """Yield the calls of a model that a file may implement, most likely calls first."""
     for what, module, cases in _possible(model, runner):
         for left, counted in _left_out(runner, module, cases[0]):
             given = []
@@ -263,7 +263,7 @@ def fitting(
     stated: Mapping[str, str],
     counted: Sequence[str] = (),
 ) -> Call | None:
-    """Return a :class:`Call` of the module if the file's inputs match the inputs of the cases, else ``None``."""
+    """Return the :class:`Call` of the module if the file has the same inputs as the test cases; else ``None``."""
     # counted: inputs that the file computes from other inputs
     inputs = _arguments(module, cases[0])
     names, plain = leaf_names(inputs), plain_names(inputs)
@@ -325,7 +325,7 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
 
 
 def _tried(make: Any, *args: Any) -> list[Piece]:
-    """Return the parts of a model that are exported separately; none if this package cannot export the model."""
+    """Return the submodules of a model that become separate files; empty if this package cannot export the model."""
     try:
         found = make(*args)
     except (FlattenError, TypeError, AttributeError, LookupError, ValueError, RuntimeError, ArithmeticError):
@@ -338,7 +338,7 @@ def _cases_of(piece: Piece, steps: int) -> list[Case]:
 
 
 def _empty_cache(piece: Piece) -> list[Case]:
-    """Return the first call of a generation with an empty cache; none for caches of other state."""
+    """Return a test case with an empty KV cache; empty list if layers store other state than keys and values."""
     layers = getattr(cache_of(piece.kwargs), "layers", None)
     if layers is None or any(type(layer).__name__ != "DynamicLayer" or layer.keys.dim() != 4 for layer in layers):
         return []
@@ -355,7 +355,7 @@ def _empty_cache(piece: Piece) -> list[Case]:
 
 
 def _whole_texts(model: TransformersModel) -> list[Case]:
-    """Return test cases without a cache, in the sizes of the test cases with a cache."""
+    """Return test cases without a cache in the same sizes as the test cases with a cache."""
     takes = inspect.signature(model.forward).parameters
     like = dict.fromkeys(name for name in ("input_ids", "attention_mask", "position_ids") if name in takes)
     found: list[Case] = []
@@ -366,7 +366,7 @@ def _whole_texts(model: TransformersModel) -> list[Case]:
 
 
 def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) -> list[Case]:
-    """Return cases with one more argument, whose values are an argument of other cases of the same sizes."""
+    """Return ``cases`` with an argument ``name``, whose values are the argument ``reads`` of ``others``."""
     pairs = zip(cases, others, strict=True)
     return [dataclasses.replace(one, kwargs={**one.kwargs, name: other.kwargs[reads]}) for one, other in pairs]
 
@@ -377,7 +377,7 @@ def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) 
 def _left_out(
     runner: Runner, module: torch.nn.Module, example: Case
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return arguments of the module that the file does not accept, and counters that it may compute from the mask."""
+    """Yield arguments of the module that the file lacks, and arguments that the file may compute from other inputs."""
     takes = inspect.signature(module.forward).parameters
     read = {name for name in example.kwargs if {name, *ALIASES.get(name, ())} & set(runner.ports)}
     unread = [name for name in _LEFT_OUT if name in example.kwargs and name not in read]
@@ -392,7 +392,7 @@ def _left_out(
 def _fixed(
     runner: Runner, found: Mapping[str, str], names: Sequence[str], cases: Sequence[Case], module: torch.nn.Module
 ) -> dict[str, dict[int, int]]:
-    """Return, by leaf, the sizes of the axes that the file fixes and that differ between cases."""
+    """Return, by input name, the axis sizes that the file fixes and that differ between test cases."""
     taken: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
     for case in cases:
         for name, leaf in zip(names, pytree.tree_leaves(_arguments(module, case)), strict=False):
@@ -406,7 +406,7 @@ def _fixed(
 
 
 def _in_sizes(case: Case, module: torch.nn.Module, names: Sequence[str], sizes: Mapping[str, dict[int, int]]) -> Case:
-    """Return a case whose tensors are cut or repeated to the sizes that a file fixes."""
+    """Return a test case whose tensors are truncated or repeated to the sizes that a file fixes."""
     given = _arguments(module, case)
     leaves, spec = pytree.tree_flatten(clone(given))
     made = []

@@ -1,4 +1,4 @@
-"""Compare files that any exporter wrote with their model.
+"""Compare files of any exporter with the model that the files were exported from.
 
 .. code-block:: text
 
@@ -55,11 +55,11 @@ class VerifiedFile:
 
     Attributes:
         call: the call of the model that the file implements; ``""`` if no such call was found.
-        report: the results of all test inputs; ``None`` if no call was found.
+        report: the results of all test inputs; ``None`` if no call of the model was found.
         why_not: the reason why nothing was compared; ``""`` if the file was compared.
-        names: for each name in the file, the name of this input or output in files of this package.
+        names: a dict from input and output names in the file to the names that files of this package have.
         not_compared: outputs of the file that the model does not return.
-        first: the first node of an ONNX file whose value differs; ``None`` if unknown.
+        first: the first node of an ONNX file whose output is wrong; ``None`` if unknown.
     """
 
     call: str = ""
@@ -75,7 +75,7 @@ class VerifiedFile:
         return None if self.report is None or self.why_not else self.report.ok
 
     def joined(self, *others: VerifiedFile) -> VerifiedFile:
-        """Return this result together with the comparisons of other results for the same file, as one result."""
+        """Return one result with the comparisons of this result and of other results for the same file."""
         for other in others:
             if self.report is not None and other.report is not None:
                 self.report.cases += other.report.cases
@@ -107,11 +107,11 @@ class VerifiedFile:
 
 @dataclasses.dataclass(frozen=True)
 class FileReport:
-    """Results of all verified files: true if all match the model; ``print(report)`` shows tables.
+    """Results of all verified files; ``bool(report)`` is true if all files match; ``print(report)`` shows tables.
 
     Attributes:
-        path: the file, or the folder.
-        files: the result for each file, by its name.
+        path: the verified file, or the folder of the verified files.
+        files: a dict from file names to the results of the files.
     """
 
     path: pathlib.Path
@@ -119,7 +119,7 @@ class FileReport:
 
     @property
     def ok(self) -> bool | None:
-        """Whether all files match the model; ``None`` if no file differs but one could not be compared."""
+        """Whether all files match the model; ``None`` if no file differs and some file could not be compared."""
         found = [one.ok for one in self.files.values()]
         return False if False in found else None if None in found or not found else True
 
@@ -145,28 +145,28 @@ def verify_file(
     explain: bool = True,
     on_file: Callable[[str], None] | None = None,
 ) -> FileReport:
-    """Compare a file from any exporter with its model: for several input sizes, a cache, padding, and a loop of calls.
+    """Compare a file from any exporter with its model, for several sizes, with cache and padding, in a loop of calls.
 
     Inputs and outputs are found by the names that optimum, onnxruntime-genai, transformers.js, transformers' exporters
-    and ``torch.onnx.export`` use. The model is called with the inputs of the file, in the sizes that the file fixes.
+    and ``torch.onnx.export`` use. The model gets the same inputs as the file, in the sizes that the file fixes.
 
     Args:
         path: an ONNX file, an OpenVINO file (``.xml``), a ``.pt2`` or ``.pte`` file, or a folder of them.
-        model: the model from which the file was exported: a module, or any ``model`` of ``export_folder``.
-        cases: inputs for the comparison, the first in the sizes of the export; by default, inputs that this package
-            makes for a Hugging Face model.
+        model: the model from which the file was exported: a module, or any ``model`` that ``export_folder`` accepts.
+        cases: test inputs, the first in the sizes of the export; by default, inputs that this package makes for a
+            Hugging Face model.
         names: a dict from unknown input or output names in the file to the names in files of this package; empty by
             default.
         trust: whether you trust the file; a ``.pt2`` file can run code when it is loaded. ``False`` by default.
-        explain: whether to search a wrong ONNX file for the first node that differs; ``True`` by default.
+        explain: whether to search a wrong ONNX file for the first node with a wrong output; ``True`` by default.
         on_file: a function that is called with the name of each file before the file is opened.
 
     Returns:
-        The results for each file: true if all files compute the same outputs as the model.
+        A report with the results of each file, which is true if all files compute the same outputs as the model.
 
     Raises:
-        ForeignFileError: when no file can be opened.
-        UntrustedFileError: when loading a file runs code, and ``trust`` is ``False``.
+        ForeignFileError: when none of the files can be opened.
+        UntrustedFileError: when loading a file can run code, and ``trust`` is ``False``.
         InvalidArgumentError: when ``names`` contains an unknown name.
 
     >>> import tempfile
@@ -255,7 +255,7 @@ class _Facts:
 
 
 def _as_weights(case: Case, dtype: torch.dtype) -> Case:
-    """Return a case of the caller with float inputs in the dtype of the weights of a file."""
+    """Return a test case with float32 inputs converted to ``dtype``, the dtype of a file's weights."""
 
     def typed(leaf: object) -> object:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
@@ -358,7 +358,7 @@ def _measure(side: FileSide, call: Call, runs: EagerRuns, report: ExportReport, 
 
 
 def _first_node(file: pathlib.Path, call: Call) -> Compared | None:
-    """Return the first node whose value differs from that of a correct export; ``None`` if unknown."""
+    """Return the first node whose output differs from the output in a correct export; ``None`` if unknown."""
     if file.stat().st_size > _EXPLAINED:
         return None
     case = call.cases[0]

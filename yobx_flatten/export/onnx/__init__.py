@@ -1,1 +1,1 @@
-"""Write a program as an ONNX file, and replay it."""
+"""Write an ``ExportedProgram`` as an ONNX file, and compare the file with the eager module."""

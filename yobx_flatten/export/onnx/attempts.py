@@ -1,4 +1,4 @@
-"""Convert a program to ONNX with the fastest operators that pass the replay in onnxruntime."""
+"""Convert a program to ONNX with the fastest operators whose outputs in onnxruntime are right."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def write_proven(
     quantization: Quantization | None = None,
     translations: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> None:
-    """Convert and check a program; if that fails, use simpler operators. Needs ``register_flattening_functions``."""
+    """Convert and check a program inside ``register_flattening_functions``; after a failure, use simpler operators."""
     # report: gets the results of the last attempt, the opset and the operators, and a note on each failed attempt
     # opset_version: the opset to write; `None` for the newest that passes the replay
     # share: whether to try onnxruntime's attention first, which updates the cache in place
@@ -166,7 +166,7 @@ def _attempts(opset_version: int | None) -> list[_Attempt]:
 
 
 def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
-    """Store relations between input sizes as metadata of an ONNX file, since ONNX cannot assert them; return notes."""
+    """Store relations of input sizes as metadata of an ONNX file, since ONNX has no assertions; return notes."""
     example, traced = source.example, source.traced
     fix_sizes(model, traced.unasserted)
     try:
@@ -209,7 +209,7 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
 
 
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
-    """Run the test cases with an ONNX file, and note the file's limits. Needs ``register_flattening_functions``."""
+    """Compare an ONNX file with the module, and report the file's limits, inside ``register_flattening_functions``."""
     example, traced = source.example, source.traced
     report.remark(*_remarks(example, traced))
     runners: list[OnnxRunner] = []
@@ -235,7 +235,7 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
 
 
 def _remarks(example: Example, traced: Traced) -> list[str]:
-    """Return notes on limits that the file has and the module does not have."""
+    """Return notes on what the module can do and the ONNX file cannot, such as keeping state between calls."""
     remarks = []
     if traced.written:
         remarks.append(
@@ -287,7 +287,7 @@ class ConversionRefusedError(InvalidArgumentError):
 
 
 def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception:
-    """Explain an error of torch's exporter; errors of this package are returned unchanged."""
+    """Return an error that explains an error of ``torch.onnx.export``; return errors of this package unchanged."""
     if isinstance(error, (FlattenError, OSError, MemoryError)):
         return error
     causes: list[BaseException] = [error]

@@ -1,4 +1,4 @@
-"""Compare two ONNX files node by node, and find the first value that differs, in execution order.
+"""Compare two ONNX files node by node, in execution order, and find the first node whose output differs.
 
 .. code-block:: text
 
@@ -37,7 +37,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)')
 
 @dataclasses.dataclass(frozen=True)
 class NodeDifference:
-    """The first node of an ONNX file whose value differs from that of a correct file."""
+    """The first node of an ONNX file whose output differs from the output of the same node in a correct file."""
 
     node: str
     operator: str
@@ -69,7 +69,7 @@ class Compared:
 
 
 def compare_nodes(path: pathlib.Path, right: pathlib.Path, inputs: Mapping[str, Any]) -> Compared:
-    """Compare the values that the nodes of a file and of a correct file compute, up to the first difference."""
+    """Compare the node outputs of an ONNX file with the node outputs of a correct file, up to the first difference."""
     one, other = (_Values(file) for file in (path, right))
     names = [name for name in one.names if name in other.producers]
     count = 0
@@ -115,7 +115,7 @@ class _Values:
         return runner.run(given)
 
     def initializers(self) -> dict[str, ir.TensorProtocol]:
-        """Return the weights of the file by name; each is read when its data is needed."""
+        """Return the weights of the file by name; the data of a weight is read when the weight is used."""
         import onnx_ir as ir
 
         with damage_as(DamagedFileError, str(self.path)):
@@ -124,7 +124,7 @@ class _Values:
 
 
 def _difference(found: Any, expected: Any) -> tuple[tuple[int, ...], str, str] | None:
-    """Return the place and size of the largest difference; ``None`` if two values differ by rounding only."""
+    """Return the index of the largest difference and both elements; ``None`` if values differ by rounding only."""
     if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor):
         return None  # a text, which is an input
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -156,7 +156,7 @@ def _described(
 
 
 def _uncompared(file: _Values, node: onnx.NodeProto, compared: set[str]) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes that compute the inputs of a node from values that were not compared."""
+    """Yield the direct and indirect producers of a node's inputs whose outputs were not compared."""
     waiting, seen = list(node.input), set(compared)
     while waiting:
         name = waiting.pop()
@@ -198,7 +198,7 @@ def _weights(one: _Values, other: _Values, names: Sequence[str]) -> Iterator[str
 
 
 def _source(node: onnx.NodeProto) -> str:
-    """Return the line of the model's code that a node comes from, as stored by the trace."""
+    """Return the line of the model's code that a node comes from, which ``torch.onnx.export`` stores in the file."""
     text = next((part.value for part in node.metadata_props if part.key == "pkg.torch.onnx.stack_trace"), "")
     frames = _FRAME.findall(text)
     own = [frame for frame in frames if not _NOT_OF_MODEL.search(frame[0])]

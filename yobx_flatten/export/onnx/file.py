@@ -1,4 +1,4 @@
-"""Write a program to an ONNX file under a hidden name, and rename it once it is checked."""
+"""Write a program to an ONNX file in a hidden folder, and move the file to its path after a successful check."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def convert(
     translations: Mapping[Any, Callable[..., Any]] | None = None,
     rooms: Mapping[str, str] | None = None,
 ) -> torch.onnx.ONNXProgram:
-    """Convert a program to ONNX. Needs ``register_flattening_functions``."""
+    """Convert a program to ONNX, inside a ``register_flattening_functions`` block."""
     # fuse: whether attention becomes one operator with the cache as its input, which needs opset 23
     # share: whether attention becomes onnxruntime's operator, which updates the cache in place
     # by_torch: whether torch decomposes the whole program, instead of only the operators without a translation
@@ -95,7 +95,7 @@ def convert(
 
 
 def _example_sizes(program: ExportedProgram) -> dict[str, int]:
-    """Return the size in the example of each symbol in the shapes of the inputs."""
+    """Return the value, in the example inputs, of each symbol in the shapes of the inputs."""
     sizes: dict[str, int] = {}
     for node in program.graph.nodes:
         value = node.meta.get("val") if node.op == "placeholder" else None
@@ -105,7 +105,7 @@ def _example_sizes(program: ExportedProgram) -> dict[str, int]:
 
 
 def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
-    """Return a program whose ``run_decompositions``, which the exporter calls, decomposes nodes one by one."""
+    """Return a program whose ``run_decompositions`` (called by ``torch.onnx.export``) decomposes nodes one by one."""
     given = (spec.arg for spec in program.graph_signature.output_specs)
     if any(arg.value is not None for arg in given if isinstance(arg, ConstantArgument)):
         program = flat_program(program)  # the exporter refuses numbers and texts among the outputs
@@ -122,14 +122,14 @@ def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
 
 
 class UnprovenFile:
-    """A file that is not checked yet, in a hidden folder next to its final path."""
+    """An ONNX file whose outputs are not checked yet, in a hidden folder next to its final path."""
 
     def __init__(self, target: pathlib.Path, folder: pathlib.Path) -> None:
         self.target, self.folder = target, folder
         self.path = folder / target.name  # the file refers to its weights by their final name
 
     def save(self, model: ir.Model) -> int:
-        """Write an ``onnx_ir.Model``; return the number of bytes written, including weights in a second file."""
+        """Write an ``onnx_ir.Model``; return the number of bytes written, including a separate file of weights."""
         # protobuf copies the weights in the first file; weights in the second file are written one by one
         import onnx_ir
 
@@ -143,7 +143,7 @@ class UnprovenFile:
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def replace_by(self, model: ir.Model) -> int:
-        """Replace the file by another model, which may refer to the current weights; return the number of bytes."""
+        """Replace the file by the file of another model, which may read the current weights; return the new size."""
         old = [file for file in self.folder.iterdir() if file.is_file()]
         other = UnprovenFile(self.target, self.folder / "replacement")
         other.folder.mkdir()
@@ -164,7 +164,7 @@ class UnprovenFile:
 
 @contextlib.contextmanager
 def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
-    """Yield a file that is removed after the ``with`` block unless ``publish`` or ``keep`` was called."""
+    """Yield an :class:`UnprovenFile`; its files are removed at exit unless ``publish`` or ``keep`` was called."""
     with scratch_for(target) as folder:
         yield UnprovenFile(target, folder)
 
@@ -193,7 +193,7 @@ _ENCODER = ("encoder_hidden_states", "encoder_outputs.", "encoder_attention_mask
 def name_axes(
     model: ir.Model, chosen: Mapping[tuple[str, int], str] | None = None, sizes: Mapping[str, int] | None = None
 ) -> None:
-    """Give the dynamic axes of an ONNX graph the names that optimum uses, in place; equal axes share one name."""
+    """Rename, in place, the dynamic axes of an ONNX graph as in optimum; axes with the same symbol share one name."""
     # chosen: names that the caller gave to axes, by input and axis
     # sizes: the size of each symbol in the example, if it is known
     import onnx_ir as ir
@@ -215,7 +215,7 @@ def name_axes(
 
 
 def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return the names of symbols: names that the caller chose, or names of the axes of Hugging Face models."""
+    """Return a name for each symbolic size: the caller's name, or a Hugging Face name such as ``sequence_length``."""
     inputs, outputs = (
         {one.name: [text_of_size(dim) for dim in one.shape] for one in values if one.name and one.shape is not None}
         for values in (graph.inputs, graph.outputs)
@@ -236,7 +236,7 @@ def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes
 
 
 def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
-    """Return the meaning of each axis of the inputs of a Hugging Face model, by input and axis."""
+    """Return the name of each input axis of a Hugging Face model, such as ``batch_size``, by input and axis."""
     has_encoder = any(name.startswith(_ENCODER) for name in inputs) or any(".encoder." in name for name in inputs)
     cached = any(_CACHE.fullmatch(name) for name in inputs)
     own, past = ("decoder_sequence_length", "past_decoder_") if has_encoder else ("sequence_length", "past_")
@@ -285,7 +285,7 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
 
 
 def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
-    """Add a number to the name of a window length if layers have windows with different symbols."""
+    """Number the names of window lengths if layers have sliding windows of different symbolic sizes."""
     seen: dict[str, list[Any]] = {}
     named = {}
     for (name, axis), part in parts.items():
@@ -302,7 +302,7 @@ def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence
 
 
 def _totals(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of the mask's length for each text of a sum of past and new tokens, such as ``"past + new"``."""
+    """Return the name of the attention mask's length for each equal sum, such as ``"past + new"``."""
     totals: dict[str, str] = {}
     lengths = {value.name: value.shape for value in graph.inputs if value.shape is not None}
     for mask, tokens in (("attention_mask", "input_ids"), ("decoder_attention_mask", "decoder_input_ids")):

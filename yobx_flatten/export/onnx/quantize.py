@@ -43,7 +43,7 @@ _TABLE = 2**16
 
 @dataclasses.dataclass
 class QuantizedWeights:
-    """The number of quantized matrices of a file, and their size before and after."""
+    """The number of quantized matrices of a file, and the sizes of these matrices before and after quantization."""
 
     count: int = 0  # number of matrices
     float_bytes: int = 0  # size of the matrices before
@@ -63,7 +63,7 @@ class QuantizedWeights:
 
     @property
     def block_size(self) -> int:
-        """The block size of most projections; 0 if no projection is quantized."""
+        """The block size of most quantized weights of projections; 0 if no projection is quantized."""
         return max(self.blocks, key=self.blocks.__getitem__, default=0)
 
     def add(self, value: Any, nbytes: int, kept_bits: int | None = None) -> None:
@@ -92,7 +92,7 @@ def quantize_graph(
     splits: InputSplits | None = None,
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
-    """Replace the weights of all linear layers in a graph by weights that are quantized when they are written."""
+    """Replace the weights of all linear layers in a graph by weights that are quantized when the file is written."""
     # a matrix whose values are already integers times scales keeps its integers, if they fit into the requested bits
     # bits: bits by role; the bits of the quantization for all other roles
     # grids: caches the search for matrices that are integers with scales already
@@ -150,7 +150,7 @@ def quantize_graph(
 
 
 def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple[Any, bool]]]:
-    """Return the matrix products to quantize, each with its weight and whether the weight is transposed."""
+    """Return the matrix products to quantize, with the weight of each product and whether the weight is transposed."""
     found = ((node, _weight_of(node, quantization.block_size)) for node in model.graph.all_nodes())
     return [(node, weight) for node, weight in found if weight]
 
@@ -158,7 +158,7 @@ def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple
 def _quantized_table(
     graph: Any, value: Any, quantization: Quantization, grids: Grids, found: QuantizedWeights
 ) -> StoredMatrix | None:
-    """Store an embedding table as its own integers or in 8 bits; ``None`` if it is not quantized."""
+    """Store an embedding table in 8 bits, or unchanged if it consists of integers times scales; else ``None``."""
     grid, size = grids.find(value, transposed=True), math.prod(value.const_value.shape)
     matrix = None
     if grid is not None:
@@ -175,7 +175,7 @@ def _quantized_table(
 
 
 def _role_of(node: Any, value: Any) -> str:
-    """Return the name of a product's layer without layer numbers, or the shape of its weight."""
+    """Return the module path of a matrix product with ``*`` for layer numbers, or else the shape of the weight."""
     scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
     names = [name for name in re.findall(r"'([^']*)'", scopes)[:-1] if name]  # the last name is the operator
     if not names:
@@ -195,7 +195,7 @@ def quantize_model(
     splits: InputSplits | None = None,
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
-    """Quantize the weights of an ONNX model as they are written; raise an error if no weight can be quantized."""
+    """Make an ONNX model quantize its weights while it is saved; raise an error if no weight can be quantized."""
     how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "splits": splits, "found": found}
     found = quantize_graph(model, quantization, bits, grids, rounded, **how)
     if not found.roles and not found.by_token:
@@ -251,7 +251,7 @@ def remark_quantized(
 
 
 def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
-    """Return the weight of a matrix product, and whether it is transposed; ``None`` if it has no weight."""
+    """Return the weight of a matrix product, and whether it is transposed; ``None`` if no input is a weight."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
         return None
     value, transposed = node.inputs[1], False
@@ -273,7 +273,7 @@ def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
 
 
 class _Parts:
-    """The integers, scales and zero points of each weight, computed on demand; only the last weight is cached."""
+    """Computes the integers, scales and zero points of a weight when they are read; caches only the last weight."""
 
     def __init__(self, quantization: Quantization) -> None:
         self._quantization = quantization
@@ -281,7 +281,7 @@ class _Parts:
         self._parts: tuple[Any, ...] = ()
 
     def part(self, tensor: Any, transposed: bool, index: int) -> Any:
-        """Return part ``index`` of a quantized weight: the packed bits, the scales or the zero points."""
+        """Return the packed integers (``index`` 0), scales (1) or zero points (2) of a quantized weight."""
         import onnx_ir as ir
 
         if self._weight != (id(tensor), transposed):
@@ -296,7 +296,7 @@ class _Parts:
 def _rounded(
     graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization, bits: int
 ) -> StoredMatrix:
-    """Add a weight to a graph that is quantized when the file is written."""
+    """Add a quantized copy of a weight to a graph; the copy is computed when the file is written."""
     import onnx_ir as ir
 
     if bits == 8:
@@ -322,7 +322,7 @@ _FLOATS, _INTEGERS = 1, 4
 
 
 class Products:
-    """Replaces matrix products of a graph; products with the same inputs share the sums over each input block."""
+    """Replaces matrix products of a graph by ``MatMulNBits``; products with one input share the sums of its blocks."""
 
     def __init__(self, graph: Any, splits: InputSplits) -> None:
         self._graph = graph  # the main graph, which stores the matrices
@@ -370,7 +370,7 @@ class Products:
         replace_product(node, product, made)
 
     def _rows_of(self, value: Any, transposed: bool, channels: Sequence[int]) -> Any:
-        """Store the rows of a matrix (inputs, outputs) for these input channels, in float."""
+        """Add the rows of a matrix (inputs, outputs) for the given input channels to the graph, in float."""
         import onnx_ir as ir
 
         key = value.name, transposed, channels  # layers may share a matrix, and have different large channels
@@ -383,7 +383,7 @@ class Products:
         return self._large[key]
 
     def _term(self, terms: list[tuple[Any, Any]]) -> list[Any]:
-        """Return nodes that compute the sum of one or two products."""
+        """Return nodes that compute one matrix product, or the sum of two matrix products by one ``MatMul``."""
         import onnx_ir as ir
 
         if len(terms) == 1:
@@ -397,7 +397,7 @@ class Products:
         return [*made, joined, ir.node("MatMul", [self._terms[inputs], joined.outputs[0]])]
 
     def _sum(self, graph: Any, x: Any, rank: int, stored: StoredMatrix) -> list[Any]:
-        """Return nodes that sum the blocks of inputs in float32; none if they exist already."""
+        """Return nodes that compute the sum of each input block in float32; no nodes if the sums exist already."""
         import onnx_ir as ir
 
         key = x, stored.block_size, stored.is_half
@@ -413,7 +413,7 @@ class Products:
 
 
 def share_table(value: Any, stored: StoredMatrix) -> bool:
-    """Replace each ``Gather`` of rows of a quantized matrix by onnxruntime's ``GatherBlockQuantized``."""
+    """Replace each ``Gather`` that reads rows of a matrix by onnxruntime's ``GatherBlockQuantized``, if possible."""
     readers = [use.node for use in value.uses()]
     if not readers or not _is_gathered(value) or value.const_value.shape[1] % stored.block_size:
         return False
@@ -451,7 +451,7 @@ _TABLE_BLOCKS = (128, 64, 32, 16)
 
 
 def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_table: bool = False) -> StoredMatrix:
-    """Add a matrix to a graph in 8 bits; its weights are rounded when the file is written."""
+    """Add an 8-bit copy of a matrix to a graph; the weights are rounded when the file is written."""
     # is_table: whether only `Gather` reads the matrix. Only then are scales stored in float16 and cast in the graph:
     # with cast scales, MatMulNBits returns zeros if onnxruntime's graph optimization is turned off.
     import onnx_ir as ir
@@ -488,7 +488,7 @@ def _blocks(matrix: Floats, size: int) -> Floats:
 
 
 def _part(tensor: Any, transposed: bool, size: int, kind: Any, index: int) -> Any:
-    """Return the integers of a matrix (``index`` 0), or its scales (1)."""
+    """Return the integers of a matrix in 8 bits (``index`` 0), or the scales of its blocks (``index`` 1)."""
     import onnx_ir as ir
 
     blocks = _blocks(_read(tensor, transposed), size).astype(numpy.float32)

@@ -1,4 +1,4 @@
-"""Replace a checked ONNX file by a quantized file, and measure the difference to the model.
+"""Quantize a checked ONNX file, and measure the difference between the file's outputs and the model's outputs.
 
 .. code-block:: text
 
@@ -56,7 +56,7 @@ _FLOATS = {
 def quantize_file(
     file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport
 ) -> Quality | None:
-    """Quantize a checked file; return the :class:`Quality` of the result. Needs ``register_flattening_functions``."""
+    """Quantize a checked file inside ``register_flattening_functions``; return the :class:`Quality` of the new file."""
     import onnx_ir as ir
 
     grids = Grids()
@@ -111,7 +111,7 @@ def quantize_file(
 
 
 def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
-    """Return whether a file reads many tokens at once, with float32 weights that are not integers already."""
+    """Return whether a file reads a text in one call, and has float32 weights that are not integers times scales."""
     import onnx_ir as ir
 
     if not source.cases or not reads_once(source.example.kwargs):
@@ -124,7 +124,7 @@ def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
 def _quantize_by_token(
     file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport, grids: Grids
 ) -> tuple[Quality | None, bool]:
-    """Quantize products with one scale per token and per output; return the quality, and whether it is sufficient."""
+    """Quantize activations per token and weights per output; return the quality, and whether it is sufficient."""
     # all other products are quantized in blocks; the file is replaced only if the quality is sufficient
     import onnx_ir as ir
 
@@ -184,7 +184,7 @@ def _choose_inputs(
     *,
     is_fine: bool,
 ) -> tuple[Quality, bool, InputSplits]:
-    """Choose whether activations are quantized whole, in two parts, or not at all, by the errors that each causes."""
+    """Choose by error whether activations are quantized, split into small and large values, or kept in float."""
     # whole: the quality with activations that are quantized whole
     # find: returns how activations are split in two parts
     # measured: returns the quality for these splits; without splits, activations stay in float
@@ -244,7 +244,7 @@ _STEPS, _MIDDLE = 127, 128  # activations are stored as uint8 with the zero poin
 
 @dataclasses.dataclass
 class _Group:
-    """Matrices that multiply the same inputs; the channels of these inputs get the same divisors."""
+    """Weight matrices that multiply the same inputs, and therefore share one divisor for each input channel."""
 
     nodes: list[tuple[Any, tuple[str, bool]]] = dataclasses.field(default_factory=list)  # with the key of its weight
     weights: dict[tuple[str, bool], Any] = dataclasses.field(default_factory=dict)
@@ -258,7 +258,7 @@ class _Group:
 
 
 def _grouped(products: list[tuple[Any, tuple[Any, bool]]]) -> list[_Group]:
-    """Group products with common inputs or common weights, since layers may share their weights (ALBERT)."""
+    """Group matrix products with common inputs or common weights, since layers may share weights (ALBERT)."""
     groups: list[_Group] = []
     products = [(node, weight) for node, weight in products if weight[0].uses() and _is_own(weight[0])]
     for node, (value, transposed) in products:
@@ -273,7 +273,7 @@ def _grouped(products: list[tuple[Any, tuple[Any, bool]]]) -> list[_Group]:
 
 
 def _is_own(value: Any) -> bool:
-    """Return whether only matrix products read a weight; an embedding would also read a tied table."""
+    """Return whether only matrix products read a weight; ``False`` for a matrix tied to an embedding."""
     readers = [use.node.op_type for use in value.uses()]
     return set(readers) <= {"MatMul", "Gemm"} or readers == ["Transpose"]
 
@@ -281,7 +281,7 @@ def _is_own(value: Any) -> bool:
 def _with_moments(
     groups: list[_Group], file: UnprovenFile, graph: ir.Graph, quantization: Quantization, source: Source
 ) -> Iterator[_Group]:
-    """Yield all groups, starting with those whose inputs were measured on a text."""
+    """Yield all groups of matrices, first the groups whose inputs were measured on the calibration text."""
     calls = rounding_calls(source.example, quantization)
     names = {name: group for group in groups for name in group.inputs}
     sizes = {
@@ -340,7 +340,7 @@ def _replace(group: _Group, model: ir.Model, found: QuantizedWeights) -> None:
 
 
 def _channels(moments: torch.Tensor, sizes: list[torch.Tensor]) -> torch.Tensor:
-    """Return divisors of the channels, with geometric mean 1."""
+    """Return numbers, with geometric mean 1, by which input channels are divided before the quantization."""
     # sizes: largest weight of each channel in each matrix
     inputs, weights = moments.diagonal().sqrt(), torch.stack(sizes).amax(0)
     least = [one.max().clamp(min=1e-30) * 1e-5 for one in (inputs, weights)]
@@ -357,7 +357,7 @@ def _constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 
 
 def _divided(node: Any, channels: torch.Tensor, graph: ir.Graph, known: dict[Any, Any]) -> list[ir.Node]:
-    """Return nodes that quantize activations with one scale per token; none if ``known`` has the results already."""
+    """Return nodes that quantize activations with one scale per token; no nodes if ``known`` has their outputs."""
     import onnx_ir as ir
 
     x = node.inputs[0]
@@ -380,7 +380,7 @@ def _divided(node: Any, channels: torch.Tensor, graph: ir.Graph, known: dict[Any
 
 
 def _steps(graph: ir.Graph) -> list[ir.Value]:
-    """Return the scale and the zero point of quantized activations."""
+    """Add the scale and the zero point of quantized activations to the graph, and return both."""
     numbers = {"step_of_a_token": numpy.float32(1 / _STEPS), "zero_of_a_token": numpy.uint8(_MIDDLE)}
     return [_constant(graph, name, number) for name, number in numbers.items()]
 

@@ -6,8 +6,8 @@
     input 1   minus this, rounded ── ...                                          │
     input 2   minus both, rounded        <────────────────────────────────────────┘
 
-The correlations are the second moments of the inputs on a calibration text. onnxruntime's own ``gptq`` returns weights
-without their scales, and rounds the weights again to other scales, which loses most of the gain.
+The correlations are the second moments of the inputs on a calibration text. onnxruntime's ``gptq`` is not used, because
+it returns weights without scales, and a second rounding to other scales loses most of the gain.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _DAMPING = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """How the integers of a block represent weights."""
+    """How the integers of a quantization block represent weights: bits, scale type, and zero point or lowest weight."""
 
     bits: int
     is_lowest: bool  # whether the integer 0 represents the lowest weight of the block; else there is a zero point
@@ -60,7 +60,7 @@ class _Form:
         return int(2**self.bits - 1)
 
     def fit(self, block: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return scales and offsets with the least error for blocks (blocks, weights, outputs), and the error."""
+        """Return scales and offsets that quantize blocks (blocks, weights, outputs) best, and the error."""
         # the offset is the zero point, or the weight that the integer 0 represents
         # costs: cost of a squared error for each input, of shape (blocks, weights, 1)
         low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
@@ -135,7 +135,7 @@ def round_with_feedback(
 
 
 def _following(moments: torch.Tensor) -> torch.Tensor:
-    """Return an upper triangular matrix: the share of each input's error that later inputs compensate."""
+    """Return an upper triangular matrix: the share of each input's rounding error that later inputs compensate."""
     if not moments.isfinite().all():
         return torch.eye(len(moments))  # rounds weights to nearest
     damping = float(_DAMPING * moments.diagonal().mean()) or 1.0
@@ -152,7 +152,7 @@ def _following(moments: torch.Tensor) -> torch.Tensor:
 
 
 def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, dtype: torch.dtype) -> _Form:
-    """Return how blocks represent weights; for 4 bits, the lowest weight is stored only if it is worth its bits."""
+    """Return the form of the blocks; 4-bit blocks store their lowest weight if the error falls enough for its bits."""
     if bits == 7:
         return _Form(bits, False, dtype, is_even=True)
     whole, lowest = (_Form(bits, is_lowest, dtype) for is_lowest in (False, True))
@@ -174,7 +174,7 @@ RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]
 def round_by_text(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source, grids: Grids
 ) -> RoundedMatrices:
-    """Round the matrices of a file with a calibration text. Needs ``register_flattening_functions``."""
+    """Round the matrices of a file with a calibration text, inside ``register_flattening_functions``."""
     # products: see `products_of`
     if not source.cases or quantization.weights == "keep":
         return {}
@@ -234,7 +234,7 @@ _SMALLEST = 1e-30
 def input_moments(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the second moments of each named value of a file; none if the file cannot read a text from its start."""
+    """Yield name and second moments of file values on a text; nothing if the file cannot read the whole text."""
     # sizes: size of the last axis of each value, by name of the value
     # calls: calls that read the text, with its first token in the cache
     # names: names of the leaves of the inputs, in order
@@ -258,7 +258,7 @@ def input_moments(
 def read_inputs(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield, for each call, the named values as float32 of shape (tokens, size); see :func:`input_moments`."""
+    """Yield, for each call, the named values of a file as float32 tensors of shape (tokens, size)."""
     import onnx_ir as ir
 
     model = ir.load(file.path)
@@ -287,7 +287,7 @@ def read_inputs(
 
 
 def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Yield lists of names whose moments fit into ``most`` bytes."""
+    """Yield lists of value names; the second moments of the values in one list fit into ``most`` bytes."""
     part: list[str] = []
     held = 0
     for name, size in sizes.items():
@@ -322,7 +322,7 @@ _SHARE, _MOST = 48, 32
 def input_splits(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source
 ) -> InputSplits:
-    """Return how inputs of products are split into small and large values; empty if the file cannot read the text."""
+    """Return how product inputs are split into small and large values; empty if the file cannot read the text."""
     # products: see `products_of`
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:
@@ -347,7 +347,7 @@ def input_splits(
 
 
 def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
-    """Return the split of an input with the least error, relative to no split; ``None`` if most values are 0."""
+    """Return the split of an input into small and large values with the least error; ``None`` if most values are 0."""
     rows = rows[:: -(-len(rows) // _ROWS)]
     sizes = rows.abs().flatten().sort().values
     tried = {float(sizes[int(part * (len(sizes) - 1))]) for part in _PARTS} - {0.0}
@@ -373,7 +373,7 @@ def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
 
 
 def _large(rows: torch.Tensor, block_size: int, count: int) -> list[int]:
-    """Return the channels whose removal reduces the largest values of the blocks most; all tokens weigh the same."""
+    """Return the input channels whose removal most reduces the largest values of the quantization blocks."""
     sizes = rows.square() / rows.square().mean(1, keepdim=True).clamp(min=1e-30)
     blocks, found = sizes.reshape(len(rows), -1, block_size), []
     for _ in range(count):
@@ -385,7 +385,7 @@ def _large(rows: torch.Tensor, block_size: int, count: int) -> list[int]:
 
 
 def _rounded_as_inputs(rows: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Round inputs as onnxruntime does: 127 steps for the largest of each block."""
+    """Round inputs as onnxruntime does: the largest absolute value of each block becomes 127 steps."""
     blocks = rows.reshape(len(rows), -1, block_size)
     steps = blocks.abs().amax(2, keepdim=True).div(127).clamp(min=1e-30)
     return blocks.div(steps).round().mul(steps).reshape(rows.shape)

@@ -1,4 +1,4 @@
-"""Make an ONNX file fail for input sizes that its ``ExportedProgram`` refuses. ONNX has no assertions.
+"""Make an ONNX file, which cannot contain assertions, fail for input sizes that its ``ExportedProgram`` refuses.
 
 .. code-block:: text
 
@@ -8,7 +8,7 @@
     one = Gather([1], Cast(not))        fails if `not` is 1: [1] has no second entry
     x = Reshape(x, Shape(x) * one)      the graph reads this value instead of the input
 
-If a relation has an operator without a counterpart in ONNX, the file declares the sizes of the example as fixed.
+If an asserted relation uses an operator that ONNX lacks, the file declares the sizes of the example as fixed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def fix_sizes(model: ir.Model, fixed: Mapping[tuple[str, int], int]) -> None:
 
 
 def _is_sum(found: Expression) -> bool:
-    """Return whether both sides of a relation are single sizes or sums of sizes and numbers."""
+    """Return whether each side of a relation between sizes is a single size or a sum of sizes and numbers."""
     parts: Iterable[Expression] = found[1:] if isinstance(found, tuple) else ()
     return all(
         isinstance(part, str)
@@ -94,7 +94,7 @@ def _is_sum(found: Expression) -> bool:
 def _guard(
     graph: ir.Graph, given: ir.Value, relations: list[tuple[Expression, str]], sizes: Mapping[str, tuple[ir.Value, int]]
 ) -> None:
-    """Insert a ``Reshape`` between an input and its consumers, which fails if the sizes violate a relation."""
+    """Insert, between an input and its consumers, a ``Reshape`` that fails if the sizes violate a relation."""
     import onnx_ir as ir
 
     readers = list(given.uses())
@@ -106,7 +106,7 @@ def _guard(
         return node.outputs[0]
 
     def number(found: Expression) -> ir.Value:
-        """Add nodes that compute an expression of sizes, as an int64 value of shape (1,)."""
+        """Add nodes that compute an expression of input sizes; return its value, int64 of shape (1,)."""
         if isinstance(found, int):
             return add("Constant", value_ints=[found])
         if isinstance(found, str):
@@ -154,7 +154,7 @@ class OtherSizes:
         self.sizes = {} if example.no_data else sizes_in(example.case(1), example, signature)
 
     def are_right_without(self, relation: Expression) -> bool:
-        """Return whether program and model agree at sizes that violate ``relation``; ``False`` if unknown."""
+        """Return whether program and model agree at input sizes that violate ``relation``; ``False`` if unknown."""
         if not names_in(relation) <= self.sizes.keys():
             return False
         tried = list(_breaking(relation, self.sizes))
@@ -204,7 +204,7 @@ def sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, in
 
 
 def _breaking(relation: Expression, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield input sizes that violate a relation; one size differs from the example."""
+    """Yield input sizes that violate a relation, where one size differs from the example inputs."""
     count = 0
     for name in sorted(names_in(relation)):
         own = sizes[name]

@@ -29,7 +29,7 @@ class StoredMatrix:
 
     @property
     def blocks(self) -> int:
-        """Number of quantization blocks in a column."""
+        """Number of quantization blocks in a column of the matrix."""
         return -(-self.rows // self.block_size)
 
 
@@ -44,7 +44,7 @@ def new_value(graph: Any, name: str, tensor: Any) -> Any:
 
 
 def replace_product(node: Any, product: Any, made: list[Any]) -> None:
-    """Replace a ``MatMul`` or ``Gemm`` by a quantized product and the nodes around it, and add the bias."""
+    """Replace a ``MatMul`` or ``Gemm`` by the nodes of a quantized product, and add the bias of the ``Gemm``."""
     import onnx_ir as ir
 
     output, before = node.outputs[0], node.inputs[1].producer()
@@ -59,7 +59,7 @@ def replace_product(node: Any, product: Any, made: list[Any]) -> None:
 
 
 def take_rows(node: Any, stored: StoredMatrix) -> None:
-    """Replace a ``Gather`` of rows by the operator that reads these rows of a quantized matrix."""
+    """Replace a ``Gather`` of embedding rows by ``GatherBlockQuantized``, which reads a quantized matrix."""
     import onnx_ir as ir
 
     sizes = {"bits": stored.bits, "block_size": stored.block_size, "gather_axis": 0, "quantize_axis": 1}
@@ -83,7 +83,7 @@ def take_rows(node: Any, stored: StoredMatrix) -> None:
 
 
 def reshaped(value: Any, rank: int, sizes: Sequence[int]) -> list[Any]:
-    """Return nodes that reshape a value, and keep its first ``rank`` axes."""
+    """Return nodes that reshape a value to its first ``rank`` axes followed by ``sizes``."""
     import onnx_ir as ir
 
     shape = ir.node("Constant", [], {"value_ints": [*[0] * rank, *sizes]})
@@ -91,7 +91,7 @@ def reshaped(value: Any, rank: int, sizes: Sequence[int]) -> list[Any]:
 
 
 def plus(value: Any, offset: Any, stored: StoredMatrix) -> list[Any]:
-    """Return nodes that add offsets, which were computed in float32, to a value."""
+    """Return nodes that add float32 offsets to a value, after a cast to the value's type."""
     import onnx_ir as ir
 
     cast = [ir.node("Cast", [offset], {"to": ir.DataType.FLOAT16.value})] if stored.is_half else []
@@ -114,7 +114,7 @@ def holds_integers(module: torch.nn.Module) -> bool:
 
 
 class Grids:
-    """A cache of the integers and scales that reproduce weights, since a file is written several times."""
+    """Caches the integers and scales that reproduce weights, because a file is written several times."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bool], WeightGrid | None] = {}
@@ -200,7 +200,7 @@ def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class InputSplit:
-    """How an input of a quantized product is split into small and large values."""
+    """How an input of a quantized matrix product is split: a limit for small values, or channels kept in float."""
 
     limit: float = math.inf  # largest absolute value of the small part; infinite if the input is not split
     channels: tuple[int, ...] = ()  # channels that are large for all tokens, and are multiplied in float
@@ -213,7 +213,7 @@ _LEAST = 1e-30  # added to the largest value of a block, by which its scale is c
 
 
 class SplitInputs:
-    """Splits the inputs of quantized products; products with the same input and blocks share the added nodes."""
+    """Splits inputs of quantized products into small and large values; equal inputs share the added nodes."""
 
     def __init__(self, splits: InputSplits) -> None:
         self._splits = splits
@@ -221,11 +221,11 @@ class SplitInputs:
         self._large: dict[tuple[ir.Graph, ir.Value], tuple[ir.Value, ir.Value]] = {}
 
     def of(self, x: ir.Value) -> InputSplit | None:
-        """Return how an input is split, as found with the calibration text; ``None`` if no text was measured."""
+        """Return the split of an input that was measured on the calibration text; ``None`` without a measurement."""
         return self._splits.get(str(x.name))
 
     def rows(self, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> tuple[list[ir.Node], ir.Value]:
-        """Return the added nodes, and a value that contains both parts of an input, joined on the first axis."""
+        """Return the added nodes, and a value with the small and the large part of an input, joined on axis 0."""
         import onnx_ir as ir
 
         key, split = (graph, x, stored.block_size), self.of(x)
@@ -242,7 +242,7 @@ class SplitInputs:
         return made, self._rows[key]
 
     def large(self, graph: ir.Graph, x: ir.Value, size: int) -> tuple[list[ir.Node], ir.Value, ir.Value]:
-        """Return the added nodes, the input with zeros in its large channels, and the values of these channels."""
+        """Return the added nodes, the input with zeros in its large channels, and the values of the large channels."""
         import onnx_ir as ir
 
         made: list[ir.Node] = []
@@ -258,7 +258,7 @@ class SplitInputs:
 
     @staticmethod
     def joined(product: ir.Value) -> list[ir.Node]:
-        """Return nodes that split a product into its two parts and add them."""
+        """Return nodes that add the two halves of a product on axis 0 (from small and from large inputs)."""
         import onnx_ir as ir
 
         parts = ir.node("Split", [product], {"axis": 0, "num_outputs": 2}, num_outputs=2)
@@ -266,7 +266,7 @@ class SplitInputs:
 
 
 def _by_blocks(x: ir.Value, rank: int, stored: StoredMatrix) -> list[ir.Node]:
-    """Split inputs into values that are rounded as the product rounds them, and the remainder."""
+    """Split inputs into values rounded as ``MatMulNBits`` rounds its inputs, and the remainder of the rounding."""
     import onnx_ir as ir
 
     blocks = reshaped(x, rank - 1, [stored.blocks, stored.block_size])

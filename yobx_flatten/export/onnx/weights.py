@@ -1,4 +1,4 @@
-"""Read the weights of a graph one by one while the file is written, and find weights that are integers times scales."""
+"""Read weights of an ONNX graph one by one while the file is written; find weights that are integers times scales."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PAGE = 4096
 
 
 def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
-    """Let a converted ONNX graph, in place, read each weight without data only when the weight is written."""
+    """Make a converted ONNX graph read the data of a missing weight only when the weight is written."""
     import onnx_ir as ir
 
     from ...private_names.of_torch import is_fake
@@ -59,7 +59,7 @@ def _read(reader: Reader) -> ir.TensorProtocol:
 
 
 def _transpose_lazily(graph: ir.Graph) -> None:
-    """Transpose weights when they are read; constant folding would transpose all of them in memory."""
+    """Transpose each weight when it is read, since constant folding would transpose all weights in memory."""
     import onnx_ir as ir
 
     for node in list(graph):
@@ -89,7 +89,7 @@ def _transposed(tensor: ir.TensorProtocol, order: list[int]) -> ir.TensorProtoco
 
 
 def write_weights(model: ir.Model, path: pathlib.Path) -> None:
-    """Write the weights of a model to their own file, one by one; the model then refers to this file."""
+    """Write the weights of a model one by one to a separate file, and make the model refer to the separate file."""
     import onnx_ir as ir
 
     held = [(value, tensor) for value in model.graph.initializers.values() if (tensor := value.const_value) is not None]
@@ -160,11 +160,11 @@ class WeightGrid:
 
     @property
     def middle(self) -> int:
-        """The integer that represents 0 if there are no zero points."""
+        """The integer that represents the weight 0 if blocks have no zero points."""
         return int(2 ** (self.bits - 1))
 
     def packed(self) -> npt.NDArray[numpy.uint8]:
-        """Return the integers in onnxruntime's layout: 4-bit integers two in a byte, the first in its lower half."""
+        """Return the integers in onnxruntime's layout: two 4-bit integers per byte, the first in the lower half."""
         numbers: npt.NDArray[numpy.uint8] = self.numbers
         return _pairs(numbers) if self.bits == 4 else numbers
 
@@ -233,7 +233,7 @@ def _sample(matrix: Floats, size: int) -> Floats:
 
 
 def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | None:
-    """Fit one form to all blocks of a matrix; ``None`` if a block does not fit."""
+    """Represent all blocks of a matrix as integers and scales of one form; ``None`` if a block does not fit."""
     blocks, made = matrix.reshape(-1, size), []
     for start in range(0, len(blocks), _CHUNK):
         parts = form(blocks[start : start + _CHUNK], bits)
@@ -250,7 +250,7 @@ def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | No
 
 
 def _short(scales: Floats, lowest: Floats | None) -> tuple[Floats, Floats | None]:
-    """Convert scales to float16 if that is exact, since most formats store float16 scales."""
+    """Convert scales and lowest weights to float16 if the conversion is exact, else to float32."""
     with numpy.errstate(over="ignore"):
         half = scales.astype(numpy.float16)
     # the precision of a computed scale is limited by the precision of the weights
@@ -271,14 +271,14 @@ def _gives_back(grid: WeightGrid, matrix: Floats) -> bool:
 
 
 def _allowed(blocks: Floats) -> Floats:
-    """Return the allowed error of a weight: the rounding of one product and one sum."""
+    """Return the allowed error of a weight in each block: the rounding error of one product and one sum."""
     last = 2.0**-10 if blocks.dtype == numpy.float16 else 2.0**-21
     largest: Floats = numpy.abs(blocks).max(1).astype(numpy.float64)
     return last * largest
 
 
 def _symmetric(blocks: Floats, bits: int) -> _Parts | None:
-    """Fit integers without zero points, such as -8 to 7 for 4 bits."""
+    """Find scales at which block weights are integers without a zero point, such as -8 to 7 for 4 bits."""
     half = 2 ** (bits - 1)
     # first the usual ranges: the largest integer is 127 in most 8-bit formats, and -8 in most 4-bit formats
     counts = sorted(range(1, half + 1), key=lambda count: (count != half - (bits == 8), -count))
@@ -287,7 +287,7 @@ def _symmetric(blocks: Floats, bits: int) -> _Parts | None:
 
 
 def _with_zero(blocks: Floats, bits: int) -> _Parts | None:
-    """Fit integers with a zero point for each block."""
+    """Find a scale and a zero point for each block at which all weights are integers times the scale."""
     most = 2**bits - 1
     extent = numpy.maximum(blocks.max(1), 0) - numpy.minimum(blocks.min(1), 0)
     found = _search(blocks, extent, range(most, 0, -1), within=(-most, most))
@@ -298,7 +298,7 @@ def _with_zero(blocks: Floats, bits: int) -> _Parts | None:
 
 
 def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
-    """Fit integers of at least 0, where 0 stands for the lowest weight of each block."""
+    """Find a scale for each block at which each weight is the lowest weight plus an integer times the scale."""
     most, low = 2**bits - 1, blocks.min(1).astype(numpy.float64)
     found = _search(blocks, blocks.max(1) - low, range(most, 0, -1), within=(0, most), start=low)
     return None if found is None else (*found, None, low)

@@ -1,1 +1,1 @@
-"""Run exported programs and files next to the eager module, and report differences."""
+"""Run exported programs and files on the inputs of the eager module, and report differences of the outputs."""

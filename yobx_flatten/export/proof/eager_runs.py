@@ -1,4 +1,4 @@
-"""Test cases, which run with the eager module once for all runtimes; and changes that a call makes to its arguments."""
+"""Run test cases once with the eager module, for all runtimes, and find changes that a call makes to its arguments."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LOCK = threading.Lock()
 
 @contextlib.contextmanager
 def in_one_thread(module: torch.nn.Module) -> Iterator[None]:
-    """In a ``with`` block, run small models with one thread, since more threads mostly wait in short calls."""
+    """Use one CPU thread for small models in a ``with`` block, since more threads mostly wait in short calls."""
     if weight_bytes(module) >= SAMPLED_FROM:
         yield
         return
@@ -60,7 +60,7 @@ def in_one_thread(module: torch.nn.Module) -> Iterator[None]:
 
 
 class Step(NamedTuple):
-    """One call of the module."""
+    """The keyword arguments and outputs of one call of the eager module."""
 
     given: Mapping[str, Any]  # keyword arguments
     outputs: Any
@@ -76,7 +76,7 @@ def eager_steps(
     twice: bool = False,
     lost: dict[str, str] | None = None,
 ) -> list[Step]:
-    """Run a test case eagerly; the arguments, and the module's state after all calls, are restored."""
+    """Run the calls of a test case with the eager module, and restore the arguments and the module's state."""
     # left: changed arguments that are returned in addition to the outputs
     # twice: whether a single call that assigns attributes of the module is repeated, because a program always has the
     # values of the trace, and only a second call shows the difference
@@ -119,7 +119,7 @@ def eager_steps(
 
 
 def _exchanges(module: torch.nn.Module, before: Snapshot) -> bool:
-    """Return whether a module assigned new values to attributes, which a program cannot do."""
+    """Return whether a module replaced attributes that are no buffers or parameters, as no program can do."""
     hooks = ("module._forward_hooks", "module._forward_pre_hooks")  # `returning_left` registers hooks
     state = {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
     changes = before.changes()
@@ -134,9 +134,9 @@ Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], 
 
 
 class EagerRuns:
-    """Keeps small outputs, since several files are compared with them.
+    """Runs test cases with the eager module, and caches small outputs, since several files are compared with them.
 
-    For a module with an active adapter, pass copies of the cases: outputs are stored by the ``id`` of a case.
+    For a module with an active LoRA adapter, pass copies of the cases: outputs are cached by the ``id`` of a case.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -163,7 +163,7 @@ class EagerRuns:
         return steps
 
     def first(self, kwargs: Mapping[str, Any]) -> Step | None:
-        """``None`` without a stored case of exactly these inputs."""
+        """Return the first call of a cached test case with exactly these inputs; ``None`` if no such case is cached."""
         leaves = pytree.tree_leaves(dict(kwargs))
         for (_, _, is_plain, _), (case, steps) in self._kept.items():
             given = pytree.tree_leaves((case.args, dict(case.kwargs)))
@@ -173,7 +173,7 @@ class EagerRuns:
 
 
 def _copied(steps: list[Step]) -> list[Step]:
-    """Return copies, since a replayed program may write to its inputs."""
+    """Return copies of recorded calls, since a program that gets the arguments may write to them."""
     return [Step(clone(step.given), clone(step.outputs), step.goes_on) for step in steps]
 
 
@@ -195,7 +195,7 @@ def _following(module: torch.nn.Module) -> Next:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One set of inputs at which an export is compared with the model.
+    """A test case: inputs for which the outputs of an export are compared with the outputs of the model.
 
     Attributes:
         name: a short description of the case, for the report.
@@ -218,12 +218,12 @@ class Case:
 
 
 def clone(tree: PyTree) -> PyTree:
-    """Copy every tensor of nested inputs, since a call writes to a static cache in place."""
+    """Copy every tensor in nested inputs, since a call may write to its inputs, such as a static cache."""
     return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def check_cases(cases: Iterable[Any] | Case) -> list[Case]:
-    """A single case is also accepted."""
+    """Return test cases as a list; raise an error for an item that is no :class:`Case`."""
     found = [cases] if isinstance(cases, Case) else list(cases)
     for number, case in enumerate(found):
         if not isinstance(case, Case):
@@ -275,7 +275,7 @@ def sampled(cases: Sequence[Case]) -> list[Case]:
 
 @dataclasses.dataclass(frozen=True)
 class Left:
-    """The changes that ``forward`` makes to its arguments; a program returns them as additional outputs."""
+    """The changes that ``forward`` makes to its arguments, which a program returns as additional outputs."""
 
     caches: tuple[str, ...]  # names of arguments that are caches; each is returned under its name
     leaves: tuple[str, ...]  # names of leaves of other arguments that are new or changed
@@ -317,7 +317,7 @@ class Left:
 
 
 def note_on_lost(lost: Mapping[str, str]) -> list[str]:
-    """Return notes on changed arguments and random draws that a program does not repeat; none if there are none."""
+    """Return notes on the argument changes and random numbers of ``forward`` that an exported program lacks."""
     drawn = [name for name, effect in lost.items() if effect == "drawn"]
     found = [f"forward draws from {one}: program calls repeat the trace's numbers. Draw with torch." for one in drawn]
     changes = ", ".join(f"{path} ({effect})" for path, effect in lost.items() if effect != "drawn")
@@ -330,7 +330,7 @@ def note_on_lost(lost: Mapping[str, str]) -> list[str]:
 
 
 def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] | None:
-    """Return the arguments of the next call, with the changes of the last call; ``None`` if they do not fit."""
+    """Return the arguments of the next call with the changes in ``outputs``; ``None`` if the changes do not fit."""
     left = outputs.get(PRESENT) if isinstance(outputs, Mapping) else None
     leaves, spec = pytree.tree_flatten(dict(kwargs))
     names = [_after_present(name) for name in leaf_names(dict(kwargs))]
@@ -343,7 +343,7 @@ def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] |
 
 @contextlib.contextmanager
 def returning_left(module: torch.nn.Module, wanted: Left | None = None, *, finds: bool = False) -> Iterator[_Watch]:
-    """In a ``with`` block, let calls of a module also return the changes of their arguments."""
+    """Make a module also return the changes of its arguments, in a ``with`` block."""
     # wanted: the changes to return
     # finds: whether a call, which is a trace, detects the changes and returns all of them
     watch = _Watch(wanted, finds)
@@ -443,7 +443,7 @@ def _is_same(before: _Leaf | None, after: _Leaf) -> bool:
 
 
 def _identities(tree: PyTree) -> Iterator[int]:
-    """Yield the ids of a nested object, and of all objects inside."""
+    """Yield the ``id`` of a nested object, and of all objects inside the nested object."""
     yield id(tree)
     node = node_of(tree)
     for child in () if node is None else node.children:
@@ -526,7 +526,7 @@ _LEARNS = ("training", "train", "use_input_stats")
 
 
 def _root(node: object) -> str:
-    """Return the name of the input that a tensor is, or is a view of; ``""`` if there is none."""
+    """Return the name of the graph input that an fx node is, or is a view of; ``""`` for other nodes."""
     while isinstance(node, torch.fx.Node) and node.op == "call_function" and node.args:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and not (schema.returns and schema.returns[0].alias_info is not None):

@@ -1,4 +1,4 @@
-"""The quality of a quantized file: differences of logits, greedy tokens, and perplexity on a text."""
+"""Measure the quality of a quantized file: differences of logits, greedy tokens, and perplexity on a text."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Quality:
     Attributes:
         weights: type of the stored weights: ``"int8"`` or ``"int4"``.
         block_size: number of weights that share a scale and a zero point, in most matrices; 0 for one scale per output.
-        positions: number of tokens whose logits were compared, in all calls.
+        positions: number of tokens, in all calls, whose logits were compared.
         max_difference: largest absolute difference of the logits, or of all outputs for a module without logits.
         mean_difference: mean absolute difference of the logits.
-        relative_difference: root mean square of the difference, divided by the standard deviation of the logits.
+        relative_difference: root mean square difference of the logits, divided by the standard deviation of the logits.
         agreement: share of the tokens for which file and model choose the same next token; ``None`` without logits.
         divergence: mean Kullback-Leibler divergence of the distributions of the next token, in nats; ``None`` without
             logits.
-        text_tokens: number of tokens of the text; 0 without a text.
+        text_tokens: number of tokens of the text on which perplexity was measured; 0 without a text.
         model_perplexity: perplexity of the model on the text; ``None`` without a text.
         perplexity: perplexity of the file on the text; ``None`` without a text.
-        allowed: largest allowed ratio of the two perplexities.
-        text_divergence: mean divergence on the text; ``None`` if it was not measured.
-        cosine: smallest cosine similarity of the file's and the model's sentence embeddings; ``None`` without these.
+        allowed: largest allowed ratio of the file's perplexity to the model's perplexity.
+        text_divergence: mean Kullback-Leibler divergence on the text; ``None`` if it was not measured.
+        cosine: smallest cosine similarity of sentence embeddings of file and model; ``None`` without embeddings.
     """
 
     weights: str
@@ -70,7 +70,7 @@ class Quality:
     def perplexity_ratio(self) -> float | None:
         """Perplexity of the file, divided by the perplexity of the model; ``None`` if the file returns no logits.
 
-        Without a text, it is the ratio on text that the model itself would write: the exponential of the divergence.
+        Without a text, the exponential of the divergence estimates the ratio for text that the model would generate.
         """
         if self.perplexity is not None and self.model_perplexity is not None:
             return self.perplexity / self.model_perplexity
@@ -83,7 +83,7 @@ class Quality:
 
     @property
     def ok(self) -> bool:
-        """Whether the file is as close to the model as requested."""
+        """Whether the perplexity ratio, or for other modules the difference of the outputs, is within its limit."""
         if not math.isfinite(self.max_difference):
             return False
         if self.cosine is not None and not self.cosine >= self.allowed_cosine:
@@ -93,7 +93,7 @@ class Quality:
 
     @property
     def is_close(self) -> bool:
-        """Whether the file passes, and the divergence of its predictions from the model's on the text is also small."""
+        """Whether the quality is sufficient (``ok``), and the divergence from the model's predictions is also small."""
         return self.ok and (self.text_divergence is None or math.exp(min(self.text_divergence, 700)) <= self.allowed)
 
     @property
@@ -159,7 +159,7 @@ class Distance:
         self._choose(model["greedy"], file["greedy"])
 
     def add_text_scores(self, model: torch.Tensor, file: torch.Tensor) -> None:
-        """Add the differences between the logits of a text, of shape (texts, length, vocabulary)."""
+        """Add differences between the model's and the file's logits (texts, length, vocabulary) for a text."""
         self._scored += model[..., 0].numel()
         self._sums["text divergence"] += _divergence(model.detach(), file.detach())
 
@@ -205,7 +205,7 @@ class Distance:
 
 
 def _divergence(model: torch.Tensor, file: torch.Tensor) -> float:
-    """Return the sum over all tokens of the divergence of two distributions."""
+    """Return the Kullback-Leibler divergence of two distributions of the next token, summed over all tokens."""
     total = 0.0
     for one, other in zip(*(side.flatten(0, -2).split(_TOGETHER) for side in (model, file)), strict=True):
         chances = one.float().log_softmax(-1), other.float().log_softmax(-1)
@@ -215,7 +215,7 @@ def _divergence(model: torch.Tensor, file: torch.Tensor) -> float:
 
 
 def text_losses(scores: torch.Tensor, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the ``losses`` in nats and the ``greedy`` token for each token of a text except the first."""
+    """Return ``losses`` in nats and ``greedy`` (most likely) tokens for each token of a text except the first."""
     # scores: logits of shape (texts, length, vocabulary)
     scores, following = scores[:, :-1].detach(), tokens[:, 1:]
     parts = zip(scores.flatten(0, 1).split(_TOGETHER), following.flatten().split(_TOGETHER), strict=True)

@@ -1,4 +1,4 @@
-"""Compare an exported program or file with the eager model, in loops of calls that feed the cache back."""
+"""Compare an exported program or file with the eager model, in loops where each call returns the next cache."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ from .eager_runs import Case, EagerRuns, Left, Step, clone, with_present, writte
 
 @dataclasses.dataclass(frozen=True)
 class CaseResult:
-    """How the outputs of an export differ from the eager model's on one set of inputs (a case).
+    """The differences between the outputs of an export and the outputs of the eager model in one test case.
 
     Attributes:
         case: name of the test case.
         runtime: library that ran the program: ``"torch.export"`` or ``"onnxruntime"``.
         steps: number of calls.
-        differences: largest absolute difference to the eager model over all steps, by output name.
+        differences: largest absolute difference to the eager model in all calls, by output name.
         seconds: duration of the program's calls.
         error: the error that stopped the case; ``None`` without an error.
-        left_out: outputs with padded positions, which were not compared.
-        nan: share of elements that are NaN in the eager model, by output name, the mean over all steps; 1.0 if no
+        left_out: names of outputs with padded positions; the padded positions were not compared.
+        nan: share of elements that are NaN in the eager model, by output name, averaged over all calls; 1.0 if no
             element is finite.
-        allowed: allowed difference of each output whose rounding error was measured; other outputs may differ by the
-            tolerance of the report.
-        cause: why the case differs, if the cause is known, else ``""``.
+        allowed: largest allowed difference of each output whose rounding error was measured; for all other outputs, the
+            report's tolerance applies.
+        cause: the reason why outputs differ; ``""`` if the reason is unknown.
     """
 
     case: str
@@ -90,20 +90,20 @@ class CaseResult:
         return max(self.differences.values(), default=0.0) if self.error is None else float("inf")
 
     def cells(self) -> list[str]:
-        """Return the last cells of a report's row: the largest difference and the output that has it, or the error."""
+        """Return the largest difference and the output with this difference, or the error, as cells of a table row."""
         if self.error is not None:
             return [self.error]
         return [f"{self.max_difference:.1e}", max(self.differences, key=self.differences.__getitem__, default="-")]
 
 
 class Side(Protocol):
-    """A program or file that is called step by step, and compared with the eager model."""
+    """A program or file whose calls are compared with the calls of the eager model."""
 
     runtime: str  # name of the library that runs it
     keeps_state: bool  # whether buffers that the module writes keep their values between calls
 
     def from_the_start(self) -> contextlib.AbstractContextManager[object]:
-        """Return a ``with`` block for the calls of a case, which restores the values that the calls write."""
+        """Return a context manager for the calls of a test case, which restores tensors that the calls write."""
         ...
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
@@ -115,12 +115,12 @@ class Side(Protocol):
         ...
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
-        """Return the inputs of the next call, with the cache in ``outputs`` instead of the eager model's cache."""
+        """Return the inputs of the next call, where the cache in ``outputs`` replaces the eager model's cache."""
         ...
 
 
 class Nested:
-    """An exported program that is called like the module. Outputs are compared with their classes and static parts."""
+    """An exported program that is called like the module; classes and static data of outputs are also compared."""
 
     keeps_state = True
 
@@ -149,7 +149,7 @@ class Nested:
 
 
 class ByName:
-    """A file: tensors by name. A complex tensor is a real tensor with an additional axis of size 2 in the file."""
+    """A file with named tensors; a complex tensor is stored as a real tensor with an additional axis of size 2."""
 
     # input_leaves: names of the leaves of the module's inputs, in order
     # pairs: names of complex outputs
@@ -213,7 +213,7 @@ class ByName:
 
 
 class InPlace(ByName):
-    """A file whose runtime updates the KV cache in place; each call of a case continues with that cache."""
+    """A file whose runtime updates the KV cache in place; the calls of a test case use the same cache."""
 
     _runner: CheckedRunner
     _written: InPlaceCache | None = None  # the cache after the last call
@@ -235,12 +235,12 @@ class InPlace(ByName):
 
 
 class InSharedMemory(OnnxRunner):
-    """An ONNX file that is called as in a generation loop, with a cache buffer that is longer than the text."""
+    """An ONNX file that is called with a shared cache buffer longer than the text, as in a generation loop."""
 
     runtime: ClassVar[str] = f"{OnnxRunner.runtime}, shared cache"
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The returned keys and values end at the filled length."""
+        """Run one call; cut the returned keys and values to the filled length of the cache buffer."""
         if self.refuses(inputs):
             return self.run_in_parts(inputs)
         slots = presents_of(self.slots)
@@ -262,7 +262,7 @@ class Pair(NamedTuple):
     seconds: float  # duration of the call of the program or file
 
     def tensors(self, padding: Padding) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """By name, with zeros at padding."""
+        """Return the tensors of the model and of the file by output name, with zeros at padded positions."""
         eager = zip(self.names, pytree.tree_leaves(padding.blank_leaves(self.eager, self.names)), strict=True)
         expected = {n: leaf for n, leaf in eager if isinstance(leaf, torch.Tensor) and n in self.outputs}
         return expected, {name: padding.blank(name, self.outputs[name]) for name in expected}
@@ -271,7 +271,7 @@ class Pair(NamedTuple):
 def side_by_side(
     side: Side, module: torch.nn.Module, case: Case, steps: Sequence[Step], taken: Collection[str], padding: Padding
 ) -> Iterator[Pair]:
-    """Run a program or file on the calls of a case, with its own cache, and yield a :class:`Pair` for each call."""
+    """Run a program or file on the calls of a test case, with its own cache; yield a :class:`Pair` for each call."""
     # taken: names of inputs, see `naming.output_names`
     positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
     outputs: Any = None
@@ -332,7 +332,7 @@ _FAR = 1e-3
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
-    """If a file can return only the last token's logits, compare these with the last logits of a full call."""
+    """Check that a file which can return only the last token's logits returns the same logits as a full call."""
     if not runner.has_kept_scores:
         return
     for case in cases:
@@ -362,7 +362,7 @@ _LARGEST = 2**28
 def first_difference(
     path: pathlib.Path, program: ExportedProgram, case: Case, inputs: Sequence[str], tolerance: float
 ) -> list[str]:
-    """Return a note on the first value of a file that differs from its program; none if no value differs."""
+    """Return a note on the first value of an ONNX file that differs from its program; an empty list if none differs."""
     if path.stat().st_size > _LARGEST or any(path.parent.glob("*.data")):
         return []
     import onnx
@@ -393,7 +393,7 @@ def first_difference(
 
 
 class _Values(torch.fx.Interpreter):
-    """Runs a program and keeps the value of every node."""
+    """Runs a program and stores the value of every node."""
 
     def __init__(self, program: ExportedProgram) -> None:
         super().__init__(program.graph_module)
@@ -437,7 +437,7 @@ _READS = (
 
 
 class Padding:
-    """The padded positions in a loop of calls, except positions in a cache that the caller passed."""
+    """Tracks padded positions over the calls of a loop, except positions in a cache that the caller passed."""
 
     def __init__(self) -> None:
         self._new: torch.Tensor | None = None
@@ -463,7 +463,7 @@ class Padding:
             self._new, self._all = everything[:, past:], everything
 
     def blank(self, name: str, value: Any) -> Any:
-        """The same object if nothing is padded."""
+        """Return an output with zeros at padded positions; the unchanged output if no position is padded."""
         hidden, axis = self._hidden(name, value)
         if hidden is None or not bool(hidden.any()):
             return value
@@ -482,7 +482,7 @@ class Padding:
         return pytree.tree_unflatten([self.blank(*row) for row in zip(names, leaves, strict=True)], spec)
 
     def kept_leaves(self, tree: PyTree, names: Sequence[str]) -> list[Any]:
-        """Return the leaves of nested outputs without padded positions, each flattened for a comparison."""
+        """Return the leaves of nested outputs without their padded positions."""
         kept = []
         for name, value in zip(names, pytree.tree_leaves(tree), strict=True):
             hidden, axis = self._hidden(name, value)

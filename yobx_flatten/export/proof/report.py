@@ -1,4 +1,4 @@
-"""The report of an export, and the measurement of rounding errors that limits differences to the eager model."""
+"""Report on an export, and measure the rounding errors that an export may have compared with the eager model."""
 
 from __future__ import annotations
 
@@ -51,25 +51,25 @@ class ExportReport(Report):
         seconds: the duration of each step, in seconds, by name of the step: ``"trace"`` (``torch.export``),
             ``"replay"`` (all calls of the module, the program and the file), for an ONNX file ``"convert"``, ``"save"``
             and ``"load"``, and for the first file of a folder ``"inputs"``, ``"store cases"`` and ``"generate"``.
-        runtime: the library that runs the file, for files of ``to_executorch`` and similar methods; else ``""``.
-        file_bytes: size of this file, including weights next to it, in bytes; ``None`` without such a file.
+        runtime: the library that runs the file of ``to_executorch`` or a similar method; ``""`` without such a file.
+        file_bytes: size in bytes of the file for ``runtime``, including separate weights; ``None`` without a file.
         planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, without the weights, in bytes;
             ``None`` for other libraries.
         onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without an ONNX file.
         opset: version of ONNX's operators in the file; ``None`` without an ONNX file.
         operators: number of uses of each attention and normalization operator in the file.
         cases: one result per test case and runtime.
-        tolerance: largest absolute difference allowed; 1e-4 by default.
-        proof: what was replayed: ``"full"``, ``"standard"``, ``"sample"``, or ``"none"``.
+        tolerance: largest allowed absolute difference of outputs; 1e-4 by default.
+        proof: which test cases were compared: ``"full"``, ``"standard"``, ``"sample"``, or ``"none"``.
         processor_seconds: CPU time of each step, in seconds, by name of the step.
-        peak_growth: the bytes by which each step raised the peak memory of the process, by name of the step.
+        peak_growth: growth of the peak memory of the process in each step, in bytes, by name of the step.
         remarks: notes on what was not checked, and why.
-        yardstick: measures the rounding errors of the weights' dtype, which limit the differences of outputs; ``None``
-            if ``tolerance`` is the limit for all outputs.
-        in_place: names of cache inputs that the runtime updates in place; empty if calls return the whole cache.
-        quality: how far the file with quantized weights is from the model; ``None`` without quantized weights, or if
-            nothing was replayed.
-        of_adapters: the quality of the file with each adapter that the file was checked with, by name of the adapter.
+        yardstick: an object that measures rounding errors of the weights' dtype, which are the allowed differences;
+            ``None`` if ``tolerance`` is the limit for all outputs.
+        in_place: names of cache inputs that the runtime updates in place; empty if calls return the entire cache.
+        quality: differences between the quantized file and the model; ``None`` without quantized weights, or if nothing
+            was compared.
+        of_adapters: quality of the file with each LoRA adapter that the file was checked with, by name of the adapter.
 
     >>> import torch
     >>> from yobx_flatten import export_program
@@ -110,7 +110,7 @@ class ExportReport(Report):
 
     @property
     def onnx_seconds(self) -> float | None:
-        """Duration of the conversion to ONNX, in seconds; ``None`` without one."""
+        """Duration of the conversion to ONNX, in seconds; ``None`` without a conversion."""
         return self.seconds.get("convert")
 
     def differences(self) -> Iterator[float]:
@@ -123,7 +123,7 @@ class ExportReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether all differences are within the tolerance, including the differences of quantized files."""
+        """Whether all differences are within the tolerance, and the quality of a quantized file is sufficient."""
         is_close = self.quality is None or self.quality.ok
         return self._within and is_close and all(quality.ok for quality in self.of_adapters.values())
 
@@ -161,7 +161,7 @@ class ExportReport(Report):
 
     @contextlib.contextmanager
     def timed(self, step: str) -> Iterator[None]:
-        """Measure a ``with`` block: add its duration and its growth of peak memory to the totals of a step.
+        """Measure a ``with`` block, and add its duration and growth of peak memory to ``seconds`` and ``peak_growth``.
 
         Args:
             step: name of the step.
@@ -184,10 +184,10 @@ class ExportReport(Report):
         return None if self.yardstick is None else self.yardstick.allowed(case)
 
     def explained_by_float64(self, case: Case) -> Mapping[str, float] | None:
-        """Return how much of each difference is rounding of a float32 model, found by running the model in float64.
+        """Measure the rounding error of each output of a float32 model by running the model in float64.
 
         Args:
-            case: the case. From now on, the model also runs in float64 for each further case.
+            case: the test case. After this call, the model also runs in float64 for each further test case.
         """
         if self.spare is None or self.yardstick is not None:
             return None
@@ -199,7 +199,7 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return a result that allows outputs above the tolerance to differ by the rounding error of float32.
+        """Return a result in which outputs that exceed the tolerance may differ by the rounding error of float32.
 
         Args:
             found: result of the case.
@@ -296,9 +296,9 @@ PART_OF_FLOAT32 = 1e-5
 
 
 def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> float:
-    """Return the difference that rounding to a dtype explains, at most a share of the output's range.
+    """Return the largest output difference that rounding can explain, limited to a share of the output's range.
 
-    Outputs in other dtypes than half precision may always differ by the tolerance of a float32 model.
+    For outputs that are not in half precision, the result is at least the tolerance of a float32 model.
 
     >>> explained(100.0, torch.tensor([-1.0, 1.0], dtype=torch.float16))
     0.2
@@ -314,7 +314,7 @@ def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> flo
 
 
 class Yardstick:
-    """Measures how much rounding to the dtype of the weights changes each output; a file may differ by that much."""
+    """Measures how much rounding to the dtype of the weights changes each output, as a limit for differences."""
 
     # is_half: whether half precision is compared with float32; else float32 is compared with float64
 
@@ -344,7 +344,7 @@ class Yardstick:
 
     @staticmethod
     def why_not(module: torch.nn.Module) -> str:
-        """``""`` if it can be measured."""
+        """Return why rounding errors cannot be measured; ``""`` if they can be measured."""
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return "its weights are not in memory"
         needed = 2 * weight_bytes(module)

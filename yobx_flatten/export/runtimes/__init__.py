@@ -1,1 +1,1 @@
-"""Write a program for a runtime other than onnxruntime, and replay it there."""
+"""Write a program as a file for AOTInductor, ExecuTorch or OpenVINO, and compare the file with the eager module."""

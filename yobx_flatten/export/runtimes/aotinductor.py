@@ -1,4 +1,4 @@
-"""Compile a program to an AOTInductor package, which contains machine code for this machine."""
+"""Compile a program to an AOTInductor package, which contains machine code for the processor of this machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_compiler(caller: str) -> None:
 
 
 def write_package(traced: Traced, path: pathlib.Path, *, in_place: bool = False) -> list[str]:
-    """Compile a program; return the cache inputs that are updated in place. Needs ``register_flattening_functions``."""
+    """Compile a program inside ``register_flattening_functions``; return names of cache inputs updated in place."""
     program = flat_program(traced.program)
     signature = signature_of(traced)
     # compiled code does not check sizes, so sizes of 0 that an operator refuses are refused before the call
@@ -125,7 +125,7 @@ def with_buffers(
 
 
 def _write_in_place(graph: torch.fx.Graph, buffer: torch.fx.Node, cat: torch.fx.Node, past: torch.fx.Node) -> None:
-    """Write new tokens into the cache in place, and replace the concatenation by a read of the cache."""
+    """Replace a concatenation with new tokens by a write into the cache in place and a read of the cache."""
     for user in list(buffer.users):
         if user.target is aten.sym_size.int and user.args[1] == 2:
             user.replace_all_uses_with(past)
@@ -158,7 +158,7 @@ def transposed_weights(program: ExportedProgram) -> ExportedProgram:
 
 
 def _shared(program: ExportedProgram) -> Iterator[list[torch.fx.Node]]:
-    """Yield lists of graph inputs that are parameters; inputs with the same tensor are in one list."""
+    """Yield lists of graph inputs that are parameters; each list has all inputs for one tensor (tied weights)."""
     found: dict[tuple[int, torch.Size], list[torch.fx.Node]] = {}
     targets = program.graph_signature.inputs_to_parameters
     for node in program.graph.find_nodes(op="placeholder"):
@@ -169,14 +169,14 @@ def _shared(program: ExportedProgram) -> Iterator[list[torch.fx.Node]]:
 
 
 def _reads(user: torch.fx.Node, weight: torch.fx.Node) -> str:
-    """Return how a node uses a weight: ``"product"``, ``"table"``, or ``""`` for other uses."""
+    """Return how a node uses a weight: ``"product"`` (linear), ``"table"`` (embedding), or ``""`` for other uses."""
     if user.target is aten.linear.default and user.args[1] is weight:
         return "product"
     return "table" if user.target is aten.embedding.default and user.args[0] is weight else ""
 
 
 def _exchange(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Transpose a stored weight, and transpose it back in the graph."""
+    """Declare a weight input of the graph as transposed, and add a node that transposes it back."""
     value = node.meta["val"]
     with graph.inserting_after(node):
         turned = graph.call_function(aten.permute.default, (node, [1, 0]))
@@ -186,7 +186,7 @@ def _exchange(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def lift_sizes(module: GraphModule) -> None:
-    """Pass to every ``scan`` of a graph, in place, the sizes of its outputs, which AOTInductor allocates first."""
+    """Pass the output sizes of every ``scan`` to the ``scan``, in place, since AOTInductor allocates outputs first."""
     changed = False
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
         body, start, given, others = node.args
@@ -223,7 +223,7 @@ _Shapes = Mapping[str, tuple[int, ...]]
 
 
 def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[str]:
-    """Return the names of sizes that may not be 0, found by runs with fake tensors; none if fake tensors fail."""
+    """Return the names of sizes that may not be 0, found by runs with fake tensors; empty if the example fails."""
     # program: what `flat_program` returned
     example = {row[0]: tuple(leaf.shape) for row, leaf in zip(signature.inputs, program.example_inputs[0], strict=True)}
     given = {name: example[leaf][axis] for name, (leaf, axis) in place_of_sizes(signature).items()}
@@ -233,7 +233,7 @@ def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[s
 
 
 def _call_without(empty: str, given: Mapping[str, int], signature: Signature, example: _Shapes) -> _Shapes | None:
-    """Return input shapes that the signature accepts, with one size 0; ``None`` if there are none."""
+    """Return input shapes that the signature accepts and in which one size is 0; ``None`` if no shapes are accepted."""
     sizes = {**given, empty: 0}
     likely = {first + sign * second for first in sizes.values() for second in sizes.values() for sign in (1, -1)}
     others = [{name: other} for name in sizes if name != empty for other in sorted(likely) if other > 0]
@@ -258,7 +258,7 @@ def _value(size: Size, sizes: Mapping[str, int], example: int) -> int:
 
 
 def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
-    """Return whether a program runs without an error on fake tensors with these shapes."""
+    """Return whether a program runs without an error on fake tensors with the given shapes."""
     # imported here because the import takes half a second
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -276,7 +276,7 @@ def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:
 
 @functools.cache  # several threads share one patch
 def whole_tails() -> AbstractContextManager[None]:
-    """Return a ``with`` block in which inductor does not write past the end of a tiled reduction."""
+    """Return a context manager in which inductor does not write past the end of a tiled reduction."""
     kernels, name = cpp_kernels(), "aggregate_reduction_buffers"
     if kernels is None or name not in vars(kernels):
         return nullcontext()  # another version of torch; the replay shows whether the file is right

@@ -43,7 +43,7 @@ def check_bounds(signature: Signature) -> None:
 def write_pte(
     traced: Traced, path: pathlib.Path, *, backend: Backend, in_place: bool, quantized: bool
 ) -> tuple[int, list[str]]:
-    """Lower a program to ExecuTorch and write the file. Needs ``register_flattening_functions``."""
+    """Lower a program to ExecuTorch and write the file, inside ``register_flattening_functions``."""
     # in_place: whether the file writes a growing cache in place; else calls take and return the cache
     # quantized: whether the export was asked for quantized weights
     # returns: the bytes of planned memory, and the names of the cache inputs that are updated in place
@@ -94,7 +94,7 @@ def write_pte(
 
 
 def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
-    """Give the sizes of a lowered program the bounds that they have in the program."""
+    """Copy the bounds of dynamic sizes from a program to its lowered program."""
     # ExecuTorch 1.5 loses the upper bound of some sizes that several inputs share, and then plans memory for the size
     # of the example: a decoder with windows refused every larger batch.
     known = {str(symbol): found for symbol, found in program.range_constraints.items()}
@@ -122,7 +122,7 @@ def _without_kernel(operators: str) -> str:
 
 @functools.cache
 def states_of_the_call() -> AttributePatch:
-    """Return a ``with`` block in which ExecuTorch writes loops over the sizes of the call, not the largest sizes."""
+    """Return a context manager in which emitted ExecuTorch programs copy and stack tensors in the call's sizes."""
     managers: Any = importlib.import_module("executorch.exir.program._program")
     emit = managers.emit_program
 
@@ -136,7 +136,7 @@ def states_of_the_call() -> AttributePatch:
 
 
 def with_sizes(plan: Any) -> None:
-    """Make every copy and stack operator of an execution plan, in place, set the sizes of its output tensor."""
+    """Make every copy and stack operator of an execution plan set the sizes of its output; change the plan in place."""
     copy = _index(plan, "aten::copy_", "")
     if copy is not None:
         plan.operators[copy].name, plan.operators[copy].overload = "aten::copy", "out"
@@ -157,7 +157,7 @@ def _index(plan: Any, name: str, overload: str) -> int | None:
 
 
 def _size_stacks(plan: Any, chain: Any, stack: int) -> None:
-    """Resize the stack before the first ``et_copy_index`` into it."""
+    """Insert instructions that resize an output tensor before the first ``et_copy_index`` into the tensor."""
     schema: Any = importlib.import_module("executorch.exir.schema")
     equal = _index(plan, "executorch_prim::eq", "Scalar")
     plan.operators.append(schema.Operator("aten::unsqueeze_copy", "out"))
@@ -191,10 +191,10 @@ _ATEN = torch.ops.aten
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply rows that are sorted by expert, each with the weights of its own expert.
+    """Multiply token rows, sorted by expert, with the weights of their experts (a mixture-of-experts layer).
 
-    Every expert multiplies all rows, and only the products of its own rows are kept, because memory is planned before
-    the number of rows of an expert is known.
+    Every expert multiplies all rows, and products with rows of other experts are discarded, because ExecuTorch plans
+    memory before the number of rows of an expert is known.
 
     >>> rows = torch.tensor([[1.0], [2.0], [3.0]])
     >>> grouped_product(rows, torch.tensor([[[10.0]], [[100.0]]]), torch.tensor([1, 3])).tolist()
@@ -280,7 +280,7 @@ _OF_EXPERTS: Mapping[Any, Callable[..., Any]] = {
 
 
 def written_out(program: ExportedProgram) -> ExportedProgram:
-    """Replace grouped matrix products, `erfinv` and uninitialized memory in a program."""
+    """Replace operators that ExecuTorch lacks: grouped matrix products, ``erfinv`` and uninitialized memory."""
     fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
     products: dict[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_mm}
     if fallback is not None:

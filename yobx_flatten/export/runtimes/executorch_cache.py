@@ -5,9 +5,9 @@
     past ──> cat ──> present              keys, values: (heads, room, 1, size) <── new tokens, after earlier ones
      new ─────┘  └──> attention           attention over them, in one operator; nothing is returned or copied
 
-ExecuTorch has no views of a part of a tensor. Its operator ``llama::sdpa_with_kv_cache`` writes and attends without a
-copy. The operator accepts one mask for all rows, so the program accepts one row, and the key heads are the batch of the
-operator.
+ExecuTorch has no views of slices of a tensor. ExecuTorch's operator ``llama::sdpa_with_kv_cache`` updates the cache and
+computes attention without a copy. The operator has one mask for all rows, so programs with buffers accept batch size 1,
+and pass key heads as the operator's batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def _operator() -> Any:
-    """Define a placeholder for ExecuTorch's operator that writes to no tensor, so that the trace returns no buffers."""
+    """Define a placeholder, without writes, of ExecuTorch's attention operator, so that a trace returns no buffers."""
     library = torch.library.Library("yobx_flatten", "FRAGMENT")
     library.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, SymInt seen, SymInt new, "
@@ -109,7 +109,7 @@ class _Attention:
 
 
 def _attention(node: torch.fx.Node, cats: Mapping[torch.fx.Node, str], last: torch.fx.Node) -> _Attention | None:
-    """Return the attention of a node, if the node is the only reader of its keys and values; else ``None``."""
+    """Return the :class:`_Attention` of a node that is the only reader of its keys and values; else ``None``."""
     if node.target is not aten.scaled_dot_product_attention.default:
         return None
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -148,7 +148,7 @@ def _attend_in_place(
 
 
 def _mask_of_room(mask: torch.Tensor, keys: torch.Tensor, repeats: int) -> torch.Tensor:
-    """Convert the mask of one row (1, 1, new, total) to an additive mask (repeats * new, room)."""
+    """Convert the mask of one row (1, 1, new, total) to an additive mask (repeats * new, length of the buffer)."""
     # finite, since a padded token that attends to no position would be NaN
     lowest = torch.finfo(torch.float32).min / 2
     added = mask.reshape(mask.shape[2], mask.shape[3])
@@ -170,7 +170,7 @@ def _attend(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Compute the attention of one row; key heads are the batch, query heads that share one are further tokens."""
+    """Compute attention for batch size 1; query heads that share a key head are passed as further tokens."""
     _, heads, new, size = query.shape
     shared = keys.shape[0]
     found = torch.ops.yobx_flatten.attend(
@@ -190,7 +190,7 @@ def _attend(
 def _example(
     program: ExportedProgram, kept: Sequence[str], signature: Signature, rows: Mapping[str, int]
 ) -> tuple[list[torch.Tensor], list[dict[int, Any]]]:
-    """Return the tensors for the trace, with one row and with buffers, and their dynamic shapes."""
+    """Return the example tensors for the trace, with batch size 1 and cache buffers, and their dynamic shapes."""
     given = dict(zip((name for name, *_ in signature.inputs), program.example_inputs[0], strict=True))
     sizes = {name: of for name, _, of in signature.inputs}
     seen, most = given[kept[0]].shape[2], _most(sizes[kept[0]][2], signature)
@@ -214,14 +214,14 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 
 def _most(size: Size, signature: Signature) -> int:
-    """Return the largest value of a size; `check_bounds` has checked that the size has a bound."""
+    """Return the upper bound of a size, whose existence ``check_bounds`` has checked."""
     if isinstance(size, int):
         return size
     return sum(factor * (signature.largest[name] if name else 1) for name, factor in (size or {}).items())
 
 
 def attended_in_place(program: ExportedProgram) -> None:
-    """Replace the attention of a lowered program by ExecuTorch's operator, in place."""
+    """Replace the placeholder attention in a lowered program by ExecuTorch's attention operator, in place."""
     load_attention()
     importlib.import_module("executorch.extension.llm.custom_ops.custom_ops")  # registers the operator's output shapes
     edge: Any = importlib.import_module("executorch.exir.dialects._ops").ops.edge

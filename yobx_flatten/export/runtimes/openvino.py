@@ -54,7 +54,7 @@ def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path
 def _converted(
     traced: Traced, example: Example, path: pathlib.Path, opset: int | None = None, *, fuse: bool = False
 ) -> Iterator[Any]:
-    """Yield the OpenVINO model, which is read from a temporary ONNX file."""
+    """Convert a program to a temporary ONNX file, and yield the OpenVINO model that is read from the file."""
     names = (traced.input_names, traced.output_names)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onnx-") as folder:
         file = UnprovenFile(pathlib.Path("model.onnx"), pathlib.Path(folder))
@@ -91,7 +91,7 @@ _FUSED = "ScaledDotProductAttention"
 
 
 def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
-    """Make the growing KV cache inputs of an OpenVINO model its state, in place; return these inputs and outputs."""
+    """Move growing KV cache inputs of an OpenVINO model to its state, in place; return names of inputs and outputs."""
     # presents: for each cache input, the output that becomes this input of the next call
     openvino: Any = import_openvino()
     import numpy
@@ -162,7 +162,7 @@ def _grows(port: Any, result: Any) -> bool:
 
 
 def _repeat_by_product(tile: Any, operators: Any, numpy: Any) -> None:
-    """Repeat shared keys or values for several heads by a product with ones instead of a ``Tile``."""
+    """Replace a ``Tile`` that repeats keys or values for several query heads by a product with ones."""
     shared, repeats = (tile.input(index).get_source_output() for index in range(2))
     shape = shared.get_partial_shape()
     if repeats.get_node().get_type_name() != "Constant" or shape.rank.is_dynamic or len(shape) != 5:
@@ -191,7 +191,7 @@ def _repeat_by_product(tile: Any, operators: Any, numpy: Any) -> None:
 
 
 def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
-    """Store matrices that consist of integers and scales in this form, and all other weights unchanged."""
+    """Store matrices that are integers times scales as integers and scales; keep all other weights unchanged."""
     import numpy
 
     openvino = import_openvino()
@@ -230,7 +230,7 @@ def keep_in_openvino(path: pathlib.Path, report: ExportReport) -> None:
 
 
 def _decompressed(openvino: Any, grid: WeightGrid) -> Any:
-    """Return nodes that OpenVINO fuses with a matrix product: ``(integers - zeros) * scales``."""
+    """Return nodes ``(integers - zeros) * scales``, which OpenVINO fuses with a matrix product."""
     import numpy
     from openvino import opset13 as operators
 
@@ -280,7 +280,7 @@ def compress_openvino(path: pathlib.Path, quantization: Quantization, report: Ex
 
 
 def replace_openvino(path: pathlib.Path, made: list[Any]) -> None:
-    """Replace the files of an OpenVINO model, and free the model in memory, which reads the old files."""
+    """Replace the files of an OpenVINO model by new files, after freeing the model in memory that reads old files."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compressed-") as folder:
         import_openvino().save_model(made[0], str(pathlib.Path(folder) / path.name), compress_to_fp16=False)
         made.clear()
@@ -303,7 +303,7 @@ def _nncf() -> Iterator[Any]:
 
 
 def quantized_example(example: Example, quantization: Quantization, report: ExportReport) -> Example:
-    """Return an example with a copy of the module whose linear layers are quantized for XNNPACK."""
+    """Return an :class:`Example` with a copy of the module whose linear layers are quantized for XNNPACK."""
     block = blocks_of(quantization)
     module = copy.deepcopy(example.module)
 

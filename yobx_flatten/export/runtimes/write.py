@@ -1,4 +1,4 @@
-"""Check options and free memory before a trace; write a program as the file of a runtime, and replay the file."""
+"""Check options, disk and memory before a trace; write a program as a file for a runtime, and check its outputs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class FileOptions:
     adapters: Sequence[Adapter] = ()  # adapters that the file is also replayed with
 
     def checked(self, facts: ModelFacts, *, proof: str) -> FileOptions:
-        """Refuse options that the runtime or module does not support; return the options with their quantization."""
+        """Raise an error for unsupported options; return the options with ``quantize`` as ``Quantization`` or ``None``."""
         if self.path.is_dir():
             raise InvalidArgumentError(f"{self.path} is a folder. Name a file: path={str(self.path / 'model.onnx')!r}")
         if self.optimize not in (None, "onnxruntime"):
@@ -229,7 +229,7 @@ def check_kernels(types: Iterable[str], caller: str) -> None:
 
 
 def write_for(source: Source, options: FileOptions) -> ExportReport:
-    """Write the file of a runtime from a program that is already traced."""
+    """Write the file of a runtime from a program that was traced before, and return a report."""
     suffix = RUNTIMES[options.runtime][0]
     if options.path.suffix != suffix:
         raise InvalidArgumentError(f"{options.caller} writes files with the suffix {suffix}, not {options.path}.")
@@ -253,7 +253,7 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
 
 @without_spinning()
 def write_file(source: Source, options: FileOptions, file: UnprovenFile, report: ExportReport) -> None:
-    """Write the file of a runtime, check the file, and rename it. Needs ``register_flattening_functions``."""
+    """Write the file of a runtime, check its outputs, and publish it, inside ``register_flattening_functions``."""
     # options: options that were checked
     # no tool passes the token counter, so the file computes the number of earlier tokens from the mask
     fed = source if options.counter_input else without_counter(source, report)
@@ -305,12 +305,12 @@ class _Job:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether to try a cache that is updated in place: the program must take and return keys and values."""
+        """Whether to update the cache in place, which requires a program that takes and returns keys and values."""
         returns_cache = any(name.endswith((".key", ".value")) for name in self.source.traced.presents)
         return self.options.cache == "in_place" and returns_cache
 
     def written_in_place(self, write: Callable[[], list[str]], library: str, *, trust: bool = False) -> bool:
-        """Write a file whose runtime updates the cache in place; if that fails, the report has the reason."""
+        """Try to write a file whose runtime updates the cache in place; report the reason of a failure."""
         # write: writes the file, and returns the names of the cache inputs that are updated in place
         report, done = self.report, len(self.report.cases)
         with report.timed("convert"):
@@ -414,7 +414,7 @@ def _pte(job: _Job) -> None:
 
 
 def _pte_of(job: _Job, backend: Backend) -> None:
-    """Write a file with the kernels of one backend, and replay it, first with the cache in place if possible."""
+    """Write an ExecuTorch file with the kernels of one backend, if possible with the cache in place; check the file."""
 
     def write(traced: Traced = job.source.traced, kernels: Backend = backend, *, in_place: bool = False) -> list[str]:
         asked = job.options.quantization is not None
@@ -461,7 +461,7 @@ _WRITERS: Mapping[str, Callable[[_Job], None]] = {
 
 
 def without_counter(source: Source, report: ExportReport) -> Source:
-    """Return a source without the token counter input, which no tool passes, for a model with only sliding layers."""
+    """Remove the token counter input, which no tool passes, from a model with only sliding-window layers."""
     left = source.traced.left  # `SlidingDecoder` does not return changed arguments
     example = None if source.is_given or left is not None else _without_counter(source.example, source.traced, report)
     if example is None:

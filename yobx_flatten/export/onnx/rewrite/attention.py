@@ -5,12 +5,12 @@
     past ── Concat ── Attention                past ── Attention ── present
      new ────┘  └─── present                    new ─────┘
 
-* An ``Attention`` that concatenates the cache itself reads each head while the head is still in the processor's cache.
+* If ``Attention`` appends new keys and values to the KV cache itself, each head is still in the processor's cache.
 * Attention in separate nodes (``attn_implementation="eager"``, Gemma 2's soft cap) becomes one operator, and the
   repetition of keys and values for every query head (``repeat_kv``) is removed.
-* onnxruntime accepts only masks with one row for each query, not one row for all queries.
+* Masks are expanded to one row for each query, since onnxruntime refuses masks with one row for all queries.
 
-Queries, keys and values stay one tensor each, which copies nothing. Both operators accept both forms.
+Queries, keys and values are not transposed: ``RotaryEmbedding`` and ``Attention`` also accept tokens before heads.
 
 .. code-block:: text
 
@@ -55,7 +55,7 @@ def fuse_attention(model: ir.Model) -> None:
 
 
 def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
-    """Let an ``Attention`` node take the KV cache as input, and append the new keys and values itself."""
+    """Change an ``Attention`` node so that it takes the KV cache as input, and appends new keys and values itself."""
     # returns: the new node; `None` if the node is unchanged
     import onnx_ir as ir
 
@@ -87,7 +87,7 @@ def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
 
 
 def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
-    """Return the past and the new part of concatenated keys or values of shape (batch, heads, tokens, size)."""
+    """Return the cache and the new tokens of concatenated keys or values of shape (batch, heads, tokens, size)."""
     node = None if value is None else value.producer()
     if value is None or value.shape is None or node is None or node.op_type != "Concat" or len(node.inputs) != 2:
         return None
@@ -96,7 +96,7 @@ def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
-    """Return whether an attention reads a value other than as keys or values, directly or through other nodes."""
+    """Return whether a value reaches an attention, directly or through other nodes, other than as keys or values."""
     ahead = [node for node in value.consumers() if node is not attention]
     seen = set(map(id, ahead))
     while ahead:
@@ -136,7 +136,7 @@ def _repeat_mask(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
-    """Replace ``softmax(scores + mask) @ value`` by one operator; return whether the nodes had this form."""
+    """Replace ``softmax(scores + mask) @ value`` by ``Attention``; return whether the softmax is part of such nodes."""
     import onnx_ir as ir
 
     # models in half precision compute the softmax in float32, between two casts
@@ -198,7 +198,7 @@ def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, flo
 
 
 def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
-    """Return a value before its multiplications by constants and divisions by constants, and the total factor."""
+    """Strip multiplications and divisions by constants from a value; return the bare value and the total factor."""
     factor = 1.0
     while (node := producer(value, "Mul") or producer(value, "Div")) is not None:
         # a constant numerator is not a scale
@@ -214,7 +214,7 @@ def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
 
 
 def unrepeated(value: ir.Value) -> ir.Value:
-    """Return keys or values before they are repeated for every query head; unchanged if they are not repeated."""
+    """Return keys or values without their repetition for query heads (``repeat_kv``); unchanged if not repeated."""
     reshaped = producer(value, "Reshape")
     # repeat_kv of transformers adds an axis after the heads, expands this axis, and joins it with the heads
     expanded = None if reshaped is None else producer(reshaped.inputs[0], "Expand")
@@ -238,7 +238,7 @@ SWAP = (0, 2, 1, 3)
 
 
 def put_tokens_first(model: ir.Model) -> None:
-    """Make each ``Attention`` take inputs of shape (batch, tokens, heads * size), if its neighbours use this shape."""
+    """Make ``Attention`` nodes take inputs (batch, tokens, heads * size) if this removes transposes around them."""
     import onnx_ir.passes.common as passes
 
     changed = [_put_tokens_first(node) for node in list(model.graph) if node.op_type == "Attention"]
@@ -284,7 +284,7 @@ def heads_of(value: ir.Value | None) -> tuple[int, int] | None:
 
 
 def tokens_first(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | None:
-    """Return a value of shape (batch, tokens, heads * size) that ``value`` was made from; ``None`` if there is none."""
+    """Return ``value`` in the shape (batch, tokens, heads * size); ``None`` if ``value`` is not transposed."""
     # value: its number of heads is known
     # make: adds a node with an operator, inputs and attributes, and returns its output
     node = value.producer()
@@ -303,7 +303,7 @@ def tokens_first(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | N
 
 
 def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | None:
-    """Return ``value`` before its transpose: (batch, tokens, heads * size)."""
+    """Return the input of the transpose that computes ``value``, in the shape (batch, tokens, heads * size)."""
     import onnx_ir as ir
 
     swap, found = value.producer(), heads_of(value)
@@ -324,7 +324,7 @@ def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | Non
 
 
 def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
-    """Let nodes that transpose and join the heads of ``old`` read ``new``, whose heads are already joined."""
+    """Replace ``old`` after its transpose and reshape by ``new`` with joined heads; return whether possible."""
     place = old
     while (reader := only_reader(place)) is not None:
         found = reader.outputs[0]

@@ -1,10 +1,10 @@
 """Read and change nodes of an ONNX graph; repair errors of torch's exporter, and simplify the graph.
 
-* An inner value may have the same name as an output, such as ``relu``.
-* ``RotaryEmbedding`` may get cosines with one row and tokens with several rows. onnxruntime refuses different numbers
-  of rows.
-* ``RMSNormalization`` may get tokens in half precision and weights in single precision (Gemma). onnxruntime refuses
-  different types.
+* Intermediate values that have the same name as a graph output, such as ``relu``, are renamed.
+* Cosines with one row are expanded if ``RotaryEmbedding`` reads tokens with several rows, because onnxruntime refuses
+  different numbers of rows.
+* Tokens in half precision are cast to float32 if ``RMSNormalization`` has weights in float32 (Gemma), because
+  onnxruntime refuses different types.
 
 ``onnxscript.optimizer.optimize_ir`` tries each of its 47 rules at each node, and a rule with two outputs lists all
 nodes of the graph each time: the time grows with the square of the number of layers. A rule can match only at the
@@ -70,7 +70,7 @@ def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
 
 
 def only_reader(value: ir.Value, op_type: str | None = None) -> ir.Node | None:
-    """Return the only node that reads a value, if it reads the value as first input; else ``None``."""
+    """Return the only consumer of a value, if the value is the first input of the consumer; else ``None``."""
     # op_type: the operator of the node; `None` for any operator
     # the caller also reads outputs of the graph
     uses = list(value.uses())
@@ -90,7 +90,7 @@ def number_of(value: ir.Value | None) -> float | None:
 
 
 def replace_value(old: ir.Value, new: ir.Value) -> None:
-    """Replace a value by another one for all readers and graph outputs; the new value gets the old name."""
+    """Replace a value by a new value for all consumers and graph outputs; the new value gets the old value's name."""
     new.shape, new.type = old.shape, old.type
     name = old.name
     old.replace_all_uses_with(new, replace_graph_outputs=True)
@@ -122,7 +122,7 @@ def repair_graph(model: ir.Model) -> None:
 
 
 def _name_apart(graph: ir.Graph) -> None:
-    """Rename inner values that have the name of an input or output."""
+    """Rename intermediate values that have the name of a graph input or output."""
     given = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     computed = (value for node in graph.all_nodes() for value in node.outputs)
     values = [*graph.inputs, *graph.initializers.values(), *computed]
@@ -140,14 +140,14 @@ def _name_apart(graph: ir.Graph) -> None:
 
 
 def _rotates(node: ir.Node) -> bool:
-    """Return whether a node is a ``RotaryEmbedding`` without positions, whose cosines have a batch axis."""
+    """Return whether a node is a ``RotaryEmbedding`` without position ids (only then cosines have a batch axis)."""
     if node.op_type != "RotaryEmbedding" or node.domain not in ("", "ai.onnx"):
         return False
     return len(node.inputs) < 4 or node.inputs[3] is None
 
 
 def _as_many_rows(graph: ir.Graph) -> None:
-    """Expand the cosines and sines of ``RotaryEmbedding`` to the rows of its tokens, once for each number of rows."""
+    """Expand the cosines and sines of ``RotaryEmbedding`` to the batch size of its tokens, once per batch size."""
     import onnx_ir as ir
 
     known: dict[tuple[ir.Value, str], ir.Value] = {}
@@ -192,7 +192,7 @@ def optimize_graph(model: ir.Model) -> None:
 
 @functools.cache
 def _quick_rules() -> AbstractContextManager[None]:
-    """Return a ``with`` block in which onnxscript tries each rule only at nodes of its operator."""
+    """Return a context manager in which onnxscript tries each rewrite rule only at nodes with the rule's operator."""
     from onnxscript import rewriter
 
     name = "_DEFAULT_REWRITE_RULES"
@@ -221,7 +221,7 @@ _BETWEEN = ("RotaryEmbedding", "RMSNormalization", "Reshape", "Transpose", "Add"
 
 
 def join_projections(model: ir.Model) -> None:
-    """Join the projections for queries, keys and values to one product, in place; this is faster for one token."""
+    """Join, in place, the projections of queries, keys and values to one product, which is faster for one token."""
     for node in list(model.graph):
         if node.op_type in ("Attention", "GroupQueryAttention"):
             products = [made for value in node.inputs[:3] if (made := _product(value)) is not None]
@@ -234,7 +234,7 @@ def join_projections(model: ir.Model) -> None:
 
 
 def _product(value: ir.Value | None) -> ir.Node | None:
-    """Return the ``MatMul`` with a weight whose output a value is, possibly reshaped; ``None`` if there is none."""
+    """Return the ``MatMul`` with a weight that computes a (reshaped) value; ``None`` for other values."""
     node = None if value is None else value.producer()
     while node is not None and node.op_type in _BETWEEN:
         node = input_of(node, 0).producer()
@@ -280,7 +280,7 @@ _AXIS = "kept_sequence_length"
 
 
 def keep_last_scores(model: ir.Model) -> None:
-    """Add an optional input that limits the logits of a decoder to the last positions, in place."""
+    """Add, in place, an optional graph input: the number of last positions for which a decoder returns logits."""
     # The decoder of an encoder-decoder model reads few tokens at the start, so its file gets no such input. A file that
     # does not return its cache (`loop=False`) scores texts, and needs all logits.
     import numpy
@@ -317,7 +317,7 @@ def keep_last_scores(model: ir.Model) -> None:
 
 
 def _path_to_head(scores: ir.Value) -> list[ir.Node]:
-    """Return the nodes from the logits (batch, tokens, vocabulary) back to the head; none if there is no head."""
+    """Return the nodes from the logits back to the LM head's ``MatMul``; no nodes if the LM head is not found."""
     path: list[ir.Node] = []
     value: ir.Value | None = scores
     while value is not None and _is_of_tokens(value):
@@ -338,11 +338,11 @@ def _path_to_head(scores: ir.Value) -> list[ir.Node]:
 
 
 def _is_of_tokens(value: ir.Value) -> bool:
-    """Return whether a value has a row for each token of a call."""
+    """Return whether a value has the shape (batch, tokens, size) with a dynamic number of tokens."""
     return value.shape is not None and len(value.shape) == 3 and not isinstance(value.shape[1], int)
 
 
 def _is_fixed(value: ir.Value | None) -> bool:
-    """Return whether a value is a constant number or vector."""
+    """Return whether a value of the graph is a constant number or vector."""
     constant = None if value is None else value.const_value
     return constant is not None and (constant.size == 1 or len(constant.shape) == 1)

@@ -1,15 +1,15 @@
-"""Use onnxruntime's ``GroupQueryAttention``, which writes the cache in place.
+"""Replace ``Attention`` by onnxruntime's ``GroupQueryAttention``, which writes the KV cache in place.
 
 .. code-block:: text
 
     past (1, 2, 1024, 64), 7 tokens seen ──> GroupQueryAttention ──> present: the same memory, 8 tokens seen
 
 If the input ``past`` and the output ``present`` of a layer share memory, ``GroupQueryAttention`` of onnxruntime appends
-new keys and values to the earlier tokens, and copies nothing. The number of earlier tokens is then not the length of
-the past, so the file computes this number from the length of its mask. The same file also accepts a cache that grows.
+new keys and values to the earlier tokens, and copies nothing. The file computes the number of earlier tokens from the
+length of the mask, since the buffer ``past`` can be longer. The file also accepts a growing cache.
 
-Sliding layers, whose cache has fewer tokens than the mask, are not changed. With a filled cache, the operator accepts
-several new tokens for one row only: several rows read the prompt in one call, and then one token per call.
+Sliding-window layers, whose cache has fewer tokens than the mask, are not changed. After a filled cache,
+``GroupQueryAttention`` accepts several new tokens only for batch size 1: larger batches then read one token per call.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def shared_inputs(path: str | os.PathLike[str]) -> list[str]:
 
 
 def _is_shareable(node: ir.Node) -> bool:
-    """Return whether an attention reads and returns a cache of the file, and no other node reads the cache."""
+    """Return whether an ``Attention`` node reads and returns a KV cache input that no other node reads."""
     if node.op_type != "Attention" or node.domain != "" or len(node.inputs) < 6 or len(node.outputs) != 3:
         return False
     query, key, value, mask, past_key, past_value = node.inputs[:6]
@@ -105,7 +105,7 @@ def _is_shareable(node: ir.Node) -> bool:
 
 
 class _Lengths:
-    """Values that the operators of all layers read: numbers of tokens, and additive masks."""
+    """Numbers of tokens and additive masks, computed once for the ``GroupQueryAttention`` nodes of all layers."""
 
     def __init__(self, graph: ir.Graph, tokens: ir.Value, mask: ir.Value) -> None:
         self.graph = graph
@@ -129,7 +129,7 @@ class _Lengths:
         return self.make("Constant", value_ints=numbers)
 
     def bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """Return a boolean mask as numbers to add to the attention scores."""
+        """Return a boolean mask as an additive mask: 0 for ``True``, and the lowest number for ``False``."""
         import numpy
         import onnx_ir as ir
 
@@ -145,7 +145,7 @@ class _Lengths:
 
 
 def _replace(node: ir.Node, lengths: _Lengths) -> None:
-    """Replace an attention by ``GroupQueryAttention``, whose inputs have tokens before heads."""
+    """Replace an ``Attention`` node by ``GroupQueryAttention`` with inputs of shape (batch, tokens, heads * size)."""
     import onnx_ir as ir
 
     query, key, value, mask, *pasts = (input_of(node, place) for place in range(6))
@@ -211,7 +211,7 @@ def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _matched(softmax: ir.Node) -> _Matched | None:
-    """Return scores, values, mask, sinks and last product of an attention with sinks; ``None`` for other softmaxes."""
+    """Return scores, values, mask, sinks and last product of attention with sinks; ``None`` for another softmax."""
     sliced = only_reader(softmax.outputs[0], "Slice")
     product = None if sliced is None else only_reader(sliced.outputs[0], "MatMul")
     # the softmax includes a column for the sinks, which is then cut off, since sinks have no values
@@ -244,7 +244,7 @@ def _matched(softmax: ir.Node) -> _Matched | None:
 
 
 def _is_cache(value: ir.Value) -> bool:
-    """Return whether keys or values are the file's cache, followed by new tokens."""
+    """Return whether keys or values are a cache input of the file, concatenated with new tokens."""
     joined = producer(value, "Concat")
     return joined is not None and input_of(joined, 0).is_graph_input() and value.is_graph_output()
 
@@ -255,7 +255,7 @@ def _numbers(value: ir.Value | None) -> list[int] | None:
 
 
 def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
-    """Compute the masks of a file with a shared cache in fewer operators, in place; unused nodes are not removed."""
+    """Simplify the mask computation of a file with ``GroupQueryAttention``, in place; unused nodes are not removed."""
     # past: the number of earlier tokens, of shape (1,): the length of the mask minus the number of new tokens
     import onnx_ir as ir
 
@@ -310,7 +310,7 @@ def _reads_each_key(node: ir.Node, padded: ir.Node, mask: ir.Value, new: ir.Valu
 
 
 def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Value] | None:
-    """Return the shape and the count of an ``arange(count)`` that was reshaped to four axes and expanded."""
+    """Return the shape and the count of an ``arange(count)`` with four axes; ``None`` for other values."""
     last = producer(value, "Unsqueeze")
     expanded = None if last is None else producer(last.inputs[0], "Expand")
     if last is None or expanded is None:

@@ -69,7 +69,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
     Args:
         module, args, kwargs: the module in the mode (``eval()``) to export, and example arguments for ``forward``.
         path, keep_failed: the file to write if its outputs are right, and a folder for a file with wrong outputs.
-        dynamic_shapes, cases, steps, tolerance, proof, loop: see :func:`export_program`.
+        dynamic_shapes, cases, steps, tolerance, proof, loop: same as in :func:`export_program`.
         opset_version: the ONNX opset; ``None``, the default, for the newest opset with right outputs.
         counter_input: whether a model with only sliding-window layers has the input ``past_key_values.length``;
             ``False`` by default.
@@ -83,8 +83,8 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
 
     Raises:
         InvalidArgumentError, NotRegisteredError, DynamicShapesError: when an argument is invalid.
-        MissingDependencyError, NoRoomError: when a library, disk or memory is missing; raised before the trace.
-        ReplayError: when a test case fails or differs by more than ``tolerance``, or quantised weights change too much.
+        MissingDependencyError, NoRoomError: when a library, disk space or memory is missing; raised before the trace.
+        ReplayError: when outputs differ by more than ``tolerance`` or a call fails, or quantization changes too much.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +175,7 @@ def export_program(
 
     Raises:
         InvalidArgumentError: when the module does not take these arguments, or another argument is invalid.
-        NotRegisteredError: when an input holds an object of a class that is not registered.
+        NotRegisteredError: when an input contains an object of a class that is not registered as a pytree node.
         DynamicShapesError: when ``dynamic_shapes`` or ``bounds`` does not fit the inputs or the model.
         ReplayError: when a test case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
 
@@ -214,7 +214,7 @@ def prove_program(
     tolerance: float | None = None,
     proof: Proof = "auto",
 ) -> ExportedModel:
-    """Compare a ``torch.export`` program with its module, and return an ``ExportedModel`` as ``export_program`` does.
+    """Compare a ``torch.export`` program with its module on test inputs, and return the program with a report.
 
     ``torch.export.export`` or ``transformers.exporters`` (attribute ``.program`` of the result) must create the program
     inside ``register_flattening_functions``, where every cache has this package's registration.
@@ -222,7 +222,7 @@ def prove_program(
     Args:
         program: result of ``torch.export.export``, whose example inputs are the first test case. Buffers that the
             program writes to are replaced in the program by copies, so that the buffers of the module do not change.
-        module: the module that the program was exported from, in the mode (``eval()``) of the export.
+        module: the module that the program was exported from, in the same mode (``eval()``).
         cases: additional test inputs; by default, for a transformers model, the cases of
             :func:`~yobx_flatten.export_program` whose sizes the program accepts; the report names refused cases.
         steps: number of calls per test case, 3 by default; each call gets the cache that the previous call returned. A

@@ -36,7 +36,7 @@ from .source import Source
 
 
 def _about_kinds(example: Example | None, given: Mapping[str, Any]) -> InvalidArgumentError | None:
-    """Return an error about an argument that is missing, unknown or of the wrong type; ``None`` if all fit."""
+    """Return an error about an argument that is missing, unknown or of the wrong type; ``None`` if all are right."""
     held = {} if example is None else example.inputs
     for name in {**held, **given} if held else ():
         if name not in given or name not in held:
@@ -87,7 +87,7 @@ class ExportedModel:
         return ProgramRunner(self.program, options=self._patches)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the program with the arguments of the original module.
+        """Call the program with the same arguments as the module that was exported.
 
         Args:
             *args: positional arguments.
@@ -121,7 +121,7 @@ class ExportedModel:
         before loading.
 
         Args:
-            path: the file to write, usually with the suffix ``.pt2``. The file appears when it is complete.
+            path: the file to write, usually with the suffix ``.pt2``; an incomplete file never has this name.
         """
         target = pathlib.Path(path)
         with register_flattening_functions(**self._patches), scratch_for(target) as folder:

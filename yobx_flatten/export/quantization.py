@@ -58,29 +58,29 @@ class Quantization:
     """How weights of linear layers are quantized, and how much the outputs may differ from the model's outputs.
 
     Attributes:
-        weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are integers times
-            scales already, such as the weights of a GGUF file, are not rounded again if their integers have at most as
-            many bits. ``"keep"`` stores only weights that are integers times scales as integers.
+        weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are already integers
+            times scales, as in a GGUF file, are not rounded again if the integers fit into the bits of ``weights``.
+            ``"keep"`` stores only weights that are integers times scales as integers.
         block_size: number of weights that share a scale and a zero point: 16, 32 (the default), 64, 128 or 256. With
             larger blocks the file is smaller and faster, and differs more from the model. ExecuTorch has no blocks of
             16; OpenVINO and ExecuTorch store int8 with one scale for each output.
         perplexity_ratio: largest ratio of the file's perplexity to the model's perplexity; ``None``, the default, for
             1.01 with int8 and 1.1 with int4.
-        tokens: a text for the perplexity, int64 of shape (texts, length), without padding. ``None``, the default,
-            estimates the perplexity for text that the model would generate, see :class:`.quality.Quality`.
+        tokens: text on which to measure perplexity: token ids, int64 of shape (texts, length), without padding.
+            ``tokens=None``, the default, estimates perplexity for text that the model would generate.
         calibration: a text, int64 of shape (texts, length), without padding, for rounding with error feedback (GPTQ):
-            each weight compensates the rounding errors of earlier weights whose inputs are correlated in this text.
-            ``None``, the default, uses ``tokens`` for calibration; without any text, weights are rounded to nearest.
+            each weight compensates rounding errors of earlier weights, by the correlation of their inputs in the text.
+            ``calibration=None``, the default, uses ``tokens``; without any text, weights are rounded to nearest.
         activations: precision of the activations that are multiplied with quantized weights. ``"int8"`` quantizes the
-            activations in blocks. ``"split"`` quantizes small values, and multiplies large values separately, in float
-            or in a second 8-bit part. ``"float"`` does not quantize activations, and a token takes up to twice as long.
-            ``"token"``, for int8 and float32 weights, has one scale for each token and one for each output of a matrix,
-            which is the fastest for encoders. ``"auto"``, the default, chooses ``"int8"`` unless it adds more error to
-            a language model than quantized weights do; otherwise ``"split"`` if accurate enough, else ``"float"``. For
-            an encoder with a ``calibration`` text, ``"auto"`` chooses ``"token"`` if accurate enough.
+            activations in blocks. ``"split"`` quantizes small activations, and multiplies large activations separately,
+            in float or in 8 bits. ``"float"`` does not quantize activations, and needs up to twice the time per token.
+            ``"token"``, the fastest for encoders, has one scale for each token and one for each output of a matrix, and
+            requires ``weights="int8"`` and a float32 module. ``"auto"``, the default, chooses ``"int8"`` unless it adds
+            more error to a language model than quantized weights do; otherwise ``"split"`` if accurate enough, else
+            ``"float"``. For an encoder with a ``calibration`` text, ``"auto"`` chooses ``"token"`` if accurate enough.
 
     Raises:
-        InvalidArgumentError: when an argument has no allowed value.
+        InvalidArgumentError: when the value of an argument is not allowed.
 
     >>> Quantization("int8").bits, Quantization("int8").allowed
     (8, 1.01)
@@ -144,10 +144,10 @@ class Quantization:
         return is_open and self.tokens is None and self.calibration is not None
 
     def block_for(self, bits: int, rows: int) -> int:
-        """Return how many weights of one matrix share a scale.
+        """Return how many weights of a matrix with ``bits`` bits share a scale.
 
         Args:
-            bits: bits of the matrix, 4 or 8.
+            bits: bits per weight of the matrix, 4 or 8.
             rows: number of inputs of the matrix.
         """
         is_wide = bits == 8 and self.bits == 4 and rows % _WIDE_BLOCK == 0
@@ -159,7 +159,7 @@ class Quantization:
         return self.perplexity_ratio or PERPLEXITY_RATIOS[self.weights]
 
     def quantize(self, weight: Any) -> tuple[Any, Any, Any]:
-        """Quantize a matrix in blocks along its rows; return the packed bits, the scales and the zero points.
+        """Quantize a matrix in blocks of input channels; return the packed integers, the scales and the zero points.
 
         Args:
             weight: a NumPy array of shape (inputs, outputs), float32 or float16.
@@ -421,7 +421,7 @@ _WIDER = {4: 8, 8: 32}
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """Matrices with the same function in each layer, such as all query projections."""
+    """Weight matrices with the same function in each layer, such as all query projections."""
 
     name: str  # the common name of the matrices
     count: int  # number of matrices
@@ -431,7 +431,7 @@ class Role:
 
 
 class Budget:
-    """Finds how many bits the matrices of each role need for the allowed perplexity ratio."""
+    """Finds how many bits each kind of matrices (role) needs for the allowed perplexity ratio."""
 
     def __init__(self, roles: Mapping[str, Role], bits: int, measure: Callable[[Bits], Quality]) -> None:
         self._roles, self._first, self._measure = roles, bits, measure
@@ -479,7 +479,7 @@ class Budget:
 
     @staticmethod
     def _is_enough(quality: Quality, width: int) -> bool:
-        """Return whether the perplexity ratio is allowed; for 4 bits, the divergence on the text must be small too."""
+        """Return whether the perplexity ratio is allowed; for 4 bits, the divergence on the text must also be small."""
         return quality.is_close if width == 4 else quality.ok
 
     def _full(self, bits: Bits) -> float:

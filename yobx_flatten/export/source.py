@@ -272,7 +272,7 @@ def _cases_of(example: Example, asked: Asked, report: ExportReport) -> list[Case
 
 
 def shortened(example: Example, case: Case) -> Case:
-    """Return a test case with as many calls as the bounds of an example allow."""
+    """Reduce the number of calls of a test case to the number that the bounds of an example allow."""
     steps = next((steps for steps in range(case.steps, 1, -1) if example.holds(case, steps)), 1)
     return dataclasses.replace(case, steps=steps)
 
@@ -282,7 +282,7 @@ def left_out(count: int) -> list[str]:
 
 
 def shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
-    """Return the shape of each program input, with symbols for dynamic sizes; ``()`` for an input that is no tensor."""
+    """Return the shape of each input, with symbols for dynamic sizes; ``()`` for an input that is not a tensor."""
     return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in traced_inputs(program)]
 
 

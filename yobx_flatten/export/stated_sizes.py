@@ -71,7 +71,7 @@ def names_of(rows: Sequence[tuple[str, Any, Any]], stated: Stated) -> dict[tuple
 
 
 def relations_of(leaves: Sequence[str], stated: Stated) -> tuple[Relation, ...]:
-    """Return the assertions that ``dynamic_shapes`` states about sizes: equal variables, values and assumptions."""
+    """Return the relations between sizes in ``dynamic_shapes``: equal variables, values and assumptions."""
     places: dict[str, Place] = {}
     found: list[Expression] = []
     # the name of a variable means the size of its first axis; the sizes of all other axes are compared with this size

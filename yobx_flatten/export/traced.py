@@ -377,7 +377,7 @@ _ORIGIN = "stack_trace"
 
 
 def with_relative_origins(program: ExportedProgram) -> ExportedProgram:
-    """Shorten the source paths in the metadata of a program's nodes, in place."""
+    """Replace, in place, absolute source paths in the metadata of a program's nodes by relative paths."""
     for part in program.graph_module.modules():
         if not isinstance(part, torch.fx.GraphModule):
             continue

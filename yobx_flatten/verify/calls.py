@@ -51,7 +51,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 class Place(NamedTuple):
-    """The layer, side (encoder or decoder) and kind (key or value) of one tensor of a KV cache."""
+    """Position of a tensor in a KV cache: layer, encoder or decoder side, and kind (key or value)."""
 
     layer: int
     side: str  # `"decoder"` or `"encoder"`
@@ -204,7 +204,7 @@ class FileSide(ByName):
 
 
 def derived(port: Port, inputs: Mapping[str, Any], *, reads_cache: bool) -> torch.Tensor:
-    """Compute an input that only the file has, such as positions, from the inputs of the model."""
+    """Compute, from the inputs of the model, an input that only the file has, such as position ids."""
     tokens = next(inputs[name] for name in ("input_ids", "decoder_input_ids", "inputs_embeds") if name in inputs)
     rows, new = tokens.shape[:2]
     mask = inputs.get("attention_mask")

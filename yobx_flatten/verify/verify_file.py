@@ -51,10 +51,10 @@ _EXPLAINED = 2**28  # bytes of a file above which its nodes are not compared
 
 @dataclasses.dataclass(frozen=True)
 class VerifiedFile:
-    """The result of comparing one file with its model.
+    """The results of the comparison of one file with its model.
 
     Attributes:
-        call: the call of the model that the file implements; ``""`` if no such call was found.
+        call: the call of the model that the file implements, such as a prefill; ``""`` if no call was found.
         report: the results of all test inputs; ``None`` if no call of the model was found.
         why_not: the reason why nothing was compared; ``""`` if the file was compared.
         names: a dict from input and output names in the file to the names that files of this package have.
@@ -151,13 +151,13 @@ def verify_file(
     and ``torch.onnx.export`` use. The model gets the same inputs as the file, in the sizes that the file fixes.
 
     Args:
-        path: an ONNX file, an OpenVINO file (``.xml``), a ``.pt2`` or ``.pte`` file, or a folder of them.
+        path: an ONNX file, an OpenVINO file (``.xml``), a ``.pt2`` or ``.pte`` file, or a folder of such files.
         model: the model from which the file was exported: a module, or any ``model`` that ``export_folder`` accepts.
         cases: test inputs, the first in the sizes of the export; by default, inputs that this package makes for a
             Hugging Face model.
-        names: a dict from unknown input or output names in the file to the names in files of this package; empty by
-            default.
-        trust: whether you trust the file; a ``.pt2`` file can run code when it is loaded. ``False`` by default.
+        names: a dict from names in the file that are unknown to this package to the names in files of this package;
+            empty by default.
+        trust: whether you trust the file; loading a ``.pt2`` file can run code. ``False`` by default.
         explain: whether to search a wrong ONNX file for the first node with a wrong output; ``True`` by default.
         on_file: a function that is called with the name of each file before the file is opened.
 

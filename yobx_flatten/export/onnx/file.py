@@ -327,7 +327,7 @@ def _format(dim: int | ir.SymbolicDim, names: Mapping[str, str], whole: Mapping[
 
 
 def open_rooms(model: ir.Model, rooms: Mapping[str, str]) -> None:
-    """Make the LoRA matrices of a converted graph optional inputs, which have rank 0 by default."""
+    """Make the LoRA matrices of an ONNX graph optional inputs; without an adapter, the LoRA rank is 0."""
     # rooms: name of the input by name of the matrix
     import numpy
     import onnx_ir as ir

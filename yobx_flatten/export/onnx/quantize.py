@@ -423,7 +423,7 @@ def share_table(value: Any, stored: StoredMatrix) -> bool:
 
 
 def gathered(graph: Any) -> list[Any]:
-    """Return the matrices of a graph that are only read by ``Gather`` of rows, such as embedding tables."""
+    """Return the matrices of a graph that only ``Gather`` nodes read by row, such as embedding tables."""
     found = []
     for value in graph.initializers.values():
         tensor = value.const_value

@@ -99,7 +99,7 @@ class _Form:
 def round_with_feedback(
     weights: torch.Tensor, moments: torch.Tensor, block_size: int, dtype: torch.dtype = torch.float32, bits: int = 4
 ) -> WeightGrid:
-    """Quantize a matrix (inputs, outputs) in blocks; each row compensates the errors of the rows before it."""
+    """Quantize a matrix (inputs, outputs) in blocks; each row compensates the rounding errors of earlier rows."""
     # weights: the number of inputs is a multiple of the block size
     # moments: mean of the products of each two inputs, of shape (inputs, inputs)
     # dtype: dtype of the scales
@@ -208,7 +208,7 @@ def round_by_text(
 
 
 def read_matrix(value: Any, transposed: bool) -> torch.Tensor:
-    """Return a matrix with the shape (inputs, outputs)."""
+    """Read a weight matrix of an ONNX graph in the shape (inputs, outputs)."""
     array = value.const_value.numpy()
     matrix = torch.from_numpy(numpy.array(array.T if transposed else array))
     del array

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def refuse_sizes(
     model: ir.Model, signature: Signature, largest: Mapping[tuple[str, int], int] = types.MappingProxyType({})
 ) -> list[str]:
-    """Make an ONNX graph fail for input sizes that its ``ExportedProgram`` refuses; return the relations as texts."""
+    """Make an ONNX graph fail for input sizes that its ``ExportedProgram`` refuses; return the relations as strings."""
     # largest: upper bounds by input and axis, above which the model's code takes another branch
     # without the size of a cache, since cache memory that is shared between calls is longer than its contents
     places = {name: place for name, place in place_of_sizes(signature).items() if not place[0].startswith(CACHE)}
@@ -147,7 +147,7 @@ _TRIES = 3
 
 
 class OtherSizes:
-    """Runs a program without assertions at sizes that violate the assertions, and compares it with the model."""
+    """Compares a program without its assertions with the model, for input sizes that violate the assertions."""
 
     def __init__(self, example: Example, traced: Traced, signature: Signature) -> None:
         self.example, self.traced, self.signature = example, traced, signature
@@ -193,7 +193,7 @@ class OtherSizes:
 
 
 def sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, int]:
-    """Return the input sizes of a test case, by name in the signature."""
+    """Return the dynamic input sizes of a test case, by the names of the sizes in the signature."""
     inputs = example.of_call(case.args, case.kwargs)
     leaves = dict(zip(leaf_names(inputs), leaves_of(inputs), strict=True))
     return {

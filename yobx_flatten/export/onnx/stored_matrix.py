@@ -1,4 +1,4 @@
-"""Add quantized matrices to a graph, read their rows as an embedding, and split activations into two parts."""
+"""Add quantized matrices to an ONNX graph, read embedding rows of them, and split activations by magnitude."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StoredMatrix:
 
 
 def new_value(graph: Any, name: str, tensor: Any) -> Any:
-    """Add an initializer to a graph."""
+    """Add an initializer to an ONNX graph, and return its value."""
     import onnx_ir as ir
 
     value = ir.Value(name=name, const_value=tensor)
@@ -163,7 +163,7 @@ def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool)
 
 
 def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
-    """Return a value in another dtype; onnxruntime converts the value when it loads the file."""
+    """Return a value of the graph cast to another dtype; onnxruntime casts constants when it loads the file."""
     import onnx_ir as ir
 
     if value.const_value.dtype == dtype:

@@ -184,7 +184,7 @@ class WeightGrid:
 
 
 def find_grid(matrix: Floats, most_bits: int = 8) -> WeightGrid | None:
-    """Return integers and scales of 4 or 8 bits that reproduce a matrix up to rounding; ``None`` if there are none.
+    """Return 4-bit or 8-bit integers with scales that reproduce a matrix up to rounding; ``None`` if impossible.
 
     >>> steps = numpy.arange(-8, 8, dtype=numpy.float32).reshape(1, 16)
     >>> grid = find_grid(steps * numpy.float32(0.5))

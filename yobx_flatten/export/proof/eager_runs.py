@@ -201,7 +201,7 @@ class Case:
         name: a short description of the case, for the report.
         args: positional arguments; none by default.
         kwargs: keyword arguments; none by default.
-        steps: number of calls, 1 by default; each further call gets the cache that the previous call returned.
+        steps: number of calls, 1 by default; later calls get the cache that the previous call returned.
 
     >>> import torch
     >>> from yobx_flatten import export_program
@@ -223,7 +223,7 @@ def clone(tree: PyTree) -> PyTree:
 
 
 def check_cases(cases: Iterable[Any] | Case) -> list[Case]:
-    """Return test cases as a list; raise an error for an item that is no :class:`Case`."""
+    """Return test cases as a list; raise an error for an item that is not a :class:`Case`."""
     found = [cases] if isinstance(cases, Case) else list(cases)
     for number, case in enumerate(found):
         if not isinstance(case, Case):
@@ -254,7 +254,7 @@ def choose_proof(proof: Proof, weight_bytes: int) -> Literal["full", "standard",
 
 
 def sampled(cases: Sequence[Case]) -> list[Case]:
-    """Return a list with only the case that has the largest inputs."""
+    """Return a list with one test case: the test case with the largest inputs."""
 
     def size(case: Case) -> int:
         leaves: list[Any] = pytree.tree_leaves((case.args, dict(case.kwargs)))
@@ -299,7 +299,7 @@ class Left:
         ]
 
     def given_back(self, found: PyTree, given: Mapping[str, Any]) -> PyTree:
-        """Return the module's own outputs, and change the caller's arguments as the module would."""
+        """Return the outputs that the module returns, and change the caller's arguments as the module does."""
         # found: outputs of the program
         # given: arguments of the call, by name
         own = {name: value for name, value in found.items() if name != PRESENT and name not in self.caches}

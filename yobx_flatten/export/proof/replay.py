@@ -38,12 +38,12 @@ class CaseResult:
     """The differences between the outputs of an export and the outputs of the eager model in one test case.
 
     Attributes:
-        case: name of the test case.
+        case: name of the test case that was run.
         runtime: library that ran the program: ``"torch.export"`` or ``"onnxruntime"``.
-        steps: number of calls.
+        steps: number of calls in the test case.
         differences: largest absolute difference to the eager model in all calls, by output name.
-        seconds: duration of the program's calls.
-        error: the error that stopped the case; ``None`` without an error.
+        seconds: duration of all calls of the program or file, in seconds.
+        error: the message of the error that stopped the test case; ``None`` without an error.
         left_out: names of outputs with padded positions; the padded positions were not compared.
         nan: share of elements that are NaN in the eager model, by output name, averaged over all calls; 1.0 if no
             element is finite.
@@ -76,7 +76,7 @@ class CaseResult:
         )
 
     def within(self, tolerance: float) -> bool:
-        """Return whether the case ran without an error, and all outputs are within their tolerances.
+        """Return whether the test case ran without an error, and all differences are within the tolerance.
 
         Args:
             tolerance: allowed difference of outputs whose rounding error was not measured.
@@ -86,7 +86,7 @@ class CaseResult:
 
     @property
     def max_difference(self) -> float:
-        """The largest difference of all outputs; infinite if the case ended in an error."""
+        """The largest difference of all outputs to the eager model; infinite if the test case ended in an error."""
         return max(self.differences.values(), default=0.0) if self.error is None else float("inf")
 
     def cells(self) -> list[str]:

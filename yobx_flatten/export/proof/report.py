@@ -42,7 +42,7 @@ def _nearer(quality: Quality) -> str:
 
 @dataclasses.dataclass
 class ExportReport(Report):
-    """Times, sizes and check results of one export. ``print(report)`` shows the report as a table.
+    """Durations, sizes and comparison results of one export. ``print(report)`` shows the report as a table.
 
     Attributes:
         module: name of the exported class.
@@ -56,14 +56,14 @@ class ExportReport(Report):
         planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, without the weights, in bytes;
             ``None`` for other libraries.
         onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without an ONNX file.
-        opset: version of ONNX's operators in the file; ``None`` without an ONNX file.
+        opset: ONNX opset of the file; ``None`` without an ONNX file.
         operators: number of uses of each attention and normalization operator in the file.
         cases: one result per test case and runtime.
         tolerance: largest allowed absolute difference of outputs; 1e-4 by default.
         proof: which test cases were compared: ``"full"``, ``"standard"``, ``"sample"``, or ``"none"``.
-        processor_seconds: CPU time of each step, in seconds, by name of the step.
+        processor_seconds: CPU time of each step of the export, in seconds, by name of the step.
         peak_growth: growth of the peak memory of the process in each step, in bytes, by name of the step.
-        remarks: notes on what was not checked, and why.
+        remarks: notes on what the comparison did not check, with reasons.
         yardstick: an object that measures rounding errors of the weights' dtype, which are the allowed differences;
             ``None`` if ``tolerance`` is the limit for all outputs.
         in_place: names of cache inputs that the runtime updates in place; empty if calls return the entire cache.
@@ -114,11 +114,11 @@ class ExportReport(Report):
         return self.seconds.get("convert")
 
     def differences(self) -> Iterator[float]:
-        """Yield the largest output difference of every checked case; infinite for a case that failed."""
+        """Yield the largest output difference of every test case; infinite for a test case that ended in an error."""
         return (case.max_difference for case in self.cases)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
-        """Yield, for every case, the share of NaN values in each output of the eager model."""
+        """Yield, for every test case, the share of NaN values in each output of the eager model."""
         return (case.nan for case in self.cases)
 
     @property
@@ -132,11 +132,11 @@ class ExportReport(Report):
         return not self.failed() and not self.without_number()
 
     def failed(self) -> list[CaseResult]:
-        """Return the cases that failed, or in which an output differs by more than allowed."""
+        """Return the test cases that ended in an error, or in which an output differs by more than allowed."""
         return [case for case in self.cases if not case.within(self.tolerance)]
 
     def failure(self) -> str:
-        """Return why the export failed, in a sentence."""
+        """Return a sentence with the reason why the export failed."""
         if self.without_number():
             return f"The exported {self.module} could not be checked: {self.nan_notes()[0]}"
         if self.quality is not None and self._within:
@@ -164,7 +164,7 @@ class ExportReport(Report):
         """Measure a ``with`` block, and add its duration and growth of peak memory to ``seconds`` and ``peak_growth``.
 
         Args:
-            step: name of the step.
+            step: name of the measured step, such as ``"trace"``.
         """
         start, worked, before = time.perf_counter(), time.process_time(), peak_memory()
         try:
@@ -202,7 +202,7 @@ class ExportReport(Report):
         """Return a result in which outputs that exceed the tolerance may differ by the rounding error of float32.
 
         Args:
-            found: result of the case.
+            found: result of the test case.
             case: the case.
         """
         if found.error is not None or found.within(self.tolerance):

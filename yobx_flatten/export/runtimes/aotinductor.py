@@ -77,7 +77,7 @@ aten = torch.ops.aten
 def with_buffers(
     program: ExportedProgram, inputs: Sequence[str], outputs: Sequence[str], presents: Mapping[str, str]
 ) -> tuple[ExportedProgram, list[str]]:
-    """Return a program whose growing cache inputs are buffers, and the names of these inputs."""
+    """Return a program in which growing cache inputs are buffers, and the names of the inputs that became buffers."""
     # program: what `flat_program` returned; it is not changed
     # presents: for each cache input, the output that becomes this input of the next call
     # returns: a program with the same inputs and a last input whose length is the number of tokens in the buffers. It

@@ -1,4 +1,4 @@
-"""Write a program as an ExecuTorch file, whose memory is planned for the largest sizes."""
+"""Write a program as an ExecuTorch file, for which ExecuTorch plans memory by the largest input sizes."""
 
 from __future__ import annotations
 

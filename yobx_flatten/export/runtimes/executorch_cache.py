@@ -1,4 +1,4 @@
-"""Make ExecuTorch programs write keys and values into the caller's buffers, and attend over the buffers in place.
+"""Make ExecuTorch programs write keys and values into the caller's buffers, and compute attention on the buffers.
 
 .. code-block:: text
 

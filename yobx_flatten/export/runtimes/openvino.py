@@ -1,4 +1,4 @@
-"""Write a program as OpenVINO files, by a conversion to ONNX, and quantize weights for OpenVINO and ExecuTorch."""
+"""Convert a program to ONNX and to OpenVINO files, and quantize weights for OpenVINO and ExecuTorch."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _kind(node: Any) -> str:
 
 
 def _grows(port: Any, result: Any) -> bool:
-    """Return whether an output is its cache input with new tokens appended along axis 2."""
+    """Return whether an output concatenates a cache input and new tokens along axis 2."""
     made = result.get_node().input(0).get_source_output().get_node()
     if made.get_type_name() != "Concat" or made.get_input_size() != 2 or len(port.get_partial_shape()) != 4:
         return False
@@ -290,7 +290,7 @@ def replace_openvino(path: pathlib.Path, made: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _nncf() -> Iterator[Any]:
-    """Import NNCF without telemetry, and hide its terminal output and its class of loggers in a ``with`` block."""
+    """Import NNCF for a ``with`` block, in which NNCF sends no telemetry and prints nothing."""
     made_loggers, nncf = logging.getLoggerClass(), import_unreported("nncf")
     console: Any = importlib.import_module("rich").get_console()
     before, console.quiet = console.quiet, True

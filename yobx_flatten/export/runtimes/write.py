@@ -70,7 +70,7 @@ class FileOptions:
     adapters: Sequence[Adapter] = ()  # adapters that the file is also replayed with
 
     def checked(self, facts: ModelFacts, *, proof: str) -> FileOptions:
-        """Raise an error for unsupported options; return the options with ``quantize`` as ``Quantization`` or ``None``."""
+        """Raise an error for unsupported options; return options with ``quantize`` as ``Quantization`` or ``None``."""
         if self.path.is_dir():
             raise InvalidArgumentError(f"{self.path} is a folder. Name a file: path={str(self.path / 'model.onnx')!r}")
         if self.optimize not in (None, "onnxruntime"):
@@ -139,7 +139,7 @@ class FileOptions:
 
     @property
     def quantization(self) -> Quantization | None:
-        """The quantization of the weights; valid only after :meth:`checked`."""
+        """The quantization of the weights; may be read only after a call of :meth:`checked`."""
         assert not isinstance(self.quantize, str)
         return self.quantize
 

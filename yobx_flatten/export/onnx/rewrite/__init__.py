@@ -1,1 +1,1 @@
-"""Rewrite the graph of an ONNX file: repairs, and operators that onnxruntime computes faster."""
+"""Repair the graph of an ONNX file, and replace operators by operators that onnxruntime computes faster."""

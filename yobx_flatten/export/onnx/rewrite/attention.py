@@ -1,4 +1,4 @@
-"""Replace attention subgraphs by one ``Attention`` operator each (opset 23), with the cache as its input.
+"""Replace each attention subgraph by one ``Attention`` operator (opset 23) with the KV cache as input.
 
 .. code-block:: text
 

@@ -64,7 +64,7 @@ def insert_before(node: ir.Node, made: list[ir.Node]) -> None:
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """Return the node that computes a value, if it is the ONNX operator ``op_type``; else ``None``."""
+    """Return the node that computes a value, if the node has the operator ``op_type``; else ``None``."""
     node = None if value is None else value.producer()
     return node if node is not None and node.op_type == op_type and node.domain == "" else None
 

@@ -1,4 +1,4 @@
-"""The command line application, with the commands about the installation: ``env``, ``bench`` and ``matrix``."""
+"""Define the command line ``yobx-flatten``, and its commands ``env``, ``bench`` and ``matrix``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LIBRARIES = (
 
 
 def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
-    """Print all versions for a bug report, and the newest versions that were tested."""
+    """Print the versions of Python and all libraries for a bug report, and the newest tested versions."""
     found: dict[str, str | None] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -92,7 +92,7 @@ def repository(what: str) -> pathlib.Path:
 def matrix(arguments: typer.Context) -> int:
     """Export every model type in transformers, and check each step.
 
-    This command needs a clone. `python -m matrix` gets the arguments (try -- --help); --sample 8 exports 8 model types.
+    A clone of the repository is needed. `python -m matrix` gets the arguments, such as --sample 8 (8 model types).
     """
     root = repository("the matrix")
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -106,7 +106,7 @@ def bench(
 ) -> int:
     """Run a benchmark, and print a table that compares this package with its alternatives.
 
-    The benchmarks are part of the repository, so the command needs a clone.
+    The command needs a clone of the repository, which contains the benchmarks.
     """
     root = repository("the benchmarks")
     found = {path.stem.removeprefix("bench_"): path for path in sorted((root / "benchmarks").glob("bench_*.py"))}

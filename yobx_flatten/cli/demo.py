@@ -6,8 +6,8 @@
                                                  +--> export_onnx --> replay --> one row of the table
     configuration --> model, random weights -----+
 
-The weights are random. The caches are filled by the models themselves. The cases have left padding, and pasts that are
-shorter than, equal to and longer than the window. Each case decodes several tokens with the cache of the last call.
+The models have random weights, and fill the KV caches themselves. Test cases have left padding, and fewer, as many or
+more cached tokens than the attention window. Each decoding step gets the cache of the previous step.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def demo(
 ) -> int:
     """Export small models to ONNX, run them in onnxruntime, and compare with eager PyTorch.
 
-    The models have random weights. Each file reads the Zen of Python token by token; each call gets the cache of the
-    last call. Exit status: 0 all files compute the values of their models; 1 one differs.
+    The models have random weights. Each ONNX file reads the Zen of Python token by token; each call gets the KV cache
+    that the previous call returned. Exit status: 0 all files compute the same values as the models; 1 a file differs.
     """
     names = list(dict.fromkeys(name.strip() for name in models.split(",")))
     unknown = [name for name in names if name not in MODELS]
@@ -201,7 +201,7 @@ def _inputs(model: Any, sizes: DecodeSizes, text: str) -> dict[str, Any]:
 
 
 def _tokens(text: str, rows: int, length: int) -> torch.Tensor:
-    """Return tokens of shape (rows, length), one per byte; each row starts one line later in the text."""
+    """Return tokens of shape (rows, length), one token per byte; each row starts at the next line of the text."""
     from transformers import ByT5Tokenizer
 
     tokenizer = ByT5Tokenizer(extra_ids=0)
@@ -218,7 +218,7 @@ def _zen_of_python() -> str:
 
 
 def _layers(cache: Any) -> str:
-    """For example ``2x W8 + 2x D``."""
+    """Return the layers of a cache by kind, such as ``2x W8 + 2x D`` for two with a window of 8 and two without."""
     if hasattr(cache, "cross_attention_cache"):
         return f"{_layers(cache.self_attention_cache)}\ncross {_layers(cache.cross_attention_cache)}"
     codes = Counter(code_of(layer) for layer in cache.layers)

@@ -52,9 +52,9 @@ def export(
 ) -> int:
     """Export a Hugging Face model to a folder of files that generate text, and compare the files with the model.
 
-    Files have the names and inputs that generation tools expect. Each file runs next to the model. Then 40 generated
-    tokens (8 tokens for 1 GB of weights or more) are compared with model.generate (--proof). DIR is created only if all
-    checks pass. Exit status: 0 all checks passed; 1 a file differs from the model, and nothing was written.
+    The files have the names and inputs that generation tools expect. The outputs of each file are compared with the
+    model's, and 40 generated tokens (8 for 1 GB of weights or more) with model.generate (--proof). DIR is created only
+    if all checks pass. Exit status: 0 all checks passed; 1 a file differs from the model.
     """
     quantization = _quantization(quantize, perplexity_ratio, activations)
     adapters = named_folders(adapter) if adapter else {} if room_for_adapters else None

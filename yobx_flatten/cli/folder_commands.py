@@ -68,14 +68,14 @@ def verify(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check an exported folder: run its stored inputs, generate tokens, and compare all results with the model.
+    """Check an exported folder: run its stored inputs, generate tokens, and compare with the model's stored results.
 
-    The model is not needed, because its results are stored in the folder. Exit status: 0 all results are equal; 1 a
-    result differs. With --explain, the model is exported again, and its values are compared with those of the files.
+    The model is not loaded, because the folder contains its results. Exit status: 0 all results agree; 1 a result
+    differs. With --explain, the model is exported again, and the first node whose values differ is shown.
 
-    With --model, the files may be from any exporter. The model runs on the same inputs: other sizes, texts longer than
-    its window, padding, and in a loop over the file's cache. Exit status: 0 all files are right; 1 a file is wrong; 2 a
-    file cannot be compared, or fails on all inputs.
+    With --model, check files from any exporter: files and model run on the same inputs of several sizes, with padding,
+    with texts longer than the attention window, and in a decoding loop with the file's cache. Exit status with --model:
+    0 all files agree with the model; 1 a file differs; 2 a file cannot be compared, or fails on all inputs.
     """
     if model is not None:
         if device is not None or explain is not None:
@@ -123,7 +123,7 @@ def adapter(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace adapters of these names.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Add LoRA adapters to an exported folder, and check them against PEFT.
+    """Add LoRA adapters to an exported folder, and compare the outputs of the files with PEFT.
 
     DIR must have been exported with --adapter or --room-for-adapters. The model is loaded for the comparison. Exit
     status: 0 all checks passed; 1 the files differ from PEFT, and nothing was written.
@@ -174,8 +174,8 @@ def generate(
 ) -> int:
     """Generate text with the model of an exported folder, token by token.
 
-    A single prompt is printed while its text is generated. Several prompts, and the results of a beam search, are
-    printed at the end.
+    The text for a single prompt is printed while it is generated. The texts for several prompts, and the result of a
+    beam search, are printed at the end.
     """
     sampling = Sampling(do_sample=sample, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     opened = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)
@@ -251,10 +251,10 @@ def chat(
     adapter: AdapterName = None,
     json: Annotated[bool, typer.Option("--json", help="Print the conversation as JSON, at the end.")] = False,
 ) -> int:
-    """Talk to an exported folder, one turn per line; replies appear as they are generated.
+    """Chat with the model of an exported folder, one message per line; replies are printed as they are generated.
 
-    The tokenizer's chat template formats all previous turns as the prompt. An empty line, or the end of the input, ends
-    the conversation.
+    The prompt for each reply is the whole conversation, formatted by the tokenizer's chat template. An empty line, or
+    the end of the input, ends the conversation.
     """
     require_transformers("chat, to read and write text,")
     opened = open_generator(folder, runtime=runtime, threads=threads, trust=trust, device=device)

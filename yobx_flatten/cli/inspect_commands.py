@@ -1,4 +1,4 @@
-"""The commands that show what is there before an export: ``check``, ``explain`` and ``list``."""
+"""The commands that inspect inputs, files and registered classes: ``check``, ``explain`` and ``list``."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def check(
     ],
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check the inputs of an export before anything is traced.
+    """Check the inputs of an export before torch.export traces the model.
 
     The report lists what would fail or give wrong results: unregistered classes, arguments that forward does not
     accept, one tensor passed twice, sizes of 0 and 1. Exit status: 0 no errors (warnings do not count); 1 errors.
@@ -153,7 +153,7 @@ def explain(
     """Draw the structure of an object or a file.
 
     For a model file, draw inputs and outputs. For stored inputs and for objects, draw the tree of leaves. Objects that
-    torch cannot flatten are marked, with the line that registers their class.
+    torch cannot flatten are marked, together with the line of code that registers their class.
     """
     path = pathlib.Path(target)
     if path.exists():
@@ -230,10 +230,10 @@ def list_classes(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """List the registered classes, their leaves, and the libraries that know them.
+    """List the classes that can be flattened, their leaves, and the libraries that flatten them.
 
-    The list has the transformers classes that `register_flattening_functions(patch_transformers=True)` registers.
-    Classes of a single model are listed after its module is imported (--import).
+    The list contains the transformers classes that `register_flattening_functions(patch_transformers=True)` registers.
+    A class that belongs to one model is listed only if --import names the model's module.
     """
     if kind and kind not in _KINDS:
         raise UserError(f"unknown kind {kind!r}; choose from {', '.join(_KINDS)}")

@@ -1,4 +1,4 @@
-"""Lay out a folder's files where transformers.js looks for them.
+"""Move the files of an exported folder to the paths that transformers.js expects.
 
 .. code-block:: text
 
@@ -112,7 +112,7 @@ def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, d
 
 
 def _most_bits(paths: Sequence[pathlib.Path]) -> str:
-    """Return ``"int8"`` or ``"int4"``: the type with more bytes in files that keep the integers of a checkpoint."""
+    """Return the type of most quantized weights in the files: ``"int8"`` or ``"int4"``."""
     sizes: collections.Counter[int] = collections.Counter()
     for path in paths:
         graph = read_onnx(path, failure=DamagedFileError).graph
@@ -140,7 +140,7 @@ _BRANCHES = ("first", "later")
 
 
 def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> bool:
-    """Join two decoder files in a third; return whether the weights, which all three share, have a data file."""
+    """Merge two decoder files into a third that shares their weights; return whether the weights are in a data file."""
     import onnx_ir as ir
 
     models = dict(zip(_BRANCHES, (ir.load(first), ir.load(later)), strict=True))
@@ -166,7 +166,7 @@ class _Weights:
         self._names: dict[tuple[object, ...], str] = {}
 
     def take(self, graph: ir.Graph) -> dict[str, str]:
-        """Replace weights of a graph by shared copies of equal weights; return the new names by the old names."""
+        """Replace the weights of a graph by one shared copy of all equal weights; return new names by old names."""
         import onnx_ir as ir
 
         renamed = {}
@@ -236,7 +236,7 @@ def _merged(models: Mapping[str, ir.Model], weights: _Weights) -> ir.Model:
 
 
 def _free(value: ir.Value) -> ir.Shape | None:
-    """Return the shape of a value with new names for its dynamic axes, because the branches have different names."""
+    """Return a value's shape with new names for dynamic axes, because the merged graphs name these axes differently."""
     import onnx_ir as ir
 
     if value.shape is None:
@@ -246,7 +246,7 @@ def _free(value: ir.Value) -> ir.Shape | None:
 
 
 def _share(path: pathlib.Path, stored: Mapping[str, onnx.TensorProto]) -> None:
-    """Make a file read its weights from the data of another file."""
+    """Make an ONNX file read its weights from the external data of another ONNX file."""
     model = read_onnx(path, failure=DamagedFileError)
     for tensor in model.graph.initializer:
         name = tensor.name

@@ -1,4 +1,4 @@
-"""Export one part of a model to its file, and check it: as ONNX, a program, or for another runtime."""
+"""Export one module of a model to a file for onnxruntime, torch or another runtime, and check the file."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ class FolderOptions:
 
     @property
     def name(self) -> str:
-        """The format, as the manifest names it."""
+        """The file format in the manifest: ``"onnx"``, ``"program"``, or the name of another runtime."""
         return {"onnxruntime": "onnx", "torch": "program"}.get(self.runtime, self.runtime)
 
     @property
@@ -197,7 +197,7 @@ class FolderOptions:
 
     @functools.cached_property
     def largest(self) -> Bounds | None:
-        """The largest sizes that the files must accept, with 4 rows by default; ``None`` without bounds."""
+        """The largest sizes that the files must accept, with batch size 4 by default; ``None`` without ``bounds=``."""
         if self.bounds is None:
             return None
         found = Bounds.of({"batch": self.batch or 4, **self.bounds})

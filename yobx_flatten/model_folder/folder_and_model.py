@@ -1,4 +1,4 @@
-"""What compares an exported folder with its model again: to explain a difference, and to add an adapter."""
+"""Compare an exported folder with its model again, to explain a difference or to add an adapter."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FolderExplanation:
 
     Attributes:
         path: the folder.
-        files: the comparison for each file and case; after a case that differs, the file's other cases are left out.
+        files: the comparisons by file and test case; after a case that differs, further cases of the file do not run.
     """
 
     path: pathlib.Path
@@ -50,7 +50,7 @@ class FolderExplanation:
 
     @property
     def ok(self) -> bool:
-        """Whether all values in the folder's files equal the values in the model."""
+        """Whether no node of the folder's files differs from the model."""
         return all(one.first is None for one in self.files.values())
 
     def __bool__(self) -> bool:
@@ -71,8 +71,8 @@ def explain_folder(
 ) -> FolderExplanation:
     """Find the first node of a folder's files whose value differs from the value in the model.
 
-    The model is exported again to a temporary file, which is checked. Both files then run on the stored cases, with the
-    values of all their nodes as outputs.
+    The model is exported again to temporary files, whose outputs are compared with the model's. The folder's files and
+    the temporary files run on the stored test cases, and the values of their nodes are compared.
 
     Args:
         folder: a folder of ONNX files as :func:`export_folder` writes it.
@@ -83,10 +83,10 @@ def explain_folder(
         the model's code, both values, and the weights that differ from the weights of the model.
 
     Raises:
-        ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.
-        InvalidArgumentError: the folder is not for onnxruntime, has quantised weights, or is for a different model.
+        ForeignFileError: when ``folder`` does not exist, or :func:`export_folder` did not write it.
+        InvalidArgumentError: when the folder is not for onnxruntime, has quantised weights, or is for another model.
         DamagedFileError: when a file cannot be read or run.
-        FlattenError: when the model cannot be exported here any more.
+        FlattenError: when the model cannot be exported again.
     """
     path = check_folder(folder)
     manifest = read_manifest(path)
@@ -136,7 +136,7 @@ def load_model(given: TransformersModel | str | os.PathLike[str], manifest: Fold
 def pieces_of_folder(
     model: TransformersModel, folder: pathlib.Path, manifest: FolderManifest
 ) -> tuple[list[Piece], int | None]:
-    """Return the module, the example and one test case of each file, and the batch size if it is fixed."""
+    """Return the module, example inputs and one test case for each file, and the batch size if it is fixed."""
     runners = {name: open_runner(located(folder, name), caller="pieces_of_folder") for name in manifest.files}
     sizes = {port.shape[0] for runner in runners.values() for port in runner.ports.values() if port.shape}
     rows = next(iter(sizes)) if len(sizes) == 1 else None
@@ -166,7 +166,7 @@ class AddedAdapter:
     Attributes:
         path: the folder.
         name: name of the adapter.
-        checks: one result per test case.
+        checks: the comparison with PEFT for each test case.
     """
 
     path: pathlib.Path
@@ -188,22 +188,22 @@ def add_adapter(
     """Add a LoRA adapter to an exported folder, and check that its files compute the same values as PEFT.
 
     Args:
-        folder: a folder that ``export_folder(..., adapters=...)`` wrote. The folder has room in the layers that its
-            first adapters change, or in all linear layers if ``adapters={}`` was passed.
+        folder: a folder that ``export_folder(..., adapters=...)`` wrote. A new adapter can change the layers that the
+            first adapters change, or all linear layers if ``adapters={}`` was passed.
         name: name of the adapter, by which callers select it.
-        adapter: the folder that PEFT wrote.
+        adapter: the folder of the adapter, which PEFT wrote.
         model: the model that the folder was exported from, or the model's name; by default the adapter's base model.
-        overwrite: whether to replace an adapter of that name; ``False`` by default.
+        overwrite: whether to replace an adapter of the same name; ``False`` by default.
 
     Returns:
-        One result for each test case that was compared.
+        The name of the adapter, and the comparison with PEFT for each test case.
 
     Raises:
-        ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.
+        ForeignFileError: when ``folder`` does not exist, or :func:`export_folder` did not write it.
         InvalidArgumentError, ModelSourceError: when the adapter or the model does not fit the folder.
         DamagedFileError: when the files have no inputs for the adapter, or a file is damaged.
-        FolderExistsError: when the folder has an adapter of that name.
-        ReplayError: when the files and PEFT compute different values; nothing is written then.
+        FolderExistsError: when the folder has an adapter of the same name, and ``overwrite`` is ``False``.
+        ReplayError: when the files and PEFT compute different values, in which case nothing is written.
         MissingDependencyError: when peft or transformers is not installed.
     """
     path = pathlib.Path(folder).resolve()

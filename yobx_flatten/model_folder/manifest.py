@@ -1,4 +1,4 @@
-"""``yobx_flatten.json``: the description of an exported folder, stored inside it."""
+"""Read and write ``yobx_flatten.json``, the description of an exported folder inside the folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FolderManifest:
         dtype: type of the weights, such as ``"float32"``.
         tolerance: largest allowed absolute difference between an output and the eager model's output.
         files: names of the exported files.
-        cases: paths of the stored test cases by tested file; the key ``""`` has the test cases for ``generate``.
+        cases: paths of the stored test cases by file name; test cases for ``generate`` have the key ``""``.
         versions: versions of the libraries that wrote the folder, by name.
         proof: which checks ran before the folder was created: ``"full"``, ``"standard"``, ``"sample"`` or ``"none"``.
         quality: the measured quality of each file with quantised weights.
@@ -52,9 +52,9 @@ class FolderManifest:
         sha256: SHA-256 digests of the files by name; empty if ``runtime`` is ``"onnxruntime"`` or ``"torch"``.
         rereads_at_switch: for a model whose rotary angles change at a length of text (longrope, dynamic), whether
             ``model.generate`` then reads the whole text again; ``None`` for other models, or if unknown.
-        positions: largest number of tokens, for a model with a table of position embeddings; otherwise ``None``.
+        positions: largest number of tokens, for a model with a table of position embeddings; ``None`` for other models.
         tolerances: how much rounding to ``dtype`` changes the model's outputs, by file and output; see
-            :func:`export_onnx`. :func:`verify_folder` allows at most a tenth of the output's range.
+            :func:`export_onnx`. The difference that :func:`verify_folder` allows is limited by the output's range.
         adapters: the adapters that the folder was checked with, by name.
     """
 

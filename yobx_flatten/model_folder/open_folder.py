@@ -1,7 +1,7 @@
-"""Open exported folders: as generators, and as Hugging Face models for ``pipeline``, ``generate`` and own loops.
+"""Open exported folders: as generators, and as Hugging Face models for ``pipeline``, ``generate`` and custom loops.
 
-The class of a model derives from a class of this module and from ``PreTrainedModel``, and has the name of the exported
-class, which transformers' pipelines check. transformers is imported when a folder is opened.
+An opened model is an instance of a class in this file and of ``PreTrainedModel``. The class of the opened model has the
+name of the exported class, because transformers' pipelines check the name.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ def open_generator(
     """Open an exported folder to generate text or speech, in the runtime that it was exported for.
 
     Args:
-        folder: a folder as :func:`export_folder` writes it, or with files of the same names.
+        folder: a folder that :func:`export_folder` wrote, or a folder with files of the same names.
         runtime: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or ``"openvino"``, which also takes
-            ONNX files; ``None``, the default, for the runtime that the folder names.
+            ONNX files; ``None``, the default, for the runtime of the export.
         threads: number of threads that one operator can use in onnxruntime and OpenVINO, and that all files of the
-            process share in ExecuTorch; ``None`` for the runtime's own choice. For torch: ``torch.set_num_threads``.
+            process share in ExecuTorch; ``None`` for the runtime's default. For torch, call ``torch.set_num_threads``.
         trust: whether the caller trusts the author of the folder; ``False`` by default. AOTInductor packages and
             ``torch.export`` programs (``.pt2``) can run code when they are loaded, and are refused without trust.
             ONNX, OpenVINO and ExecuTorch files need no trust.
-        device: where onnxruntime computes, ``"cuda"`` or ``"openvino"`` for example; the CPU by default. See
+        device: the device of onnxruntime, such as ``"cuda"`` or ``"openvino"``; the CPU by default. See
             :class:`.OnnxGenerator`.
-        providers: execution providers as onnxruntime takes them, instead of ``device``.
+        providers: execution providers in the form that onnxruntime takes, as an alternative to ``device``.
 
     Returns:
-        A generator: its ``generate`` returns the tokens of ``model.generate``.
+        A generator whose ``generate`` returns the same tokens as ``model.generate``.
 
     Raises:
-        InvalidArgumentError: when there is no such runtime.
+        InvalidArgumentError: when ``runtime`` is unknown.
         GenerationError: when the folder does not exist, is for a task that generates nothing, has no files for the
-            runtime, or files of ExecuTorch are open in another number of threads.
+            runtime, or ExecuTorch files are already open with a different number of threads.
         MissingDependencyError: when the runtime is not installed.
         DamagedFileError: when a file changed after the export.
         UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
@@ -95,7 +95,7 @@ class FolderModel:
     """A Hugging Face model that runs the files of an exported folder; each subclass is for one task.
 
     Attributes:
-        tasks: the tasks of the folders that a class opens.
+        tasks: names of the tasks whose folders the class can open.
     """
 
     tasks: ClassVar[tuple[str, ...]] = ()
@@ -115,24 +115,24 @@ class FolderModel:
         device: str | None = None,
         providers: Providers | None = None,
     ) -> Any:
-        """Open a folder.
+        """Open an exported folder.
 
         Args:
-            folder: a folder as :func:`export_folder` writes it, or with files of the same names.
-            runtime: the library that runs the files; see :func:`open_generator`. ``None``, the default, for the
-                runtime that the folder names.
+            folder: a folder that :func:`export_folder` wrote, or a folder with files of the same names.
+            runtime: the library that runs the files; ``None``, the default, for the library that the folder was
+                exported for. See :func:`open_generator`.
             threads: number of threads that one operator can use; see :func:`open_generator`.
             trust: whether the caller trusts the author of the folder; see :func:`open_generator`.
-            device: where onnxruntime computes; see :func:`open_generator`. The CPU by default.
-            providers: execution providers as onnxruntime takes them, instead of ``device``.
+            device: the device of onnxruntime, see :func:`open_generator`; the CPU by default.
+            providers: execution providers in the form that onnxruntime takes, as an alternative to ``device``.
 
         Returns:
-            A ``transformers.PreTrainedModel``. The model's ``generate`` is transformers' own code, and the cache stays
-            in the memory of the library that runs the files.
+            A ``transformers.PreTrainedModel`` with transformers' own ``generate``; the KV cache stays in the memory of
+            the library that runs the files.
 
         Raises:
-            InvalidArgumentError: when the folder is for another task, or there is no such runtime.
-            GenerationError: when there is no such folder, or it has no files for the runtime.
+            InvalidArgumentError: when the folder is for another task, or ``runtime`` is unknown.
+            GenerationError: when ``folder`` does not exist, or has no files for the runtime.
             MissingDependencyError: when transformers or the runtime is not installed.
             DamagedFileError: when a file changed after the export.
             UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
@@ -198,11 +198,11 @@ class OnnxForCausalLM(FolderModel, tasks=("text-generation",)):
     folder: pathlib.Path
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return the reply to a conversation, which the chat template of the folder's tokenizer formats.
+        """Return the model's reply to a conversation; the chat template of the folder's tokenizer formats the prompt.
 
         Args:
-            messages: ``{"role": "user", "content": "..."}`` and others, in order.
-            **options: keywords of ``generate``; ``tools`` and ``documents`` are passed to the chat template.
+            messages: the messages of the conversation, such as ``{"role": "user", "content": "..."}``, in order.
+            **options: keyword arguments of ``generate``; ``tools`` and ``documents`` are passed to the chat template.
 
         Raises:
             InvalidArgumentError: when the tokenizer has no chat template, or a message is invalid.
@@ -305,7 +305,7 @@ def open_model(
     """Open an exported folder as a transformers model of its task.
 
     Args:
-        folder: a folder as :func:`export_folder` writes it.
+        folder: a folder that :func:`export_folder` wrote.
         runtime: see :meth:`FolderModel.from_pretrained`.
         threads: see :meth:`FolderModel.from_pretrained`.
         trust: see :meth:`FolderModel.from_pretrained`.

@@ -1,4 +1,4 @@
-"""Open a folder as a Hugging Face model that generates no text: encoders, and speech models. Imports transformers."""
+"""Open an exported folder as a Hugging Face model that generates no text: an encoder or a speech model."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class PlainFileModel(ModelWithoutWeights):
         self.eval()
 
     def use_adapter(self, name: str | None) -> None:
-        """Use this adapter in all later calls; ``None`` for no adapter."""
+        """Use the adapter with the given name in all later calls; ``None`` removes the adapter."""
         plain = self._plain
         self.runner = plain if name is None else self.of_folder.runners({"model": plain}, name)["model"]
 
     def run_files(self, **given: Any) -> Any:
-        """Run the file on inputs from the tokenizer or processor; outputs have the model's names."""
+        """Run the file on inputs from a tokenizer or processor; the outputs have the names of the model's outputs."""
         ports = self.runner.ports
         feeds = {name: value for name, value in given.items() if value is not None}
         for name, make in _ASSUMED.items():
@@ -92,7 +92,7 @@ class SpeakingFileModel(ModelWithoutWeights):
         return self.generator.generate_speech(read, speaker_embeddings, **options)
 
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
-        """Generate speech, through the name that transformers' pipelines call."""
+        """Generate speech; the method has this name because transformers' pipelines call ``generate``."""
         return self.generator.generate_speech(input_ids, attention_mask=attention_mask, **options)
 
 

@@ -52,7 +52,7 @@ _ROUNDING = 24
 
 @dataclasses.dataclass(frozen=True)
 class FolderPlan:
-    """The files to write for a model, and their checks."""
+    """The files to export for a model, and the checks of the files."""
 
     options: FolderOptions
     opened: OpenedModel
@@ -82,11 +82,11 @@ class FolderPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the folder gets all test cases, and not only the few test cases of a large model."""
+        """Whether the folder gets all test cases; a large model gets only a few."""
         return self.proof in _ROWS
 
     def sliding_piece(self) -> Piece:
-        """Return the decoder whose sliding-window layers drop old tokens, for a file without shared cache memory."""
+        """Return the decoder whose cache drops tokens outside the sliding window, for a file without shared cache."""
         (piece,) = _cut(self.model, self.task, self.task, self.options, self.proof, whole_cache=False)[1]
         return piece
 
@@ -228,7 +228,7 @@ def _checked_prompts(quantization: Quantization | None, options: FolderOptions) 
 
 
 def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
-    """Add the text and the answers on which quantized weights are measured to the plan."""
+    """Return the plan with the text and the chat prompts on which the quality of quantized weights is measured."""
     quantization, options, model = plan.quantization, plan.options, plan.model
     generates = plan.task == "text-generation"
     if quantization is None or quantization.tokens is not None or not generates or options.logits != "all":
@@ -259,7 +259,7 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
 
 
 def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
-    """Add calibration text for an encoder's matrices, and sentences to compare, to the plan."""
+    """Return the plan with calibration text for an encoder's quantized weights, and sentences as a test case."""
     quantization, options, model = plan.quantization, plan.options, plan.model
     is_rounded = quantization is not None and quantization.weights != "keep" and options.runtime == "onnxruntime"
     if quantization is None or not is_rounded or plan.proof == "none" or len(plan.pieces) > 1:
@@ -278,7 +278,7 @@ def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
 
 
 def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
-    """Add calibration text for a decoder's matrices to the plan: chats, and a text."""
+    """Return the plan with calibration text for a decoder's quantized weights: chats and source code of Python."""
     quantization, options, model = plan.quantization, plan.options, plan.model
     if quantization is None or quantization.tokens is None or quantization.calibration is not None:
         return plan

@@ -1,4 +1,4 @@
-"""Export the modules of sentence-transformers after the model: pooling, dense layers, normalisation.
+"""Export the sentence-transformers modules that follow the model: pooling, dense layers, normalisation.
 
 .. code-block:: text
 
@@ -7,7 +7,7 @@
     2_Dense/          2  Dense         a matrix
     3_Normalize/      3  Normalize     length 1                                       ──> sentence_embedding
 
-Source: ``sentence_transformers.models`` of sentence-transformers 6.2, which writes these folders.
+The file formats are from ``sentence_transformers.models`` of sentence-transformers 6.2.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Dense:
 
 @dataclasses.dataclass(frozen=True)
 class SentenceModules:
-    """The modules of a sentence-transformers folder after the first one, such as pooling."""
+    """The sentence-transformers modules that follow the transformer of a folder, such as pooling."""
 
     # the modules that compute the embedding from hidden states and a mask; empty if a module is unknown
     layers: Sequence[torch.nn.Module]
@@ -71,7 +71,7 @@ class SentenceModules:
 
 
 class Pooling(torch.nn.Module):
-    """Pools the hidden states of each row to one vector; joins the vectors of several modes (keys of ``_MODES``)."""
+    """Pools the hidden states of each row to one vector; vectors of several modes (keys of ``_MODES``) are joined."""
 
     def __init__(self, modes: Sequence[str]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Normalize(torch.nn.Module):
 
 
 class SentenceModel(torch.nn.Module):
-    """A model with the modules that make one embedding of each row."""
+    """A model and the modules that compute one embedding per row from the model's outputs."""
 
     def __init__(self, model: TransformersModel, layers: Sequence[torch.nn.Module]) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class SentenceModel(torch.nn.Module):
 
 
 def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
-    """``None`` for a folder without modules after its model."""
+    """Read the sentence-transformers modules that follow the model of a folder; ``None`` if there are none."""
     if folder is None or not (folder / MODULES).is_file():
         return None
     _, *modules = _listed(folder)
@@ -129,14 +129,14 @@ def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
 
 
 def pools(folder: pathlib.Path | None) -> bool:
-    """Return whether a folder pools the outputs of its model, so that the model without a head is exported."""
+    """Return whether a folder has a pooling module, so that the model without its head is exported."""
     if folder is None or not (folder / MODULES).is_file():
         return False
     return any(module.type.rpartition(".")[2] == "Pooling" for module in _listed(folder)[1:])
 
 
 def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copy the folders of sentence-transformers modules after the first one, such as ``1_Pooling``."""
+    """Copy the folders of the sentence-transformers modules that follow the model, such as ``1_Pooling``."""
     if not (source / MODULES).is_file():
         return
     for module in _listed(source)[1:]:

@@ -1,4 +1,4 @@
-"""Make and store the cases of a folder: inputs, and the outputs of the eager model."""
+"""Make and store the test cases of an exported folder: inputs, and the outputs of the eager model."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def store_piece(
     below: str = CASES,
     runs: EagerRuns | None = None,
 ) -> list[str]:
-    """Store a file's example and test cases, and the model's losses on a text; return their paths in the folder."""
+    """Store inputs and eager outputs as test cases of a file, and the model's losses on a text; return the paths."""
     # runs: outputs that the module already computed for the proof of its file
     (work / below).mkdir(parents=True, exist_ok=True)
     names = []
@@ -136,7 +136,7 @@ def store_generation(
     after: int = 0,
     below: str = CASES,
 ) -> str:
-    """Store the tokens that the model generates after a short prompt, or after ``after`` tokens."""
+    """Store the tokens that the model generates after a prompt of ``after`` tokens, or after a short prompt for 0."""
     case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
     text = f"{case.outputs['new_tokens']} tokens, greedily{f', after {after}' if after else ''}"
     return store(case, work, f"{below}/generate{f'-{after}' if after else ''}.case", text)

@@ -1,4 +1,4 @@
-"""Texts and chats: to measure and calibrate quantized files, to compare answers, and to chat with a folder."""
+"""Make texts and chat prompts to calibrate and check files, and tokenize conversations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
 def python_text(
     model: TransformersModel, source: pathlib.Path | None, rows: int, text: str = ""
 ) -> torch.Tensor | None:
-    """Return the tokens of a text for a model, int64 of shape (rows, length)."""
+    """Return tokens of a text, by default source code of Python, as int64 of shape (rows, length)."""
     # source: the folder of the tokenizer; `None` for a model that reads bytes
     # text: by default, the source code of modules of Python
     # returns: `None` if there is no fitting tokenizer, or if there is no text or no room of 16 tokens
@@ -110,7 +110,7 @@ _SENTENCES = (
 
 
 def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
-    """Return rows of tokens of a text, int64 of (rows, length). Each row has the first and last special tokens."""
+    """Return a text as rows of tokens, int64 of (rows, length), each with the tokenizer's special tokens."""
     # multiple: the number of rows is a multiple of this number
     # returns: `None` if there is no fitting tokenizer, or if the model has no room for 16 tokens
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
@@ -164,7 +164,7 @@ _NEW = 64
 
 
 def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return prompts followed by sampled answers of the model, each int64 of shape (length,)."""
+    """Return the tokens of each prompt followed by a sampled answer of the model, int64 of shape (length,)."""
     # prompts: tokens and their mask, of shape (rows, length), padded on the left
     ids, mask = (prompts[name].repeat(_ANSWERS, 1) for name in ("input_ids", "attention_mask"))
     logger.info("drawing answers of %s", type(model).__qualname__, extra=STEP)
@@ -182,7 +182,7 @@ def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> l
 
 
 def plain_loop(model: TransformersModel) -> dict[str, Any]:
-    """Return keywords that make ``generate`` return one text per row, with a plain dynamic cache."""
+    """Return arguments of ``generate`` for one text per row, without beam search, and with a dynamic cache."""
     stated: dict[str, Any] = {} if model.generation_config is None else model.generation_config.to_dict()
     own = {} if stated.get("cache_implementation") is None else {"cache_implementation": "dynamic"}
     return {"max_length": None, "num_beams": 1, "num_return_sequences": 1, **own, **plain_loop_entries(stated)}
@@ -199,7 +199,7 @@ def chat_tokenizer(folder: pathlib.Path) -> Any:
 
 
 def message_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, torch.Tensor]:
-    """Return the tokens of a conversation up to the reply, and their mask, int64 of shape (1, length)."""
+    """Return tokens and attention mask of a conversation up to the reply, int64 of shape (1, length)."""
     # options: further arguments of `apply_chat_template`, such as `tools`
     text = _written(tokenizer, messages, **options)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], dtype=torch.int64)
@@ -212,7 +212,7 @@ def chat_text(tokenizer: Any, folder: pathlib.Path, message: str) -> str:
 
 
 def text_pieces(tokenizer: Any, tokens: Iterable[torch.Tensor], made: list[torch.Tensor]) -> Iterator[str]:
-    """Yield the generated text piece by piece, each with complete characters only."""
+    """Yield the new text after each generated token, as soon as its characters are complete."""
     shown = ""
     for new in tokens:
         made.append(new)
@@ -280,7 +280,7 @@ _QUESTIONS = (
 def chat_prompts(
     model: TransformersModel, source: pathlib.Path | None, rows: int, questions: Sequence[str] = ()
 ) -> dict[str, torch.Tensor] | None:
-    """Return tokenized questions and their mask, int64 of shape (rows, length), padded on the left."""
+    """Return tokens and attention mask of questions, int64 of shape (rows, length), padded on the left."""
     # questions: the caller's prompts, which need no chat template; by default `_QUESTIONS`, which need one
     # returns: `None` if there is no fitting tokenizer, or if the model has no room for an answer
     prompts = [] if source is None else _tokens(source, (questions or _QUESTIONS)[:rows], plain=bool(questions))

@@ -1,4 +1,4 @@
-"""Verify a folder with its stored cases, without the model; transformers is needed for programs only."""
+"""Verify an exported folder with its stored test cases, without the model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OF_DEVICES = 10
 
 @dataclasses.dataclass(frozen=True)
 class FolderCheck:
-    """How far the files of an exported folder are from the model on one stored test.
+    """The comparison of an exported folder's files with the model on one stored test case.
 
     Attributes:
         file: name of the exported file; ``"generate"`` for generation with all files.
@@ -51,11 +51,11 @@ class FolderCheck:
         difference: largest absolute difference; for tokens, the number of tokens that differ from ``model.generate``.
         ok: whether the difference is small enough.
         seconds: duration of the case.
-        error: reason why the case stopped; ``None`` if the case did not stop.
+        error: message of the error that stopped the case; ``None`` if there was no error.
         quality: the measured quality of a file with quantised weights; ``None`` for other files.
-        nan: share of elements that were NaN in the model, by output name.
-        tokens: the comparison of the tokens of ``"generate"``; ``None`` for files.
-        adapter: the adapter of the case; ``""`` for the model without an adapter.
+        nan: share of NaN values in each output of the model, by output name.
+        tokens: the comparison of generated tokens; ``None`` if the case generates no tokens.
+        adapter: name of the LoRA adapter in the files; ``""`` for the model without an adapter.
     """
 
     file: str
@@ -84,8 +84,8 @@ class FolderReport(Report):
 
     Attributes:
         path: the folder.
-        manifest: the folder's own description.
-        checks: one result per test case.
+        manifest: the description of the folder in ``yobx_flatten.json``.
+        checks: the comparison for each test case.
     """
 
     path: pathlib.Path
@@ -94,20 +94,20 @@ class FolderReport(Report):
 
     @property
     def tolerance(self) -> float:  # type: ignore[override] # the folder's own
-        """Largest absolute difference allowed for a float file; for tokens see :class:`.verify_tokens.TokenCount`."""
+        """Largest absolute difference that is allowed for the outputs of files without quantized weights."""
         return self.manifest.tolerance
 
     def differences(self) -> Iterator[float]:
-        """Yield the largest difference of every call; calls that generate tokens are left out."""
+        """Yield the largest difference of each test case, except cases that generate with all files."""
         return (check.difference for check in self.checks if check.file != "generate")
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
-        """Yield the share of NaN values in each output of the model, for every call of every file."""
+        """Yield for each test case the share of NaN values in each output of the model."""
         return ({f"{check.file}: {name}": share for name, share in check.nan.items()} for check in self.checks)
 
     @property
     def ok(self) -> bool:
-        """Whether every case gives the results of the eager model; ``False`` if no case checks anything."""
+        """Whether every test case passes; ``False`` if there is none, or the model returns only NaN in an output."""
         return bool(self.checks) and all(check.ok for check in self.checks) and not self.without_number()
 
     def __bool__(self) -> bool:
@@ -132,20 +132,20 @@ def verify_folder(
     """Run the files of a folder on every stored input, generate tokens, and compare with the stored results.
 
     Args:
-        folder: a folder as :func:`export_folder` writes it.
+        folder: a folder that :func:`export_folder` wrote.
         on_check: a function that is called with the name of each case before the case runs.
-        trust: whether the caller trusts the author of the folder; needed for `.pt2` files only, see
-            :func:`open_generator`. ``False`` by default.
-        device: where onnxruntime computes, see :func:`open_generator`; the CPU by default. The tolerance is ten times
-            larger on other devices, which round differently.
-        providers: execution providers as onnxruntime takes them, instead of ``device``.
+        trust: whether the caller trusts the author of the folder, which is needed for ``.pt2`` files only;
+            ``False`` by default. See :func:`open_generator`.
+        device: the device of onnxruntime, see :func:`open_generator`; the CPU by default. On other devices, which
+            round differently, the tolerance is ten times larger.
+        providers: execution providers in the form that onnxruntime takes, as an alternative to ``device``.
 
     Returns:
-        One check for each case.
+        A report with the comparison for each stored test case.
 
     Raises:
-        ForeignFileError: when there is no such folder, or :func:`export_folder` did not write it.
-        DamagedFileError: when a case or the list of cases cannot be read, or a file changed after the export.
+        ForeignFileError: when ``folder`` does not exist, or :func:`export_folder` did not write it.
+        DamagedFileError: when a test case or the manifest cannot be read, or a file changed after the export.
         UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
         GenerationError: when a file cannot be loaded.
         MissingDependencyError: when a library that runs the files is not installed.
@@ -210,7 +210,7 @@ def _checks(
 
 
 def _check_case(opened: _Opened, name: str, case: StoredCase, *, is_chat: bool) -> FolderCheck:
-    """Run a stored case with its file; a case without a file name generates with all files."""
+    """Run a stored test case with the file ``name``; if ``name`` is empty, generate with all files."""
     manifest, tokens = opened.manifest, None
     nan: Mapping[str, float] = {}
     file = opened(name)  # a file that cannot be opened raises an error, and is not a failed check
@@ -261,7 +261,7 @@ def _check_quality(
 
 
 def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner) -> Quality:
-    """Return the quality of a file with quantized weights; ``stored`` was measured when the file was exported."""
+    """Measure a quantized file on stored test cases; ``stored``, its quality at the export, has the allowed limit."""
     distance = Distance()
     for case in cases:
         if "losses" in case.outputs:
@@ -285,7 +285,7 @@ def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner
 def _for_device(
     manifest: FolderManifest, device: str | None, providers: onnx_session.Providers | None
 ) -> FolderManifest:
-    """Return the manifest with the tolerances for a device: devices other than the CPU round differently."""
+    """Return the manifest with larger tolerances for devices other than the CPU, which round differently."""
     onnx_session.only_for_onnxruntime(manifest.runtime, device, providers)
     if device in (None, "cpu") and providers is None:
         return manifest
@@ -331,7 +331,7 @@ class _Opened:
 
 
 def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifest, file: str) -> bool:
-    """Return whether an output is within the folder's tolerance, capped at a tenth of the output's range."""
+    """Return whether an output is within the folder's tolerance, which is limited by the output's range."""
     stated, expected = manifest.tolerances.get(file, {}).get(found.name), case.outputs.get(found.name)
     allowed = manifest.tolerance
     if stated is not None and isinstance(expected, torch.Tensor) and expected.is_floating_point():
@@ -343,9 +343,9 @@ def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifes
 def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenCount:
     """Generate with the files of a folder, and count the tokens that differ from the eager model's tokens.
 
-    Rounding may change the order of two scores that are almost equal (a tie), mostly in half precision; the row then
-    continues with a different text. So a row is excused if its first different token is a tie. Quantized weights also
-    change other scores: a share of the tokens has to agree, see ``TOKEN_SHARES``.
+    If the model's two best scores for a token are almost equal (a tie), rounding may change their order, mostly in half
+    precision, and the row may differ from this token on. Quantized weights also change other scores, so that only a
+    share of the tokens has to agree, see ``TOKEN_SHARES``.
     """
     folder, manifest = opened.folder, opened.manifest
     scores = [outputs["logits"] for outputs in manifest.tolerances.values() if "logits" in outputs]
@@ -366,7 +366,7 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
 
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """How many tokens of a generation loop differ from the model's tokens, and how many of these are excused."""
+    """Counts of generated tokens that differ from the model's tokens, and of differences that a tie excuses."""
 
     tokens: int  # number of new tokens of the model, up to the end of each row
     # number of different tokens; quantized files choose each token after the model's own text, others after their own
@@ -379,7 +379,7 @@ class TokenCount:
 
     @property
     def ok(self) -> bool:
-        """Whether the files generate the model's tokens, or a large enough share for quantized weights."""
+        """Whether all different tokens are excused; for quantized weights, whether a large enough share agrees."""
         if self.agreed is None or self.allowed is None:
             return self.different == self.excused
         return self.agreed >= self.allowed
@@ -421,7 +421,7 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
 
 
 def _read(generator: Generator, case: StoredCase) -> torch.Tensor:
-    """Return the positions of the model's new tokens, without the padding of ended rows."""
+    """Return a mask of the model's new tokens, without the padding after the end of a row."""
     expected: torch.Tensor = case.outputs["sequences"]
     start = _start(case)
     ends = torch.isin(expected, torch.tensor(generator.settings.eos_token_ids, dtype=torch.int64))
@@ -440,7 +440,7 @@ def _start(case: StoredCase) -> int:
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where tokens differ or are missing, and the first different token of each row."""
+    """Return a mask of tokens that differ or are missing, and a mask of the first one in each row."""
     same = torch.zeros_like(read)
     if len(found) == len(expected):
         length = min(found.shape[1], expected.shape[1])
@@ -450,7 +450,7 @@ def _apart(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor) -> t
 
 
 def _forced(generator: Generator, case: StoredCase, how: dict[str, Any]) -> torch.Tensor:
-    """Return the token that the files choose after each prefix of the model's own text."""
+    """Return the tokens that the files choose, each after the tokens that the model generated before it."""
     expected: torch.Tensor = case.outputs["sequences"]
     chosen = torch.full_like(expected, -1)  # -1 stays if the files end before the model does
 
@@ -466,7 +466,7 @@ def _forced(generator: Generator, case: StoredCase, how: dict[str, Any]) -> torc
 
 @contextlib.contextmanager
 def _settings(generator: Generator, **changes: Any) -> Iterator[None]:
-    """Change settings of a generator in a ``with`` block; the model's tokens were stored with the plain loop."""
+    """In a ``with`` block, change settings of a generator, such as its generation loop."""
     before = generator.settings
     generator.settings = dataclasses.replace(before, **changes)
     try:

@@ -1,4 +1,4 @@
-"""Export a model to a folder of files that is checked before it appears.
+"""Export a model to a folder of files, which is created only after the files were checked.
 
 .. code-block:: text
 
@@ -71,7 +71,7 @@ class ExportedFolder:
         path: the folder.
         task: task of the model, such as ``"text-generation"``.
         reports: one report per file, by file name.
-        verified: results of the stored cases, which ran on the files.
+        verified: the comparisons of the files with the model on the stored test cases.
     """
 
     path: pathlib.Path
@@ -113,11 +113,11 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     The folder is created only if every check passes. The guide lists :ref:`each argument <arguments-of-export-folder>`.
 
     Args:
-        model, source: a model in evaluation mode or its name; the tokenizer's folder, if the model states none.
+        model, source: a model in evaluation mode or its name; the tokenizer's folder, by default the model's.
         folder, overwrite: the folder to write, and whether to replace its contents.
         task: the task of the files, see :data:`TASKS`; ``"auto"`` for the task of the model.
-        to, target: the format of the files, and the runtime for which they are checked; by default ONNX, onnxruntime.
-        batch, bounds: a fixed number of rows, and the largest sizes, which ExecuTorch needs; none by default.
+        to, target: the format of the files, and the runtime that checks them; by default ONNX and onnxruntime.
+        batch, bounds: a fixed batch size, and the largest sizes, which ExecuTorch needs; ``None`` by default.
         proof: ``"full"``, ``"standard"``, ``"sample"``, ``"none"``; ``"auto"`` chooses by the size of the weights.
         opset_version, optimize, quantize: see :func:`export_onnx`.
         calibration: a file of prompts, to measure and calibrate quantized weights.
@@ -126,12 +126,12 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
         dtype, weights, unmatched_weights, trust_remote_code: how a model given by name is loaded.
 
     Returns:
-        The folder, with a report of every export and every replay.
+        The path of the folder, a report on each exported file, and the results of the checks.
 
     Raises:
         ModelSourceError, InvalidArgumentError, GenerationError: when the model or an option is not supported.
         FolderExistsError, NoRoomError, OSError: when the folder cannot be written; this is checked before the export.
-        ReplayError: when a file and the model return different values; nothing is written then.
+        ReplayError: when a file and the model return different values, in which case nothing is written.
         MissingDependencyError: when an optional library is not installed.
 
     >>> import tempfile
@@ -157,7 +157,7 @@ def _place(folder: object) -> pathlib.Path:
 
 
 def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
-    """Write the plan to a hidden folder, check it there, and rename the folder."""
+    """Write the planned files to a hidden folder, check the files, and rename the folder."""
     with scratch_for(folder) as work:
         made = _Made(work, adapters={adapter.name: StoredAdapter() for adapter in plan.adapters})
         with leave_room(plan.model, plan.rooms):

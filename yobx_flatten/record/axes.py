@@ -1,7 +1,7 @@
-"""Find the sizes that vary between calls, name them, and relate them to each other.
+"""Find the tensor sizes that vary between recorded calls, name them, and find relations between the sizes.
 
-A *place* is one axis of one tensor, or an integer itself. The sizes of a place in all calls are compared with sizes
-that have a name::
+A *place* is one axis of one tensor, or an integer argument. The sizes of a place in all calls are compared with the
+sizes that already have a name::
 
     call            0   1   2   3            name
     past            0   8   9  10            the cache states it
@@ -49,7 +49,7 @@ class Axes:
 
 
 def read_axes(calls: Sequence[Call]) -> Axes:
-    """Name the axes whose sizes vary, from prefill and decode calls together."""
+    """Find and name the axes whose sizes vary between the calls of a model, both prefill and decode calls."""
     reading = _AxisReading(calls)
     reading.read_declared()
     reading.match_known()
@@ -105,7 +105,7 @@ class _AxisReading:
                 self.axes.names[place] = "past"
 
     def group(self, name: str, sizes: _Sizes) -> str:
-        """Return the name of a size with these values in the calls: an existing name, or a new name such as ``n2``."""
+        """Return the name of a size with the given value per call: an existing name, or a new name such as ``n2``."""
         for number in itertools.count(1):
             numbered = name if number == 1 else f"{name}{number}"
             found = self.axes.sizes.get(numbered)
@@ -200,7 +200,7 @@ class _AxisReading:
                 self.axes.relations += [relation] if relation else []
 
     def relation_of(self, name: str, others: Sequence[str]) -> str | None:
-        """Return a formula, such as ``n = 2 * batch``, that is true for a size in all calls, or ``None``."""
+        """Return a formula for a size that is true in all calls, such as ``n = 2 * batch``, or ``None``."""
         sizes = self.axes.sizes[name]
         if len(set(sizes.values())) < 2:
             return None
@@ -244,7 +244,7 @@ def _sizes_of(fact: Fact) -> list[tuple[int | None, int]]:
 
 
 def _equal(one: _Sizes, other: Mapping[int, int]) -> bool:
-    """Return whether two sizes are equal in all calls that contain both sizes; at least one call must contain both."""
+    """Return whether two sizes are equal in every call that has both of them, and at least one call has both."""
     common = one.keys() & other.keys()
     return bool(common) and all(one[call] == other[call] for call in common)
 
@@ -260,7 +260,7 @@ _GROWING = ("batch", "past", "total", "kept", "source")  # a call with 1 is a va
 
 
 def constants_of(calls: Sequence[Call]) -> dict[str, Any]:
-    """Return the arguments without tensors that are equal in all calls of a phase, by parameter name."""
+    """Return the non-tensor arguments that are equal in all calls of a phase (such as decode), by parameter name."""
     arguments = calls[0].snapshot.spec
     leaves = list(zip(*(call.facts() for call in calls), strict=True))  # the calls of a phase have one structure
     found = {}
@@ -277,7 +277,7 @@ def _is_constant(facts: Sequence[Fact]) -> bool:
 
 
 def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[Place, str]:
-    """Return the axes and integer inputs whose size varies in these calls, with the name of the size."""
+    """Return the axes and integer inputs that are dynamic in an export of ``calls``, with the name of each size."""
     # sizes: the sizes that the caller chose, which vary
     paths = {fact.path for fact in calls[0].facts()}
     found = {}
@@ -291,7 +291,7 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
 
 
 def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the inputs of one call for an export, without the constants; varying sizes of 1 are enlarged to 2."""
+    """Return the inputs of one call, without constant arguments, for an export; dynamic sizes of 1 become 2."""
     varying = varying_in(calls, axes, sizes)
     _check_sizes(sizes, set(axes.names.values()))
     names = sorted(set(varying.values()))

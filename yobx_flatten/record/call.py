@@ -1,9 +1,9 @@
-"""One recorded call: copies of its inputs and outputs, and its file, with tensors as safetensors, structure as JSON.
+"""Store the inputs and outputs of a recorded call, in memory or in a safetensors file with the structure as JSON.
 
 .. code-block:: text
 
     call-00003.safetensors
-        inputs.0  inputs.1 ...  outputs.0 ...                the leaves that are tensors, by their number
+        inputs.0  inputs.1 ...  outputs.0 ...                tensors, by their index among the leaves
         metadata["yobx_flatten.call"]                        {"version": 1, "about": {...},
                                                               "inputs": {"spec": ..., "leaves": [...]}, "outputs": ...}
 """
@@ -42,9 +42,9 @@ class Call:
         index: number of the call, in the order in which the calls began.
         kind: one of ``"prefill"`` (the cache is empty, or made by the call), ``"decode"`` (the cache holds tokens) and
             ``"forward"`` (there is no cache).
-        past: number of tokens the cache had seen before the call, ``None`` without a cache.
-        new: number of tokens the cache saw in the call.
-        error: class and text of the exception of the call; empty for a call that returned.
+        past: number of tokens that the KV cache had received before the call; ``None`` without a cache.
+        new: number of tokens that the KV cache received in the call; ``None`` without a cache or after an error.
+        error: class and text of the exception that the call raised; empty if the call returned.
     """
 
     def __init__(
@@ -85,23 +85,23 @@ class Call:
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """All other arguments."""
+        """The keyword arguments of the recorded call: all arguments that are not in :attr:`args`."""
         return self._callee.split(self.inputs)[1]
 
     def facts(self, part: str = "inputs") -> tuple[Fact, ...]:
-        """Path, dtype and shape of each tensor in ``"inputs"`` or ``"outputs"``, without reading the data.
+        """Return the path, dtype and shape of each tensor in the inputs or outputs, without reading the data.
 
         Args:
             part: which values to describe: ``"inputs"``, the default, or ``"outputs"``.
 
         Returns:
-            One entry per leaf; none if the part was not recorded.
+            One entry per leaf; an empty tuple if the outputs were not recorded.
         """
         return self._parts[part].facts if part in self._parts else ()
 
     @property
     def snapshot(self) -> Snapshot:
-        """The stored inputs of the recorded call, as a ``Snapshot`` that does not copy them."""
+        """The stored inputs of the recorded call, as a ``Snapshot`` object that is not copied."""
         return self._parts["inputs"]
 
     def __repr__(self) -> str:
@@ -112,7 +112,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class About:
-    """The facts about a recorded call that its file stores next to the inputs and outputs; see :class:`Call`."""
+    """Properties of a recorded call that its file stores in addition to inputs and outputs; see :class:`Call`."""
 
     index: int  # the number of the call
     kind: str
@@ -131,7 +131,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """The recorded method of one object, with its signature; a :class:`Call` refers to it."""
+    """The method whose calls are recorded: its object, name and signature."""
 
     label: str  # class and method, for messages
     owner: Any  # the object; `None` for calls read from a folder without their model
@@ -153,7 +153,7 @@ class Callee:
         return named
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Split inputs by name into positional and keyword arguments; as many as possible are passed by keyword."""
+        """Split named inputs into positional and keyword arguments; as many as possible become keyword arguments."""
         parameters = self.signature.parameters.values()
         starred = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
         many = bool(starred is not None and inputs.get(starred))
@@ -196,7 +196,7 @@ def callee_of(target: object, method: str | None) -> Callee:
 
 
 class _Recorded(torch.nn.Module):
-    """A recorded method as a module whose ``forward`` takes the arguments that vary; the others are constants."""
+    """Base class of a module that calls a recorded method; the module stores the constant arguments."""
 
     def __init__(self, callee: Callee, constants: Mapping[str, Any]) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class _Recorded(torch.nn.Module):
 
 
 def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]) -> torch.nn.Module:
-    """Make a module whose ``forward`` calls the recorded method, takes the named inputs and passes the constants."""
+    """Make a module whose ``forward`` takes the named inputs, and calls the recorded method with constants added."""
     # torch.export has no dynamic shapes for **kwargs, where Hugging Face models receive half of their arguments
     names = tuple(names)
 
@@ -239,14 +239,14 @@ class Fact(NamedTuple):
 
 
 class Snapshot:
-    """A copy of a nested object. Every :meth:`restore` returns a new object, so that users cannot change the copy."""
+    """A stored copy of nested inputs or outputs; :meth:`restore` returns a new copy, which the caller may change."""
 
     def __init__(self, facts: tuple[Fact, ...], spec: pytree.TreeSpec, load: Callable[[], Sequence[Any]]) -> None:
         self.facts, self.spec, self._load = facts, spec, load
 
     @classmethod
     def take(cls, tree: PyTree, *, name: str, device: torch.device | None) -> Snapshot:
-        """Copy a nested object, inside a with block of ``register_flattening_functions``."""
+        """Copy a nested object; the caller must be in a ``with`` block of ``register_flattening_functions``."""
         check_no_cycles(tree, name)
         leaves, spec = pytree.tree_flatten(tree)
         layouts = Layouts()
@@ -259,11 +259,11 @@ class Snapshot:
         return cls(facts, spec, lambda: kept)
 
     def leaves(self) -> Sequence[Any]:
-        """Return the copied leaves; the caller must not change them."""
+        """Return the stored leaves without copying them; the caller must not change them."""
         return self._load()
 
     def restore(self, leaves: Sequence[Any] | None = None) -> PyTree:
-        """Return a new nested object with copies of the stored leaves on their devices, or with the given leaves."""
+        """Return a new object with the given leaves; by default, with stored leaves copied to original devices."""
         if leaves is None:
             leaves = [_copy(leaf, fact.device) for leaf, fact in zip(self.leaves(), self.facts, strict=True)]
         with libraries_in_use():
@@ -271,7 +271,7 @@ class Snapshot:
 
 
 def same_value(one: Fact, other: Fact) -> bool:
-    """Return whether two leaves without tensors are the same object, or plain values with one type and one text."""
+    """Return whether two non-tensor leaves are the same object, or built-in values of one type with equal ``repr``."""
     if one.value is other.value:
         return True
     plain = isinstance(one.value, _PLAIN) and type(one.value) is type(other.value)
@@ -279,7 +279,7 @@ def same_value(one: Fact, other: Fact) -> bool:
 
 
 def libraries_in_use() -> contextlib.AbstractContextManager[Any]:
-    """Return ``register_flattening_functions(...)`` for the model libraries that this process has imported."""
+    """Return a context manager that registers the classes of the model libraries that the process has imported."""
     return register_flattening_functions(**options_in_use())
 
 
@@ -322,7 +322,7 @@ def call_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def write_call(folder: pathlib.Path, call: Call) -> Call:
-    """Write a call to a file, and return a call whose inputs and outputs are read from the file."""
+    """Write a recorded call to a file, and return a :class:`Call` that reads inputs and outputs from the file."""
     names = [(parameter.name, int(parameter.kind)) for parameter in call._callee.signature.parameters.values()]
     about = About(call.index, call.kind, call.past, call.new, call._callee.label, dump_static(names), call.error)
     path = folder / f"call-{call.index:05}{_SUFFIX}"
@@ -342,7 +342,7 @@ def write_call(folder: pathlib.Path, call: Call) -> Call:
 
 
 def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
-    """Read a recorded call from a file of :func:`write_call`; its tensors are read from the file at each access."""
+    """Open a file of :func:`write_call`; the tensors of the recorded call are read from the file at each access."""
     require("safetensors", "msgspec", purpose="read_call")
     import msgspec
 

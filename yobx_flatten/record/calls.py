@@ -1,4 +1,4 @@
-"""Recorded calls of a model, and the inputs and dynamic shapes for its export."""
+"""Derive example inputs and dynamic shapes for an export from the recorded calls of a model."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .call import Call, Callee, Fact, call_files, callee_of, libraries_in_use, m
 
 
 class RecordedCalls(Sequence[Call]):
-    """The calls that :func:`~yobx_flatten.record_calls` recorded, in order: all calls, or one group of :meth:`phases`.
+    """The calls that :func:`~yobx_flatten.record_calls` recorded, in order: all calls, or the calls of one phase.
 
-    ``calls[0]`` is a call, ``calls["decode"]`` the calls of a phase, ``print(calls)`` shows what varies.
+    ``calls[0]`` is one call, ``calls["decode"]`` contains all decode calls, and ``print(calls)`` lists sizes that vary.
 
     Attributes:
-        failed: the calls that raised, with their inputs; they are in no phase.
+        failed: calls that raised an error, with their inputs; no phase contains these calls.
 
     >>> from yobx_flatten import record_calls
     >>> linear = torch.nn.Linear(3, 2)
@@ -60,8 +60,8 @@ class RecordedCalls(Sequence[Call]):
 
         Args:
             folder: the folder with the files of the calls.
-            model: the object that was recorded; only :attr:`module` needs it.
-            method: the name of the recorded method: see :func:`~yobx_flatten.record_calls`.
+            model: the object whose method was recorded, which only :meth:`module` needs.
+            method: the name of the recorded method, see :func:`~yobx_flatten.record_calls`.
 
         Returns:
             The calls, in the order in which they began.
@@ -116,16 +116,16 @@ class RecordedCalls(Sequence[Call]):
     # -- phases and axes -----------------------------------------------------------------------------------------------
 
     def phases(self) -> dict[str, RecordedCalls]:
-        """Return the recorded calls in groups of equal input structure, by name: one exported program serves a group.
+        """Group the recorded calls by kind and input structure; one exported program serves all calls of a phase.
 
-        ``prefill``: the cache is empty or not passed. ``decode``: the cache has tokens. ``forward``: there is no cache.
-        If calls of one kind have different arguments, the name contains the arguments: ``prefill+pixel_values``.
+        A phase is ``prefill`` (the KV cache is empty, or created by the call), ``decode`` (the cache has tokens) or
+        ``forward`` (no cache). Calls with further arguments form a separate phase, such as ``prefill+pixel_values``.
         """
         groups = by_phase(self._calls)
         return {name: RecordedCalls(self._callee, calls, of=self._of or self) for name, calls in groups.items()}
 
     def axes(self) -> Axes:
-        """Return the axes whose sizes vary between recorded calls, names for the sizes, and relations between them."""
+        """Return the axes that vary between recorded calls, with size names and relations such as ``n = 2 * batch``."""
         return read_axes((self._of or self)._calls)
 
     def report(self) -> str:
@@ -151,7 +151,7 @@ class RecordedCalls(Sequence[Call]):
     # -- inputs of an export ------------------------------------------------------------------------------------------
 
     def constants(self, phase: str | None = None) -> dict[str, Any]:
-        """Return the arguments without tensors that are equal in all recorded calls; :meth:`module` passes them itself.
+        """Return the non-tensor arguments that are equal in all calls of a phase; :meth:`module` stores them.
 
         Args:
             phase: name of the phase, which can be omitted if all calls are in one phase.
@@ -160,25 +160,25 @@ class RecordedCalls(Sequence[Call]):
             The constant arguments by parameter name.
 
         Raises:
-            RecordError: when there is no such phase.
+            RecordError: when no recorded call is in ``phase``.
         """
         return constants_of(self._one(phase)._calls)
 
     def example(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
         """Return the inputs of one recorded call, without :meth:`constants`, as example inputs for :meth:`module`.
 
-        Of the calls of the phase, the smallest call is chosen in which the most varying sizes are 2 or more, since
-        ``torch.export`` treats 0 and 1 as fixed. A batch of one row is repeated.
+        The smallest call is chosen among the calls with the most dynamic sizes that differ and are at least 2, because
+        ``torch.export`` treats sizes 0 and 1 as fixed. A batch of one row is repeated to two rows.
 
         Args:
             phase: name of the phase, which can be omitted if all calls are in one phase.
-            **sizes: sizes of the example, by name: ``batch=3``, ``new=4``. Rows, columns and tokens are repeated.
+            **sizes: sizes of the example, by name: ``batch=3``, ``new=4``. Tensors are repeated or truncated to a size.
 
         Returns:
             Copies of the keyword arguments, which the caller may change.
 
         Raises:
-            RecordError: when there is no such phase, or no such size.
+            RecordError: when no recorded call is in ``phase``, or no size has a given name.
         """
         part = self._one(phase)
         return choose_example(part._calls, self.axes(), sizes)
@@ -188,28 +188,28 @@ class RecordedCalls(Sequence[Call]):
 
         Args:
             phase: name of the phase, which can be omitted if all calls are in one phase.
-            **sizes: the sizes passed to :meth:`example`; each of these sizes varies.
+            **sizes: the sizes that were passed to :meth:`example`; their axes become dynamic.
 
         Returns:
-            The specification by parameter name.
+            The specification for ``torch.export``, by parameter name.
 
         Raises:
-            RecordError: when there is no such phase, or no such size.
+            RecordError: when no recorded call is in ``phase``, or no size has a given name.
         """
         part = self._one(phase)
         return shapes_of(part._calls, self.axes(), sizes)
 
     def module(self, phase: str | None = None) -> torch.nn.Module:
-        """Return the module to export: it accepts what :meth:`example` returns, and also passes :meth:`constants`.
+        """Return a module to export: it passes its inputs (see :meth:`example`) and :meth:`constants` to the model.
 
         Args:
             phase: name of the phase, which can be omitted if all calls are in one phase.
 
         Returns:
-            The module, which calls the recorded object.
+            A module that calls the recorded method.
 
         Raises:
-            RecordError: when there is no such phase, or the calls were loaded without ``model``.
+            RecordError: when no recorded call is in ``phase``, or the calls were loaded without ``model``.
         """
         part = self._one(phase)
         if self._callee.owner is None:
@@ -231,10 +231,10 @@ class RecordedCalls(Sequence[Call]):
             tolerance: largest absolute difference allowed; 1e-4 by default.
 
         Returns:
-            A report with one row per call; it is true if every call is within the tolerance.
+            A report with one row per call; the report is true if every call is within the tolerance.
 
         Raises:
-            RecordError: when there is no such phase.
+            RecordError: when no recorded call is in ``phase``.
         """
         calls = self._one(phase)._calls
         with libraries_in_use(), torch.no_grad():
@@ -293,7 +293,7 @@ def _rows(calls: Sequence[Call], axes: Axes) -> Iterator[tuple[str, str, str, st
 
 
 def _merged(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, str, str, str]]:
-    """Merge similar leaves of one parent into one row, such as the keys and values of all layers."""
+    """Merge rows of a table that differ only in the name of the leaf, such as keys and values of all layers."""
     for (parent, *alike), group in itertools.groupby(rows, key=lambda row: (row[0].rpartition(".")[0], *row[1:])):
         paths = [row[0] for row in group]
         last = paths[-1].removeprefix(f"{parent}.")
@@ -350,7 +350,7 @@ def kind_of(cache: TransformersCache | None, past: int | None) -> str:
 
 
 def by_phase(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    """Group calls that have the same kind and input structure, by a name such as ``prefill+pixel_values``."""
+    """Group recorded calls by kind and input structure; a group has a name such as ``prefill+pixel_values``."""
     groups: list[list[Call]] = []
     for call in calls:
         alike = next((group for group in groups if _alike(group[0], call)), None)
@@ -405,10 +405,10 @@ def _arguments(call: Call) -> Iterable[str]:
 
 @dataclasses.dataclass(frozen=True)
 class RecordReplay(Report):
-    """The results of a program on recorded calls. ``print`` shows a table; the object is true if all calls pass.
+    """A comparison of a program with recorded calls: ``print`` shows a table; the object is true if all calls pass.
 
     Attributes:
-        calls: one result per call.
+        calls: the comparison of each recorded call.
         tolerance: largest absolute difference allowed.
     """
 
@@ -454,7 +454,7 @@ def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
 
 
 def _call_of(program: Callable[..., Any], constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Return a function that calls a program with the inputs of a recorded call, without the constants."""
+    """Return a function that calls a program with the inputs of a recorded call, except constant arguments."""
     program = getattr(program, "program", program)  # of an ExportedModel
     if not isinstance(program, ExportedProgram):
         return lambda inputs: program(**{name: x for name, x in inputs.items() if name not in constants})

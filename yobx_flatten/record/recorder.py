@@ -36,30 +36,30 @@ def record_calls(
 ) -> Iterator[RecordedCalls]:
     """Context manager that records copies of the inputs and outputs of all calls of a module or a method.
 
-    Inputs are copied before the call, which can fill its cache; outputs are copied after the call. Inside the block,
-    :func:`~yobx_flatten.register_flattening_functions` is active for the imported libraries. At its end the original
-    method is restored, also after an exception. Recordings can be nested, and calls can come from any thread; calls
-    inside a trace are not recorded. A call that raises an error is stored in :attr:`RecordedCalls.failed`, with its
-    inputs and its error, which is raised unchanged.
+    Inputs are copied before a call, because the call may fill the KV cache; outputs are copied after the call. Inside
+    the block, :func:`~yobx_flatten.register_flattening_functions` is active for the imported libraries. The end of the
+    block restores the original method, also after an exception. Recordings can be nested, and calls can come from any
+    thread; calls that torch traces are not recorded. A call that raises an error is stored with its inputs in
+    :attr:`RecordedCalls.failed`, and the error is raised unchanged.
 
     Args:
         target: a module (its ``forward`` is recorded), an object with a ``method``, or a bound method.
         method: the name of the method to record; ``forward`` by default.
-        limit: number of calls to record, after which calls pass unrecorded; ``None`` for all.
-        outputs: whether to keep the outputs; ``True`` by default.
-        device: the device for the copies, ``"cpu"`` by default; ``None`` leaves them where the tensors are. A call
+        limit: largest number of calls to record; ``None``, the default, records all calls.
+        outputs: whether to record the outputs; ``True`` by default.
+        device: the device of the copies, ``"cpu"`` by default; ``None`` for the device of each tensor. A :class:`Call`
             returns its tensors on their original device.
-        to: a folder to write the calls to, one file each; memory then holds no tensors. :meth:`RecordedCalls.load`
-            reads the folder.
+        to: a folder that gets one file per call, so that no copies stay in memory; :meth:`RecordedCalls.load` reads
+            the folder.
 
     Yields:
         The recorded calls; the list is complete at the end of the block.
 
     Raises:
         InvalidArgumentError: when ``target`` has no method to record, or ``limit`` is not positive.
-        RecordError: when the folder holds calls already.
-        NotRegisteredError: from a call that takes or returns tensors inside an object of a class that is not
-            registered.
+        RecordError: when the folder ``to`` already contains recorded calls.
+        NotRegisteredError: raised by a call whose inputs or outputs contain tensors in an object of a class that is
+            not registered.
 
     >>> linear = torch.nn.Linear(3, 2)
     >>> with record_calls(linear) as calls:
@@ -162,12 +162,12 @@ class _Recorder:
         return self.stored(Call(self.callee, begun.index, kind, past, new, parts))
 
     def stored(self, call: Call) -> Call:
-        """Write a call to the folder, if there is a folder, and return a call that reads its tensors from the file."""
+        """Return the call; with a folder, write the call, and return a call that reads its tensors from the file."""
         return call if self.folder is None else write_call(self.folder, call)
 
 
 class _Interception:
-    """One method of one object, which is replaced while it has recorders."""
+    """Replace a method of an object while at least one ``record_calls`` block records its calls."""
 
     def __init__(self, owner: object, name: str) -> None:
         self.owner = owner
@@ -221,7 +221,7 @@ _IN_FORCE: dict[tuple[int, str], _Interception] = {}
 
 @contextlib.contextmanager
 def _recording(owner: object, name: str, recorder: _Recorder) -> Iterator[None]:
-    """Pass every call of the method ``owner.name`` in the with block to a recorder; several blocks may overlap."""
+    """In a ``with`` block, pass every call of the method ``owner.name`` to a recorder; such blocks may overlap."""
     key = (id(owner), name)
     with LOCK:
         found = _IN_FORCE.get(key)

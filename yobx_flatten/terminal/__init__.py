@@ -1,4 +1,4 @@
-"""Print for both command lines: tables, progress, and errors as one line."""
+"""Print tables, progress and one-line errors, for the command lines of both packages."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ended_by_ctrl_c(program: str) -> Iterator[None]:
-    """End the process with status 130 at Ctrl-C in the with block."""
+    """In a ``with`` block, make Ctrl-C end the process with exit status 130."""
     # an imported library may catch KeyboardInterrupt, so the handler does not raise it
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -99,7 +99,7 @@ def _in_lines(headings: Sequence[str], row: Sequence[str], width: int) -> list[s
 
 
 class _Lines(logging.Handler):
-    """Passes the logged steps of the package to the progress bar."""
+    """Shows the steps that ``yobx_flatten`` logs in the progress bar."""
 
     def __init__(self, show: Any) -> None:
         super().__init__(logging.INFO)
@@ -113,7 +113,7 @@ class _Lines(logging.Handler):
 
 @contextlib.contextmanager
 def progress(first: str) -> Iterator[Any]:
-    """Show the progress of a command on stderr: a bar on a terminal, elsewhere a line for each step."""
+    """Show the progress of a command on stderr: a bar, or one line per step if stderr is not a terminal."""
     # yields: a function that shows a step; steps that the package logs are shown automatically
     # If a step is logged with `done` and `total`, the bar shows both numbers and an estimate of the remaining time.
     # After a step with the finished `share` of all work, each step shows the remaining time of the command.

@@ -1,4 +1,4 @@
-"""Start a command line; turn an error into one line, and return an exit status in every case.
+"""Run a command-line program, print an error as one line, and return an exit status in every case.
 
 ======  =================================================================
 0       success
@@ -86,7 +86,7 @@ def run_app(
     expected: tuple[type[Exception], ...] = (FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Run one command and return its exit status; the command reads its command-line words from ``context.obj``."""
+    """Run one command and return its exit status; ``context.obj`` contains the words of the command line."""
     with lasting_streams(), terminable():
         import typer
 
@@ -157,7 +157,7 @@ class _LastingStream:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Make printing in the with block never raise an error; characters that the terminal lacks are escaped."""
+    """In a ``with`` block, printing never raises an error, and characters that the terminal lacks are escaped."""
     with contextlib.ExitStack() as stack:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -182,7 +182,7 @@ _OTHER_NAMES = dict(pair.split("=") for pair in _PAIRS.split())
 
 
 class UserError(FlattenError, ValueError):
-    """The command line names an unknown file or option."""
+    """The command line is invalid: for example, it names an unknown file, or options that cannot be combined."""
 
 
 def explain_failure(
@@ -206,7 +206,7 @@ def explain_failure(
 
 
 def interruption_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """Return the ``KeyboardInterrupt`` that caused an error, such as that of an interrupted import, or ``None``."""
+    """Return the ``KeyboardInterrupt`` that caused an error, for example in an import; ``None`` for other errors."""
     below = error.__cause__ or error.__context__
     behind = None if below is None else interruption_behind(below)
     return error if isinstance(error, KeyboardInterrupt) else behind
@@ -251,7 +251,7 @@ def _with(line: str, text: str) -> str:
 
 
 def meant_option(typed: str, known: Iterable[str]) -> str:
-    """Return "Did you mean ...?" for an option of similar meaning or spelling, or an empty string."""
+    """Return "Did you mean ...?" with the known option of similar meaning or spelling; ``""`` if there is none."""
     names = {name.strip("-"): name for name in known}
     name = typed.strip("-").replace("_", "-")
     close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in names else difflib.get_close_matches(name, names, 1)
@@ -259,12 +259,12 @@ def meant_option(typed: str, known: Iterable[str]) -> str:
 
 
 class Terminated(KeyboardInterrupt):
-    """The process received SIGTERM; the text lists the files that were written before."""
+    """Raised when the process receives SIGTERM; the message lists files that were already written."""
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Raise :class:`Terminated` on SIGTERM in the with block, unless the process handles this signal itself."""
+    """In a ``with`` block, raise :class:`Terminated` on SIGTERM, unless the process has its own signal handler."""
     # only the main thread receives signals
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

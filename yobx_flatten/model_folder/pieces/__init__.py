@@ -1,1 +1,1 @@
-"""Split a model into the modules that become files."""
+"""Split a model into modules that are exported to one file each."""

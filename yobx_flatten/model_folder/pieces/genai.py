@@ -5,8 +5,8 @@
     picture ──> vision_encoder ──> features ──┐
     tokens ───────────────────────────────────┴──> embedding ──> decoder_model_merged ──> scores, cache
 
-onnxruntime-genai does not insert image features into embeddings, so the file ``embedding`` inserts them. This package
-runs ``embed_tokens``, which takes only tokens.
+onnxruntime-genai does not insert image features into embeddings, so the file ``embedding`` inserts them. The
+generators of this package run ``embed_tokens``, which takes only tokens.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _LEAST = -1e4  # representable in float16, and 0 after a softmax
 
 
 class SoundEncoderWithKeys(text.Encoder):
-    """Reads a spectrogram; returns features, and the decoder's keys and values of these features."""
+    """Encodes a spectrogram; returns features, and the cross-attention keys and values for every decoder layer."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)
@@ -114,7 +114,7 @@ class SoundEncoderWithKeys(text.Encoder):
 
 
 class SoundDecoder(text.NextDecoder):
-    """The Whisper decoder for all calls; in the first call, its own cache is empty."""
+    """The Whisper decoder, in one file for all calls; in the first call, the self-attention cache is empty."""
 
     always: torch.Tensor  # whether each token is suppressed, of shape (vocabulary,)
     at_first: torch.Tensor  # the same for the token after the prompt

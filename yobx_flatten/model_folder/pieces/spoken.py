@@ -51,7 +51,7 @@ class TextEncoder(_WithCache):
         return self.keys(self.encoder(input_values=input_ids, attention_mask=attention_mask)[0], attention_mask)
 
     def keys(self, hidden: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
-        """Return the keys and values that the decoder's first call computes from the features."""
+        """Return the cross-attention keys and values that the decoder computes from the encoder's features."""
         cross = cache_of(self.decode(hidden[:, :1], hidden, mask, None)).cross_attention_cache
         return {"encoder_attention_mask": mask, "present": [{"encoder": pair_of(layer)} for layer in cross.layers]}
 
@@ -65,7 +65,7 @@ class SoundEncoder(TextEncoder):
 
 
 class FrameDecoder(_WithCache):
-    """Computes the next spectrogram frames from the last frame; at first the frame is zeros and the cache empty."""
+    """Computes the next spectrogram frames from the last frame; the first call gets zeros and an empty cache."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)
@@ -115,7 +115,7 @@ class Postnet(torch.nn.Module):
 
 
 def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Make inputs with padding in the first row; ``length`` counts tokens, or ``_SAMPLES`` samples of sound."""
+    """Make inputs with padding in the first row; ``length`` counts tokens, or blocks of ``_SAMPLES`` audio samples."""
     if model.main_input_name == "input_ids":
         ids = random_tokens(model, (rows, length))
         mask = torch.ones_like(ids)

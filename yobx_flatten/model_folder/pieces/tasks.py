@@ -1,4 +1,4 @@
-"""The task of a model decides into which files it is split; models that are called once are split here."""
+"""Choose by task how a model is split into files, and make the file of a model that is called once."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
 
 
 def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """For a model that scores each pair of a text and a picture; their numbers may differ."""
+    """Return the file of a model, such as CLIP, that scores every pair of a text and a picture."""
     vision, rows = model.config.vision_config, split.rows
     room = getattr(model.config.text_config, "max_position_embeddings", 16)
 
@@ -82,7 +82,7 @@ def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Pie
 
 @torch.no_grad()
 def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: list[Case]) -> Piece:
-    """Pictures have one size if other sizes cannot be traced."""
+    """Return the only file of a model; its pictures have a fixed size if the export of other sizes fails."""
     check_nothing_is_drawn(model, example)
     pictures = {"pixel_values": {0: Dim.AUTO}}
     narrower = dynamic_shapes(example, pictures) if "pixel_values" in example else None
@@ -172,7 +172,7 @@ TYPES = "token_type_ids"
 
 
 def pair_types(model: TransformersModel, batch: int, length: int) -> torch.Tensor:
-    """Make token types for pairs of texts, whose second text begins later in each row: int64 of (batch, length)."""
+    """Make ``token_type_ids`` for text pairs, int64 of (batch, length); the second text begins later in each row."""
     # for a model whose types have several columns (TAPAS), one more axis
     begins = 1 + torch.arange(batch)[:, None] % (length - 1)
     types = (torch.arange(length) >= begins).long()

@@ -1,10 +1,10 @@
-"""Split a text model into exported modules, with examples and cases of different sizes.
+"""Split a model into modules to export, with example inputs and test cases of different sizes.
 
 .. code-block:: text
 
     text                 tokens ──> model ──> logits, cache           one file; it also takes an empty cache
     text, sound, image   encoder_model ──> decoder_model (first token) ──> decoder_with_past_model (every other)
-    image and text       image_pieces
+    image and text       see `vision_language`
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from ...trees.shapes import dynamic_shapes
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One file to export: its module, its example and its test cases."""
+    """One file to export: its module, its example inputs and its test cases."""
 
     stem: str  # file name without suffix
     module: torch.nn.Module  # the module to export
@@ -51,7 +51,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How a model is split into files."""
+    """Options for splitting a model into files, such as a fixed batch size."""
 
     rows: int | None = None  # a fixed number of rows of every example and case; `None` for a dynamic number
     # whether sliding-window layers keep all tokens in the cache, and mask the tokens outside their window
@@ -62,7 +62,7 @@ class Split:
     for_genai: bool = False  # whether to make the files for onnxruntime-genai, see `genai`
 
     def named(self, words: Sequence[str], *sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return tuples of sizes, by their name in the report; ``self.rows``, if set, replaces the batch size."""
+        """Return sizes by test case name, such as ``batch 3, past 4``; ``self.rows``, if set, is the batch size."""
         found = [(self.rows or rows, *others) for rows, *others in sizes]
         return {", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)): one for one in found}
 
@@ -81,7 +81,7 @@ def pieces_of_calls(
     shapes: Mapping[str, Mapping[str, Any]],
     steps: int = 1,
 ) -> list[Piece]:
-    """Return one file to export for each module; each call of the model has the inputs of every module, in order."""
+    """Return one file to export for each module; ``example`` and ``others`` list the inputs of the modules in order."""
     # shapes: dynamic shapes of single inputs, by file; steps: number of calls of the last module in each case
     pieces = []
     for place, (stem, module) in enumerate(modules.items()):
@@ -145,7 +145,7 @@ def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece
 
 
 class Encoder(torch.nn.Module):
-    """The encoder alone, which returns ``last_hidden_state``."""
+    """The encoder of an encoder-decoder model, which returns ``last_hidden_state``."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class FirstDecoder(_Decoder):
 
 
 class NextDecoder(_Decoder, decoders.Continued):
-    """The decoder's later calls, which read the encoder's keys and return only the decoder's keys and values."""
+    """The decoder's later calls, which read cross-attention keys and values, and return only self-attention ones."""
 
     def forward(
         self, input_ids: Any, cache: PlainCache, encoder_attention_mask: Any = None, encoder_hidden_states: Any = None
@@ -221,7 +221,7 @@ def filled_cache(cache: PlainCache) -> TransformersCache:
 
 
 def features_of(cache: PlainCache) -> torch.Tensor:
-    """Return a stand-in for the encoder's features, of which a decoder with a filled cache reads only the shape."""
+    """Return a placeholder for the encoder's features, of which a decoder with a filled cache reads only the shape."""
     keys: torch.Tensor = cache[0]["encoder"]["key"]
     return keys.transpose(1, 2).flatten(2)
 
@@ -304,7 +304,7 @@ def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
 
 
 def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.Tensor:
-    """Make inputs of an encoder that does not read tokens."""
+    """Make random sound or pictures for an encoder that does not read tokens."""
     reads = input_name(model)
     if reads == "input_features":
         names = ("num_mel_bins", "max_source_positions")
@@ -393,7 +393,7 @@ _MOST = 2048  # largest number of tokens in a call that tests whether the table 
 
 @torch.no_grad()
 def positions_of(model: TransformersModel, *, is_large: bool) -> int | None:
-    """Return the largest number of tokens of a model with a table of positions; ``None`` for others, or if unknown."""
+    """Return the largest number of tokens of a model with a position table; ``None`` without one, or if unknown."""
     # is_large: whether a call of many tokens takes too long; models that take position_ids are tested with one token
     config = model.config.get_text_config(decoder=True)
     stated = next((getattr(config, name) for name in _NAMES if type(getattr(config, name, None)) is int), 0)

@@ -63,7 +63,7 @@ class GridVisionEncoder(torch.nn.Module):
         )
 
     def forward(self, pixel_values: Any, image_grid_thw: Any) -> dict[str, Any]:
-        """Return image features, (tokens, hidden size), and those that layers add, (tokens, layers, hidden size)."""
+        """Return image features, (tokens, hidden size), and features that layers add, (tokens, layers, hidden size)."""
         merge, count = self.visual.spatial_merge_size, pixel_values.shape[0]
         # the patches of a block of merge x merge patches are consecutive
         patch = torch.arange(count, device=pixel_values.device)
@@ -100,7 +100,7 @@ class GridVisionEncoder(torch.nn.Module):
         }
 
     def _windows(self, count: Any, wide: Any) -> dict[str, Any]:
-        """Return the order of tokens by window, and the ends of windows; in a trace, each end once per token."""
+        """Return the order of tokens by window, and the ends of windows; in a trace, one end for each token."""
         if type(self.visual).__name__ not in _WITH_WINDOWS:
             return {}
         merge = self.visual.spatial_merge_size
@@ -126,7 +126,7 @@ def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, t
 
 
 class NestedVisionEncoder(torch.nn.Module):
-    """Computes the features of one picture, for models with nested pictures (SmolVLM, Idefics3)."""
+    """Computes the features of one picture, for models with several pictures per row (SmolVLM, Idefics3)."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Te
 
 
 def language_model_of(model: TransformersModel) -> Any:
-    """Return the module that reads the text; ``None`` if there is none."""
+    """Return the language model inside a vision-language model; ``None`` if there is none."""
     inner = getattr(model, "model", None)
     if inner is None and hasattr(model, "language_model") and model.can_generate():  # BLIP-2, with its head
         return model.language_model.base_model
@@ -245,10 +245,10 @@ class TextDecoder(_LanguageModel):
 
 
 class BlockwiseDecoder(_LanguageModel):
-    """Computes logits from embeddings, with masks made from sizes and token types only: one graph for every call.
+    """Computes logits from embeddings; masks depend only on sizes and token types, so that one graph serves all calls.
 
     transformers reads ``token_type_ids`` in the first call only. Each call of this module takes ``token_type_ids`` of
-    all tokens, including cached tokens. A generated token is in no block, and attends to all earlier tokens.
+    all tokens, including cached tokens. A generated token is outside image blocks, and attends to all earlier tokens.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -310,8 +310,8 @@ class BlockwiseDecoder(_LanguageModel):
 class DeepstackDecoder(_LanguageModel):
     """Computes logits from embeddings and from picture features that the first layers add (Qwen3-VL).
 
-    transformers adds features to image tokens, whose number depends on values. This module takes a feature for every
-    token, zeros for text: one graph for every call.
+    transformers adds features to image tokens, whose number depends on values, which torch.export cannot trace. This
+    module takes a feature for every token, zeros for text, so that one graph serves all calls.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -335,7 +335,7 @@ class DeepstackDecoder(_LanguageModel):
         deepstack_embeds: Any,
         cache: TransformersCache | None = None,
     ) -> dict[str, Any]:
-        """``deepstack_embeds`` has shape (batch, length, layers, hidden size)."""
+        """Return logits and cache; ``deepstack_embeds`` has shape (batch, length, layers, hidden size)."""
         # transformers passes visual_pos_masks to _add, which ignores the mask
         more = {"visual_pos_masks": attention_mask, "deepstack_visual_embeds": deepstack_embeds.unbind(2)}
         return self.read(inputs_embeds, attention_mask, position_ids, cache, **more)
@@ -354,7 +354,7 @@ _OTHER_WAYS = (
 class VisionEncoder(torch.nn.Module):
     """Computes the features that replace the image tokens of one image.
 
-    A file takes one image, because models return a list with one entry per image, whose length a trace fixes.
+    A file takes one image, because models return a list with one entry per image, whose length a trace would fix.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -369,7 +369,7 @@ class VisionEncoder(torch.nn.Module):
 
 
 class VisionModules(NamedTuple):
-    """The two classes of this file with which a model is exported."""
+    """The classes of this file that export a model's vision encoder and its decoder."""
 
     encoder: type[torch.nn.Module]
     decoder: type[torch.nn.Module]
@@ -480,7 +480,7 @@ def _vision_piece(model: TransformersModel, kind: type[torch.nn.Module]) -> Piec
 
 
 def vision_encoder(model: TransformersModel) -> torch.nn.Module:
-    """Return the encoder of a model with pictures or tiles of one size, after a comparison of the features."""
+    """Return the module that encodes pictures; features of tiles and nested pictures are compared with the model's."""
     encoder = VisionModules.of(model).encoder(model)
     if isinstance(encoder, TiledVisionEncoder):
         encoder.check(model)
@@ -490,7 +490,7 @@ def vision_encoder(model: TransformersModel) -> torch.nn.Module:
 
 
 def with_pictures(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return inputs with one picture in each row, between padding and text."""
+    """Insert one picture into each row of the inputs, between padding and text."""
     modules, count = VisionModules.of(model), len(inputs["input_ids"])
     if modules.encoder is GridVisionEncoder:
         # wide and high pictures alternate
@@ -536,6 +536,6 @@ def _picture(model: TransformersModel, shape: tuple[int, ...], seed: int) -> dic
 
 
 def image_token_of(model: TransformersModel) -> int:
-    """Return the token that features of pictures replace."""
+    """Return the id of the image token, whose embeddings are replaced by picture features."""
     found = getattr(model.config, "image_token_id", None)
     return int(model.config.image_token_index if found is None else found)

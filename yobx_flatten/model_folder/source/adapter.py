@@ -1,4 +1,4 @@
-"""Load a folder of PEFT adapters, and merge them into their base model."""
+"""Load a PEFT adapter from a folder, and merge it into its base model or read its LoRA matrices."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def holds_adapter(folder: pathlib.Path) -> bool:
 
 
 def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
-    """Return the configuration of an adapter as PEFT reads it, and as it is stored."""
+    """Return the configuration of an adapter twice: as an object of PEFT, and as the dict in the file."""
     require("peft", purpose="a folder of adapters", extra="lora")
     for path in (folder / file for file in _WEIGHTS):
         if path.exists():
@@ -81,7 +81,7 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeights) -> tuple[Any, KeyDifferences]:
-    """Merge the adapter of a folder into ``model``, which is changed."""
+    """Merge the adapter in a folder into ``model`` in place; return the model and the unmatched weights."""
     # choice: what to do if the weights in the folder do not match the adapter
     adapted, differences = injected(model, folder, name, choice=choice)
     with warnings.catch_warnings():
@@ -99,7 +99,7 @@ def _is_replication(stated: object) -> bool:
 
 
 def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.Tensor]) -> None:
-    """Raise ModelSourceError for entries that would take PEFT too much memory or time."""
+    """Raise ModelSourceError if the adapter's configuration would make PEFT use too much memory or time."""
     stated = read_document(folder / ADAPTER, dict[str, Any], failure=ModelSourceError, finite=False)
     pattern = stated.get("rank_pattern")
     ranks = [stated.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
@@ -140,7 +140,7 @@ def _match_all(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 
 def injected(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeights) -> tuple[Any, KeyDifferences]:
-    """Put the adapter of a folder into the layers of a model; return PEFT's model."""
+    """Add the adapter in a folder to the layers of a model; return the ``PeftModel`` and the unmatched weights."""
     import peft
 
     with warnings.catch_warnings():
@@ -174,7 +174,7 @@ _ENDS = (f".{FIRST}.weight", f".{SECOND}.weight")
 
 
 def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[Adapter]:
-    """Read adapters from the folders that PEFT wrote, given by adapter name; the model is restored afterwards."""
+    """Read adapters from PEFT folders, given by adapter name; PEFT's changes of the model are undone."""
     if getattr(model, "peft_config", None):
         raise InvalidArgumentError(
             f"This {type(model).__qualname__} has adapters in its layers. Pass the model without adapters, and the "
@@ -201,7 +201,7 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
 
 
 def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tuple[int, int]]:
-    """Return input and output sizes of the layers that ``adapters`` change; without adapters, of all linear layers."""
+    """Return input and output sizes of the layers that ``adapters`` change, or of all linear layers but the head."""
     if not adapters:
         from transformers.pytorch_utils import Conv1D
 
@@ -249,7 +249,7 @@ def _unfit(folder: pathlib.Path, reason: str) -> InvalidArgumentError:
 
 @contextlib.contextmanager
 def _adapted(model: TransformersModel, folder: pathlib.Path) -> Iterator[dict[str, torch.Tensor]]:
-    """Compute with an adapter inside the block; yield its matrices. The model is restored afterwards."""
+    """In a ``with`` block, add an adapter to a model, and yield the adapter's matrices; then remove the adapter."""
     trained = [(parameter, parameter.requires_grad, parameter._version) for parameter in model.parameters()]
     layers = [(module, dict(module._modules)) for module in model.modules()]
 
@@ -274,7 +274,7 @@ def _adapted(model: TransformersModel, folder: pathlib.Path) -> Iterator[dict[st
 
 
 def _matrices(model: TransformersModel, folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    """Return the matrices of an adapter that is in the layers of a model, by name of the file's input."""
+    """Return the LoRA matrices in the layers of a model, by the name of the exported file's input."""
     from peft.tuners import lora
     from transformers.pytorch_utils import Conv1D
 

@@ -80,7 +80,7 @@ def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
 
 
 def stated_weights(index: pathlib.Path, *, failure: type[Exception]) -> dict[str, str]:
-    """Read an index file: the file name of each weight, by the weight's name."""
+    """Read the index of a checkpoint in several files; return the file name of each weight, by the weight's name."""
     held = read_document(index, _Index, failure=failure, finite=False).weight_map
     for name in set(held.values()):
         inside(index.parent, name, failure)
@@ -124,7 +124,7 @@ ON_PURPOSE = "If you trust its author: trust_remote_code=True (--trust-remote-co
 
 
 def own_code(stated: Mapping[str, Any]) -> str:
-    """Return the class in the checkpoint's own code that a configuration needs; ``""`` if transformers has it."""
+    """Return the class in Python files of a checkpoint that a configuration needs; ``""`` if transformers has it."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -187,7 +187,7 @@ def classes_of_task(config: Any, task: str) -> list[Any]:
 
 
 def class_of_task(config: Any, task: str, own: Any) -> Any:
-    """Return the class for a task: the model's own class if it fits, or if transformers has no other."""
+    """Return the model class for a task: ``own`` if it fits the task, or if transformers has no other class."""
     flat = classes_of_task(config, task)
     # A class without a head, such as DPRContextEncoder, stays: its AutoModel may be another part of the model. A class
     # with a head stays only for tasks that this head is for.
@@ -196,7 +196,7 @@ def class_of_task(config: Any, task: str, own: Any) -> Any:
 
 
 def check_class(model: TransformersModel, own_task: str, task: str) -> None:
-    """Raise InvalidArgumentError if a task does not fit the model's class, for example a head for embeddings."""
+    """Raise InvalidArgumentError if a task does not fit the model's class, such as embeddings for a class with head."""
     kind = type(model)
     of_head = f"is for {own_task}, not for {task}. Leave the task out, or ask for {own_task}."
     if task == own_task == "feature-extraction" and kind.__module__.startswith("transformers."):
@@ -224,7 +224,7 @@ def note_on_head(model: TransformersModel, own_task: str, task: str) -> tuple[st
 
 
 def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
-    """Return the name of the class for a task; the class may be in Python files in the folder of the configuration."""
+    """Return the name of the model class for a task, from transformers or from Python files in the model's folder."""
     if not runs_code:
         return str(class_of_task(config, task, class_for(config)).__name__)
     named: Mapping[str, str] = getattr(config, "auto_map", None) or {}
@@ -234,13 +234,13 @@ def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
 
 
 def base_class_for(config: Any) -> Any:
-    """Return the class of a model without a head, as ``AutoModel`` makes it; else the result of :func:`class_for`."""
+    """Return the class without a head that ``AutoModel`` makes; if there is none, the result of :func:`class_for`."""
     found = _of_kind("AutoModel", config)
     return class_for(config) if found is None or isinstance(found, tuple) else found
 
 
 def _of_kind(name: str, config: Any) -> Any:
-    """Return the class of a configuration in one of transformers' auto classes; ``None`` if it has none."""
+    """Return the model class that a transformers auto class has for a configuration; ``None`` if it has none."""
     import transformers
 
     auto, kind = getattr(transformers, name, None), type(config)
@@ -329,7 +329,7 @@ _DROPPED = ("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids")
 
 
 def small_config(name: str) -> Any:
-    """``name`` is a type of model in transformers, such as ``llama``."""
+    """Return the configuration of a small model with a model type of transformers, such as ``llama``."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if name not in CONFIG_MAPPING:
@@ -381,7 +381,7 @@ def _shrunk(config_class: Any) -> Any:
 
 
 def _may_be_set(config: Any, name: str, value: object) -> bool:
-    """Return whether a configuration has an entry that can be set, with a list of values only if it has a list."""
+    """Return whether a configuration has an entry that accepts ``value``; a list can be replaced only by a list."""
     found = getattr(type(config), getattr(config, "attribute_map", {}).get(name, name), None)
     if isinstance(getattr(config, name, None), list | tuple) and not isinstance(value, list):
         return False  # a number for each stage of an encoder of images

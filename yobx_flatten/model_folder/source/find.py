@@ -1,4 +1,4 @@
-"""Find and load a model by name: a folder, the hub, a configuration, a model type; and open its tokenizer."""
+"""Find and load a model by a folder, hub id, configuration or model type, and open its tokenizer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class FoundModel:
 
     @property
     def reader_folder(self) -> pathlib.Path | None:
-        """The GGUF file, or the folder of the tokenizer: the adapter folder if it has a tokenizer, else the model."""
+        """The GGUF file or folder with the tokenizer; an adapter's folder has priority over the model's folder."""
         if self.gguf is not None:
             return self.gguf
         return self.adapter if self.adapter is not None and reader_of(self.adapter) else self.folder
@@ -96,7 +96,7 @@ class FoundModel:
         return self.load_with_remarks(dtype=dtype)[0]
 
     def load_with_remarks(self, *, dtype: str = "float32") -> tuple[Any, tuple[str, ...]]:
-        """Return the model of :meth:`load`, and notes on weights that are not read from the folder."""
+        """Load the model; also return notes, such as which weights are random because the folder lacks them."""
         if self.trained_as:
             return self._load_base(dtype)
         packing = self.packing()
@@ -132,7 +132,7 @@ class FoundModel:
         return model, (noted, *remarks, *of_adapter.remarks())
 
     def packing(self) -> Packing | None:
-        """Return how the folder stores quantized weights; ``None`` if this package does not unpack them."""
+        """Return how the folder stores quantized weights; ``None`` if none of its weights are dequantized here."""
         return packing_of(self.config, self.name) if self.has_weights and self.gguf is None else None
 
     def _load_packed(self, packing: Packing, dtype: str) -> tuple[Any, tuple[str, ...]]:
@@ -155,7 +155,7 @@ class FoundModel:
         return model.eval(), differences.remarks()
 
     def _load_base(self, dtype: str) -> tuple[Any, tuple[str, ...]]:
-        """Return the model without its head, from its own weights or from inside the model with its head."""
+        """Load the model without its head; if weights are missing, take the model from inside the one with the head."""
         plain = dataclasses.replace(self, trained_as=())
         try:
             return plain.load_with_remarks(dtype=dtype)
@@ -189,7 +189,7 @@ class FoundModel:
 
 
 def find_model(source: str, *, weights: bool = True, trust_remote_code: bool = False) -> FoundModel:
-    """Resolve a name of ``MODEL_NAMES``, without reading weights."""
+    """Find the model with a name as ``MODEL_NAMES`` describes, without loading its weights."""
     # the adapter in a PEFT folder is merged into its base model
     # trust_remote_code: whether Python files in the folder may run
     require_transformers("a model")
@@ -297,12 +297,12 @@ READERS = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json"
 
 
 def reader_of(folder: pathlib.Path) -> str:
-    """Return the file that identifies a folder's tokenizer or processor; ``""`` if there is none."""
+    """Return the name of a file that only folders with a tokenizer or processor have; ``""`` if there is none."""
     return next((name for name in READERS if (folder / name).is_file()), "")
 
 
 def without_peft(model: Any) -> Any:
-    """Return the Hugging Face model in a ``PeftModel``, with its adapters; return any other model unchanged."""
+    """Return the Hugging Face model in a ``PeftModel``, adapters included; return other models unchanged."""
     configs = getattr(model, "peft_config", None)
     if not configs or not hasattr(model, "get_base_model"):
         return model
@@ -315,7 +315,7 @@ def without_peft(model: Any) -> Any:
 
 
 def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
-    """Return the folder in ``name_or_path`` of a model's configuration; without a fitting folder, ``None`` and why."""
+    """Return the folder from which a model was loaded; if it is unknown or does not fit, ``None`` and the reason."""
     name = getattr(model.config, "name_or_path", "") or getattr(model, "name_or_path", "")
     if not name:
         return None, "the model does not state the folder that it is from"
@@ -349,7 +349,7 @@ _MOST_GROWTH = 1000  # largest factor by which the replacements of a tokenizer m
 
 @dataclasses.dataclass(frozen=True)
 class _Stated:
-    """Types of entries that transformers reads late, where a wrong type would raise an unclear error."""
+    """Entries of ``tokenizer_config.json`` for which transformers raises an unclear error if their type is wrong."""
 
     tokenizer_class: str | None = None
     model_max_length: float | None = None
@@ -359,7 +359,7 @@ class _Stated:
 
 
 def _growth(part: Any) -> float:
-    """Return the largest factor by which a part of a tokenizer can lengthen a text."""
+    """Return the largest factor by which a normalizer or decoder in ``tokenizer.json`` can lengthen a text."""
     inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     found = math.prod(map(_growth, inner))
     if isinstance(part, dict) and part.get("type") == "Replace":  # a regular expression may match a single letter

@@ -105,7 +105,7 @@ def _check_counts(path: pathlib.Path) -> None:
 
 
 def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
-    """Read an entry; return its value if the entry is a number or a text, and ``None`` for a list."""
+    """Read the value of a metadata entry; return a number or a text, and ``None`` for a list."""
     kind = struct.unpack("<I", file.read(4))[0] if kind is None else kind
     if kind in _NUMBERS:
         return struct.unpack(_NUMBERS[kind], file.read(struct.calcsize(_NUMBERS[kind])))[0]
@@ -133,9 +133,9 @@ def _text(file: BinaryIO, size: int) -> bytes:
 
 @contextlib.contextmanager
 def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Yield the arguments to read an untrusted GGUF file from a temporary folder, and convert errors of libraries.
+    """In a ``with`` block, yield arguments of ``from_pretrained`` for a GGUF file alone in a temporary folder.
 
-    The folder has no other file, because transformers also reads, and may run, the files next to a GGUF file.
+    The folder has no other file, because transformers may run files next to a GGUF file. Errors are converted.
     """
 
     def failure(error: BaseException) -> ModelSourceError:
@@ -156,7 +156,7 @@ def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _read_once() -> Iterator[None]:
-    """In a ``with`` block, make transformers read the entries of a file once instead of three times."""
+    """In a ``with`` block, make transformers read the metadata of a GGUF file once instead of three times."""
     import gguf
 
     def read(path: Any) -> Any:

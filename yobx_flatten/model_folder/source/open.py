@@ -34,7 +34,7 @@ _PART = 4
 
 @dataclasses.dataclass(frozen=True)
 class OpenedModel:
-    """A model to export, with the folder that the model is from and notes."""
+    """A model to export, with the folder of the model and notes for the report."""
 
     model: Any  # a Hugging Face model, in evaluation mode
     folder: pathlib.Path | None = None  # the folder or the GGUF file of the model
@@ -46,7 +46,7 @@ class OpenedModel:
     has_integers: bool = False  # whether the weights were computed from stored integers
 
     def as_a_whole(self, reason: str) -> OpenedModel:
-        """Load a streamed model as a whole."""
+        """Load all weights of a streamed model into memory, and note the reason."""
         assert self.found is not None
         assert self.folder is not None
         dtype, checkpoint = self.model.dtype, open_checkpoint(self.folder)
@@ -58,7 +58,7 @@ class OpenedModel:
 
 
 def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) -> OpenedModel:
-    """Open the model that :func:`find_model` found; ``weights="auto"`` streams large weights to ONNX files."""
+    """Load the model that :func:`find_model` found, with all weights or with weights that layers read when called."""
     if weights not in get_args(WeightsIn):
         raise InvalidArgumentError(
             f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}, found {weights!r}."
@@ -120,12 +120,12 @@ _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class NotStreamableError(Exception):
-    """The model cannot be streamed, for the reason in the message, and has to be loaded as a whole."""
+    """Raised if a model's weights cannot be read layer by layer; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The weights of a model, in safetensors files."""
+    """Names, shapes and dtypes of the weights in a model's safetensors files."""
 
     files: Mapping[str, pathlib.Path]  # the file of each weight, by the weight's name in the file
     shapes: Mapping[str, Sequence[int]]  # the shape of each weight
@@ -135,14 +135,14 @@ class Checkpoint:
         return dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight; a weight that is stored in ``dtype`` is memory-mapped."""
+        """Return a weight in ``dtype``; without a conversion, the weight is memory-mapped."""
         with opened_tensors(self.files[name], failure=ModelSourceError) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
-    """Read the names, shapes and dtypes of the weights in a folder, but no weight."""
+    """Read names, shapes and dtypes of the weights in a folder; ``None`` if there are no safetensors files."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     try:
         if index.is_file():
@@ -170,7 +170,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
 def unread_model(
     found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Reader], tuple[str, ...]]:
-    """Return a model with parameters on meta, functions that read the parameters by name, and notes."""
+    """Return a model with parameters on the meta device, a function that reads each parameter, and notes."""
     assert found.folder is not None
     if found.runs_code:
         raise NotStreamableError("its class is not part of transformers")
@@ -207,7 +207,7 @@ def unread_model(
 def _differences(
     model: Any, checkpoint: Checkpoint, sources: Mapping[str, str], tied: Sequence[tuple[list[str], torch.nn.Parameter]]
 ) -> KeyDifferences:
-    """Return the differences between the files and the model as ``from_pretrained`` reports them."""
+    """Return which weights are missing, unused or have another shape, as ``from_pretrained`` reports them."""
     missing, reshaped = [], []
     for names, parameter in tied:
         held = [sources[name] for name in names if name in sources]
@@ -240,7 +240,7 @@ def _empty_model(config: Any, folder: pathlib.Path, dtype: torch.dtype) -> Any:
 
 
 def _parameters_on_meta() -> AttributePatch:
-    """In a ``with`` block, put the parameters of new modules of this thread on the meta device; buffers stay real."""
+    """In a ``with`` block, put the parameters of modules that this thread makes on the meta device, but no buffers."""
     register, here = torch.nn.Module.register_parameter, threading.get_ident()
 
     def on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
@@ -252,7 +252,7 @@ def _parameters_on_meta() -> AttributePatch:
 
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the names of weights in the files by their names in the model."""
+    """Return the name of each weight in the files, by its name in the model."""
     state = dict(model.state_dict(keep_vars=True))
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

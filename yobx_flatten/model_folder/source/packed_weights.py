@@ -1,11 +1,11 @@
-"""Compute the weights of a checkpoint in 4 or 8 bits from its integers: GPTQ, AWQ, compressed-tensors, torchao.
+"""Dequantize the weights of 4-bit and 8-bit checkpoints: GPTQ, AWQ, compressed-tensors, torchao.
 
 .. code-block:: text
 
     model.layers.0.mlp.up_proj.qweight, .qzeros, .scales  ──>  model.layers.0.mlp.up_proj.weight, in float32
 
-transformers needs other libraries for these formats, which do not install on every machine and need a GPU. A weight is
-``(integer - zero point) * scale``, here in float32; :mod:`..export.weight_grid` finds the integers again.
+For these formats, transformers needs libraries that do not install on every machine and need a GPU. A weight is
+``(integer - zero point) * scale`` in float32, from which ``quantize="keep"`` computes the integers again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Packing(NamedTuple):
 
 
 def packing_of(config: Any, name: str) -> Packing | None:
-    """Return how a checkpoint stores its matrices; ``None`` if the configuration states no such format."""
+    """Return how a checkpoint stores quantized weights; ``None`` if there are none in a supported format."""
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return None
@@ -53,7 +53,7 @@ def packing_of(config: Any, name: str) -> Packing | None:
 
 
 def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tensors:
-    """Quantized weights are returned in float32."""
+    """Return all weights of a checkpoint by name; quantized weights are converted to float32."""
     indices = sorted(folder.glob("*.safetensors.index.json"))
     named = {file for index in indices for file in stated_weights(index, failure=ModelSourceError).values()}
     files = sorted(folder / file for file in named) or sorted(folder.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Explain objects, examples, error messages and flatten functions, without changing anything."""
+"""Explain the inputs and errors of ``torch.export``, and check flatten functions, without changing any object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check the inputs of an export before anything is traced, and the registration of a class."""
+"""Check the inputs of ``torch.export`` before the trace, and check the flatten functions of a class."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Finding:
     Attributes:
         severity: one of ``"error"`` (the export fails, or the program is wrong) and ``"warning"`` (the program may
             refuse inputs or fix sizes that you want to vary).
-        path: the input that causes the finding, as Python inside ``forward``.
+        path: the input that causes the problem, as Python code inside ``forward``.
         message: description of the problem.
-        remedy: the line to type; empty if there is none.
-        kind: the class of error that :meth:`Findings.raise_errors` raises for this finding.
+        remedy: line of code that solves the problem; empty if no line is known.
+        kind: the exception class that :meth:`Findings.raise_errors` raises for the problem.
     """
 
     severity: str
@@ -49,7 +49,7 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The message of the error or warning, with the line of code that repairs the cause."""
+        """The message of the error or warning, followed by the line of code that solves the problem."""
         remedy = self.remedy.replace("\n", "\n    ")
         return f"{self.message}\n    {remedy}" if remedy else self.message
 
@@ -64,15 +64,15 @@ class Findings(tuple[Finding, ...]):
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The errors among the findings: they make the export fail or return wrong values."""
+        """The problems that make the export fail or the program return wrong values, without warnings."""
         return tuple(finding for finding in self if finding.severity == "error")
 
     def raise_errors(self) -> None:
         """Raise an exception if :func:`check_inputs` found errors; warnings alone raise nothing.
 
         Raises:
-            FlattenError: of the class that describes the first error: ``InvalidArgumentError``, ``NotRegisteredError``
-                or ``DynamicShapesError``. The message lists all errors.
+            FlattenError: for the first error, an ``InvalidArgumentError``, ``NotRegisteredError`` or
+                ``DynamicShapesError`` whose message lists all errors.
         """
         if self.errors:
             raise self.errors[0].kind("\n".join(finding.text for finding in self.errors))
@@ -99,14 +99,13 @@ def check_inputs(
         args: positional arguments; none by default.
         kwargs: keyword arguments; none by default.
         dynamic_shapes: see ``torch.export.export``; for ``"auto"`` see :func:`~yobx_flatten.export_program`.
-            ``None``, the default, keeps every size fixed.
+            ``None`` (default) makes every size static.
 
     Returns:
-        Errors first, then warnings: an object that contains itself (then nothing else is checked); arguments
-        that ``forward`` does not take, does not name or never reads; objects of classes that are not registered;
-        ``dynamic_shapes`` that do not fit; offloaded weights; inputs on another device; one tensor passed
-        twice; slices of larger tensors; sizes of 0 and 1 that are to vary; different axes that are to vary and
-        have equal sizes.
+        The errors, followed by the warnings. Checks search for an object that contains itself, which ends the check;
+        for arguments that ``forward`` does not take, does not name or never reads; for objects of unregistered classes;
+        for ``dynamic_shapes`` that do not fit the arguments; for offloaded weights and inputs on another device; for
+        one tensor passed twice; for slices of larger tensors; for dynamic axes of size 0 or 1, or of equal sizes.
 
     >>> class Adds(torch.nn.Module):
     ...     def forward(self, x, y):
@@ -296,7 +295,7 @@ def _shapes(module: Callable[..., Any], inputs: dict[str, Any], shapes: DynamicS
 
 
 def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
-    """Find varying axes with different names or positions that have the same size in the example."""
+    """Yield a warning for dynamic axes with different names or positions that have the same size in the example."""
     # axes without a name and with the same position count as one size, which is usually the batch
     by_size: dict[int, dict[Any, Axis]] = {}
     for axis in axes:
@@ -347,10 +346,10 @@ def check_recipe(cls: type, sample: object) -> None:
         InvalidRegistrationError: when ``cls`` is not a class.
         NotRegisteredError: when torch does not know the class.
         InvalidArgumentError: when ``sample`` is not an instance of exactly this class.
-        RoundTripError: when one of these does not hold, tried in this order: no tensors in the static part; the keyed
-            flatten agrees with the plain one; the object comes back with the same children, not copies, and an equal
-            static part; unflatten makes no tensors; unflatten accepts placeholders; the spec survives storage; the
-            static part hashes; torch's C++ pytree, if it is in use, agrees with the Python one.
+        RoundTripError: when one of these conditions, checked in order, is false: the static part has no tensors;
+            flattening with and without keys agrees; unflattening returns the same children, not copies, and an equal
+            static part; unflattening makes no tensors; unflattening accepts placeholders; the spec can be serialized;
+            the static part is hashable; torch's C++ pytree, if it is in use, agrees with the Python pytree.
 
     >>> import collections
     >>> check_recipe(collections.OrderedDict, collections.OrderedDict(a=1, b=[2, 3]))

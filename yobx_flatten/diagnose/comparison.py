@@ -1,4 +1,4 @@
-"""Compare two tree specs or the outputs of two calls, and the base class of all reports on comparisons."""
+"""Compare two tree specs or the outputs of two calls, and define the base class of comparison reports."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Difference:
     """One position at which the structures of two nested objects differ.
 
     Attributes:
-        path: key path of the position, as Python.
-        first: description of the first structure at this position.
-        second: description of the second structure at this position.
-        names: names of the two structures in the text.
+        path: key path of the position, as a Python expression.
+        first: description of the first structure at the position.
+        second: description of the second structure at the position.
+        names: names of the two structures in the printed text.
     """
 
     path: str
@@ -54,11 +54,11 @@ def compare_specs(
         second: the structure to compare with, in one of the same forms.
         name: the start of the paths, ``"tree"`` by default; in the structure of a call, paths start with ``args`` or
             ``kwargs``.
-        names: the names of the two structures in the text; ``("first", "second")`` by default.
+        names: the names of the two structures in the printed text; ``("first", "second")`` by default.
 
     Returns:
-        One :class:`Difference` per position; the children at this position are not compared. An empty list means that a
-        program exported for one structure accepts the other.
+        One :class:`Difference` for each position that differs, without its children. If the list is empty, a program
+        that was exported for the first structure accepts inputs of the second structure.
 
     Raises:
         InvalidArgumentError: when ``names`` is not a pair.
@@ -180,7 +180,7 @@ def _parse(text: str) -> _View:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas that are neither in brackets nor in quotes."""
+    """Split a text at the commas that are neither in brackets nor in quotes."""
     parts, depth, quote, start = [], 0, "", 0
     skip = False
     for position, sign in enumerate(text):
@@ -231,13 +231,13 @@ def _compare(left: _View, right: _View, path: str, names: tuple[str, str]) -> It
 
 
 def _is_call(view: _View) -> bool:
-    """Return whether a structure is a program's inputs: a tuple of positional and a dict of keyword arguments."""
+    """Return whether a structure is a pair of the positional and the keyword arguments of a program."""
     classes = [child.cls for child in view.children.values()]
     return view.cls == "tuple" and classes == ["tuple", "dict"]
 
 
 def compare_outputs(expected: PyTree, found: PyTree, names: Sequence[str]) -> dict[str, float]:
-    """Raise ReplayError if the structures differ, or if other leaves than numbers, such as text, are not equal."""
+    """Return the largest difference of each output; raise ReplayError if structures, or values such as text, differ."""
     leaves, spec = pytree.tree_flatten(expected)
     other_leaves, other_spec = pytree.tree_flatten(found)
     if spec != other_spec:
@@ -259,7 +259,7 @@ def compare_outputs(expected: PyTree, found: PyTree, names: Sequence[str]) -> di
 
 
 class Report(abc.ABC):
-    """Base of all reports on a comparison. ``print(report)`` shows the report as a table.
+    """Base class of comparison reports, which ``print`` shows as a table.
 
     Attributes:
         tolerance: largest absolute difference allowed.
@@ -269,7 +269,7 @@ class Report(abc.ABC):
 
     @abc.abstractmethod
     def differences(self) -> Iterable[float]:
-        """Return the difference of every comparison; infinite for a call that stopped or cannot be compared."""
+        """Return the largest difference in every comparison; infinite if a call failed or cannot be compared."""
 
     @abc.abstractmethod
     def nan_shares(self) -> Iterable[Mapping[str, float]]:
@@ -281,12 +281,12 @@ class Report(abc.ABC):
 
     @property
     def max_difference(self) -> float:
-        """The largest difference of all comparisons; infinite if a call stopped or cannot be compared."""
+        """The largest difference in all comparisons; infinite if a call failed or cannot be compared."""
         return max(self.differences(), default=0.0)
 
     @property
     def ok(self) -> bool:
-        """Whether every difference is within the tolerance, and every output has a finite number in some test case."""
+        """Whether all differences are within the tolerance, and every output has a finite number in some test case."""
         return self.max_difference <= self.tolerance and not self.without_number()
 
     def without_number(self) -> list[str]:

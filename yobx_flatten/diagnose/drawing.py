@@ -25,12 +25,12 @@ class DrawingRow:
     """One line of a drawing that :func:`explain` returns.
 
     Attributes:
-        depth: number of steps from the drawn object, whose row has depth 0.
-        label: the last step of the path, as Python: ``['a']``, ``[0] … [31]``, ``.hidden``.
+        depth: nesting depth of the row; 0 for the row of the drawn object.
+        label: the last key of the path, as Python: ``['a']``, ``[0] … [31]``, ``.hidden``.
         text: description of the object.
         kind: one of ``"node"`` (is flattened), ``"tensor"``, ``"value"`` (any other leaf) and ``"opaque"`` (a leaf that
             holds tensors).
-        branch: the lines of the tree before the label.
+        branch: the characters that draw the tree before the label, such as ``├─``.
     """
 
     depth: int
@@ -49,8 +49,8 @@ class Drawing:
 
     Attributes:
         rows: the rows from top to bottom.
-        unregistered: what :func:`~yobx_flatten.find_unregistered` finds.
-        width: columns that a row may take; 80 by default.
+        unregistered: the objects that :func:`~yobx_flatten.find_unregistered` finds.
+        width: largest number of characters in a row; 80 by default.
     """
 
     rows: tuple[DrawingRow, ...]
@@ -72,16 +72,16 @@ class Drawing:
 def explain(tree: PyTree, *, name: str = "tree", width: int = 80) -> Drawing:
     """Draw an object as torch flattens it: nodes, leaves with their types and shapes, static parts.
 
-    A leaf that holds tensors is marked, and the line that registers its class is printed below. Three or more equal
-    siblings are one row, also if they alternate (``key_0, value_0, key_1, value_1, ...``).
+    An object that contains tensors but is not flattened is marked, and the line that registers its class follows the
+    tree. Three or more equal siblings are drawn as one row, also if they alternate (``key_0, value_0, key_1, ...``).
 
     Args:
         tree: any object.
         name: the name of the object in the drawing; ``"tree"`` by default.
-        width: columns that a row may take, 80 by default; longer rows are cut.
+        width: largest number of characters in a row, 80 by default; longer rows are cut.
 
     Returns:
-        A drawing, to be printed. Its attribute ``rows`` contains the same lines as data.
+        A :class:`Drawing`, which ``print`` shows as text, and whose ``rows`` contain the lines as data.
 
     >>> print(explain({"x": torch.zeros(2, 3), "layers": [torch.zeros(4)] * 24, "flag": True}, name="kwargs"))
     kwargs: dict of 3
@@ -99,7 +99,7 @@ def explain(tree: PyTree, *, name: str = "tree", width: int = 80) -> Drawing:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """An object and its children, before they are drawn. Parts are equal if only their labels differ."""
+    """A node of the drawn tree, with its children; nodes that differ only in their labels are equal."""
 
     label: str = dataclasses.field(compare=False)
     text: str
@@ -188,7 +188,7 @@ def _one_line(value: object) -> str:
 
 
 def _merged(parts: list[_Part]) -> list[_Part]:
-    """Merge equal siblings, and siblings that repeat in turn such as key and value, into one part each."""
+    """Merge equal siblings into one row, and alternating siblings, such as keys and values, into one row per kind."""
     merged: list[_Part] = []
     patterns = [part.pattern for part in parts]
     start = 0
@@ -204,7 +204,7 @@ def _merged(parts: list[_Part]) -> list[_Part]:
 
 
 def _best_repetition(patterns: list[tuple[str, _Part]], start: int) -> tuple[int, int]:
-    """Return the length and the number of repetitions of the next siblings; ``(1, 1)`` if they do not repeat."""
+    """Return the period and the number of repetitions of siblings from ``start``; ``(1, 1)`` if they do not repeat."""
     best = (1, 1)
     for period in range(1, _LONGEST_PERIOD + 1):
         end = start + period

@@ -1,4 +1,4 @@
-"""Explain error messages of ``torch.export``: cause, place, and the line to type (:func:`explain_error`).
+"""Explain error messages of ``torch.export``: cause, place, and line of code to change (:func:`explain_error`).
 
 Each row of the table explains one kind of message. torch words some messages differently with ``strict=True``, and
 newer versions reword messages, so a row searches for the words that all versions have.
@@ -44,7 +44,7 @@ def _tensors(failure: Failure) -> list[tuple[str, torch.Tensor]]:
 
 
 def _fixed(text: str, line: str, paths: tuple[str, ...] = ()) -> Callable[[Failure, re.Match[str]], Explanation]:
-    """Make an explanation with a fixed text, in which ``FOUND`` stands for the first group of the pattern."""
+    """Return a function that makes an explanation with a fixed text, in which ``FOUND`` is the last matched group."""
     return lambda failure, found: Explanation(text.replace("FOUND", found[found.lastindex or 0]), paths, line)
 
 
@@ -211,15 +211,15 @@ def explain_error(
     """Explain an error of ``torch.export``, of an exported program, or of a tool that reads exported programs.
 
     Args:
-        error: the exception that was raised, or its text, as a log has it.
-        module: the module that was exported, or the program that was called. The module helps to find the place of the
-            error; if torch refused an output, the module is called once more.
+        error: the exception that was raised, or its text from a log.
+        module: the module that was exported, or the program that was called, in which the place of the error is found.
+            If torch refused an output, the module is called once more.
         args: positional arguments of the export or the call; none by default.
         kwargs: keyword arguments of the export or the call; none by default.
         dynamic_shapes: as passed to ``torch.export.export``.
 
     Returns:
-        The explanation. For an unknown message ``known`` is ``False``, and the explanation repeats the message.
+        The explanation. If the error is unknown, ``known`` is ``False``, and ``text`` quotes the message of torch.
 
     >>> class Adds(torch.nn.Module):
     ...     def forward(self, x):

@@ -1,4 +1,4 @@
-"""Find objects that hold tensors and that torch does not flatten, with the line to type for each.
+"""Find objects with tensors that torch does not flatten, and the line of code that registers each class.
 
 ::
 
@@ -37,15 +37,15 @@ class Unregistered:
     """An object that holds tensors and that torch's pytree does not flatten.
 
     Attributes:
-        path: key path of the object, as Python.
+        path: key path of the object, as a Python expression.
         cls: class of the object.
-        tensors: number of tensors (and arrays of NumPy and JAX) in the object. Inside a leaf, a tensor that the object
-            holds twice counts twice.
-        nbytes: the size of these tensors in bytes.
-        remedy: the line to type.
-        advice: what the line does, in words.
-        inside: path of the leaf that holds the object; ``None`` if the object is a leaf itself. When the class of that
-            leaf is registered, the object becomes a leaf.
+        tensors: number of tensors (and arrays of NumPy and JAX) in the object. If the object is inside a leaf, a tensor
+            that the object contains twice counts twice.
+        nbytes: total size of the tensors in bytes.
+        remedy: line of code that makes torch flatten the object.
+        advice: what the line of code does, in words.
+        inside: path of the leaf that contains the object; ``None`` if the object is a leaf itself. The object becomes a
+            leaf when the class of the containing leaf is registered.
     """
 
     path: str
@@ -68,17 +68,17 @@ class Unregistered:
 def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]:
     """Find every object in nested inputs that holds tensors and that torch does not flatten.
 
-    Neither properties nor other code of the objects runs, and nothing is imported: attributes, ``__slots__`` and the
-    items of built-in containers are read directly. Only the flatten functions of registered classes
-    are called. A ``torch.nn.Module`` counts with its parameters; variables of functions are not searched.
+    No property or method of the objects runs, and nothing is imported: attributes, ``__slots__`` and the items of
+    built-in containers are read directly. Only the flatten functions of registered classes are called. A
+    ``torch.nn.Module`` is an object whose parameters are tensors; variables of functions are not searched.
 
     Args:
         tree: any object, such as arguments, outputs or a batch.
         name: the variable name of ``tree`` in your code, with which the paths begin; ``"tree"`` by default.
 
     Returns:
-        One :class:`Unregistered` for each such leaf, and for each object inside a leaf that becomes a leaf when the
-        class of the leaf is registered.
+        One :class:`Unregistered` for each leaf that contains tensors but is not a tensor, and for each object in a leaf
+        that becomes a leaf when the class of the leaf is registered.
 
     >>> import torch
     >>> class Memory:
@@ -126,7 +126,7 @@ _CONTAINERS = (list, tuple, dict)
 
 @dataclasses.dataclass(slots=True)
 class Holder:
-    """An object in a leaf that may need registration, with the number and bytes of its tensors."""
+    """An object in a leaf whose class may need registration, with the number and total bytes of its tensors."""
 
     path: str
     obj: Any
@@ -175,7 +175,7 @@ class _Walk:
         self._layouts, self._covers = layouts, covers
 
     def step(self) -> None:
-        """Visit the children of the current object, up to the first child whose own children must be visited."""
+        """Count the tensors among the current object's children, up to the first child with children of its own."""
         frame = self.frames[-1]
         for step, child in frame.children:
             layout = self._layouts(type(child))

@@ -1,4 +1,4 @@
-"""Explain errors about sizes, and about programs: fixed axes, ``dynamic_shapes`` or inputs that do not match."""
+"""Explain errors about static axes, about ``dynamic_shapes``, and about inputs that a program does not accept."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
 
 
 def format_size(text: str) -> str:
-    """Return torch's name of a size, ``L['x'].size()[0]``, as Python that a user would write: ``x.shape[0]``.
+    """Convert torch's name of a size, ``L['x'].size()[0]``, to Python code that a user would write: ``x.shape[0]``.
 
     >>> format_size("batch"), format_size("L['x']['a'].size()[1]"), format_size("b = L['y'].size()[0]")
     ('batch', "x['a'].shape[1]", 'b (y.shape[0])')
@@ -153,7 +153,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost line of a model's code in a traceback, as ``" in forward, model.py:12: x + y"``."""
+    """Return the innermost line of a model's code in a traceback, such as ``" in forward, model.py:12: x + y"``."""
     # returns: `""` if the traceback has no line of the model
     rows = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     inside = [number for number, (code, _) in enumerate(rows) if code.co_filename.startswith((_TORCH, _OURS))]
@@ -173,9 +173,9 @@ class Explanation:
 
     Attributes:
         text: the meaning of the error.
-        paths: the inputs or outputs that cause the error, as Python.
-        remedy: the line to type; empty if there is none.
-        known: whether :func:`explain_error` has an explanation for the message.
+        paths: the inputs or outputs that cause the error, as Python expressions.
+        remedy: line of code that solves the problem; empty if no line is known.
+        known: whether :func:`explain_error` knows the error.
     """
 
     text: str

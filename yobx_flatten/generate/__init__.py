@@ -1,4 +1,4 @@
-"""Generate text with exported files. The cache passes from call to call without a copy."""
+"""Generate text with exported files, whose KV cache is passed from call to call without a copy."""
 
 from __future__ import annotations
 

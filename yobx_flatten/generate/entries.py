@@ -1,4 +1,4 @@
-"""The entries of a configuration that generation reads, with their types."""
+"""Declare the entries of ``config.json`` and ``generation_config.json`` that generation reads, with their types."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Vision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entries(_Tokens):
-    """Types that transformers' ``GenerationConfig`` gives to entries of both configurations; others are ignored."""
+    """Entries that generation reads from ``config.json`` and from ``generation_config.json``; others are ignored."""
 
     max_new_tokens: _Count | None = None
     image_token_id: _Id | None = None
@@ -63,7 +63,7 @@ class Entries(_Tokens):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices(Entries):
-    """Types of entries that only ``generation_config.json`` has; a ``config.json`` may use the names differently."""
+    """Entries of ``generation_config.json`` only, since ``config.json`` may use the names differently."""
 
     max_length: _Count | None = None
     do_sample: bool | None = None
@@ -80,7 +80,7 @@ class Choices(Entries):
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """The entries of ``yobx_flatten.json`` that generation reads."""
+    """The entries of the folder's ``yobx_flatten.json`` that generation reads."""
 
     positions: Annotated[int, msgspec.Meta(ge=1)] | None = None
     rereads_at_switch: bool | None = None

@@ -1,4 +1,4 @@
-"""Generate tokens: the loop over the files of a model, and the generators for ONNX files and exported programs."""
+"""Run the token loop of generation with ONNX files or exported programs of a model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SPEECH = ("language", "task", "return_timestamps")
 
 
 class Generator:
-    """Generates tokens with exported files. See :class:`.OnnxGenerator` and :class:`.ProgramGenerator`."""
+    """Generates tokens with exported files; the base of :class:`.OnnxGenerator` and :class:`.ProgramGenerator`."""
 
     def __init__(self, parts: Parts, settings: GenerationSettings, adapters: FolderAdapters | None = None) -> None:
         self.parts, self.settings = parts, settings
@@ -41,19 +41,19 @@ class Generator:
 
     @property
     def adapters(self) -> Sequence[str]:
-        """The adapters that the folder has."""
+        """The names of the LoRA adapters in the exported folder."""
         return self.of_folder.names
 
     def with_adapter(self, name: str | None) -> Generator:
-        """Return a generator that runs the same files with an adapter.
+        """Return a generator that runs the same files with a LoRA adapter.
 
         Args:
-            name: one of :attr:`adapters`; ``None`` for the model without an adapter.
+            name: name of the LoRA adapter, one of :attr:`adapters`; ``None`` for the model without an adapter.
 
         Raises:
-            GenerationError: when the folder has no such adapter.
-            InvalidArgumentError: when the files are not for onnxruntime.
-            DamagedFileError: when the adapter does not fit the files.
+            GenerationError: when the folder has no adapter called ``name``.
+            InvalidArgumentError: when the runtime of the files is not onnxruntime.
+            DamagedFileError: when the matrices of the adapter do not fit the inputs of the files.
         """
         if name is None:
             return self
@@ -89,33 +89,33 @@ class Generator:
         adapter: str | None = None,
         **options: Any,
     ) -> Any:
-        """Generate tokens until every row has ended, as ``model.generate`` does.
+        """Generate tokens until every sequence of the batch has ended, as ``model.generate`` of transformers does.
 
-        Arguments that you leave out are read from ``generation_config.json``; the guide lists :ref:`each one
-        <arguments-of-generate>`.
+        Arguments that you omit take their values from ``generation_config.json``; the guide describes :ref:`every
+        argument <arguments-of-generate>`.
 
         Args:
-            input_ids, attention_mask: the prompt of shape (batch, length), padded on the left; 0 for padding.
-            max_new_tokens: largest number of new tokens; 20 without a configuration.
-            sampling: how tokens are chosen; ``Sampling()`` chooses the most likely token.
-            input_features, input_values: sound for the encoder, as features or as samples of the wave.
-            pixel_values, image_grid_thw, image_sizes, batch_num_images: images, as the processor returns them.
-            pixel_values_videos, video_grid_thw, second_per_grid_ts: videos, as the processor returns them.
-            decoder_input_ids, forced_bos_token_id: the first tokens and the second token of the output.
-            language, task, return_timestamps: for Whisper, see ``WhisperForConditionalGeneration.generate``.
-            num_beams, length_penalty, early_stopping, num_return_sequences: options of a beam search; 1 beam for none.
-            adapter: one of :attr:`adapters`, for all rows; ``None``, the default, for the model without an adapter.
-            **options: any other keyword of ``model.generate`` (``temperature``, ``streamer``, ``stopping_criteria``
-                ...): the loop of transformers then runs the files.
+            input_ids, attention_mask: the prompt and its mask, of shape (batch, length), padded on the left.
+            max_new_tokens: largest number of new tokens; 20 if the configuration sets no limit.
+            sampling: how each token is chosen; ``Sampling()`` chooses the most likely token.
+            input_features, input_values: audio for the encoder, as features or as samples of the waveform.
+            pixel_values, image_grid_thw, image_sizes, batch_num_images: images, as the model's processor returns them.
+            pixel_values_videos, video_grid_thw, second_per_grid_ts: videos, as the model's processor returns them.
+            decoder_input_ids, forced_bos_token_id: the first token ids, and the second token id, of the output.
+            language, task, return_timestamps: options for Whisper, see ``WhisperForConditionalGeneration.generate``.
+            num_beams, length_penalty, early_stopping, num_return_sequences: options of beam search.
+            adapter: name of the LoRA adapter for all rows, one of :attr:`adapters`; ``None`` (default) for no adapter.
+            **options: further keywords of ``model.generate``, such as ``temperature`` or ``streamer``, with which the
+                generation loop of transformers runs the files.
 
         Returns:
-            What ``model.generate`` returns: the prompt and the new tokens, int64 of shape (batch *
-            num_return_sequences, length), padded after their end. Whisper returns only the new tokens.
+            What ``model.generate`` returns: by default int64 token ids of shape (batch * num_return_sequences, length).
+            Each row contains the prompt, the new tokens and padding; for Whisper, rows do not contain the prompt.
 
         Raises:
             InvalidArgumentError: when inputs do not fit the model or each other, or transformers refuses a keyword.
             GenerationError: when a file fails while it runs.
-            MissingDependencyError: when a search, a rule or a keyword needs transformers, and it is not installed.
+            MissingDependencyError: when transformers is not installed, but beam search or another option needs it.
         """
         stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
         return self.with_adapter(adapter)._generated(stated, sampling, options)
@@ -140,20 +140,20 @@ class Generator:
         forced_bos_token_id: int | None = None,
         adapter: str | None = None,
     ) -> Iterator[torch.Tensor]:
-        """Return the tokens of :meth:`generate` one step at a time, without beam search.
+        """Return an iterator that yields the tokens of :meth:`generate` step by step, without beam search.
 
-        The method checks the inputs and runs the encoder before it returns. Each iterator has its own cache, so
-        iterators can be read alternately.
+        The method checks the inputs and runs the encoder before it returns the iterator. Each iterator has its own KV
+        cache, so several iterators can be read alternately.
 
         Args:
             input_ids, attention_mask, max_new_tokens, sampling: see :meth:`generate`.
-            input_features, input_values, pixel_values, image_grid_thw, image_sizes, batch_num_images: see there.
-            pixel_values_videos, video_grid_thw, second_per_grid_ts, forced_bos_token_id: see :meth:`generate`.
+            input_features, input_values, pixel_values, image_grid_thw, image_sizes: see :meth:`generate`.
+            batch_num_images, pixel_values_videos, video_grid_thw, second_per_grid_ts: see :meth:`generate`.
             decoder_input_ids: see :meth:`generate`; required for a Whisper model with languages or timestamps.
-            adapter: see :meth:`generate`.
+            adapter, forced_bos_token_id: see :meth:`generate`.
 
         Returns:
-            An iterator over tensors of int64 of shape (batch,), one per new token.
+            An iterator over int64 tensors of shape (batch,), each with the next token of every row.
 
         Raises:
             InvalidArgumentError: when the inputs do not fit the model or each other.
@@ -183,22 +183,22 @@ class Generator:
     ) -> Any:
         """Generate speech with the files of SpeechT5.
 
-        SpeechT5 uses dropout during generation. After the same ``torch.manual_seed``, the files and the model return
-        the same speech.
+        SpeechT5 applies dropout during generation: after the same ``torch.manual_seed``, the exported files and the
+        model return the same speech.
 
         Args:
-            read: tokens of shape (batch, length); samples of sound for a speech-to-speech model.
+            read: token ids of shape (batch, length); samples of the waveform for a speech-to-speech model.
             speaker_embeddings: a vector for each speaker, of shape (batch, size).
             **options: ``attention_mask``, ``threshold``, ``minlenratio``, ``maxlenratio``, ``vocoder`` and
-                ``return_output_lengths``, as ``model.generate_speech`` takes them. A vocoder is a model, or the folder
-                of one: ``open_model("vocoder")``.
+                ``return_output_lengths``, as in ``model.generate_speech``. The vocoder can be an exported model:
+                ``vocoder=open_model("vocoder")``.
 
         Returns:
-            What ``model.generate_speech`` returns: a spectrogram of shape (frames, bins), or (batch, frames, bins) for
-            several rows, or the sound of a vocoder.
+            What ``model.generate_speech`` returns: a spectrogram of shape (frames, bins) or (batch, frames, bins), or,
+            if a vocoder is given, the waveform that the vocoder makes.
 
         Raises:
-            InvalidArgumentError: when the files write text, the inputs do not fit the model or each other, or
+            InvalidArgumentError: when the files generate text, the inputs do not fit the model or each other, or
                 transformers refuses a keyword.
             GenerationError: when a file fails while it runs.
             MissingDependencyError: when transformers is not installed.
@@ -246,7 +246,7 @@ class Generator:
         return model_of_files(self.steps)
 
     def _generated(self, stated: dict[str, Any], sampling: Sampling | None, options: dict[str, Any]) -> Any:
-        """Generate with the loop of this class if this loop supports the call, else with a loop of transformers."""
+        """Generate with the token loop of this class if it supports the arguments, else with a loop of transformers."""
         self._check_writes("generate")
         if options == {"do_sample": False} and sampling is None:  # the loop of this class is faster
             options, sampling = {}, Sampling()
@@ -284,7 +284,7 @@ class Generator:
     # given: keywords of the call that are not `None`
 
     def _is_whole_speech(self, given: Mapping[str, Any]) -> bool:
-        """Return whether Whisper's own loop must choose the first tokens of the text, and split the sound."""
+        """Return whether Whisper's own loop must run, which detects the language and splits long audio."""
         asks = any(name in given for name in _SPEECH)
         if "input_features" not in given or not self.settings.is_speech:
             if asks:
@@ -301,7 +301,7 @@ class Generator:
         return "decoder_input_ids" not in given
 
     def _read(self, given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], tuple[Pictures, Pictures]]:
-        """Return the encoder's inputs other than text, and the pictures and videos of the prompt."""
+        """Return the encoder's audio and image inputs, and the pictures and videos of the prompt."""
         encoder = self.parts.encoder
         names = ["input_features", "input_values"]
         if encoder is not None and "pixel_values" in encoder.ports:
@@ -369,24 +369,24 @@ class Generator:
 class OnnxGenerator(Generator):
     """Generates tokens with ONNX files in onnxruntime.
 
-    The cache stays in onnxruntime's memory: the outputs ``present.*`` are passed to the next call as
+    The KV cache stays in onnxruntime's memory: the outputs ``present.*`` are passed to the next call as
     ``past_key_values.*`` without a copy.
 
     Args:
-        model: a folder as :func:`export_folder` writes it, or the file of a decoder whose inputs and outputs have the
-            names that :func:`export_onnx` gives them.
-        prefill: the file for the first call, which takes no cache; needed for a single file that does not accept an
-            empty cache.
-        settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` next to the file.
-        threads: number of threads that one operator can use; ``None`` for onnxruntime's own choice.
-        pack: whether onnxruntime copies the weights into the order in which its kernels read them, ``True`` by default.
-            With ``False``, a token takes longer, and the weights stay in the file, mapped into memory.
-        device: where onnxruntime computes: ``"cpu"``, the default, ``"cuda"``, ``"cuda:1"``, ``"directml"``,
+        model: a folder that :func:`export_folder` wrote, or the file of a decoder whose inputs and outputs are named as
+            by :func:`export_onnx`.
+        prefill: a file for the first call, without cache inputs; required if ``model`` is a file that does not accept
+            an empty KV cache.
+        settings: options of generation; by default read from ``config.json`` and ``generation_config.json``.
+        threads: number of threads that one operator can use; by default, onnxruntime chooses it.
+        pack: whether onnxruntime copies the weights into the layout that its kernels read; ``True`` by default. With
+            ``pack=False``, the weights are memory-mapped from the file, and each token takes longer.
+        device: device on which onnxruntime computes: ``"cpu"`` (default), ``"cuda"``, ``"cuda:1"``, ``"directml"``,
             ``"coreml"``, ``"webgpu"``, ``"openvino"``, ``"xnnpack"`` and others, see :data:`.devices.DEVICES`.
-        providers: execution providers as onnxruntime takes them, instead of ``device``.
+        providers: execution providers, as ``onnxruntime.InferenceSession`` accepts them; not allowed with ``device``.
 
     Raises:
-        GenerationError: when a file is missing, cannot be loaded, or is not made for generation.
+        GenerationError: when a file is missing, cannot be loaded, or was not exported for generation.
         MissingDependencyError: when onnxruntime is not installed, or has no provider for the device.
 
     >>> import tempfile
@@ -425,16 +425,16 @@ class ProgramGenerator(Generator):
     """Generates tokens with programs of ``torch.export``.
 
     Args:
-        model: what :func:`export_program` returned for a decoder, a ``torch.export.ExportedProgram``, the file that
-            ``save`` wrote, or a folder as :func:`export_folder` writes it.
-        prefill: a program or file for the first call, which takes no cache; needed if ``model`` does not accept an
-            empty cache.
-        trust: whether you know who wrote the files, see :func:`.program_runner.open_program`; ``False`` by default.
-        settings: special tokens; by default read from ``config.json`` and ``generation_config.json`` next to the file.
+        model: the result of :func:`export_program` for a decoder, a ``torch.export.ExportedProgram``, a ``.pt2`` file,
+            or a folder that :func:`export_folder` wrote.
+        prefill: a program or file for the first call, without cache inputs; required if ``model`` does not accept an
+            empty KV cache.
+        trust: whether you trust the files to run code, see :func:`.program_runner.open_program`; ``False`` by default.
+        settings: options of generation; by default read from ``config.json`` and ``generation_config.json``.
 
     Raises:
-        GenerationError: when a file is missing, cannot be loaded, or is not made for generation.
-        InvalidArgumentError: when ``model`` has another type.
+        GenerationError: when a file is missing, cannot be loaded, or was not exported for generation.
+        InvalidArgumentError: when ``model`` has an unsupported type.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM

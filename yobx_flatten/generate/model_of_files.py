@@ -1,4 +1,4 @@
-"""A Hugging Face model whose forward runs files: its ``generate`` is transformers' own. Imports transformers.
+"""Define a Hugging Face model that runs exported files in the ``generate`` of transformers. Imports transformers.
 
 .. code-block:: text
 
@@ -80,7 +80,7 @@ class EncoderOfFiles(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """The pictures of a prompt, which transformers' loops pass on unchanged."""
+    """The pictures and videos of a prompt in one object, which transformers' generation loops leave unchanged."""
 
     pictures: Sequence[Pictures]  # pictures and videos
     rows: int  # number of rows of the prompt, before a loop repeats rows
@@ -88,7 +88,7 @@ class Shown:
 
 
 class FileModel(ModelWithoutWeights):
-    """A Hugging Face model without weights: ``generate`` is transformers' own, ``forward`` runs exported files."""
+    """A Hugging Face model without weights, whose ``forward`` runs exported files in transformers' ``generate``."""
 
     _is_stateful = False
 
@@ -160,7 +160,7 @@ class FileModel(ModelWithoutWeights):
         return refusals_named("generate", lambda: generate(*given, **kwargs), kwargs, other_loops(config.to_dict()))
 
     def _heads_in_files(self, kwargs: Mapping[str, Any]) -> list[list[int]]:
-        """Return the heads for word times, each as its layer and its index among the heads that the files return."""
+        """Return the attention heads for word timestamps: per head, its layer and its index among exported heads."""
         places = _by_layer(self.steps.heads.values())
         if not places:
             raise InvalidArgumentError(
@@ -204,7 +204,7 @@ class FileModel(ModelWithoutWeights):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Replace the cache that the loop would make, or that the caller passed, by the cache of the files."""
+        """Make transformers' loop use a :class:`.FileCache` instead of its own KV cache or the caller's."""
         name = installed_name()
         if model_kwargs.get(name) is None:
             if generation_config.use_cache is not False:
@@ -219,7 +219,7 @@ class FileModel(ModelWithoutWeights):
         return self.steps.scores(self.steps.begin(two, None, {}, None, ()))
 
     def _with_pictures(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Pass pictures in one object, because loops would repeat patches as if they were rows."""
+        """Return arguments with all pictures in one object, since loops would repeat patches like rows of the batch."""
         if kwargs.get("assistant_model") is not None:  # an assisted loop has one row and repeats none
             return kwargs
         pictures = self._pictures({name: kwargs.pop(name, None) for name in _OF_PICTURES})
@@ -365,7 +365,7 @@ class FileModel(ModelWithoutWeights):
             )
 
     def _check_unread(self, positions: torch.Tensor, mask: torch.Tensor, count: int) -> None:
-        """Raise InvalidArgumentError if positions, which the file does not read, are not consecutive numbers."""
+        """Raise InvalidArgumentError if positions, for a file without an input for positions, are not consecutive."""
         read, counted = mask[:, -count:].bool(), (mask.cumsum(-1) - 1)[:, -count:]
         every = torch.arange(mask.shape[1])[-count:].expand_as(counted)
         if not any(torch.equal(positions.expand_as(one)[read], one[read]) for one in (counted, every)):
@@ -383,7 +383,7 @@ class FileModel(ModelWithoutWeights):
         *,
         is_last: bool,
     ) -> torch.Tensor:
-        """Run the first call; if a loop has repeated the rows of a prompt with pictures, read each row once."""
+        """Run the files on a prompt; rows that beam search has copied are computed once if the prompt has pictures."""
         steps, every = self.steps, torch.arange(len(tokens))
         factor = 1 if shown is None else len(tokens) // shown.rows
         first = every[::factor]
@@ -399,7 +399,7 @@ class FileModel(ModelWithoutWeights):
         return scores
 
     def _call(self, cache: FileCache, count: int, *, is_last: bool = False) -> torch.Tensor:
-        """Run the files on tokens that the cache does not have, then on the last ``count`` tokens."""
+        """Run the files on all tokens that the KV cache lacks, and return the scores of the last ``count`` tokens."""
         # is_last: whether the caller needs only the scores of the last token
         state = cache.state
         assert state is not None

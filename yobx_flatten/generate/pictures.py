@@ -1,4 +1,4 @@
-"""Pictures and videos of a prompt: the processor's tensors, and the features that replace their tokens."""
+"""Compute the features that replace the image and video tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..runners.ports import CacheSlot, Port, Runner
 
 @dataclasses.dataclass(frozen=True)
 class Seen:
-    """Features of all pictures, or all videos, of a prompt."""
+    """Features that replace the embeddings of all image tokens, or of all video tokens, of a prompt."""
 
     token_id: int  # the token that the features replace
     features: torch.Tensor  # features of shape (tokens, hidden size)
@@ -32,7 +32,7 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Pictures:
-    """All pictures, or all videos, of a prompt, as the processor of a model returns them."""
+    """All pictures (or all videos) of a prompt, as tensors of the model's processor."""
 
     word: str  # `"image"` or `"video"`
     # pictures of shape (count, channels, height, width); or (rows, count, channels, height, width), with pictures of
@@ -52,14 +52,14 @@ class Pictures:
 
     @property
     def names(self) -> list[str]:
-        """The names of the inputs that this object was made from."""
+        """The names of the ``generate`` arguments from which the pictures were made, such as ``pixel_values``."""
         pixels = "pixel_values" if self.word == "image" else "pixel_values_videos"
         sizes = f"{self.word}_grid_thw" if self.tiles is None else "image_sizes"
         found = {pixels: self.pixels, sizes: self.sizes, "batch_num_images": self.together}
         return [name for name, value in found.items() if value is not None]
 
     def seen_by(self, vision: Runner | None, decoder: Runner, tokens: torch.Tensor) -> list[Seen]:
-        """Return one feature vector per picture token of the prompt; an empty list without pictures."""
+        """Return the features of all pictures, a vector per image token; an empty list if there are no pictures."""
         if self.pixels is None:
             return []
         if vision is None:
@@ -118,7 +118,7 @@ class Pictures:
 
 
 def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Pictures], merge: int) -> torch.Tensor:
-    """Return the positions of a prompt's tokens in time, height and width, of shape (3, batch, length)."""
+    """Return the M-RoPE positions of prompt tokens (time, height and width), of shape (3, batch, length)."""
     # mask: integers of the same shape, 0 where a row is padded
     positions = torch.zeros(3, *tokens.shape, dtype=torch.int64)
     # tokens of tiled pictures have the same positions as text
@@ -129,7 +129,7 @@ def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Pi
 
 
 class _Left:
-    """The pictures, or the videos, of a prompt to whose tokens no positions are assigned yet."""
+    """A queue of the pictures (or videos) of a prompt whose tokens have no positions yet."""
 
     def __init__(self, pictures: Pictures, merge: int) -> None:
         self.word = pictures.word
@@ -139,7 +139,7 @@ class _Left:
         self.sizes = collections.deque(zip(sizes, spacing, strict=True))
 
     def next(self, count: int) -> tuple[torch.Tensor, int]:
-        """Return the positions of the next picture's tokens, starting at 0, and the position of the next text token."""
+        """Return the positions, from 0, of the next picture's tokens, and the position of the text token after it."""
         (time, height, width), spacing = self.sizes.popleft() if self.sizes else ([0, 0, 0], 1)
         if self.word == "video" and count == height * width and time > 1:
             # Qwen3-VL writes the time of each frame as text
@@ -183,7 +183,7 @@ _OF_THE_CALL = ("self", "image_features", "image_sizes", "image_newline")
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How a model cuts pictures into tiles and packs the tiles' features."""
+    """Computes which tiles a model cuts pictures into, and joins the features of the tiles."""
 
     config: Mapping[str, Any] = dataclasses.field(repr=False)  # the contents of config.json
 
@@ -214,7 +214,7 @@ class Tiles:
         )
 
     def count(self, sizes: torch.Tensor) -> int:
-        """Return the total number of tiles of pictures, each of which is alone in its prompt."""
+        """Return the total number of tiles of several pictures, if each prompt contains one picture."""
         return sum(self._counts(sizes, None))
 
     def packed(self, features: Sequence[torch.Tensor], newline: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -244,7 +244,7 @@ class Tiles:
             ]
 
     def _config_and_pack(self) -> tuple[Any, Any]:
-        """Return the configuration as an object, and the method of the model's class that packs features."""
+        """Return the transformers configuration, and the method ``pack_image_features`` of the model's class."""
         require("transformers", purpose="pictures in tiles", extra="transformers")
         import transformers
 
@@ -263,7 +263,7 @@ _EMPTY_AT_FIRST = {"key", "value", "length", "position", "conv_states", "recurre
 
 
 def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tensor]:
-    """Return the empty cache of a first call by input name: axes that vary have size 0, except the batch."""
+    """Return an empty KV cache by input name: every dynamic axis has size 0, except the batch axis."""
     made = {}
     for slot in slots:
         name, shape, dtype = slot.port
@@ -298,5 +298,5 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
 
 
 def typed(runner: Runner, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the inputs that a file accepts, in the dtypes that it accepts."""
+    """Return the tensors that are inputs of a file, converted to the dtypes of the inputs."""
     return {name: made[name].to(port.dtype) for name, port in runner.ports.items() if name in made}

@@ -1,4 +1,4 @@
-"""Choose the next token, greedily or by sampling, from logits that the configuration's rules have changed."""
+"""Choose the next token, greedily or by sampling, after logits processors have changed the logits."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _TOP_K = 50  # transformers' default for a generation_config.json without top_k
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How each new token is chosen; by default, the likeliest token.
+    """Options for the choice of each new token; by default, the likeliest token is chosen.
 
     Attributes:
-        do_sample: whether to draw a token instead of taking the likeliest; ``False`` by default.
-        temperature: divisor of the scores, above 0 and 1.0 by default: below 1 likely tokens become likelier.
-        top_k: number of likeliest tokens to draw from; ``None`` for all.
-        top_p: probability in (0, 1]: the draw is among the fewest likeliest tokens whose probabilities add up to
-            ``top_p``; ``None`` for all.
-        seed: seed of the draws; ``None`` for torch's global generator.
-        min_p: share in [0, 1] of the likeliest token's probability below which no token is drawn; ``None``: no limit.
-        typical_p: probability in (0, 1] of locally typical sampling: the draw is among the tokens whose information
-            content is closest to the entropy, until their probabilities add up to ``typical_p``; ``None`` for all.
+        do_sample: whether to draw tokens at random instead of taking the likeliest token; ``False`` by default.
+        temperature: positive divisor of the logits, 1.0 by default; below 1, likely tokens become likelier.
+        top_k: number of likeliest tokens to draw from; ``None`` for all tokens.
+        top_p: probability in (0, 1] of nucleus sampling: tokens are drawn from the smallest set of likeliest tokens
+            whose probabilities add up to ``top_p``; ``None`` for all tokens.
+        seed: seed of the random draws; ``None`` for torch's global random generator.
+        min_p: least probability of a drawn token as a share in [0, 1] of the likeliest token's; ``None`` for no limit.
+        typical_p: probability in (0, 1] of locally typical sampling: tokens are drawn from those with information
+            content closest to the entropy, up to a total probability of ``typical_p``; ``None`` for all tokens.
 
     Raises:
         InvalidArgumentError: when a value is out of its range.
@@ -86,7 +86,7 @@ def sampling_of(generation: Mapping[str, Any]) -> Sampling:
 
 
 class TokenChooser:
-    """Chooses one token per row; the state of its random generator continues from step to step.
+    """Chooses the next token of each row of a batch, with one random generator for all steps.
 
     >>> choose = TokenChooser(Sampling(do_sample=True, top_k=2, seed=0))
     >>> sorted({int(choose(torch.tensor([[0.0, 5.0, 5.0]]))) for _ in range(20)})
@@ -180,12 +180,12 @@ def changes_scores(generation: Mapping[str, Any]) -> bool:
 
 
 def other_loops(generation: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the entries of a generation configuration that make transformers run another generation loop."""
+    """Return the names of entries that need a generation loop of transformers, such as ``penalty_alpha``."""
     return _stated(generation, {**_OF_LOOPS, **(_OF_DRAWS if generation.get("do_sample") else {})})
 
 
 def plain_loop_entries(generation: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the value without effect of each entry for which transformers runs another generation loop."""
+    """Return, for each entry that :func:`other_loops` finds, the value with which the entry has no effect."""
     plain = {**_OF_LOOPS, **_OF_DRAWS}
     return {name: plain[name] or None for name in other_loops(generation)}  # 0 drafted tokens would still be drafts
 
@@ -197,7 +197,7 @@ def _stated(generation: Mapping[str, Any], plain: Mapping[str, float | None]) ->
 def score_rules(
     model: Any, prompt: torch.Tensor, longest: int, mask: torch.Tensor | None, source: torch.Tensor | None, first: Any
 ) -> ScoreProcessor:
-    """Return transformers' logits processors for a call as one function."""
+    """Return one function that applies all logits processors of transformers for a ``generate`` call."""
     # model: a `.FileModel`; longest: largest number of tokens in a row
     # source: tokens of the encoder, or the prompt of a decoder-only model; first: forced_bos_token_id of the call
     config = copy.deepcopy(model.generation_config)

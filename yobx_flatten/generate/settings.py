@@ -1,9 +1,9 @@
-"""Files of a model by their names, as optimum and transformers.js name them, and the settings of its generation loop.
+"""Find the files of an exported model by the names of optimum and transformers.js, and read its generation settings.
 
 =====================  =========================================================================================
 decoder                ``model``
 encoder and decoder    ``encoder_model``, ``decoder_model`` (the first call), ``decoder_with_past_model``
-the same for genai     ``encoder`` (also returns what the decoder attends to), ``decoder``
+onnxruntime-genai      ``encoder`` (also returns the cross-attention keys and values), ``decoder``
 vision and language    ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``
 spectrograms           ``encoder_model``, ``frame_decoder``, ``postnet``
 =====================  =========================================================================================
@@ -51,7 +51,7 @@ LAYOUTS: tuple[dict[str, str], ...] = (
 
 
 def located(folder: pathlib.Path, name: str) -> pathlib.Path:
-    """Return the path of a file: in the folder, or in the subfolder where transformers.js looks for it."""
+    """Return the path of a file in a folder, or in the subfolder ``onnx``, where transformers.js looks for models."""
     if (folder / name).is_file():
         return folder / name
     stem, dot, suffix = name.rpartition(".")
@@ -89,7 +89,7 @@ def find_parts(path: pathlib.Path, suffix: str, prefill: str | os.PathLike[str] 
 
 
 def folder_of(file: pathlib.Path) -> pathlib.Path:
-    """Return the folder that contains the configurations of a model file; the file may be in its subfolder ``onnx``."""
+    """Return the folder with the ``config.json`` of a model file, which may be in the subfolder ``onnx``."""
     parent = file.parent
     is_below = parent.name == SUBFOLDER and (parent.parent / "config.json").is_file()
     return parent.parent if is_below and not (parent / "config.json").is_file() else parent
@@ -97,7 +97,7 @@ def folder_of(file: pathlib.Path) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """Contents of ``config.json`` and ``generation_config.json``; empty for a file that does not exist."""
+    """Contents of ``config.json`` and ``generation_config.json``; the contents of a missing file are empty."""
 
     config: Mapping[str, Any] = dataclasses.field(repr=False)
     generation: Mapping[str, Any] = dataclasses.field(repr=False)
@@ -105,14 +105,14 @@ class Documents:
 
 @dataclasses.dataclass(frozen=True)
 class Switch:
-    """The length at which a model's rotary angles change, and whether the model then reads all tokens again."""
+    """The text length at which a model's rotary angles change, and whether the model recomputes its KV cache there."""
 
     length: int  # number of tokens, see `.decoders.switch_of`
     # whether `model.generate` drops its cache there and reads all tokens again, as Phi-3 does; `None` if unknown
     rereads: bool | None = None
 
     def passed_at(self, length: int) -> bool:
-        """Whether generation must read all tokens again at this length."""
+        """Return whether generation must recompute the KV cache of a text of ``length`` tokens."""
         if length != self.length + 1 or self.rereads is False:
             return False
         if self.rereads is None:
@@ -128,30 +128,30 @@ class Switch:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationSettings:
-    """Special tokens of a model, and the model's rules that change logits during generation.
+    """Special tokens and generation defaults of a model, and its functions that change logits.
 
     Attributes:
-        eos_token_ids: tokens that end a row; empty for none.
-        pad_token_id: token that fills a row that has ended.
-        decoder_start_token_id: first token of an encoder-decoder model's output.
-        image_token_id: token that image features replace.
+        eos_token_ids: ids of the tokens that end a row; empty if no token ends a row.
+        pad_token_id: id of the token that fills a row after its end.
+        decoder_start_token_id: id of the first token of an encoder-decoder model's output.
+        image_token_id: id of the token whose embeddings image features replace.
         max_new_tokens: default of ``generate`` for ``max_new_tokens``; 20 by default.
-        max_length: largest number of tokens in a row, prompt included; used instead of ``max_new_tokens``.
-        sampling: default of ``generate`` for ``sampling``; the likeliest token by default.
-        num_beams, num_return_sequences: defaults of ``generate`` for these arguments; 1 by default.
-        positions: largest number of tokens in a row, for a model with a table of positions; ``None`` for others.
-        processors: your own functions that change the scores, in order, after the rules of the configuration.
-        has_rules: whether the configuration has rules for the scores, which transformers' own classes apply.
-        other_loops: entries of the configuration for which transformers has its own loop.
-        forced_bos_token_id: the second token of the output: with mBART the language to translate into.
-        forced_eos_token_id: the last token, or one of several, if ``max_new_tokens`` ends a row.
-        spatial_merge_size: patches per token along each side of a picture, for models with 3D positions (M-RoPE).
-        video_token_id: token that features of videos replace.
-        tokens_per_second: number of positions for a second of video, for models that count seconds.
+        max_length: largest number of tokens in a row with the prompt, if ``generate`` gets no ``max_new_tokens``.
+        sampling: default of ``generate`` for ``sampling``; by default, the likeliest token is chosen.
+        num_beams, num_return_sequences: defaults of two arguments of ``generate``; 1 by default.
+        positions: largest number of tokens in a row, for a model with a table of positions; ``None`` for other models.
+        processors: user functions that change the logits, in order, after the logits processors of the configuration.
+        has_rules: whether the configuration has rules that transformers' logits processors apply.
+        other_loops: names of the configuration's entries that need a generation loop of transformers.
+        forced_bos_token_id: id of the second token of the output; for mBART, the target language.
+        forced_eos_token_id: id (or ids) of the last token of a row that reaches ``max_new_tokens``.
+        spatial_merge_size: number of patches per token along each side of a picture, for M-RoPE models.
+        video_token_id: id of the token whose embeddings video features replace.
+        tokens_per_second: number of positions per second of video, for models whose positions depend on time.
         sees_prompt: whether all prompt tokens attend to each other (PaliGemma); ``False`` by default.
-        switch: the length of text at which the model's rotary angles change; ``None`` for other models.
-        tiles: how pictures are cut into tiles; ``None`` for other models.
-        documents: the contents of the two configuration files, which transformers' own loops read; ``None`` without.
+        switch: the length of text at which the model's rotary angles change; ``None`` if they never change.
+        tiles: how the model cuts pictures into tiles; ``None`` if it uses no tiles.
+        documents: contents of ``config.json`` and ``generation_config.json``; ``None`` if the model has no such files.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -192,16 +192,16 @@ class GenerationSettings:
         sizes: torch.Tensor | None = None,
         together: torch.Tensor | None = None,
     ) -> Pictures:
-        """Return the images among the inputs of a ``generate`` call.
+        """Return the images of a ``generate`` call as one object.
 
         Args:
-            pixel_values: pixels or patches of the images; ``None`` without images.
-            grids: patches of each image in time, height and width; ``None`` if all images have one size.
+            pixel_values: pixels or patches of the images; ``None`` if there are no images.
+            grids: number of patches of each image in time, height and width; ``None`` if all images have one size.
             sizes: height and width of each image, for a model that cuts images into tiles.
             together: the number of images of each prompt, for a model that cuts images into tiles.
 
         Raises:
-            InvalidArgumentError: when ``sizes``, ``together`` or ``grids`` is given for a model that does not read it.
+            InvalidArgumentError: when ``sizes``, ``together`` or ``grids`` is given, but the model does not use it.
         """
         if self.tiles is None:
             _refuse("cut pictures into tiles (LLaVA-NeXT)", image_sizes=sizes, batch_num_images=together)
@@ -216,11 +216,11 @@ class GenerationSettings:
         sizes: torch.Tensor | None,
         seconds: Sequence[Any] | torch.Tensor | None,
     ) -> Pictures:
-        """Return the videos among the inputs of a ``generate`` call.
+        """Return the videos of a ``generate`` call as one object.
 
         Args:
-            pixel_values: patches of the videos; ``None`` without videos.
-            sizes: patches of each video in time, height and width.
+            pixel_values: patches of the videos; ``None`` if there are no videos.
+            sizes: number of patches of each video in time, height and width.
             seconds: seconds between frames, one number for each video; ``None`` for 1 second.
         """
         count = 0 if sizes is None else len(sizes)
@@ -233,10 +233,10 @@ class GenerationSettings:
         return Pictures("video", pixel_values, sizes, self.video_token_id, spacing)
 
     def token_types(self, prompt: torch.Tensor) -> torch.Tensor:
-        """Return the ``token_type_ids`` of a prompt: 1 for image tokens; 0 for all if attention is bidirectional.
+        """Return ``token_type_ids``: 1 for image tokens and 0 for text; only 0 if prompt tokens attend to each other.
 
         Args:
-            prompt: integers of shape (batch, length).
+            prompt: token ids of shape (batch, length).
         """
         return torch.zeros_like(prompt) if self.sees_prompt else torch.eq(prompt, self.image_token_id or 0).long()
 
@@ -253,7 +253,7 @@ def _refuse(readers: str, **given: object) -> None:
 
 
 def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any], sets: Sequence[str] = ()) -> Any:
-    """Call transformers, and convert errors about arguments to errors of this package."""
+    """Call a function of transformers, and convert its errors about arguments to errors of this package."""
     # given: the keywords of the call; the message lists them if the error of transformers names no keyword
     # sets: entries of the call or of generation_config.json for which transformers has another loop
     try:
@@ -308,7 +308,7 @@ def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: o
 
 
 def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> GenerationSettings:
-    """Take the settings from the two configurations of a model.
+    """Return the settings in a model's ``config.json`` and ``generation_config.json``.
 
     As in transformers, ``config.json`` sets generation options only if ``generation_config.json`` is missing or empty.
 

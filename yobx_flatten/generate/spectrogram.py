@@ -1,4 +1,4 @@
-"""Speak with the files of SpeechT5 through transformers' own ``generate_speech``.
+"""Generate speech with exported files of SpeechT5 through the ``generate_speech`` of transformers.
 
 .. code-block:: text
 
@@ -58,14 +58,14 @@ def speak(
 
 
 def drawn_masks(config: Any, length: int, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return dropout masks (layers, width) of the last frame; like the model, draw random numbers for all frames."""
+    """Return dropout masks (layers, width) of the last frame, after as many random draws as in the eager model."""
     like = torch.zeros(length, config.speech_decoder_prenet_units, dtype=dtype)
     every = range(config.speech_decoder_prenet_layers)
     return torch.stack([torch.bernoulli(like, p=config.speech_decoder_prenet_dropout)[-1] for _ in every])
 
 
 class _Frames:
-    """Runs the files when transformers' speech loop calls the parts of the model."""
+    """Runs exported files where transformers' speech loop calls submodules of the model."""
 
     def __init__(self, parts: Parts, config: Any, masks: Iterator[torch.Tensor] | None) -> None:
         assert parts.encoder is not None
@@ -77,7 +77,7 @@ class _Frames:
         self.given: dict[str, torch.Tensor] = {}
 
     def as_model(self) -> Any:
-        """Return a stand-in for the model, with the parts that transformers' speech loop calls by name."""
+        """Return an object with the attributes and methods of a model that transformers' speech loop uses."""
         found = types.SimpleNamespace
         count = self.config.reduction_factor * self.config.num_mel_bins
         layers = found(prenet=self.read, wrapped_decoder=self.decode)
@@ -107,7 +107,7 @@ class _Frames:
         return BaseModelOutput(last_hidden_state=torch.zeros(*self.mask.shape, 1, dtype=self.dtype))
 
     def read(self, frames: torch.Tensor, speaker: torch.Tensor) -> torch.Tensor:
-        """Keep the last of the frames that transformers' speech loop passes, as input of the decoder's file."""
+        """Set the inputs of the decoder's file, with the last of the frames that transformers' speech loop passes."""
         config, length = self.config, frames.shape[1]
         if length > config.max_speech_positions:
             raise InvalidArgumentError(

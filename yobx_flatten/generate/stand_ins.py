@@ -1,4 +1,4 @@
-"""Stand-ins for a model and for its cache, which transformers' loops use like their own. Imports transformers.
+"""Define a model and a KV cache for transformers' loops that run exported files. Imports transformers.
 
 .. code-block:: text
 
@@ -99,7 +99,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
         return f"{found}. The outputs would differ from the model's: leave {name} out, or {way}."
 
     def use_adapter(self, name: str | None) -> None:
-        """Use this adapter in all later calls; ``None`` for no adapter."""
+        """Use the LoRA adapter ``name`` in all later calls; ``None`` for no adapter."""
         raise InvalidArgumentError(f"{type(self).__name__} was exported without switchable adapters.")
 
     def set_adapter(self, adapter_name: str | list[str]) -> None:
@@ -157,7 +157,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
 
 def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
-    """Return a configuration as an object of transformers' class, if there is one; the folder's own code never runs."""
+    """Return a configuration object of transformers' class for the model type; code in the folder never runs."""
     # encoder: whether the model is an encoder-decoder, if ``config.json`` does not state it
     kind = stated.get("model_type")
     made: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401 # its `get` imports nothing
@@ -188,7 +188,7 @@ def generation_of(settings: GenerationSettings, config: Any) -> Any:
 
 
 def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...], takes: Mapping[str, Any]) -> Any:
-    """Make a class with the name and parameters of the exported class, which transformers' tools check."""
+    """Make a class with the exported class's name and ``forward`` parameters, which the Trainer inspects."""
     # takes: the files' inputs and their defaults; they are the parameters if transformers has no such class
     own, kind = exported_class(stated), inspect.Parameter
     every = [kind(name, kind.POSITIONAL_OR_KEYWORD, default=default) for name, default in takes.items()]
@@ -207,7 +207,7 @@ def named_class(stated: Mapping[str, Any], bases: tuple[Any, ...], takes: Mappin
 
 
 def exported_class(stated: Mapping[str, Any]) -> Any:
-    """Return the class that a configuration names; ``None`` if the installed transformers has no such model."""
+    """Return the transformers class that a configuration names; ``None`` if the installed version lacks it."""
     import transformers
 
     found = getattr(transformers, _class_name(stated), None) if _class_name(stated) else None
@@ -232,7 +232,7 @@ def _model_names() -> frozenset[str]:
 
 
 class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
-    """The cache of exported files for transformers' generation loops, which reorder its rows and remove last tokens."""
+    """The KV cache of exported files, with the methods that transformers' generation loops call, such as ``crop``."""
 
     # transformers' loops read these attributes; one entry stands for all layers
     is_compileable, is_croppable = False, True
@@ -252,7 +252,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
 
     @classmethod
     def of(cls, given: Any, steps: Steps) -> FileCache:
-        """Turn the caller's empty transformers cache into a cache of the files, in place."""
+        """Convert the caller's empty transformers cache to a :class:`FileCache`, in place."""
         made: Any = given
         if isinstance(given, FileCache):
             return given
@@ -282,7 +282,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         return made
 
     def __copy__(self) -> Self:
-        """Return a deep copy, because a cache with a shared state would miss the tokens of the other cache."""
+        """Return a deep copy, since two caches with a shared state would miss each other's tokens."""
         return self.__deepcopy__({})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -293,7 +293,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         )
 
     def hold(self) -> None:
-        """Save the current state, so that :meth:`crop` can return to it."""
+        """Save the current state of the cache, which :meth:`crop` can restore."""
         assert self.state is not None
         self._held, self._held_seen = held_before(self.state.cache), self.seen - self.again
         self._pictures = self.state.seen
@@ -313,7 +313,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         return self.state is not None
 
     def activate_past_recording(self) -> None:
-        """Do nothing: the state before a call of several tokens is always saved."""
+        """Do nothing, since the cache always saves its state before a call with several tokens."""
 
     def reset(self) -> None:
         self.state, self.seen, self.again, self._held = None, 0, 0, None
@@ -360,12 +360,12 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
 
     @property
     def self_attention_cache(self) -> Any:
-        """A copy of the keys and values of the decoder's own tokens."""
+        """A copy of the self-attention keys and values of the decoder."""
         return self._copy("decoder")
 
     @property
     def cross_attention_cache(self) -> Any:
-        """A copy of the keys and values of the encoder's output."""
+        """A copy of the cross-attention keys and values, computed from the encoder's output."""
         return self._copy("encoder")
 
     def _copy(self, side: str) -> Any:

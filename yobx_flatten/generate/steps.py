@@ -1,4 +1,4 @@
-"""Call the files once: read a prompt, or one token, with the cache of the last call."""
+"""Run the exported files once, on a prompt or on the last token, with the KV cache of the previous call."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Parts:
 
 @dataclasses.dataclass
 class TextState:
-    """The text so far, and the inputs of the next call."""
+    """The tokens and KV cache of a text during generation, and the inputs of the next call."""
 
     tokens: torch.Tensor
     mask: torch.Tensor
@@ -85,7 +85,7 @@ class TextState:
     def follow(
         self, new: torch.Tensor, mask: torch.Tensor | None = None, positions: torch.Tensor | None = None
     ) -> None:
-        """Append tokens of shape (batch, count), which are the inputs of the next call."""
+        """Append new tokens of shape (batch, count), and make them the inputs of the next call."""
         # mask: the mask of all tokens; by default, 1 for new tokens
         # positions: the positions of the new tokens; by default, they follow the last position
         self.new, self.tokens = new, torch.cat([self.tokens, new], dim=1)
@@ -133,7 +133,7 @@ class Steps:
 
     @functools.cached_property
     def heads(self) -> dict[str, tuple[int, int]]:
-        """The outputs that are cross-attention weights, each with its layer and head."""
+        """The layer and head of each output that contains cross-attention weights, by name of the output."""
         names = [name.split(".") for name in self.parts.decoder.outputs]
         return {".".join(name): (int(name[1]), int(name[2])) for name in names if name[0] == "cross_attentions"}
 
@@ -219,7 +219,7 @@ class Steps:
         return context, len(source)
 
     def _empty_cache(self, rows: int, context: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return a cache without tokens, with the keys and values that the encoder's file returned."""
+        """Return a KV cache without decoder tokens, and with the encoder's keys and values in ``context``."""
         decoder, made = self.parts.decoder, dict[str, torch.Tensor]()
         if self.parts.encoder is not None:
             kept = {slot.port.name: present_of(slot.port.name) or "" for slot in decoder.slots if slot.present is None}
@@ -234,7 +234,7 @@ class Steps:
         return decoder.cache({**empty, **made})
 
     def pass_switch(self, sequence: TextState) -> None:
-        """Make the next call read all tokens with an empty cache, if the model's own loop does so at this length."""
+        """Make the next call recompute the KV cache from all tokens, if the model does so at this text length."""
         switch = self.settings.switch
         total = sequence.mask.shape[1]
         if switch is None or not any(map(switch.passed_at, range(total - sequence.new.shape[1] + 1, total + 1))):
@@ -248,11 +248,11 @@ class Steps:
         sequence.cache = self._empty_cache(len(sequence.tokens), sequence.context)
 
     def step(self, sequence: TextState) -> torch.Tensor:
-        """Run the files once, and return the scores of the next token, float32 of shape (batch, vocabulary)."""
+        """Run the files once, and return the logits of the next token, float32 of shape (batch, vocabulary)."""
         return self.scores(sequence, last_scores=True)[:, -1].float()
 
     def scores(self, sequence: TextState, *, last_scores: bool = False) -> torch.Tensor:
-        """Run the files once, and return the scores, of shape (batch, tokens, vocabulary)."""
+        """Run the files once, and return the logits, of shape (batch, tokens, vocabulary)."""
         # last_scores: whether the scores of the last token are enough
         most, decoder = self.settings.positions, self.parts.decoder
         used = 0 if most is None else int(sequence.mask.sum(-1).max())
@@ -307,7 +307,7 @@ class Steps:
 
 
 def _padded_sound(encoder: Runner, sound: torch.Tensor) -> torch.Tensor:
-    """Pad features of shape (batch, bins, frames) with zeros to the encoder's window, as Whisper does."""
+    """Pad audio features (batch, bins, frames) with zeros to the number of frames that the encoder reads."""
     _, bins, frames = encoder.ports["input_features"].shape
     if bins is not None and sound.shape[1] != bins:
         raise InvalidArgumentError(
@@ -343,7 +343,7 @@ def check_given(named: Mapping[str, Any]) -> None:
 
 
 def _conversion(name: str, value: Any) -> str:
-    """Return the line of code that converts a value to tokens; an empty text if no conversion is known."""
+    """Return a line of code that converts ``value`` to token ids; an empty string if no conversion is known."""
     texts = [value] if isinstance(value, str) else value
     if isinstance(texts, (list, tuple)) and texts and all(isinstance(one, str) for one in texts):
         return " Read a text with the tokenizer of the model:\n    tokenizer(\"...\", return_tensors='pt').input_ids"
@@ -360,7 +360,7 @@ def _conversion(name: str, value: Any) -> str:
 
 
 def tokens_of(name: str, value: Any) -> torch.Tensor:
-    """Return tokens as a tensor; raise an error for negative tokens, which some runtimes accept as indices."""
+    """Return token ids as a tensor; raise an error for negative ids, which some runtimes accept as indices."""
     tokens = _integers(name, value)
     lowest = int(tokens.min())
     if lowest < 0:

@@ -1,4 +1,4 @@
-"""Flatten and trace caches and outputs of Hugging Face models."""
+"""Flatten and trace the KV caches and outputs of Hugging Face models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Build caches from given tensors, layer by layer."""
+"""Build transformers KV caches from given keys and values, layer by layer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def make_dynamic_cache(
     """Make a ``DynamicCache`` from the given tensors, without copies.
 
     Args:
-        key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape
-            (batch, heads, length, head size), or of two or three dimensions for placeholders.
-        cls_layers: class of the cache layers or its name, or a list with one for each layer; default ``DynamicLayer``.
-        cls_kwargs: layer constructor arguments, a dict or a list with one for each layer, such as
-            ``{"sliding_window": 8}``. The default window is the length of the keys.
+        key_value_pairs: one (keys, values) pair per layer, or one flat list of keys and values; each tensor of shape
+            (batch, heads, length, head size), or with two or three axes for placeholders.
+        cls_layers: class of the cache layers (or its name), or a list with a class per layer; default ``DynamicLayer``.
+        cls_kwargs: constructor arguments of the layers, a dict or a list with a dict per layer, such as
+            ``{"sliding_window": 8}``. By default, the sliding window is the length of the keys.
 
     Returns:
-        The cache. A sliding layer counts as many tokens as a full layer of the cache has; without a full layer, its own
-        tokens.
+        The cache. The token count of a sliding layer is the number of keys in a full layer of the cache, or in the
+        sliding layer itself if the cache has no full layer.
 
     Raises:
         CacheStructureError: when the arguments do not fit each other.
@@ -70,16 +70,16 @@ def make_static_cache(
     """Make a ``StaticCache`` that contains the given keys and values.
 
     Args:
-        key_value_pairs: one (keys, values) pair per layer, or the same tensors in one flat list; each of shape
+        key_value_pairs: one (keys, values) pair per layer, or one flat list of keys and values; each tensor of shape
             (batch, heads, length, head size).
-        max_cache_len: capacity of a layer in tokens; by default the length of the first keys. Keys of that length are
-            used directly, shorter keys are copied into zeros.
-        cls_layers: class of the cache layers or its name, or a list with one for each layer; default ``StaticLayer``.
-        cls_kwargs: layer constructor arguments, a dict or a list with one for each layer: ``{"sliding_window": 8}``.
-        length: number of tokens seen so far; by default the length of the first keys.
+        max_cache_len: capacity of a layer in tokens; by default the length of the keys in the first layer. Keys of full
+            capacity are not copied; shorter keys are copied into a tensor of zeros.
+        cls_layers: class of the cache layers (or its name), or a list with a class per layer; default ``StaticLayer``.
+        cls_kwargs: constructor arguments of the layers, a dict or a list with a dict per layer.
+        length: number of tokens seen so far; by default the length of the keys in the first layer.
 
     Returns:
-        The cache, ready to continue at position ``length``.
+        The cache, in which the next token has the position ``length``.
 
     Raises:
         CacheStructureError: when the arguments do not fit each other.
@@ -125,11 +125,11 @@ def make_encoder_decoder_cache(
     """Make an ``EncoderDecoderCache`` of a self-attention cache and a cross-attention cache.
 
     Args:
-        self_attention_cache: the decoder's own keys and values.
-        cross_attention_cache: keys and values of the encoder's output.
+        self_attention_cache: cache of the decoder's self-attention keys and values.
+        cross_attention_cache: cache of the cross-attention keys and values, computed from the encoder's output.
 
     Returns:
-        The cache; ``is_updated`` is true for each layer that has cross-attention keys.
+        The cache, whose ``is_updated`` is true for each layer with cross-attention keys.
 
     >>> import torch
     >>> keys = torch.ones(1, 2, 3, 4)

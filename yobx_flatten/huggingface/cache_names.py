@@ -1,8 +1,8 @@
-"""The names of a model's cache: as an argument, as an entry of an output, and in exported files.
+"""Find the name of a model's KV cache among arguments, among outputs and in exported files.
 
-transformers named the argument ``past_key_values`` (models with attention) and ``cache_params`` (models with states
-only); since transformers 5.24 the name is ``cache``. The name is read from a function's signature or from an output,
-never from a version number: models outside of transformers may keep an older name.
+Before 5.24, transformers named the argument ``past_key_values``, or ``cache_params`` for models with recurrent states
+only; since 5.24, the name is ``cache``. The name of the cache is read from a signature or an output, not from the
+version of transformers, since models outside of transformers may keep an older name.
 
 .. code-block:: text
 
@@ -42,7 +42,7 @@ _SIDES = ({"key", "value"}, {"decoder", "encoder"})
 
 
 def is_cache(value: object) -> bool:
-    """Return whether a value is a cache: an object of a cache class, or a list with the keys and values of each layer.
+    """Return whether a value is a KV cache: an object of a cache class, or a list with a dict of tensors per layer.
 
     >>> is_cache([{"key": 1, "value": 2}]), is_cache([1, 2]), is_cache({"a": 1})
     (True, False, False)
@@ -56,7 +56,7 @@ def is_cache(value: object) -> bool:
 
 
 def tokens_in(cache: TransformersCache) -> int | None:
-    """Return the number of tokens that a cache has seen; ``None`` if not known."""
+    """Return the number of tokens that a cache has seen; ``None`` if the cache cannot report it."""
     # caches without attention raise various errors
     return result_or(lambda: int(cache.get_seq_length()), lambda error: None)
 
@@ -71,7 +71,7 @@ def _has_state(layer: CacheLayer) -> bool:
 
 
 def name_in(values: object) -> str | None:
-    """Return the name of the cache among a call's arguments or a model's outputs.
+    """Return the name of the KV cache among the arguments of a call or the outputs of a model, else ``None``.
 
     >>> name_in({"input_ids": 1, "cache_params": None}), name_in({"cache": {"a": 1}})
     ('cache_params', None)
@@ -93,7 +93,7 @@ def cache_of(values: ModelOutput) -> TransformersCache:
 
 
 def forward_of(model: TransformersModel) -> Callable[..., Any]:
-    """Return the ``forward`` with named parameters; for a PEFT model, the ``forward`` of the wrapped model."""
+    """Return a model's ``forward``; for a PEFT model, which takes ``*args``, the ``forward`` of the wrapped model."""
     forward: Callable[..., Any] = model.forward
     base = getattr(model, "get_base_model", None)  # PEFT's models take *args and **kwargs
     if argument_of(forward) is None and callable(base) and base() is not model:
@@ -102,7 +102,7 @@ def forward_of(model: TransformersModel) -> Callable[..., Any]:
 
 
 def argument_of(function: Callable[..., Any]) -> str | None:
-    """Return which parameter of a function is the cache.
+    """Return the name of the parameter of a function that takes the KV cache.
 
     >>> def forward(input_ids, past_key_values=None): ...
     >>> argument_of(forward)
@@ -133,7 +133,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments with the cache under the function's parameter name.
+    """Return keyword arguments in which the KV cache has the name of the function's cache parameter.
 
     >>> def forward(input_ids, cache: "Cache"): ...
     >>> named_for(forward, {"input_ids": 1, "past_key_values": None})
@@ -146,7 +146,7 @@ def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[s
 
 
 def named_as(names: Collection[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments with the cache under the name that the model accepts.
+    """Return keyword arguments in which the KV cache is renamed to the known name that ``names`` contains.
 
     >>> named_as(["input_ids", "past_key_values"], {"input_ids": 1, "cache": [{"key": 2, "value": 3}]})
     {'input_ids': 1, 'past_key_values': [{'key': 2, 'value': 3}]}
@@ -164,7 +164,7 @@ def _renamed(kwargs: Mapping[str, Any], given: str, wanted: str) -> dict[str, An
 
 @functools.cache
 def installed_name() -> str:
-    """Return the name of the cache in the outputs of the installed transformers."""
+    """Return the name of the KV cache in model outputs of the installed version of transformers."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     fields = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
@@ -172,7 +172,7 @@ def installed_name() -> str:
 
 
 def word_in_files(name: str, value: object, word: str = CACHE) -> str:
-    """Return the name that an input or output has in files, where every cache has the same name.
+    """Return the name of an input or output in exported files, where every KV cache has the same name.
 
     >>> word_in_files("cache_params", None), word_in_files("input_ids", 1)
     ('past_key_values', 'input_ids')
@@ -182,7 +182,7 @@ def word_in_files(name: str, value: object, word: str = CACHE) -> str:
 
 
 def spellings_of(path: str) -> list[str]:
-    """Return the path of a cache leaf with each known name of the cache; none for other leaves.
+    """Return the path of a cache tensor with each known name of the cache; an empty list for any other path.
 
     >>> spellings_of("cache_params.key_0"), spellings_of("input_ids")
     (['cache.key_0', 'past_key_values.key_0', 'cache_params.key_0'], [])
@@ -192,7 +192,7 @@ def spellings_of(path: str) -> list[str]:
 
 
 def after_cache(name: str) -> str | None:
-    """Return the suffix after the cache's name in the name of a file's input; ``None`` for any other input.
+    """Return the name of an input without the KV cache's name before it; ``None`` if it is not a cache input.
 
     >>> after_cache("past_key_values.0.key"), after_cache("cache_params.0.state"), after_cache("input_ids")
     ('.0.key', '.0.state', None)

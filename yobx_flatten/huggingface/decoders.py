@@ -1,13 +1,13 @@
-"""Decoders: the length at which rotary angles change, and wrappers with the inputs that generation tools pass.
+"""Wrap decoders to take the inputs that generation tools pass, and find where rotary angles change.
 
-A decoder with only sliding layers, or only states, is wrapped:
+A decoder is wrapped if its KV cache has only sliding layers, or only recurrent states:
 
 .. code-block:: text
 
     the model     input_ids, attention_mask, position_ids, DynamicCache: keys, values, how many tokens were seen
     this module   input_ids, attention_mask, position_ids, keys and values of each layer
 
-The number of tokens seen is the length of the mask minus the new tokens.
+The wrapper computes the number of tokens seen: the length of the mask minus the number of new tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
 
 
 def counts_by_itself(cache: TransformersCache) -> bool:
-    """Return whether a cache has a token counter among its leaves, because all of its layers slide and are filled."""
+    """Return whether a token counter is a leaf of a cache, because all layers are filled sliding layers."""
     layers: Any = getattr(cache, "layers", None)
     return (
         type(cache).__name__ == "DynamicCache"
@@ -46,7 +46,7 @@ def counts_by_itself(cache: TransformersCache) -> bool:
 
 
 def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any], cache_is: str) -> str | None:
-    """Return why a model needs the token counter of its cache as input; ``None`` if the model runs without."""
+    """Return why :class:`SlidingDecoder` cannot wrap a model; ``None`` if it can wrap the model."""
     takes = inspect.signature(model.forward).parameters
     lacking = [name for name in _FED if name not in takes]
     lacking += [] if cache_is in takes else ["cache"]
@@ -63,7 +63,7 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any], cache_is:
 
 
 def with_returned(kwargs: Mapping[str, Any], present: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return arguments with the cache that a call returned; entries that the call did not return stay."""
+    """Return arguments with the cache entries that a call returned; other entries of the cache are unchanged."""
     kept = [{**before, **layer} for before, layer in zip(kwargs["cache"], present, strict=True)]
     return {**kwargs, "cache": kept}
 
@@ -72,7 +72,7 @@ class Continued(torch.nn.Module):
     """A module that makes the inputs of its next call from its outputs."""
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
-        """Make the inputs of the next call: equally many random tokens, and the returned cache."""
+        """Make the inputs of the next call: the same number of random tokens, and the returned cache."""
         ids = kwargs["input_ids"]  # with three axes they are not changed: audio codes, each with its own vocabulary
         if ids.dim() == 2:
             drawn = torch.randint(
@@ -83,7 +83,7 @@ class Continued(torch.nn.Module):
 
 
 class SlidingDecoder(Continued):
-    """Wraps a decoder with only sliding layers, without its token counter input, which other tools do not pass."""
+    """Wraps a decoder with only sliding layers, to remove its token counter input, which other tools do not pass."""
 
     # kwargs: example keyword arguments of the model, which determine the classes and windows of the cache's layers.
     # Their values that are not tensors are passed to the model at each call.
@@ -100,7 +100,7 @@ class SlidingDecoder(Continued):
 
     @property
     def kept(self) -> dict[str, int]:
-        """The capacity of each cache input in tokens, which is the window minus the new token."""
+        """The capacity of each cache input in tokens: the size of the sliding window minus one new token."""
         return {
             f"{CACHE}.{layer}.{leaf}": window["sliding_window"] - 1
             for layer, window in enumerate(self.windows)
@@ -190,7 +190,7 @@ def has_states_alone(model: TransformersModel) -> bool:
 
 
 class StateDecoder(torch.nn.Module):
-    """Wraps a model such as Mamba, so that it takes a mask of all tokens instead of a mask of the new tokens."""
+    """Wraps a recurrent model such as Mamba, so that its mask covers all tokens instead of the new tokens."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class StateDecoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: torch.nn.Module) -> bool:
-        """Return whether the cache of a model has only states, and ``forward`` also accepts a mask."""
+        """Return whether the cache of a model has only recurrent states, and its ``forward`` accepts a mask."""
         from transformers.cache_utils import Cache
 
         takes = inspect.signature(model.forward).parameters
@@ -236,7 +236,7 @@ class StateDecoder(torch.nn.Module):
 
 
 def switch_of(config: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens above which rotary angles change; ``None`` if the angles never change.
+    """Return the number of tokens above which a model's rotary angles change; ``None`` if they never change.
 
     >>> switch_of({"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 4096})
     4096
@@ -265,7 +265,7 @@ def switch_of_kind(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
 
 @torch.no_grad()
 def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
-    """Return whether a model drops its cache and recomputes all tokens when the text exceeds the switch."""
+    """Return whether a model drops its cache and recomputes all tokens when the text exceeds ``switch`` tokens."""
     # Phi-3 does, since its keys were rotated with the short factors. The inputs that a model prepares for three calls
     # show this: the last call before the switch, the call that exceeds it, and the next call.
     try:

@@ -4,7 +4,7 @@
 
     checkpoint ── reader ──> layer 0: bring, forward, drop ──> layer 1: bring, forward, drop ──> ...
 
-Between the calls a weight is on the device ``meta``. A reader reads a file or calls a hook of accelerate.
+Between calls, a weight is on the device ``meta``. A reader is a function that loads a weight from a file or a hook.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Reader = Callable[[], torch.Tensor]
 
 
 class _LayerWeights:
-    """The weights of one layer, loaded before each call and dropped afterwards."""
+    """Loads the weights of one layer before each call of the layer, and drops the weights after the call."""
 
     # readers: by name of the weight in the layer
 
@@ -65,7 +65,7 @@ _LAYERS: weakref.WeakKeyDictionary[torch.nn.Module, _LayerWeights] = weakref.Wea
 
 
 def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
-    """Let each layer of a module load its weights when it is called."""
+    """Make each layer of a module load its weights when the layer is called."""
     # a layer is an entry of a `ModuleList` or `ModuleDict`; a module outside of a layer loads its own parameters
     layers: dict[str, dict[str, Reader]] = {}
     for name, reader in readers.items():
@@ -90,7 +90,7 @@ def _layer_of(module: torch.nn.Module, name: str) -> str:
 
 
 def streamed_readers(module: torch.nn.Module) -> dict[str, Reader]:
-    """Return the functions of :func:`stream_layers` that read weights, by the name of the parameter."""
+    """Return the functions, given to :func:`stream_layers`, that read the weights of a module, by parameter name."""
     named = [(name, _LAYERS.get(part)) for name, part in module.named_modules(remove_duplicate=False)]
     return {
         f"{name}.{own}".lstrip("."): reader
@@ -101,7 +101,7 @@ def streamed_readers(module: torch.nn.Module) -> dict[str, Reader]:
 
 
 def largest_layer(module: torch.nn.Module) -> int:
-    """Return the bytes of the largest layer that loads its weights on demand; 0 if there is none."""
+    """Return the size in bytes of the largest layer that loads its weights on demand; 0 if no layer does."""
     layers = {part: _LAYERS[part] for part in module.modules() if part in _LAYERS}
     sizes = [
         sum(part.get_parameter(name).numel() * part.get_parameter(name).element_size() for name in layer.readers)
@@ -111,7 +111,7 @@ def largest_layer(module: torch.nn.Module) -> int:
 
 
 def offloaded_readers(module: torch.nn.Module) -> dict[str, Reader]:
-    """Return functions that read the weights that the accelerate library loads on demand, by name."""
+    """Return, by name, functions that read the weights that the accelerate library loads on demand."""
     found: dict[str, Reader] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         for one in filter(_is_offloading, _each(getattr(part, "_hf_hook", None))):
@@ -144,7 +144,7 @@ def _is_offloading(hook: _Hook) -> bool:
 
 @contextlib.contextmanager
 def paused(module: torch.nn.Module) -> Iterator[None]:
-    """In a ``with`` block, let calls of a module run without loading weights."""
+    """In a ``with`` block, call a module without loading the weights that its layers load on demand."""
     layers = [_LAYERS[part] for part in module.modules() if part in _LAYERS]
     hooked = [part for part in module.modules() if hasattr(part, "_hf_hook")]
     before: list[Any] = [part._hf_hook for part in hooked]

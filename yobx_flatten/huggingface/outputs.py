@@ -9,22 +9,22 @@ class                     children                 keys                       st
 plain dataclasses         every field              ``.token_embeds``          the names
 ========================  =======================  =========================  ===================================
 
-*Fields that are* ``None``: a ``ModelOutput`` leaves them out, so two outputs with different fields set are two
-structures; a plain dataclass keeps them, and ``None`` is a leaf to torch.
+*Fields that are* ``None``: a flattened ``ModelOutput`` omits the fields that are ``None``, so outputs with different
+fields set have different structures. In a plain dataclass, a field that is ``None`` is a leaf.
 
-*Dropped data*: the data of a tokenizer in a ``BatchEncoding`` besides the tensors: the ``Encoding`` objects of fast
-tokenizers, which contain the text of one batch and cannot be stored, and ``n_sequences``, which is only used to read
-them. No model reads this data, so one program accepts a batch from any tokenizer, or a batch built by hand. A rebuilt
-``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to words; the original still can.
+*Dropped data*: a flattened ``BatchEncoding`` omits the ``Encoding`` objects of fast tokenizers, which contain the text
+of one batch and cannot be stored, and ``n_sequences``, which is only used to read the ``Encoding`` objects. No model
+reads the dropped data, so one program accepts a batch from any tokenizer, or a batch built by hand. A rebuilt
+``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to words; the flattened object still can.
 
-Other values of a ``BatchFeature`` (sizes, names) are also leaves: ``torch.export`` treats numbers and strings as part
-of the program, and refuses NumPy arrays. Pass ``return_tensors="pt"`` to the processor.
+Sizes and names in a ``BatchFeature`` are leaves, like its tensors. Since ``torch.export`` makes numbers and strings
+part of the program, and refuses NumPy arrays, pass ``return_tensors="pt"`` to the processor.
 
-transformers registers every ``ModelOutput`` itself, once, when the class is created; a removed registration would be
-lost for the rest of the process. A registration that contains the names of the fields stays. transformers before 5.17
-registers no names, which :mod:`.support` adds inside the ``with`` block. Then only ``BaseModelOutput`` is registered by
-this package: a registration has its own stored name, and a new process that loads a program could not find the class of
-that name.
+transformers registers every ``ModelOutput`` class with torch once, when the class is created, so a removed registration
+would be lost for the rest of the process. This package keeps a registration that contains the names of the fields.
+transformers before 5.17 registers no names of fields, which :mod:`.support` adds inside the ``with`` block. With
+transformers before 5.17, this package registers ``BaseModelOutput`` only: a new process that loads a program could not
+find another output class by the name of its registration.
 """
 
 from __future__ import annotations
@@ -87,19 +87,19 @@ def flatten_base_model_output(output: ModelOutput) -> tuple[list[Any], list[str]
         output: a ``transformers.modeling_outputs.BaseModelOutput``, or any other ``ModelOutput``.
 
     Returns:
-        The values of the fields that are not ``None``, and their names.
+        The values of the fields that are not ``None``, and the names of the fields.
     """
     return list(output.values()), list(output.keys())
 
 
 def flatten_with_keys_base_model_output(output: ModelOutput) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Flatten a ``BaseModelOutput`` into the fields that are set, each with its key.
+    """Flatten a ``BaseModelOutput`` into the fields that are set, each with its pytree key.
 
     Args:
         output: see :func:`flatten_base_model_output`.
 
     Returns:
-        Pairs of a key (``['last_hidden_state']``) and a value, and the names.
+        Pairs of a pytree key (``['last_hidden_state']``) and a value, and the names of the fields.
     """
     values, names = flatten_base_model_output(output)
     return [(MappingKey(name), value) for name, value in zip(names, values, strict=True)], names
@@ -112,14 +112,14 @@ def unflatten_base_model_output(
 
     Args:
         values: the values of the fields, or placeholders for them.
-        context: the names of the fields, in the same order.
+        context: the names of the fields, in the order of ``values``.
         output_type: the class to make; ``None`` for ``BaseModelOutput``.
 
     Returns:
         The output.
 
     Raises:
-        ValueError: when there are not as many values as names.
+        ValueError: when the number of values is not the number of names in ``context``.
     """
     if output_type is None:
         from transformers.modeling_outputs import BaseModelOutput
@@ -208,7 +208,7 @@ def _container(cls: type) -> _Functions:
 
 
 def _is_plain_output(cls: type) -> bool:
-    """Return whether a model's class is a plain dataclass made of tensors (``EsmFold2DenoiserConditioning``)."""
+    """Return whether a class is a plain dataclass with tensors, such as ``EsmFold2DenoiserConditioning``."""
     if is_mapping_like(cls) or not dataclasses.is_dataclass(cls):
         return False
     return any("Tensor" in str(field.type) for field in dataclasses.fields(cls))

@@ -1,1 +1,1 @@
-"""Open and call exported files: inputs by name in, outputs by name out."""
+"""Open exported files in a runtime, and call them: inputs and outputs are passed by name."""

@@ -1,4 +1,4 @@
-"""LoRA adapters, whose matrices ONNX files take as optional inputs: read them, switch them, and add the inputs."""
+"""Read and switch LoRA adapters, whose matrices are optional inputs of ONNX files, and add these inputs at export."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def adapter_names(folder: pathlib.Path) -> list[str]:
 
 
 def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, torch.Tensor]:
-    """Read a LoRA adapter's matrices by name of the file's input, and check them against the inputs of the files."""
+    """Read the matrices of a LoRA adapter, by input name, and check that the exported files accept the matrices."""
     # rooms: the optional inputs for LoRA matrices that the files of the folder have, by name
     require("safetensors", purpose="an adapter")
     found = read_tensors(path, failure=DamagedFileError)
@@ -70,7 +70,7 @@ _TYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bflo
 
 
 def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
-    """Return the optional inputs for LoRA matrices that the ONNX files of a folder have, by name."""
+    """Return the optional inputs for LoRA matrices, by name, of all ONNX files in a folder."""
     require("onnx", purpose="adapters of a folder", extra="onnx")
     found = {}
     for path in sorted(folder.glob("*.onnx")):
@@ -98,7 +98,7 @@ class FolderAdapters:
         return [] if self._folder is None else adapter_names(self._folder)
 
     def hold(self, name: str, matrices: dict[str, torch.Tensor]) -> None:
-        """Add an adapter from memory, which is then used instead of a file of that name."""
+        """Add an adapter from memory, which takes precedence over an adapter file of the same name."""
         self._read[name] = matrices
 
     def runners(self, runners: Mapping[str, Runner], name: str) -> dict[str, Any]:
@@ -139,7 +139,7 @@ _TRACED_RANK = 2  # of the matrices of a trace; torch fixes sizes of 1
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter with which an exported file is compared with the eager model."""
+    """A LoRA adapter that both the exported file and the eager model use while their outputs are compared."""
 
     name: str
     matrices: Mapping[str, torch.Tensor]  # by name of the file's input
@@ -148,7 +148,7 @@ class Adapter:
 
 @contextlib.contextmanager
 def leave_room(model: torch.nn.Module, sizes: Mapping[str, tuple[int, int]]) -> Iterator[None]:
-    """Make the named projections also add the product of their input and two LoRA matrices in the with block."""
+    """In a ``with`` block, make the projections in ``sizes`` add the product of their input and two LoRA matrices."""
     # sizes: numbers of input and output features of each projection, by its name in the model
     generator = torch.Generator().manual_seed(0)
     changed: list[torch.nn.Module] = []
@@ -178,7 +178,7 @@ def _adding(module: Any, own: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
 
 
 def rooms_in(module: torch.nn.Module) -> dict[str, str]:
-    """Return the input name that an exported file has for each LoRA matrix, by the matrix's name in the module."""
+    """Return the input name in an exported file for each LoRA matrix, by the matrix's name in the module."""
     return {
         f"{place}.{matrix}": f"{getattr(one, _MARK)}.{matrix}"
         for place, one in module.named_modules(remove_duplicate=False)

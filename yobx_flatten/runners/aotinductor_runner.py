@@ -1,4 +1,4 @@
-"""Run an AOTInductor package. Packages contain machine code, so only packages that the caller trusts are loaded."""
+"""Run an AOTInductor package, which contains machine code, and is only loaded if the caller trusts it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
 
 
 def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]) -> AOTInductorRunner:
-    """Open an AOTInductor package, which loads its machine code into this process."""
+    """Open an AOTInductor package if the caller trusts it, since its machine code is loaded into the process."""
     # failure: class of the error if the file is missing, or torch cannot load the file
     if not path.is_file():
         raise failure(f"There is no file {path}.")

@@ -1,4 +1,4 @@
-"""Run an ExecuTorch file with the runtime that phones have."""
+"""Run an ExecuTorch file (``.pte``) with the ExecuTorch runtime from Python."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def room_for(total: int) -> int:
 
 
 class RowBuffers(TensorBuffers):
-    """The cache buffers of an ExecuTorch file, which receives one row of the batch per call."""
+    """The KV cache buffers for an ExecuTorch file that processes one row of the batch per call."""
 
     def _room(self, total: int) -> int:
         return room_for(total)
@@ -117,7 +117,7 @@ class ExecuTorchRunner(CheckedRunner):
 
 
 def load_attention() -> None:
-    """Load ExecuTorch's kernels for language models, which files that update their cache in place call."""
+    """Load ExecuTorch's operators for language models, which files with an in-place KV cache call."""
     # ExecuTorch's own module for these kernels would import torch's compiler, which takes seconds
     found = importlib.util.find_spec("executorch.extension.llm.custom_ops")
     folders = [] if found is None else found.submodule_search_locations or []
@@ -159,7 +159,7 @@ def _use_threads(threads: int) -> None:
 def open_pte(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> ExecuTorchRunner:
-    """Open an ExecuTorch file. ``trust`` is not needed: the file contains no code, and ExecuTorch checks the file."""
+    """Open an ExecuTorch file, which contains no code: the caller need not trust it, and ExecuTorch checks it."""
     # failure: class of the error if the file is missing
     # threads: number of threads of all files in the process; `None` for the present number
     require_executorch(caller)

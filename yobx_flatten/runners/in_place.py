@@ -1,11 +1,11 @@
-"""A cache that the runtime writes in place: a step changes it without a copy.
+"""Define KV caches that a runtime updates in place, so that a step of generation copies no keys and values.
 
 .. code-block:: text
 
     returned    past (7 tokens) ──> call ──> present (8 tokens)      each call writes all 8 tokens
     in place    [ 0 ... 6 | 7 ]  ──> call                            the call writes the new token only
 
-Any cache can be copied, and its last tokens removed: cut off, or by restoring the cache from before a call.
+The last tokens of a KV cache are removed by slicing its tensors, or by restoring the tensors from before a call.
 
 .. code-block:: text
 
@@ -29,7 +29,7 @@ from .signature import Signature
 
 
 class InPlaceCache(dict[str, Any]):
-    """A KV cache by input name, with leaves in memory that the runtime overwrites at each step."""
+    """A KV cache, as a dict by input name, with tensors in memory that the runtime overwrites at each step."""
 
     # presents: for each input that is written in place, the name of the output that the file would return
 
@@ -41,11 +41,11 @@ class InPlaceCache(dict[str, Any]):
 
     @property
     def others(self) -> dict[str, Any]:
-        """The cache leaves that each call returns as new outputs instead of updating them in place."""
+        """The cache tensors that are not updated in place: each call returns them as new outputs."""
         return {name: value for name, value in self.items() if name not in self.presents}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the leaves that are updated in place, without unused capacity; by default there are none."""
+        """Return copies of the buffers that are updated in place, without unused capacity; none in the base class."""
         return {}
 
     def crop(self, kept: int) -> None:
@@ -58,7 +58,7 @@ class InPlaceCache(dict[str, Any]):
         raise NotImplementedError
 
     def grown(self, tokens: int) -> None:
-        """Note that a call has appended keys and values of this number of tokens to the buffers."""
+        """Record that a call has appended the keys and values of ``tokens`` tokens to the buffers."""
         raise NotImplementedError
 
 
@@ -70,7 +70,7 @@ _LEAST = 256  # tokens
 
 
 class TensorBuffers(InPlaceCache):
-    """A KV cache by input name, in buffers of shape (rows, heads, capacity, size), which a file updates in place."""
+    """A KV cache in buffers of shape (rows, heads, capacity, size), by input name, which a file updates in place."""
 
     def __init__(self, values: Mapping[str, torch.Tensor], presents: Mapping[str, str]) -> None:
         super().__init__(values, presents)
@@ -92,11 +92,11 @@ class TensorBuffers(InPlaceCache):
         self._move({name: self[name] for name in self.presents})
 
     def _room(self, total: int) -> int:
-        """Return the capacity, in tokens, of new buffers for ``total`` tokens; it is larger than ``total``."""
+        """Return the capacity, in tokens, of new buffers for ``total`` tokens and for some later tokens."""
         return max(2 * total, _LEAST)
 
     def _move(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Copy leaves to new buffers with the present capacity."""
+        """Copy cache tensors to new buffers with the current capacity."""
         for name, leaf in leaves.items():
             rows, heads, _, *size = leaf.shape
             shape = rows, heads, self._capacity, *size
@@ -143,7 +143,7 @@ def copied(runner: Runner, cache: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> dict[str, Any] | None:
-    """Return a KV cache with its first ``kept`` tokens; ``None`` if a leaf, such as a state, cannot be cropped."""
+    """Return the first ``kept`` tokens of a KV cache; ``None`` if it has recurrent states or a sliding window."""
     # cache: the caller may not use it afterwards
     returned = cache.others if isinstance(cache, InPlaceCache) else cache
     others = {name: value for name, value in returned.items() if ".encoder." not in name}
@@ -163,12 +163,12 @@ def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> d
 
 
 def held_before(cache: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cache leaves that the caller must keep during a call, so that :func:`rewound` can undo the call."""
+    """Return the cache tensors to save before a call, so that :func:`rewound` can undo the call."""
     return cache.others if isinstance(cache, InPlaceCache) else dict(cache)
 
 
 def rewound(cache: Mapping[str, Any], held: Mapping[str, Any], seen: int) -> dict[str, Any]:
-    """Return the KV cache as it was before a call, with the leaves that :func:`held_before` returned."""
+    """Return the KV cache as it was before a call, with the tensors that :func:`held_before` returned."""
     # cache: the cache after the call, which the caller may not use afterwards
     # seen: the number of tokens before the call
     if not isinstance(cache, InPlaceCache):
@@ -179,7 +179,7 @@ def rewound(cache: Mapping[str, Any], held: Mapping[str, Any], seen: int) -> dic
 
 
 class CheckedRunner:
-    """A base class of runners, which checks the inputs of an exported file; its subclasses call their library."""
+    """A base class of runners that checks the inputs of an exported file; each subclass calls one runtime library."""
 
     runtime: ClassVar[str]
 
@@ -239,7 +239,7 @@ class CheckedRunner:
         return cache
 
     def _called(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> dict[str, torch.Tensor]:
-        """Return the outputs of a call that are not written in place."""
+        """Run the file with an in-place KV cache, and return the outputs that are not updated in place."""
         made = [name for name in self.outputs if name not in self.in_place.values()]
         found = dict(zip(made, self._call_in_place(tensors, cache, tokens), strict=True))
         cache.grown(tokens)
@@ -249,13 +249,13 @@ class CheckedRunner:
         return first_line(error)
 
     def _call(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the file on contiguous tensors in order; the outputs do not share memory with the library."""
+        """Run the file on contiguous tensors in the order of its inputs; outputs share no memory with the runtime."""
         raise NotImplementedError
 
     def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
         raise NotImplementedError
 
     def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
-        """Run the file on the inputs that are not written in place, in order; see :meth:`_call`."""
+        """Run the file with an in-place KV cache on contiguous tensors for all other inputs, in the order of inputs."""
         # tokens: number of new tokens
         raise NotImplementedError

@@ -1,11 +1,11 @@
-"""Run an ONNX file in onnxruntime: one call, or a step of a loop without copies.
+"""Run an ONNX file in onnxruntime: a single call, or a step of generation without copies of the KV cache.
 
 .. code-block:: text
 
     step 1   past (empty)  ──> session ──> present ──┐ an OrtValue: memory that onnxruntime owns
     step 2   past  <── the same OrtValue ────────────┘ ──> session ──> present ── ...
 
-If a file states that its inputs and outputs may share memory, the cache is a :class:`.BufferedCache`.
+If a file states that its inputs and outputs may share memory, the KV cache is a :class:`.BufferedCache`.
 """
 
 from __future__ import annotations
@@ -101,14 +101,14 @@ class OnnxRunner:
             return {name: from_value(value) for name, value in found.items()}
 
     def refuses(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether ``GroupQueryAttention`` refuses a call, which has cached tokens, several new ones and rows."""
+        """Return whether ``GroupQueryAttention`` refuses inputs: several rows, several new tokens and cached tokens."""
         if not self.shared:
             return False
         tokens = _tokens(inputs)
         return bool(min(tokens.shape[:2]) > 1 and inputs["attention_mask"].shape[1] > tokens.shape[1])
 
     def run_in_parts(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run a call that the file :meth:`refuses` row by row, or token by token if the number of rows is fixed."""
+        """Run inputs that the file :meth:`refuses` in one call per row, or per token if the number of rows is fixed."""
         given = {name: inputs[name] for name in self.ports}
         if all(port.shape[0] is None for port in self.ports.values() if port.shape):
             rows = [self.run(feeds) for feeds in row_by_row(given)]
@@ -121,7 +121,7 @@ class OnnxRunner:
         return {**{name: found[name] for name in self.outputs if is_present(name)}, **self._joined(calls)}
 
     def _joined(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the outputs of several calls with one token each, as one call with all tokens would return them."""
+        """Join the outputs of calls with one token each to the outputs that one call with all tokens would return."""
         last = calls[-1]
         return {
             name: value if name in self.of_last else torch.cat([found[name] for found in calls], dim=1)
@@ -203,7 +203,7 @@ SHARED_CACHE = "yobx_flatten.shared_cache"
 
 
 class BufferedCache(TensorBuffers):
-    """A KV cache for onnxruntime: buffers that it updates in place, bound once, and other leaves as ``OrtValue``s."""
+    """A KV cache for onnxruntime: buffers bound once and updated in place, and ``OrtValue``s for other cache inputs."""
 
     # fixed: inputs that are equal in each step, which are bound once
 
@@ -239,7 +239,7 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 
 def one_by_one(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Split a call's inputs by token, and yield the inputs of each call; inputs without a token axis are not split.
+    """Split the inputs of a call into the inputs of one call per token; inputs without a token axis are not split.
 
     >>> import torch
     >>> given = {"input_ids": torch.tensor([[7, 8], [5, 6]]), "attention_mask": torch.ones(2, 4)}
@@ -260,7 +260,7 @@ def one_by_one(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def row_by_row(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Split a call's inputs, with the KV cache, by row of the batch, and yield the inputs of each row.
+    """Split the inputs of a call, with the KV cache, into the inputs of one call per row of the batch.
 
     >>> import torch
     >>> given = {"input_ids": torch.tensor([[7, 8], [5, 6]]), "past_key_values.0.key": torch.zeros(2, 1, 3, 4)}

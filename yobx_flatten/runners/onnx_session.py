@@ -34,7 +34,7 @@ def require_onnxruntime(caller: str) -> Any:
 
 
 def has_mapped_weights(path: str | os.PathLike[str]) -> bool:
-    """Return whether an ONNX file stores its weights in a second file; weights of at least 256 MB are stored so."""
+    """Return whether an ONNX file stores its weights in a second file, which ends with ``.data`` or ``_data``."""
     return any(os.path.isfile(os.fspath(path) + end) for end in (".data", "_data"))  # our suffix, and transformers.js's
 
 
@@ -43,7 +43,7 @@ _SPINS = contextvars.ContextVar("_SPINS", default=True)  # whether threads of a 
 
 @contextlib.contextmanager
 def without_spinning() -> Iterator[None]:
-    """Make onnxruntime sessions that are opened in the with block use threads that sleep while they wait."""
+    """In a ``with`` block, open onnxruntime sessions whose threads sleep, rather than spin, while they wait."""
     token = _SPINS.set(False)
     try:
         yield
@@ -69,7 +69,7 @@ def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
 
 
 def mapped_options(path: str | os.PathLike[str], *, threads: int | None = None) -> Any:
-    """Make options of an onnxruntime session that maps weights from their file instead of copying them into memory."""
+    """Return session options with which onnxruntime memory-maps the weights of a file instead of copying them."""
     import onnxruntime
     import psutil
 
@@ -128,7 +128,7 @@ _MEMORY: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKey
 
 
 def use_huge_pages(session: Any) -> None:
-    """Ask Linux to move a session's weights to huge memory pages; on other systems nothing changes."""
+    """Ask Linux to move a session's weights to huge memory pages; do nothing on other systems."""
     # afterwards each token takes 4 to 9 % less time; the request takes as long as 20 tokens, so it is for long loops
     for start, end in _MEMORY.pop(session, ()):
         _advise(start, end)
@@ -136,7 +136,7 @@ def use_huge_pages(session: Any) -> None:
 
 @contextlib.contextmanager
 def in_huge_pages() -> Iterator[None]:
-    """Ask Linux to use huge pages for memory that is allocated in the with block; on other systems nothing changes."""
+    """Ask Linux to use huge pages for memory allocated in the ``with`` block; do nothing on other systems."""
     before = _anonymous()
     yield
     for start, end in _without(_anonymous(), before):
@@ -144,7 +144,7 @@ def in_huge_pages() -> Iterator[None]:
 
 
 def _anonymous() -> list[tuple[int, int]]:
-    """Return the address ranges of this process that belong to no file; none on systems other than Linux."""
+    """Return the address ranges of this process that map no file; an empty list on systems other than Linux."""
     try:
         lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # another system
@@ -159,7 +159,7 @@ def _anonymous() -> list[tuple[int, int]]:
 
 
 def _without(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the parts of address ranges that are not in the other ranges; Linux merges neighbouring mappings."""
+    """Yield the address ranges of ``ranges`` outside of ``others``, since Linux merges neighbouring mappings."""
     for start, end in ranges:
         for low, high in sorted(others):
             if low >= end or high <= start:
@@ -240,7 +240,7 @@ def is_on_cpu(providers: Providers) -> bool:
 
 
 def check_runs_on(session: Any, providers: Providers, file: str, failure: type[FlattenError] = GenerationError) -> None:
-    """Raise an error if an execution provider did not start: onnxruntime only logs this and uses the next provider."""
+    """Raise an error if an execution provider did not start, since onnxruntime would use the next one."""
     lost = [_name(one) for one in providers if _name(one) not in session.get_providers()]
     if lost:
         raise failure(

@@ -1,7 +1,7 @@
 """Run OpenVINO or ONNX files in OpenVINO, in float32 on the CPU.
 
-By default, OpenVINO computes in bfloat16 on processors that support bfloat16, without a message: the logits of a small
-model were wrong by 0.5. By default, OpenVINO also stores the keys and values of its state in 8 bits.
+By default, OpenVINO loses precision silently: it computes in bfloat16 on processors that support bfloat16 (an error of
+0.5 in the logits of a small model), and stores the keys and values of its state in 8 bits.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def read_model(path: pathlib.Path) -> Any:
 def open_openvino(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> OpenVINORunner:
-    """Open an OpenVINO or ONNX file in OpenVINO. No trust is needed: the file contains no code."""
+    """Open an OpenVINO or ONNX file, which contains no code, in OpenVINO: the caller need not trust the file."""
     # failure: class of the error if the file is missing, or OpenVINO cannot compile the file
     # threads: number of threads that one operator can use; `None` for OpenVINO's own choice
     require("openvino", purpose=caller, extra="openvino")
@@ -109,12 +109,12 @@ def open_openvino(
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of an OpenVINO error, which has the reason; earlier lines name places in its source."""
+    """Return the last line of an OpenVINO error, which states the cause; earlier lines name OpenVINO's source files."""
     return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
 def _signature(model: Any, path: pathlib.Path) -> Signature:
-    """Return the signature that the file stores, or else a signature made from the inputs of the model."""
+    """Return the signature in a model file, or, if the file has none, a signature made from the model's inputs."""
     for place in ([KEY], ["framework", KEY]):  # in OpenVINO files; in ONNX files
         if model.has_rt_info(place):
             return Signature.from_json(model.get_rt_info(place).astype(str), str(path))
@@ -139,7 +139,7 @@ def variable_of(name: str, present: str) -> str:
 
 
 class StateCache(InPlaceCache):
-    """A KV cache by input name: state variables of an OpenVINO request; each call returns the other leaves."""
+    """A KV cache by input name, in state variables of an OpenVINO request, or else in outputs of each call."""
 
     # request: an `openvino.InferRequest` that no other cache uses
 
@@ -177,7 +177,7 @@ class StateCache(InPlaceCache):
         self._write({name: leaf[:, :, :kept] for name, leaf in self.tensors().items()})
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select rows of the batch; if their number is unchanged, the next call selects them, and nothing is copied."""
+        """Select rows of the batch; if the number of rows is unchanged, the next call selects them without a copy."""
         # rows: for each new row the index of an old row
         if len(rows) == len(self.rows):
             self.rows = self.rows[rows]

@@ -1,4 +1,4 @@
-"""The inputs and outputs of an exported file by name, and the output that replaces each cache input.
+"""Describe the inputs of an exported file, and match each KV cache input with the output for the next call.
 
 .. code-block:: text
 
@@ -6,7 +6,7 @@
     past_key_values.length         <-- next time --   present.length
     past_key_values.0.encoder.key      unchanged after the first call, if no output has its name
 
-All other leaves of the cache grow. A file that accepts a cache but does not return the cache would lose earlier tokens.
+Each call returns all other cache tensors: a file that does not return its KV cache would lose earlier tokens.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Port(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CacheSlot:
-    """One leaf of the KV cache: an input, and the output that replaces it in the next call."""
+    """One tensor of the KV cache: an input, and the output that becomes this input in the next call."""
 
     port: Port  # the input
     present: str | None  # the output that replaces it in the next call; `None` if the leaf is unchanged
 
 
 def present_of(name: str) -> str | None:
-    """Return the name of the output that replaces a cache input in the next call; ``None`` for any other input.
+    """Return the name of the output that becomes a cache input in the next call; ``None`` for any other input.
 
     >>> present_of("past_key_values.0.key"), present_of("input_ids")
     ('present.0.key', None)
@@ -65,7 +65,7 @@ def present_of(name: str) -> str | None:
 def check_cache_outputs(
     inputs: Iterable[str], outputs: Collection[str], where: str, *, of: str | None = None, remedy: str = _NAMES
 ) -> None:
-    """Raise an error if a file accepts a growing KV cache but does not return all leaves of the cache.
+    """Raise an error if a file accepts a growing KV cache but does not return all tensors of the cache.
 
     >>> check_cache_outputs(["past_key_values.0.key"], ["logits", "present.0.key"], "model.onnx")
     """
@@ -84,7 +84,7 @@ def check_cache_outputs(
 
 
 def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = "") -> list[CacheSlot]:
-    """Return the inputs that are leaves of the KV cache, each with the output that replaces it.
+    """Return the inputs that are tensors of the KV cache, each with the output that becomes the input of the next call.
 
     >>> counter = Port("past_key_values.length", (), torch.int64)
     >>> cache_slots([Port("input_ids", (None, None), torch.int64), counter], ["logits", "present.length"], "model.onnx")
@@ -111,7 +111,7 @@ def is_present(name: str) -> bool:
 def split_cache(
     found: Mapping[str, Any], slots: Iterable[CacheSlot], cache: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split everything that a step returned into its outputs and the KV cache for the next step.
+    """Split all outputs of a step into the KV cache for the next step and the other outputs.
 
     >>> slots = [CacheSlot(Port("past_key_values.length", (), torch.int64), "present.length")]
     >>> split_cache({"logits": 1, "present.length": 4}, slots, {"past_key_values.length": 3})
@@ -130,7 +130,7 @@ def split_cache(
 
 
 def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
-    """Return a cache leaf with selected rows of the batch; a leaf without rows, such as a token counter, is unchanged.
+    """Select rows of the batch in a cache tensor; a tensor without a batch axis, such as a counter, is unchanged.
 
     >>> with_rows(torch.tensor([[1, 2], [3, 4]]), torch.tensor([1, 1, 0])).tolist()
     [[3, 4], [3, 4], [1, 2]]
@@ -195,7 +195,7 @@ class Runner(Protocol):
 
 
 class Element(NamedTuple):
-    """How an ONNX file stores the elements of tensors of one dtype."""
+    """The format in which an ONNX file stores tensor elements of one dtype."""
 
     code: int  # the type of the initializer, a value of `onnx.TensorProto.DataType`
     pair: bool = False  # whether each element is stored as two numbers, in an additional last axis
@@ -305,7 +305,7 @@ def value_type(kind: str) -> ValueType:
 
 
 def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
-    """Convert an input to an ``onnxruntime.OrtValue``, with shared memory if possible; text stays an array."""
+    """Convert an input to an ``onnxruntime.OrtValue``, without a copy if possible; strings become a NumPy array."""
     from onnxruntime import OrtValue
 
     if isinstance(leaf, torch.Tensor):
@@ -330,7 +330,7 @@ def to_value(name: str, kind: ValueType, leaf: Any) -> Any:
 
 
 def from_value(value: Any) -> Any:
-    """Convert an output of onnxruntime to a tensor; text stays an array."""
+    """Convert an output of onnxruntime to a tensor; an output of strings becomes a NumPy array."""
     name = _AS_BYTES.get(value.element_type()) if hasattr(value, "element_type") else None
     if name is None:
         array = value.numpy() if hasattr(value, "numpy") else value

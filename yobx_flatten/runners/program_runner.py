@@ -1,4 +1,4 @@
-"""Run a program of ``torch.export``: pass the arguments of its module, or the leaves of the arguments by input name."""
+"""Run a program of ``torch.export`` on tensors by input name, from which the arguments of its module are built."""
 
 from __future__ import annotations
 

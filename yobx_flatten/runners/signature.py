@@ -1,4 +1,4 @@
-"""Check inputs for runtimes that do not check them: names, types, sizes, and relations between sizes.
+"""Check the names, dtypes and sizes of inputs, and relations between sizes, for runtimes that do not check inputs.
 
 Compiled code reads memory by the sizes and strides that it was compiled for, so inputs are checked before each call:
 
@@ -8,7 +8,7 @@ Compiled code reads memory by the sizes and strides that it was compiled for, so
     past_key_values.0.key   float32  (batch a, 2, tokens c, 16)     the first use of a, b and c sets their values,
     attention_mask          int64    (batch a, tokens b + c)        and all other sizes must agree
 
-What a program asserts about the sizes of its inputs is stored as nested tuples, which are never executed:
+A program's assertions about the sizes of its inputs are stored as nested tuples, which are never run as code:
 
 .. code-block:: text
 
@@ -76,7 +76,7 @@ class Signature:
         where: str,
         held: Mapping[str, tuple[int, ...]] | None = None,
     ) -> list[torch.Tensor]:
-        """Check the dtypes and sizes of inputs, and return the inputs in order as contiguous tensors."""
+        """Check the dtypes and sizes of input values, and return contiguous tensors in the order of the inputs."""
         # held: shapes of inputs in the library's own memory, which the result does not contain
         held = held or {}
         taken = [(name, dtype) for name, dtype, _ in self.inputs if name not in held]
@@ -92,7 +92,7 @@ class Signature:
         return found
 
     def check_sizes(self, shapes: Mapping[str, tuple[int, ...]], failure: type[FlattenError], where: str) -> None:
-        """Raise an error if the shapes of the inputs do not fit the file, or do not fit each other."""
+        """Raise an error if the shapes of the inputs do not fit the signature of the file, or do not fit each other."""
         for name, _, sizes in self.inputs:
             if len(sizes) != len(shapes[name]):
                 raise failure(f"{where} takes {name} with {len(sizes)} axes, found the shape {shapes[name]}.")
@@ -173,12 +173,12 @@ def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenEr
 
 
 def _alone(size: Size) -> str | None:
-    """Return the name of a size that is a single name."""
+    """Return the variable of a dynamic size that is one variable; ``None`` for a number or a sum."""
     return next(iter(size)) if isinstance(size, Mapping) and list(size.values()) == [1] and "" not in size else None
 
 
 def place_of_sizes(signature: Signature) -> dict[str, tuple[str, int]]:
-    """Return the first input and axis that have each dynamic size, by the name of the size."""
+    """Return, for the name of each dynamic size, the first input and axis of this size."""
     found: dict[str, tuple[str, int]] = {}
     for name, _, sizes in signature.inputs:
         for axis, size in enumerate(sizes):
@@ -254,7 +254,7 @@ def value_of(found: Expression, sizes: Mapping[str, int]) -> int:
 
 
 def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
-    """Return whether a comparison holds for given sizes.
+    """Return whether a comparison between sizes is true for given values of the sizes.
 
     >>> holds(("==", ("+", "s1", "s2"), "s3"), {"s1": 2, "s2": 5, "s3": 6})
     False
@@ -267,7 +267,7 @@ def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
 
 
 def bound_by_sums(name: str, relations: Iterable[Expression]) -> int:
-    """Return the least value of a size that the relations equate with sums of other sizes, each of which is at least 2.
+    """Return the least value of a size that equations set equal to sums of sizes, if each summed size is at least 2.
 
     >>> bound_by_sums("total", [("==", ("+", "past", "new"), "total"), ("<=", 9, "total")])
     4
@@ -312,7 +312,7 @@ def decides_by_parts(relation: Expression) -> bool:
 
 
 def is_of_one_size(relation: Expression) -> bool:
-    """Return whether a comparison only excludes one value of a size, as ``s1 != 6`` does; the value is at least 2.
+    """Return whether a comparison, such as ``s1 != 6``, only excludes one value, of at least 2, of a size.
 
     >>> is_of_one_size(("!=", "s1", 6)), is_of_one_size(("!=", "s1", 1))
     (True, False)
@@ -327,7 +327,7 @@ def _has_parts(found: Expression) -> bool:
 
 
 def format_expression(found: Expression, shown: Mapping[str, Any]) -> str:
-    """Return an expression as a line of text.
+    """Format an expression of sizes as one line of text.
 
     >>> format_expression(("==", ("+", "s1", ("*", 2, ("max", 1, "s2"))), "s3"), {"s1": "a", "s2": "b", "s3": 7})
     'a + 2 * max(1, b) == 7'
@@ -345,7 +345,7 @@ def format_expression(found: Expression, shown: Mapping[str, Any]) -> str:
 
 
 def from_lists(found: Any, *, top: bool = True) -> Expression:
-    """Convert a comparison from nested lists, as JSON stores it, to nested tuples."""
+    """Convert a comparison of sizes from the nested lists of a JSON text to nested tuples."""
     # top: whether the result must be a comparison; otherwise it must be a number
     if not top and (type(found) is int or isinstance(found, str)):
         return found

@@ -1,1 +1,1 @@
-"""Flatten the transformers caches: every layer class, its leaves and its static part."""
+"""Flatten transformers KV caches, with layers of any class, to tensors (leaves) and static data."""

@@ -1,14 +1,14 @@
-"""Flatten ``DynamicCache``, ``StaticCache`` and ``EncoderDecoderCache`` as nodes.
+"""Flatten ``DynamicCache``, ``StaticCache`` and ``EncoderDecoderCache`` as pytree nodes.
 
-The static part of a cache is the list of its leaves' names. A cache with ``DynamicLayer`` only has the plain names
-``key_0, value_0, key_1, ...``; in any other cache, names include a code for the layer: ``key_D_0, value_D_0, key_W8_1,
-...`` (letters in :mod:`.layers`). ``none_W8_1`` is layer 1, with a sliding window of 8, before it has keys.
+The static part of a cache is the list of its leaves' names. If all layers are ``DynamicLayer``, the names are
+``key_0, value_0, key_1, ...``; in any other cache, names include a code for the layer class: ``key_D_0, key_W8_1, ...``
+(codes in :mod:`.layers`). The name ``none_W8_1`` stands for layer 1 with a sliding window of 8, before it has keys.
 
-Nothing that depends on the tokens seen is static, so one exported program serves all lengths. The *length* of sliding
-layers has two sources:
+The static part does not depend on the number of tokens seen, so one exported program serves all lengths. The *length*
+(number of tokens seen) of sliding layers comes from one of two sources:
 
-* a full layer of the same cache holds every token: its number of keys *is* the length, and no leaf is needed;
-* otherwise the last leaf is ``length``, a 0-d tensor (see :mod:`.layouts`).
+* the number of keys in a full layer, if the cache has a full layer, since a full layer contains every token;
+* the last leaf, ``length``, a 0-d tensor (see :mod:`.layouts`), if the cache has no full layer.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ def flatten_dynamic_cache(cache: TransformersCache) -> tuple[list[Any], list[str
         cache: a ``transformers.DynamicCache``, with layers of any class.
 
     Returns:
-        The cache's own tensors, each of shape (batch, heads, length, head size), and their names.
+        The cache's tensors, not copied, each of shape (batch, heads, length, head size), and the names of the tensors.
 
     Raises:
         CacheStructureError: when a layer is partly initialised, or a sliding layer has seen another number of tokens
             than a full layer.
-        StaticDataError: when a layer that is flattened by its attributes has an attribute that cannot be stored.
+        StaticDataError: when an attribute of a layer is neither a tensor nor data that a program can store.
     """
     return flatten_layers(layers_of(cache), plain=True)
 
 
 def flatten_with_keys_dynamic_cache(cache: TransformersCache) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Flatten a ``DynamicCache`` into leaves with names of layers: ``[key_0]``, ``[value_W8_1]``.
+    """Flatten a ``DynamicCache`` into leaves with pytree keys, such as ``[key_0]`` and ``[value_W8_1]``.
 
     Args:
         cache: see :func:`flatten_dynamic_cache`.
 
     Returns:
-        Pairs of a key and a leaf, and the names.
+        Pairs of a pytree key and a leaf, and the names of the leaves.
 
     Raises:
         CacheStructureError: see :func:`flatten_dynamic_cache`.
@@ -70,10 +70,10 @@ def unflatten_dynamic_cache(
         output_type: ignored; callers may pass a class as third argument.
 
     Returns:
-        A cache that continues to generate as the original would.
+        A cache with which generation continues as with the flattened cache.
 
     Raises:
-        SpecMismatchError: when there are not as many values as names of leaves.
+        SpecMismatchError: when the number of values is not the number of names in ``context``.
         UnsupportedLayerError: when a leaf name has a letter that stands for no layer class.
     """
     from transformers.cache_utils import DynamicCache
@@ -89,23 +89,23 @@ def flatten_static_cache(cache: TransformersCache) -> tuple[list[Any], list[str]
         cache: a ``transformers.StaticCache``, with layers of any class.
 
     Returns:
-        The cache's own tensors, of shape (batch, heads, maximal length, head size), its counters, and their names.
+        The cache's tensors, not copied, of shape (batch, heads, capacity, head size), its counters, and all leaf names.
 
     Raises:
         CacheStructureError: when a layer is only partly initialised.
-        StaticDataError: when a layer that is flattened by its attributes has an attribute that cannot be stored.
+        StaticDataError: when an attribute of a layer is neither a tensor nor data that a program can store.
     """
     return flatten_layers(layers_of(cache), plain=False)
 
 
 def flatten_with_keys_static_cache(cache: TransformersCache) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Flatten a ``StaticCache`` into leaves with names of layers: ``[key_S16_0]``, ``[position_S16_0]``.
+    """Flatten a ``StaticCache`` into leaves with pytree keys, such as ``[key_S16_0]`` and ``[position_S16_0]``.
 
     Args:
         cache: see :func:`flatten_static_cache`.
 
     Returns:
-        Pairs of a key and a leaf, and the names.
+        Pairs of a pytree key and a leaf, and the names of the leaves.
 
     Raises:
         CacheStructureError: see :func:`flatten_static_cache`.
@@ -125,10 +125,10 @@ def unflatten_static_cache(
         output_type: ignored; callers may pass a class as third argument.
 
     Returns:
-        A cache that continues to generate as the original would.
+        A cache with which generation continues as with the flattened cache.
 
     Raises:
-        SpecMismatchError: when there are not as many values as names of leaves.
+        SpecMismatchError: when the number of values is not the number of names in ``context``.
         UnsupportedLayerError: when a leaf name has a letter that stands for no layer class.
     """
     from transformers.cache_utils import StaticCache
@@ -137,7 +137,7 @@ def unflatten_static_cache(
 
 
 def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[str]]:
-    """Return the layers, and names with sizes; names from yobx have no sizes, so the keys give the sizes."""
+    """Return the layers, and their names; sizes that names written by yobx lack are read from the keys."""
     values = values if isinstance(values, (list, tuple)) else list(values)
     try:
         return unflatten_layers(values, names), names
@@ -151,8 +151,8 @@ def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[st
 def flatten_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
     """Flatten an ``EncoderDecoderCache`` into its two caches.
 
-    ``is_updated`` states for each layer whether the encoder's keys are present. If ``is_updated`` differs from the
-    state of the layers, it is stored as a third name, ``is_updated_<0 or 1 for each layer>``.
+    ``is_updated`` of a cache states for each layer whether cross-attention keys are present. If ``is_updated`` differs
+    from the state of the layers, its value is a third name, ``is_updated_<0, 1 or - for each layer>``.
 
     Args:
         cache: a ``transformers.EncoderDecoderCache``.
@@ -170,13 +170,13 @@ def flatten_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[Any], 
 
 
 def flatten_with_keys_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[tuple[Any, Any]], list[str]]:
-    """Flatten an ``EncoderDecoderCache`` into its two caches, each with a key.
+    """Flatten an ``EncoderDecoderCache`` into its two caches, each with a pytree key.
 
     Args:
         cache: a ``transformers.EncoderDecoderCache``.
 
     Returns:
-        Pairs of a key and a cache, and the names.
+        Pairs of a pytree key and a cache, and the names of the caches.
     """
     caches, names = flatten_encoder_decoder_cache(cache)
     return [(MappingKey(name), child) for name, child in zip(names, caches, strict=False)], names
@@ -189,14 +189,14 @@ def unflatten_encoder_decoder_cache(
 
     Args:
         values: the self-attention and the cross-attention cache, or placeholders for them.
-        context: their names, as :func:`flatten_encoder_decoder_cache` returned them.
+        context: the names of the two caches, as :func:`flatten_encoder_decoder_cache` returned them.
         output_type: ignored; callers may pass a class as third argument.
 
     Returns:
-        The cache, with the same ``is_updated`` as the flattened cache.
+        A cache with the same ``is_updated`` as the flattened cache.
 
     Raises:
-        ValueError: when ``values`` does not hold two entries.
+        ValueError: when ``values`` does not contain two entries.
     """
     from transformers.cache_utils import EncoderDecoderCache
 
@@ -238,7 +238,7 @@ _STATIC = {"S", "X", "J", "LS", "LX"}
 
 
 def axes_of_leaf(name: str) -> dict[int, str] | None:
-    """Return which axes of a cache's leaf vary between calls; ``None`` for a leaf whose meaning is not known.
+    """Return the axes of a cache tensor that vary between calls, by leaf name; ``None`` for an unknown name.
 
     >>> axes_of_leaf("key_W8_1"), axes_of_leaf("value_S16_0"), axes_of_leaf("length")
     ({0: 'batch', 2: 'length'}, {0: 'batch'}, {})
@@ -253,7 +253,7 @@ def axes_of_leaf(name: str) -> dict[int, str] | None:
 
 
 def label_of_leaf(name: str, below: str) -> str:
-    """Return the name that ONNX tools for generation use for a leaf of a cache.
+    """Return the name that ONNX tools for generation use for a tensor of a KV cache.
 
     >>> label_of_leaf("key_W8_1", ""), label_of_leaf("value_0", ""), label_of_leaf("length", "")
     ('1.key', '0.value', 'length')
@@ -263,7 +263,7 @@ def label_of_leaf(name: str, below: str) -> str:
 
 
 def label_of_cache(name: str, below: str) -> str:
-    """Return the name that ONNX tools for generation use for a leaf of an ``EncoderDecoderCache``.
+    """Return the name that ONNX tools for generation use for a tensor of an ``EncoderDecoderCache``.
 
     >>> label_of_cache("self_attention_cache", "1.key"), label_of_cache("cross_attention_cache", "1.key")
     ('1.decoder.key', '1.encoder.key')
@@ -274,7 +274,7 @@ def label_of_cache(name: str, below: str) -> str:
 
 
 def layers_of(cache: TransformersCache) -> list[CacheLayer]:
-    """Return the layers of a cache; refuse a cache that cannot be rebuilt from its layers."""
+    """Return the layers of a cache; raise an error if the cache cannot be rebuilt from its layers."""
     if not hasattr(cache, "layers"):
         raise CacheStructureError(
             f"Expected a cache with layers, found {describe_class(cache)}. Pass the cache that a model returned, or "
@@ -306,7 +306,7 @@ def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> TransformersCache:
 
 
 def _shown_updates(cross: TransformersCache | None) -> dict[int, bool]:
-    """Return the values of ``is_updated`` that the layers imply: whether each layer is filled."""
+    """Return, in the form of ``is_updated``, whether each layer of a cross-attention cache is filled."""
     found = {}
     for index, layer in enumerate(getattr(cross, "layers", ())):
         kind = kind_of(type(layer))
@@ -319,7 +319,7 @@ _WITHOUT = re.compile(r"(.+)_([WSX])_(\d+)")
 
 
 def with_sizes(values: Sequence[Any], names: list[str]) -> list[str]:
-    """Return names that include the number of tokens of each layer, in the form that yobx reads.
+    """Add the number of tokens of each layer to leaf names, in the form that the package yobx reads.
 
     >>> with_sizes([torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)], ["key_W_0", "value_W_0"])
     ['key_W5_0', 'value_W5_0']

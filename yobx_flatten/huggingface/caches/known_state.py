@@ -1,4 +1,4 @@
-"""Reuse the template (description of all attributes) of an earlier layer, so that only leaves are read.
+"""Reuse the template (description of all attributes) of an earlier cache layer, so that only leaves are read.
 
 Describing each attribute as JSON takes 0.1 ms per layer. So the last templates of each layer index are stored, with the
 types and values that determine each template, level by level::
@@ -50,7 +50,7 @@ def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = 
 
 
 class KnownState:
-    """The template of an object's attributes, with the types and values that show whether another object fits it."""
+    """The template of an object's attributes, and the types and values of objects that fit the template."""
 
     def __init__(self, held: dict[str, Any], template: Template, leaves: list[Any]) -> None:
         self.text, self.paths = json.dumps(template), leaf_paths(template)
@@ -82,7 +82,7 @@ class KnownState:
         self._sized = [(index, leaves[index].dim() > 1) for index in sized]
 
     def leaves_of(self, held: dict[str, Any]) -> list[Any] | None:
-        """Return the leaves of attributes that have this template; ``None`` if their template may differ."""
+        """Return the leaves of an object's attributes; ``None`` if the attributes may not fit the template."""
         if list(held) != self._attributes:
             return None
         flat: list[Any] = []
@@ -121,7 +121,7 @@ class KnownState:
 
 
 class _Part(NamedTuple):
-    """A value inside an object, and the property of the value that is compared."""
+    """A value nested in an object, and the property with which values of later objects are compared."""
 
     value: Any
     kind: Literal["leaf", "same", "plain", "dumped", "any"]

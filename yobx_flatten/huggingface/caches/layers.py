@@ -1,4 +1,4 @@
-"""One row per class of cache layer: its letter, tensors, token counters and fixed settings.
+"""Describe each class of cache layer: its letter, tensors, token counters and fixed settings.
 
 ========  ===========================  =======================  ==================  ==============================
 letter    class                        leaves                   counter             static (digits after the letter)
@@ -12,11 +12,10 @@ letter    class                        leaves                   counter         
           ``Layer``                    ``position``             ``length``          drops a token
 ========  ===========================  =======================  ==================  ==============================
 
-Every other class is flattened by its attributes: the letters are in :data:`OTHER_LETTERS`, or are the class's name.
-
-``position`` is the layer's own counter, a tensor. ``length`` is an integer in the layer and a tensor among the leaves:
-a sliding layer has fewer keys than tokens seen, so positions need ``length``. All layers of a cache share one
-``length``: see :mod:`.functions` for its source. Differences between versions of transformers are handled here.
+Layers of all classes outside the table are flattened by their attributes, with a letter of :data:`OTHER_LETTERS` or the
+name of the class. The leaf ``position`` is the token counter that a layer stores as a tensor. The leaf ``length`` is
+the number of tokens seen, an integer in the layer, since a sliding layer has fewer keys than tokens seen. All layers of
+a cache share one ``length`` (see :mod:`.functions`). This file handles differences between versions of transformers.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ _WINDOW_TENSORS: dict[int, dict[torch.device, torch.Tensor]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """Facts about one class of layers, for the installed version of transformers."""
+    """The letter and attributes of one class of cache layers in the installed version of transformers."""
 
     cls: Any  # the class
     letter: str  # its letter code
@@ -98,7 +97,7 @@ class LayerKind:
         return "cumulative_length" if self.letter in "WX" else None
 
     def code(self, layer: CacheLayer) -> str:
-        """Return the letter and fixed settings of a layer, as ``W8``; length, batch, dtype and device do not matter."""
+        """Return the code of a layer in leaf names, made of its letter and fixed settings, such as ``W8``."""
         if self.letter == "D":
             return "D"
         if self.letter == "W":
@@ -129,7 +128,7 @@ class LayerKind:
         )
 
     def template(self, parameter: str, *, filled: bool, has_position: bool) -> Template:
-        """Return how to rebuild each attribute of a layer, in the format for classes without a ``LayerKind``."""
+        """Return a template (see :mod:`.state`) from which all attributes of a layer are rebuilt."""
         # has_position: whether the layer counts in a tensor, or did so in the version that stored the program
         held: list[Any] = ["tensor"] if filled else ["fixed", None]
         template: Template = {"keys": held, "values": held}
@@ -231,7 +230,7 @@ _CODE = re.compile(f"({'|'.join({*LETTERS.values(), *OTHER_LETTERS.values()})})(
 
 
 def letter_of(code: str) -> str:
-    """Return the letter of a code; an empty string for a class name.
+    """Return the letter in the code of a layer; an empty string if the code is a class name.
 
     >>> letter_of("W8"), letter_of("LX16"), letter_of("SummedLayer")
     ('W', 'LX', '')
@@ -263,7 +262,7 @@ def _read_kind(cls: Any) -> LayerKind | None:
 
 @functools.cache
 def keeps_dtype(cls: type) -> bool:
-    """Return whether layers of a class have a ``dtype`` attribute, as before transformers 5.24."""
+    """Return whether layers of a class have a ``dtype`` attribute, as in versions of transformers before 5.24."""
     fill = [vars(base)["lazy_initialization"] for base in cls.__mro__ if "lazy_initialization" in vars(base)]
     written = (step for one in fill for step in dis.get_instructions(inspect.unwrap(one).__code__))
     return any(step.opname == "STORE_ATTR" and step.argval == "dtype" for step in written)

@@ -1,6 +1,6 @@
-"""Flatten cache layers to named leaves, and rebuild them. The names are static.
+"""Flatten cache layers to leaves with static names, and rebuild layers from leaves.
 
-Layers are read one by one, and may contain anything: tensors, nothing, placeholders, proxies of a trace.
+Layers are read one by one; a layer may be empty, or contain tensors, placeholders or the proxies of a trace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNSET: Any = object()  # not None, which may be a leaf
 
 
 def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[str]]:
-    """Flatten the layers of a cache to leaves and names, and check that all layers have seen the same tokens."""
+    """Flatten the layers of a cache to leaves and names, and check that they have seen equally many tokens."""
     # plain: whether names have no letter if all layers are `DynamicLayer`
     values: list[Any] = []
     names: list[str] = []
@@ -124,7 +124,7 @@ def holds_full_only(names: list[str]) -> bool:
 def _read_row(
     kind: LayerKind, layer: CacheLayer, index: int, values: list[Any], names: list[str]
 ) -> tuple[str, list[Any]]:
-    """Add the leaves of a layer with a ``LayerKind``; return its code and its counter."""
+    """Append the leaves of a layer with a ``LayerKind`` to ``values``; return the layer's code and counter."""
     code = kind.code(layer)
     if not kind.is_filled(layer, index):
         names.append(f"none_{code}_{index}")
@@ -141,7 +141,7 @@ def _read_row(
 
 
 def _held_uncounted(layer: CacheLayer, length: Length) -> int:
-    """Return the number of keys of a filled layer whose counter is 0, which a user made; 0 for other layers."""
+    """Return the number of keys of a layer that a user filled without setting its counter; 0 for other layers."""
     held = vars(layer)
     keys = held.get("keys")
     if type(length) is not int or length or "max_cache_len" in held or type(keys) is not torch.Tensor:
@@ -156,7 +156,7 @@ def _key_count(keys: torch.Tensor) -> int:
 
 
 def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: list[str]) -> tuple[str, list[Any]]:
-    """Add the leaves of a layer without a ``LayerKind``; return its code and its counters."""
+    """Append the leaves of a layer without a ``LayerKind`` to ``values``; return the layer's code and counters."""
     held, cls = layer.__dict__, type(layer)
     remember(held)
     template = held.get(PLACEHOLDERS)
@@ -265,7 +265,7 @@ def _make_plan(names: tuple[str, ...]) -> _Plan:
 
 
 def is_leaf_name(name: str) -> bool:
-    """Return whether a name belongs to a leaf; all other names describe how to rebuild an object."""
+    """Return whether a name in the static part belongs to a leaf; other names describe how to rebuild objects."""
     return not name.startswith("none_") and "=" not in name
 
 
@@ -276,7 +276,7 @@ def _empty_layer(kind: LayerKind, parameter: str, leaves: Iterator[Any], length:
 def rebuild_by_attributes(
     cls: type, builder: StateBuilder, leaves: Iterator[Any], length: Length, new: Callable[[type], Any] = object.__new__
 ) -> CacheLayer:
-    """Build a layer, or a cache without layers, from its leaves."""
+    """Build a cache layer, or a cache that has no layers, from the leaves of its attributes."""
     obj = new(cls)
     held, used, real = builder.build(leaves, length)
     obj.__dict__.update(held)
@@ -330,7 +330,7 @@ def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
 
 
 def length_of(leaf: object) -> object:
-    """Return a leaf as a number, or unchanged if its value is not known, as in a trace."""
+    """Return the leaf of a token counter as an integer, or unchanged if its value is unknown, as during a trace."""
     # leaf: an int64 tensor without axes; an integer, as stored by earlier versions; a placeholder
     has_no_value = torch.compiler.is_compiling() or is_jit_tracing()
     if has_no_value or not isinstance(leaf, torch.Tensor) or leaf.dim():

@@ -1,4 +1,4 @@
-"""Flatten a cache layer of any other class by its attributes: tensors, token counters, fixed settings.
+"""Flatten a cache layer without a ``LayerKind`` by its attributes: tensors, token counters, fixed settings.
 
 A *template* describes the value of every attribute. A template is static data: it does not depend on the batch, the
 tokens seen, the dtype or the device, and can be stored as JSON.
@@ -55,7 +55,7 @@ DROPPED = {"_sliding_window_tensor", "prefetch_stream"}
 
 
 def read_state(held: dict[str, Any], *, in_cache: bool = False) -> tuple[Template, list[Any]]:
-    """Split the attributes of an object into a template and leaves."""
+    """Split the attributes of an object into a template (static data) and leaves (tensors and counters)."""
     leaves: list[Any] = []
     waiting: list[tuple[str, Any]] = []
     template: Template = {}
@@ -112,7 +112,7 @@ def _is_part(value: object) -> bool:
 
 
 def _names_a_part(module: str, name: str) -> bool:
-    """Return whether a class belongs to a transformers cache, such as a layer of a padding cache, or to Quanto."""
+    """Return whether a class name belongs to a transformers cache or to the quantization library Quanto."""
     of_quanto = module.startswith("optimum.quanto.") and "Optimizer" in name
     return of_quanto or (module.startswith("transformers.") and "Cache" in name)
 
@@ -133,7 +133,7 @@ def _holds_leaves(values: Iterable[Any], name: str) -> bool:
 
 
 def _read_like(name: str, value: object, leaves: list[Any], paths: list[str]) -> list[Any]:
-    """Return the entry of a dtype, device or size: a reference to a leaf with the same value, or a fixed value."""
+    """Return the template entry of a dtype, device or size: a reference to a leaf that has it, or a fixed value."""
     if name in SIZES:
         path, axis = SIZES[name]
         index = paths.index(path) if path in paths else None
@@ -152,7 +152,7 @@ def _read_like(name: str, value: object, leaves: list[Any], paths: list[str]) ->
 
 
 def leaf_paths(template: Template) -> list[str]:
-    """Return the names of a template's leaves: ``keys``, ``conv_states.0``."""
+    """Return the names of a template's leaves, such as ``keys`` and ``conv_states.0``."""
     return [path for path, _ in _leaves_of(template)]
 
 
@@ -183,7 +183,7 @@ def _parts(entry: list[Any]) -> Iterable[tuple[Any, list[Any]]]:
 
 
 def follow_state(template: Template, held: dict[str, Any]) -> list[Any]:
-    """Return the leaves of an object that was built from this template, including placeholders."""
+    """Return the leaves of an object that was built from ``template``; leaves may be placeholders."""
     leaves: list[Any] = []
 
     def walk(entry: list[Any], value: Any) -> None:
@@ -219,7 +219,7 @@ class StateBuilder:
                 self._made.append((name, _maker(entry, counter)))
 
     def build(self, leaves: Iterator[Any], length: Length) -> tuple[dict[str, Any], list[Any], bool]:
-        """Return the attributes, the leaves that were used, and whether no placeholders are among them."""
+        """Return the attributes of an object, the leaves in them, and whether no leaf is a placeholder."""
         used = list(itertools.islice(leaves, len(self.leaf_types)))
         held = self._plain.copy()
         for name, index in self._leaves:
@@ -295,7 +295,7 @@ def layer_class(name: object) -> type:
 
 
 def part_class(name: object) -> type:
-    """Return the class of this name, if the class is part of a transformers cache or of Quanto's quantizer."""
+    """Return the class called ``name``; raise an error unless it belongs to transformers caches or Quanto."""
     found = _class_named(name)
     module, _, qualified = str(name).partition(":")
     if found is None or not _names_a_part(module, qualified):

@@ -1,1 +1,1 @@
-"""Replace functions of transformers by versions without branches, during a trace."""
+"""Replace functions of transformers, while a model is traced, by functions without branches."""

@@ -1,12 +1,12 @@
-"""Trace the methods of cache layers with one code path for every length.
+"""Trace the methods of cache layers as one graph for every number of tokens.
 
-A layer branches on the number of tokens it has seen, and a trace follows one branch. Here the same tensors are computed
-by arithmetic on lengths:
+A cache layer branches on the number of tokens it has seen, and a trace records only one branch. The replacements in
+this file compute the same tensors by arithmetic on lengths:
 
-* A sliding layer has ``kept`` keys, so the attention covers ``kept + query`` keys from position ``seen - kept``. The
-  layer then keeps the last ``window - 1`` keys, or all keys if there are fewer.
-* A static sliding layer returns the last ``window - 1`` keys it has seen, the new keys, and then unused slots.
-* An empty layer starts from a slice of its first keys. A trace would make a new tensor a constant, which
+* A sliding layer has ``kept`` keys, so the attention covers ``kept + query`` keys from position ``seen - kept``. A
+  sliding layer keeps the last ``window - 1`` keys after a call, or all keys if there are fewer.
+* A static sliding layer returns the last ``window - 1`` keys it has seen, the new keys, and its unused capacity.
+* An empty layer starts from a slice of its first keys, since a trace would make a new tensor a constant, which
   ``run_decompositions`` and the ONNX exporter do not find (https://github.com/pytorch/pytorch/issues/179555).
 """
 

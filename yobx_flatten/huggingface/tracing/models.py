@@ -1,6 +1,6 @@
-"""List the functions of models that are replaced during a trace.
+"""List the functions of transformers models that are replaced during a trace.
 
-A function is replaced only if its module is imported, and if the replacement accepts all of its parameters
+A function is replaced only if its module is imported, and if the replacement accepts all parameters of the function
 (:mod:`.replacement`).
 """
 
@@ -110,7 +110,7 @@ def _delta_rule(original: Function) -> Function:
 
 
 def _chunk_scan(step: _Step, start: torch.Tensor, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the last state, and the outputs of all tokens; tokens are axis 1 of inputs and outputs."""
+    """Scan over tokens, which are axis 1 of inputs and outputs; return the last state and the outputs of all tokens."""
     from ...private_names.of_torch import scan
 
     state, outputs = scan(step, start, tuple(part.transpose(0, 1) for part in given))
@@ -148,7 +148,7 @@ def model_replacements() -> Iterator[Replacement]:
 
 
 def _gates(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return the routing weights as (experts, tokens, 1), with zero for experts that a token is not routed to."""
+    """Return routing weights of shape (experts, tokens, 1), 0 for experts to which a token is not routed."""
     gates = top_k_weights.new_zeros(top_k_index.shape[0], experts)
     return gates.scatter_add(1, top_k_index, top_k_weights).t().unsqueeze(-1)
 
@@ -309,7 +309,7 @@ POSITIONS = (
 
 
 def _caches_have(*methods: str) -> bool:
-    """Return whether the caches of the installed transformers have these methods, which transformers 5.23 added."""
+    """Return whether the installed ``Cache`` class of transformers has ``methods``, which version 5.23 added."""
     return all(hasattr(sys.modules["transformers.cache_utils"].Cache, name) for name in methods)
 
 

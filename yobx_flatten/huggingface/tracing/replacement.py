@@ -1,4 +1,4 @@
-"""Replace functions of transformers by traceable versions, which keep the original's signature.
+"""Replace functions of transformers by traceable functions with the signature of the original function.
 
 .. code-block:: text
 
@@ -7,8 +7,8 @@
     any other case         again(), again(position_ids=p)                            the original, with its own names
 
 A traceable version is called with the parameters of its signature. An original function is replaced only if it has
-all required parameters of its traceable version, and no unknown parameter, which could change the result. A version
-with ``again`` and ``others`` passes all arguments to the original function, which may then have more parameters.
+all required parameters of its traceable version, and no unknown parameter, which could change the result. If the
+traceable version has the parameters ``again`` and ``others``, unknown parameters of the original function are allowed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _warned: set[str] = set()
 
 
 def replacement(make: Make) -> Make:
-    """Decorate a function that makes a replacement, to give the replacement the original's signature."""
+    """Decorate a function that makes a replacement, which gets the signature of the original function."""
     # make: returns a version for an original, or the original if a release of transformers needs no replacement
     # if the version does not fit, the result returns the original and warns (ReplacedFunctionWarning)
 

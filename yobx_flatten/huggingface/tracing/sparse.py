@@ -1,7 +1,7 @@
 """Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
 DeepSeek V4 compresses a window of keys when it is full, Qwen 4 selects blocks of visible keys per query, Longformer and
-LED attend to a window. Their own code branches on the number of windows or blocks, or fixes this number.
+LED attend to a window. The code of the sparse models branches on the number of windows or blocks, or fixes the number.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _shared_update(original: Function) -> Function:
 
 
 def _layer_to_go_on(cache: TransformersCache | None, index: int, name: str) -> CacheLayer | None:
-    """Return the layer of a cache that has full windows; ``None`` if the original code is traced."""
+    """Return layer ``index`` of a cache if it has compressed a full window of keys, else ``None``."""
     layer = None if cache is None else cache.layers[index]
     if layer is None or layer.compressed_kv[name] is None:
         return None
@@ -65,7 +65,7 @@ def _layer_to_go_on(cache: TransformersCache | None, index: int, name: str) -> C
 
 
 def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return all compressed keys, with the windows that this call fills at the end: (batch, windows, width)."""
+    """Return all compressed keys (batch, windows, width), also of the windows that the current call fills."""
     kv = torch.cat([layer.buffer_kv[name], module.kv_proj(hidden_states)], dim=1)
     gate = torch.cat([layer.buffer_gate[name], module.gate_proj(hidden_states)], dim=1)
     batch, count, ratio, size = *kv.shape[:2], module.compress_rate, module.head_dim
@@ -99,7 +99,7 @@ def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.
 def _overlapping(
     before: torch.Tensor, windows: torch.Tensor, size: int, closed: Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace the first series of each window by the previous window's, and return the last full window's."""
+    """Give each window the first ``size`` channels of the window before, and return those of the last full window."""
     series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
     each = torch.arange(windows.shape[1], device=windows.device)
     last = torch.arange(1, device=windows.device) + closed
@@ -108,7 +108,7 @@ def _overlapping(
 
 
 def _going_on(part: str, go_on: Callable[..., Any]) -> Make:
-    """Make the replacement of a ``forward`` for a filled cache; for an empty cache the original runs."""
+    """Make the replacement of a ``forward``, which runs ``go_on`` for a filled cache, else the original function."""
 
     @replacement
     def make(original: Function) -> Function:

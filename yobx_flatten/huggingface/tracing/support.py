@@ -1,11 +1,10 @@
-"""Replacements that let one trace of a transformers model serve all lengths.
+"""Replace functions of transformers, so that one trace of a model serves all numbers of tokens.
 
-A trace follows one branch. transformers branches on the number of tokens seen (is the window full?), on mask lengths
-and on whether a mask can be omitted. The program would then contain only the branch of the example. The replacements
-compute the same values without a branch: for layers (:mod:`.layers`), for some models (:mod:`.models`), and here for
-masks, positions and attention.
+transformers branches on the number of tokens seen (is the window full?), on mask lengths and on whether a mask can be
+omitted, but a trace records only the branch of the example. The replacements compute the same values without a branch:
+for cache layers (:mod:`.layers`), for some models (:mod:`.models`), or here for masks, positions and attention.
 
-The replacements are active only in a thread that runs a trace; they call the originals for unsupported arguments.
+The replacements are active only in a thread that runs a trace, and call the original for unsupported arguments.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class TransformersTracing(TraceSupport):
         self._open = 0
 
     def acquire(self) -> None:
-        """At the start of a ``with`` block or trace, add keys to outputs that transformers registered without keys."""
+        """Add pytree keys to output classes that transformers registered without keys, until :meth:`release`."""
         from transformers.utils.generic import ModelOutput  # an import must not run under the lock
 
         with LOCK:
@@ -58,7 +57,7 @@ class TransformersTracing(TraceSupport):
             self._give_keys(ModelOutput)
 
     def release(self) -> None:
-        """At the end of a ``with`` block or trace, restore transformers' registrations if no other is open."""
+        """Restore transformers' registrations of output classes when the last ``with`` block or trace ends."""
         with LOCK:
             self._open -= 1
             if self._open == 0:
@@ -86,7 +85,7 @@ class TransformersTracing(TraceSupport):
         return named_as(names, kwargs)
 
     def prepare(self, tree: PyTree) -> PyTree:
-        """Return the inputs with the tensors of their caches contiguous."""
+        """Return inputs in which all tensors of KV caches are contiguous."""
         # A layer that has seen more tokens than its window keeps a slice. The strides of the slice would add a guard,
         # which refuses contiguous tensors. Layers that compress their keys get sizes that a trace does not fix.
         from transformers.cache_utils import Cache
@@ -129,7 +128,7 @@ class TransformersTracing(TraceSupport):
         return patch
 
     def translations(self) -> Iterator[Translation]:
-        """Yield translations of the grouped products in mixtures of experts, which transformers has since 5.17."""
+        """Yield ONNX translations of grouped matrix products, for mixtures of experts in transformers 5.17 or later."""
         fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
         if fallback is not None and is_installed("transformers.exporters"):
             for operator in (fallback.default, torch.ops.aten._grouped_mm.default):
@@ -227,7 +226,7 @@ def rotary_replacements() -> Iterator[Replacement]:
 
 
 def _plain(forward: Function | None) -> Function | None:
-    """Return the function under transformers' decorator that updates frequencies; ``None`` for other functions."""
+    """Return the function inside transformers' decorator ``dynamic_rope_update``; ``None`` without this decorator."""
     while forward is not None:
         code = getattr(forward, "__code__", None)
         if code is not None and code.co_qualname.startswith(_DECORATOR):
@@ -358,7 +357,7 @@ _MODELS = "transformers.models."
 
 
 def upstream_replacements() -> Iterator[Replacement]:
-    """Yield owner, attribute name and replacement for the patches that transformers' exporters apply to models."""
+    """Yield the owner, attribute name and replacement of each patch that transformers' exporters apply to models."""
     if _modules_named() & sys.modules.keys():
         for owner, name, make in _patches():
             target = _imported(owner) if isinstance(owner, str) else owner
@@ -392,7 +391,7 @@ def _patches() -> list[tuple[ModuleType | type | str, str, Make]]:
 
 
 def _imported(path: str) -> Any:
-    """Return the module, or the class of a module, at a dotted path; ``None`` if it is not imported."""
+    """Return the imported module or class at a dotted path; ``None`` if the module is not imported."""
     module, _, name = path.rpartition(".")
     return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
 

@@ -55,7 +55,7 @@ def demo(
     """Train a transformer that is larger than its devices, compare it with PyTorch alone, and draw a timeline.
 
     The pipeline runs on two simulated devices; each has less memory than the weights need. PyTorch alone does not fit
-    on them, so it trains in CPU memory.
+    on the devices, so PyTorch alone trains in CPU memory.
 
     Exit status: 0 the losses are equal up to rounding; 1 they differ; 2 the demo cannot run.
     """

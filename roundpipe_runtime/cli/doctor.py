@@ -252,7 +252,7 @@ def doctor(
 ) -> int:
     """Check this installation: versions, devices, memory, threads, disk, and a short training.
 
-    Each line is ok, a warning or a failure; a warning or failure states what to do.
+    Each printed line is ok, a warning or a failure; a warning or failure states what to do.
 
     Exit status: 0 no check failed; 1 a check failed.
     """

@@ -152,10 +152,10 @@ def _rate(option: str, value: float | None, unit: float) -> float | None:
 def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step: StepOptions) -> int:
     """Estimate the memory and step time of a training, without allocating anything.
 
-    The report states whether the training fits, which settings would fit if it does not, and the time of a step. With
+    The report states whether the training fits into memory, or else which settings fit, and the time of a step. With
     --details, the report also lists layers, stages, memory by use, and how many tokens hide the transfers.
 
-    Exit status: 0 it fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
+    Exit status: 0 the training fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
     """
     source, rows = source_of(what.model, weights=False), step.batch
     is_small = source.folder is None and not pathlib.Path(what.model).exists()

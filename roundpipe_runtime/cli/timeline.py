@@ -25,8 +25,8 @@ def timeline(
 ) -> int:
     """Draw a timeline of a run: what each device did, and which stages took longest.
 
-    chrome://tracing and ui.perfetto.dev also open these files. Several files are drawn together, with one row per rank
-    and device.
+    chrome://tracing and ui.perfetto.dev also open timeline files. Several files are drawn together, with one row per
+    rank and device.
 
     Exit status: 0 drawn; 2 a file does not exist, or is not a timeline.
     """

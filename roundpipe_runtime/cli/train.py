@@ -55,8 +55,8 @@ def train(
     """Train a language model on text; each device holds only as many layers at a time as fit.
 
     Results match training without a pipeline. Ctrl-C finishes the step, writes a checkpoint and prints the line that
-    resumes from it, with bitwise identical results. Under torchrun, all processes train one model; after a restart they
-    resume by themselves.
+    resumes from it, with bitwise identical results. Under torchrun, all processes train one model; after a restart the
+    processes resume by themselves.
 
     Exit status: 0 trained, saved, and loaded again as a check; 2 the request cannot be served; 130 Ctrl-C; 143 SIGTERM.
     """

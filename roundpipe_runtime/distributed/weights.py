@@ -54,7 +54,7 @@ class RankStore(ParameterStore):
         return self.gradient_dtype(parameter)
 
     def start_publication(self) -> None:
-        """Have each layer refreshed once, after a step has changed the optimizer's tensors on all ranks."""
+        """Mark all layers as outdated after an optimizer step on all ranks, so that each layer is updated once."""
 
 
 class ShardedStore(RankStore):
@@ -373,7 +373,7 @@ class RankSteps(StepRunner):
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait until all weights have arrived before an optimizer step; raise an error if it cannot update shards."""
+        """Wait until all weights have arrived before a step; raise an error if the optimizer cannot update shards."""
         if self.owns(optimizer) and not self._is_inside:
             self.synchronize()
             self._store.adopt()
@@ -467,7 +467,7 @@ def clip_grad_norm(
 
 
 def _in_turn(gradients: list[torch.Tensor], *, written: bool) -> Iterator[torch.Tensor]:
-    """Yield the gradients one by one; a gradient on disk is in memory for the time of its turn."""
+    """Yield the gradients one by one; gradients on disk are loaded into memory for their turn."""
     groups = in_groups(gradients)
     for number in passing(groups, written=written):
         yield from groups[number]

@@ -184,7 +184,6 @@ def digest_outputs(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_digested(tensor: torch.Tensor) -> bool:
-    """Report whether :func:`digest_outputs` includes an output."""
     has_numbers = tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
     return tensor.requires_grad and has_numbers
 

@@ -266,8 +266,6 @@ class _Python:
 
 
 class _Torch:
-    """``torch.Generator``."""
-
     def __init__(self, generator: torch.Generator) -> None:
         self._generator, self.key = generator, id(generator)
 
@@ -287,8 +285,6 @@ class _Torch:
 
 
 class _NumPy:
-    """``numpy.random.Generator``."""
-
     def __init__(self, generator: numpy.random.Generator) -> None:
         self._bits, self.key = generator.bit_generator, id(generator.bit_generator)
 

@@ -39,8 +39,6 @@ _FEW = 3  # rows of a sample for the check of a loss
 
 
 class Engine(RunLifecycle):
-    """Runs the layers of one model on its devices."""
-
     # row_check: checks that layers treat rows independently, before a batch is split; `None` if the caller has checked
     # this
     # few_rows: function that yields trials with a few rows of a batch each

@@ -1,1 +1,1 @@
-"""Modules that both packages use: contents of objects, effects of a call, comparisons."""
+"""Modules that yobx_flatten and roundpipe_runtime share: contents of objects, side effects of calls, comparisons."""

@@ -1,6 +1,6 @@
-"""Compare found values with expected values: the difference, and whether rounding explains the difference.
+"""Compare computed values with expected values, and decide whether rounding explains the difference.
 
-Both packages use this table of tolerances. A *rounding* is the machine epsilon of the dtype.
+The table lists the tolerances of yobx_flatten and roundpipe_runtime. A *rounding* is the machine epsilon of the dtype.
 
 =============  ==========================================  ==================  ===========  ===========  ======
 kind           measure                                     float32, float64    float16      bfloat16     reason
@@ -13,13 +13,13 @@ kind           measure                                     float32, float64    f
 ``rows``       largest difference / largest expected       1e-3                3e-2         1.5e-1       6
 =============  ==========================================  ==================  ===========  ===========  ======
 
-1. Different kernels compute in a different order, and each layer adds rounding. 316 model types with random weights
-   have smaller differences.
-2. The same kernels run in a different program, such as in a split model: 8 roundings in 32 bits and more.
+1. Different kernels compute in a different order, and each layer adds rounding errors. The differences of 316 model
+   types with random weights are below the tolerance.
+2. The same kernels run in a different program, such as a split model; 1e-6 is about 8 roundings of float32.
 3. The gradients of a parameter that is used several times are added in a different order.
-4. The same terms are added in a different order and in different groups, such as the losses of parts of a batch.
-5. The same kernels run on the same numbers in one file.
-6. Rows are computed together and in parts: different kernels are used, and each layer amplifies their rounding.
+4. The same terms are added in a different order and grouping, such as the losses of the microbatches of a batch.
+5. The same kernels run on the same numbers in one ONNX file.
+6. The same rows are computed in one batch and in smaller batches: kernels differ, and layers amplify their rounding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ABSOLUTE: dict[Kind, tuple[float, float, float]] = {
 
 
 class Comparison(NamedTuple):
-    """The difference of two leaves and the allowed difference; ``bool()`` is true if the difference is allowed."""
+    """The difference of two values and the allowed difference; ``bool()`` is true if the difference is allowed."""
 
     difference: float
     allowed: float
@@ -59,7 +59,7 @@ class Comparison(NamedTuple):
 
 
 def compare(expected: object, found: object, kind: Kind) -> Comparison:
-    """Compare two leaves with the measure and the tolerance that belong to ``kind``.
+    """Compare two values (tensors, arrays, numbers or text) with the measure and the tolerance of ``kind``.
 
     >>> bool(compare(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.00001]), "file"))
     True
@@ -84,7 +84,7 @@ def compare(expected: object, found: object, kind: Kind) -> Comparison:
 
 
 def tolerance(kind: Kind, *types: torch.dtype | str) -> float:
-    """Return the tolerance that belongs to ``kind``, for the least precise of the given dtypes.
+    """Return the tolerance of a comparison of the given ``kind``, for the least precise of the given dtypes.
 
     >>> tolerance("file", "float32", "float16"), tolerance("file"), tolerance("layers", torch.bfloat16)
     (0.06, 0.0001, 0.03125)
@@ -102,14 +102,14 @@ def tolerance(kind: Kind, *types: torch.dtype | str) -> float:
 
 
 def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """Return the norm of the difference of two tensors, divided by the norm of the first; NaN equals NaN."""
+    """Return the norm of the difference of two tensors divided by the norm of ``expected``; NaN is equal to NaN."""
     expected, found = (torch.where(expected.isnan() & found.isnan(), 0.0, one) for one in (expected, found))
     difference: float = (found - expected).norm().item() / max(expected.norm().item(), 1e-30)
     return difference
 
 
 def largest_difference(expected: object, found: object) -> float:
-    """Return the largest difference of two leaves: tensors, arrays, numbers, text or ``None``.
+    """Return the largest absolute difference of two values: tensors, arrays, numbers, text or ``None``.
 
     >>> largest_difference(torch.tensor([1, 2**60]), torch.tensor([1, 2**60 + 1]))
     1.0
@@ -149,13 +149,13 @@ def largest_difference(expected: object, found: object) -> float:
 
 
 def shares_of_nan(expected: object, names: Sequence[str]) -> dict[str, float]:
-    """Return the share of NaN in every output by name, without outputs that have no elements."""
+    """Return the share of NaN elements in each output, by output name; outputs without elements are omitted."""
     shares = zip(names, map(share_of_nan, pytree.tree_leaves(expected)), strict=True)
     return {name: share for name, share in shares if share is not None}
 
 
 def share_of_nan(expected: object) -> float | None:
-    """Return the share of NaN elements in a leaf; a comparison cannot check these, since it treats NaN as equal to NaN.
+    """Return the share of NaN elements in a value; comparisons do not detect NaN, which counts as equal to NaN.
 
     >>> share_of_nan(torch.tensor([1.0, math.nan])), share_of_nan(torch.tensor([math.nan, math.inf])), share_of_nan(3)
     (0.5, 1.0, 0.0)
@@ -178,7 +178,7 @@ def share_of_nan(expected: object) -> float | None:
 
 
 def is_text(value: object) -> bool:
-    """Return whether a leaf is text or an array of text."""
+    """Return whether a value is text or an array of text."""
     if isinstance(value, (str, torch.Tensor)):
         return isinstance(value, str)
     return getattr(getattr(value, "dtype", None), "kind", "") in ("U", "O")

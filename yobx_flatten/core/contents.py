@@ -9,7 +9,7 @@ A class can define the code that ``getattr``, ``isinstance``, ``len`` and ``iter
         @property
         def size(self): ...             never called
 
-Classes, Python modules, functions, methods, weak references, generators and frames have no listed contents.
+The contents of classes, Python modules, functions, methods, weak references, generators and frames are not listed.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Layout(NamedTuple):
         return found
 
     def children(self, obj: object) -> list[tuple[str, Any]]:
-        """Return the attributes and items of an instance, each as the Python code that reads it, and the object."""
+        """Return the attributes and items of an instance as pairs: Python code that reads the value, and the value."""
         found = [
             (f".{name}" if type(name) is str and name.isidentifier() else f".__dict__[{format_key(name)}]", value)
             for name, value in self.names(obj)
@@ -116,7 +116,7 @@ class Layout(NamedTuple):
 
 
 class Layouts:
-    """Cache of :class:`Layout` objects by the id of their class, for one walk through nested objects."""
+    """Cache of :class:`Layout` objects by the id of their class, used during one traversal of nested objects."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Layout] = {}
@@ -151,7 +151,7 @@ class Layouts:
 
 
 def size_in_bytes(tensor: Any) -> int:
-    """Return the bytes of a tensor or array, as if no elements shared memory; 0 if the size is not known."""
+    """Return the size in bytes of a tensor or array, as if no elements shared memory; 0 if the size is not known."""
     try:
         if issubclass(type(tensor), torch.Tensor):
             with DisableTorchFunctionSubclass():  # a subclass may run its own code
@@ -179,7 +179,7 @@ def _loaded(module: str, name: str) -> Any:
 
 
 def format_key(key: object) -> str:
-    """Return a dict key as text; an object with its own ``__repr__`` is shown by its class.
+    """Return a dict key as text; an object that is not of a built-in type is shown as the name of its class.
 
     >>> from collections import OrderedDict
     >>> format_key("a"), format_key((1, "b")), format_key(OrderedDict())
@@ -202,7 +202,7 @@ REMEMBERING = type(functools.cache(len))
 
 
 def reader_of(kind: type) -> Reader | None:
-    """Return a function that reads a value of an instance to detect changes; ``None`` for classes without values."""
+    """Return a function that makes a fingerprint of an instance to detect writes; ``None`` if it has no values."""
     if issubclass(kind, torch.Tensor):
         return mark_of_tensor
     if issubclass(kind, torch.Generator):
@@ -232,7 +232,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 def mark_with_bits(tensor: torch.Tensor) -> object:
-    """Return a fingerprint of a tensor that also changes with writes that torch does not count."""
+    """Return a fingerprint of a tensor from its bytes and version counter, which torch does not always increment."""
 
     def read() -> object:
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

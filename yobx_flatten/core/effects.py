@@ -7,12 +7,12 @@ A call can write a tensor in place, extend a list, set an attribute or rebind a 
     result = module(*args)
     before.changes()      {"args[0]": "written", "module.seen": "grown", "loss_fn.count": "replaced"}
 
-:func:`undisturbed` uses the same walk, copies the values that a call can write, and restores them.
+:func:`undisturbed` copies the values that a call can write, and restores the values after the call.
 
-The breadth-first walk enters all objects that a call can reach: containers, attributes and slots, modules, partials and
-bound methods, closure variables and defaults of functions, and the globals and classes that code outside of installed
-libraries reads. Optimizers are not entered: their state is twice as large as the model, and a step in another thread
-may write the state. The walk runs no code of a user (see `contents`). Each object has one key path, the first found.
+A snapshot contains, in breadth-first order, all objects that a call can reach: containers, attributes and slots,
+modules, partials and bound methods, closure variables and defaults of functions, and the globals and classes that code
+outside of installed libraries reads. The state of optimizers is left out, since it is twice as large as the model, and
+a step in another thread may write it. No code of a user runs (see `contents`). An object has the first path found.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
 class Effects(dict[str, Effect]):
     """The changes that a call made to objects, by key path; empty (so false) if the call changed nothing.
 
-    ``objects`` maps each key path to the object before and the object after the call; ``None`` if there was no object.
+    ``objects`` maps each key path to the objects before and after the call; ``None`` stands for a missing object.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Snapshot:
 
     @classmethod
     def of_attributes(cls, module: torch.nn.Module) -> Snapshot:
-        """Take a snapshot with copies of a module's own attributes, except parameters, buffers and code."""
+        """Take a snapshot, with copies, of the attributes of all submodules, except parameters, buffers and code."""
         walk = _AttributeWalk()
         for name, part in module.named_modules():
             walk._hold(name, vars(part), _OWN_ATTRIBUTES)
@@ -110,7 +110,7 @@ class Snapshot:
             content.restore()
 
     def keep_values(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Copy all values that a call may write in place, except of parameters that are not in ``parameters``."""
+        """Copy all values that a call may write in place; of ``nn.Parameter`` objects only those in ``parameters``."""
         copied: dict[object, Any] = {}  # one copy of a storage that several tensors share
         written = {id(parameter) for parameter in parameters}
         for content in self._contents:
@@ -124,8 +124,8 @@ def undisturbed(
 ) -> Iterator[Snapshot]:
     """Undo all changes that a ``with`` block makes to the given objects (``roots``), also after an exception.
 
-    Objects, values and versions are restored, and so are the random generators of torch, NumPy and Python. Results that
-    share memory with a root are also reset: copy them inside the block.
+    Objects, values, tensor versions, and the random generators of torch, NumPy and Python are restored. A result that
+    shares memory with one of the ``roots`` is reset with the object: copy the result inside the ``with`` block.
     """
     # seed: seed of random numbers in the block; by default the generators continue
     # parameters: the parameters that the call writes; none by default. Other parameters are large and rarely written:
@@ -140,7 +140,7 @@ def undisturbed(
 
 
 def shared_generators() -> dict[str, Any]:
-    """Return the global random generators of Python and NumPy, by the name of the module that draws from them."""
+    """Return the global random generators of Python and NumPy, by module name: ``random`` and ``numpy.random``."""
     numpy = sys.modules.get("numpy.random")
     shared: dict[str, Any] = {"random": random.getstate} | ({} if numpy is None else {"numpy.random": numpy.get_state})
     return {name: read.__self__ for name, read in shared.items()}
@@ -253,7 +253,7 @@ class _Walk:
 
 
 class _AttributeWalk(_Walk):
-    """Enters the attributes of modules, and the containers, tensors and objects of a user's classes in them."""
+    """Visits the attributes of modules, and the containers, tensors and user-defined objects in the attributes."""
 
     most = 10_000
 
@@ -272,7 +272,7 @@ _VALUES = (dict, list, set, tuple, collections.deque, torch.Tensor)
 
 
 def _is_own_code(module: object) -> bool:
-    """Return whether a module is outside of libraries, so that a call may change its globals and classes."""
+    """Return whether a Python module belongs to no library, so that a call may change its globals and classes."""
     return isinstance(module, str) and (module == "__main__" or _is_outside_of_libraries(module))
 
 
@@ -300,7 +300,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 class _Way:
-    """Reads, restores and names the entries of one kind of object; this base class is for dicts."""
+    """Reads, restores and names the entries of objects of one type; the base class handles dicts."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return dict.copy(owner)
@@ -314,7 +314,7 @@ class _Way:
 
 
 class _Ordered(_Way):
-    """An ``OrderedDict``, which stores its order separately."""
+    """Reads and restores an ``OrderedDict``, which stores its order separately from its items."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return dict(collections.OrderedDict.items(owner)) if owner else {}
@@ -331,7 +331,7 @@ class _Attributes(_Way):
 
 
 class _OwnAttributes(_Attributes):
-    """Attributes of a module that ``torch.nn.Module`` itself does not have."""
+    """Reads and restores the attributes of a module that ``torch.nn.Module`` itself does not have."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return {name: value for name, value in owner.items() if name not in _OF_TORCH}
@@ -343,7 +343,7 @@ class _OwnAttributes(_Attributes):
 
 
 class _Children(_Attributes):
-    """Parameters, buffers or submodules of a module; a child of a ``ModuleList`` has a number as name."""
+    """Reads and restores the parameters, buffers or submodules of a module; numeric names are written as indices."""
 
     def spell(self, key: Any) -> str:
         return f"[{key}]" if isinstance(key, str) and key.isdigit() else super().spell(key)
@@ -372,7 +372,7 @@ class _Set(_Way):
 
 
 class _Cell(_Way):
-    """A closure variable of a function; an unbound variable has no entry."""
+    """Reads and restores a closure variable of a function; an unbound variable has no entry."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         try:
@@ -429,7 +429,7 @@ class _Globals(_Way):
 
 
 class _ClassAttributes(_Attributes):
-    """Attributes of a class, except methods and descriptors."""
+    """Reads and restores the attributes of a class, except methods and descriptors."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return {name: value for name, value in vars(owner).items() if not name.startswith("__") and _is_data(value)}
@@ -533,7 +533,7 @@ def _is_longer(one: object, other: object) -> bool:
 
 
 class _Content:
-    """A tensor, an array or a random generator: a call can write its values in place."""
+    """A tensor, an array or a random generator, whose values a call can write in place."""
 
     def __init__(self, path: str, obj: Any, read: Reader) -> None:
         self.path, self.obj, self._read, self._before = path, obj, read, read(obj)

@@ -14,10 +14,10 @@ _SIGNALS = tuple(sorted(signal.valid_signals()))
 
 
 class DeferredSignals:
-    """Context manager that defers signal handlers until its end.
+    """Context manager that runs the handlers of received signals only at the end of its ``with`` block.
 
-    Python calls handlers between any two lines of the main thread, and a handler can raise: for Ctrl-C, a timeout or
-    SIGTERM. In the block, each Python handler is replaced by a handler that records the signal.
+    Python can run a signal handler between any two lines of the main thread, and the handler can raise an exception, as
+    for Ctrl-C. In the ``with`` block, each Python handler is replaced by a handler that only records the signal.
 
     A deferred handler raises after the last line of the block. Code that must do all or nothing then undoes its work::
 
@@ -75,7 +75,7 @@ class DeferredSignals:
 
 
 class Undoing:
-    """Context manager that restores a state at its end; signals wait until the state is restored.
+    """Context manager that calls an undo function at its end; signal handlers are deferred until the function returns.
 
     Ctrl-C may arrive before the first line of the exit. So the context manager is entered twice, and the outer exit
     calls the function if the inner exit did not::

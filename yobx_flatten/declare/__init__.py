@@ -1,4 +1,4 @@
-"""Register classes: functions, the context manager, decorators, and classes of other libraries."""
+"""Register classes as pytree nodes with functions, decorators or a context manager."""
 
 from __future__ import annotations
 

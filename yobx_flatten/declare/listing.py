@@ -19,17 +19,17 @@ class FlatteningRow:
     """One row of the list that :func:`flattening_list` returns: a class, and how it is flattened.
 
     Attributes:
-        kind: one of ``"layer"``, ``"cache"``, ``"output"`` and ``"container"``.
+        kind: kind of the class: ``"layer"`` (of a KV cache), ``"cache"``, ``"output"`` or ``"container"``.
         cls: module and name of the class.
-        code: the letters that name a layer's leaves; for other classes the name stored in saved programs.
-        leaves: names of the leaves, or of the children.
-        counters: the leaf or attribute that counts the tokens seen.
-        static: the static data, which a program relies on.
-        registered_by: ``"yobx_flatten"`` inside the context manager, ``"transformers"`` for a class that transformers
-            registers, ``"-"`` for layers, which their cache flattens.
-        tables: the tables that contain the class; empty for layers.
-        since: the first of the tested versions of transformers (4.56, 4.57, 5.0, 5.17, 5.23) that has the class; empty
-            for classes of models.
+        code: letters that stand for the class of a layer; for any other class, its name in saved programs.
+        leaves: names of the leaves or children that the class is flattened into.
+        counters: names of the leaves or attributes that count the tokens in a cache.
+        static: static data of the class, for which an exported program accepts only the values of its example.
+        registered_by: the library that registers the class: ``"yobx_flatten"`` (in the context manager) or
+            ``"transformers"``; ``"-"`` for a layer, which is flattened with its cache.
+        tables: the registration tables that contain the class; empty for layers.
+        since: the first tested version of transformers (4.56, 4.57, 5.0, 5.17, 5.23) that has the class; empty if the
+            class belongs to a single model.
     """
 
     kind: str
@@ -50,8 +50,8 @@ def flattening_list() -> list[FlatteningRow]:
     if the module is imported.
 
     Returns:
-        One row per class: layers, caches, outputs and containers; each kind in the order of its definition or import.
-        Empty when transformers is not installed.
+        One row per class, sorted into layers, caches, outputs and containers.
+        The list is empty if transformers is not installed.
 
     >>> [(row.code, row.leaves) for row in flattening_list() if row.cls.endswith(".DynamicLayer")]
     [('D', 'key, value')]

@@ -1,4 +1,4 @@
-"""Register a class as a node with JAX's decorators, or copy its registration from one library to others.
+"""Register a class as a pytree node with decorators in the style of JAX, or copy a registration between libraries.
 
 The decorators register a class with torch (Python, C++ and ``fx``), optree and JAX. optree and JAX are not imported: a
 class is registered with a library when the program imports the library.
@@ -40,22 +40,22 @@ def register(
     static: Iterable[str] = (),
     backends: Backends = "all",
 ) -> bool:
-    """Register a class so that torch flattens it, by its fields, by its methods, or by names of attributes.
+    """Register a class as a pytree node that is flattened by its fields, by its methods, or by the given attributes.
 
     Args:
-        cls: a class that :func:`~yobx_flatten.make_flattening_function_for_dataclass` accepts; with ``children``, any
-            class.
-        children: the attributes that are children, in order, as for :func:`~yobx_flatten.functions_from_fields`.
-        static: the attributes that are static data, in order; none by default.
-        backends: ``"torch"``, ``"optree"``, ``"jax"``, several names, or ``"all"`` for all installed libraries.
+        cls: a class that :func:`~yobx_flatten.make_flattening_function_for_dataclass` accepts; any class if
+            ``children`` is given.
+        children: names of the attributes that become children, as for :func:`~yobx_flatten.functions_from_fields`.
+        static: names of the attributes that become static data; none by default.
+        backends: library names, such as ``"torch"`` or ``["optree", "jax"]``; ``"all"`` for all installed libraries.
 
     Returns:
         ``True`` if this call registered the class, ``False`` if it was registered already.
         :func:`~yobx_flatten.unregister_class_flattening` undoes the registration.
 
     Raises:
-        InvalidRegistrationError: when the class is not supported, ``static`` has no ``children``, or a name is invalid.
-        AlreadyRegisteredError: when this package registered the class before, with other functions.
+        InvalidRegistrationError: when the class is not supported, a name is invalid, or ``children`` is missing.
+        AlreadyRegisteredError: when this package has already registered the class with different functions.
         InvalidArgumentError: when ``backends`` names an unknown library.
         MissingDependencyError: when ``backends`` names a library that is not installed.
 
@@ -89,16 +89,15 @@ def register_pytree_node(
     *,
     backends: Backends = "all",
 ) -> bool:
-    """Register a class by its flatten and unflatten functions, which have arguments and results in the order of JAX.
+    """Register a class by flatten and unflatten functions with the arguments and results that JAX expects.
 
     Args:
         cls: the class; subclasses need their own registration.
-        flatten: ``obj -> (children, static)``.
-        unflatten: ``(static, children) -> obj``, with a tuple of children. torch has the
-            two arguments in the reverse order.
-        flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch; ``None`` numbers the
-            children.
-        backends: ``"torch"``, ``"optree"``, ``"jax"``, several names, or ``"all"`` for all installed libraries.
+        flatten: a function ``obj -> (children, static)``.
+        unflatten: a function ``(static, children) -> obj`` of a tuple of children; torch's order is the reverse.
+        flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch; if it is
+            ``None``, the keys are numbers.
+        backends: library names, such as ``"torch"`` or ``["optree", "jax"]``; ``"all"`` for all installed libraries.
 
     Returns:
         ``True`` if this call registered the class, ``False`` if it was registered already.
@@ -107,7 +106,7 @@ def register_pytree_node(
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, is a named tuple or an enum, or when a function does not
             accept its arguments.
-        AlreadyRegisteredError: when this package registered the class before, with other functions.
+        AlreadyRegisteredError: when this package has already registered the class with different functions.
         InvalidArgumentError: when ``backends`` names an unknown library.
         MissingDependencyError: when ``backends`` names a library that is not installed.
 
@@ -134,21 +133,21 @@ def register_pytree_with_keys(
     *,
     backends: Backends = "all",
 ) -> bool:
-    """Register a class, whose children have keys, by flatten and unflatten functions in the form that JAX expects.
+    """Register a class by functions in the form that JAX expects, which give each child a key.
 
     Args:
         cls: the class; subclasses need their own registration.
-        flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch.
-        unflatten: ``(static, children) -> obj``, with a tuple of children.
-        flatten: ``obj -> (children, static)``, a faster function for calls that need no keys. ``None`` calls
-            ``flatten_with_keys`` and drops the keys.
+        flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch.
+        unflatten: a function ``(static, children) -> obj`` of a tuple of children.
+        flatten: a function ``obj -> (children, static)``, faster for calls that need no keys. If ``flatten`` is
+            ``None``, ``flatten_with_keys`` is called and its keys are dropped.
         backends: see :func:`register_pytree_node`.
 
     Returns:
         ``True`` if this call registered the class, ``False`` if it was registered already.
 
     Raises:
-        FlattenError: when :func:`register_pytree_node` raises this error.
+        FlattenError: in the cases in which :func:`register_pytree_node` raises an error.
 
     >>> import torch, yobx_flatten
     >>> class Pair:
@@ -181,11 +180,11 @@ def register_pytree_node_class(cls: C | None = None, *, backends: Backends = "al
         backends: see :func:`register_pytree_node`.
 
     Returns:
-        The class itself; without ``cls``, a decorator.
+        The decorated class; a decorator if ``cls`` is not given.
 
     Raises:
         InvalidRegistrationError: when a method is missing, or ``tree_unflatten`` is not a class method.
-        AlreadyRegisteredError: when this package registered the class before, with other functions.
+        AlreadyRegisteredError: when this package has already registered the class with different functions.
 
     >>> import torch, yobx_flatten
     >>> @register_pytree_node_class
@@ -220,11 +219,11 @@ def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends 
         backends: see :func:`register_pytree_node`.
 
     Returns:
-        The class itself; without ``cls``, a decorator.
+        The decorated class; a decorator if ``cls`` is not given.
 
     Raises:
         InvalidRegistrationError: when a method is missing, or ``tree_unflatten`` is not a class method.
-        AlreadyRegisteredError: when this package registered the class before, with other functions.
+        AlreadyRegisteredError: when this package has already registered the class with different functions.
 
     >>> import torch, yobx_flatten
     >>> @register_pytree_with_keys_class
@@ -249,16 +248,16 @@ def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends 
 
 
 def static_field(**options: Any) -> Any:
-    """Declare that a field of a :func:`pytree_dataclass` is static: part of the spec, and not flattened into leaves.
+    """Declare that a field of a :func:`pytree_dataclass` is static: part of the tree spec, not a leaf.
 
-    Static data is compared and, by JAX, hashed at every call; an exported program accepts only one value.
+    Static data is compared and, by JAX, hashed at every call; a program accepts only the static data of its example.
     Static data may be strings, numbers, tuples, dtypes, enums, and lists and dicts of them; tensors must be children.
 
     Args:
         options: keyword arguments of :func:`dataclasses.field`.
 
     Returns:
-        The field, to be assigned in the body of the class.
+        The field to assign in the body of the dataclass.
 
     >>> import torch, yobx_flatten
     >>> @pytree_dataclass
@@ -280,10 +279,10 @@ def pytree_dataclass(cls: None = None, *, backends: Backends = "all", **options:
 def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **options: Any) -> C | Callable[[C], C]:
     """Make a class a dataclass and a pytree node: its fields are flattened, except each :func:`static_field`.
 
-    An object is rebuilt without ``__init__`` and ``__post_init__``, which may refuse the placeholders of a trace; a
-    value that ``__post_init__`` computes is restored if it is a field (``dataclasses.field(init=False)``).
+    Unflatten calls neither ``__init__`` nor ``__post_init__``, which may refuse the placeholders of a trace; a value
+    that ``__post_init__`` computes is restored if it is a field (``dataclasses.field(init=False)``).
 
-    A subclass inherits the fields, but not the registration: a subclass without its own decorator is a leaf.
+    A subclass inherits the fields, but not the registration: instances of a subclass without the decorator are leaves.
 
     Args:
         cls: the class, which may be a dataclass already.
@@ -291,12 +290,12 @@ def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **opti
         options: arguments of :func:`dataclasses.dataclass`, such as ``frozen=True``, ``slots=True``, ``kw_only=True``.
 
     Returns:
-        The class; with ``slots=True`` a new class of the same name, as from :func:`dataclasses.dataclass`. Without
-        ``cls``, the function returns a decorator.
+        The class; with ``slots=True`` a new class of the same name, as from :func:`dataclasses.dataclass`.
+        A decorator is returned if ``cls`` is not given.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or its base class stores data outside of the fields.
-        AlreadyRegisteredError: when this package registered the class before, with other functions.
+        AlreadyRegisteredError: when this package has already registered the class with different functions.
 
     >>> import torch, yobx_flatten
     >>> @pytree_dataclass(frozen=True)
@@ -363,7 +362,7 @@ def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
 
 
 def _check_argument_order(cls: type, unflatten: JaxUnflatten, caller: str) -> None:
-    """Refuse an unflatten function with torch's order of arguments: it would get the static part as children."""
+    """Refuse an unflatten function with torch's argument order, ``(children, static)``, instead of JAX's order."""
     try:
         first = next(iter(inspect.signature(unflatten).parameters), "")
     except (TypeError, ValueError):  # builtins have no signature
@@ -383,7 +382,7 @@ def _claim(
     caller: str,
     backends: Backends,
 ) -> bool:
-    """Register the result of ``make(cls, *written)``, unless the same registration exists."""
+    """Register a class with the functions ``make(cls, *written)``, unless the same registration exists."""
     libraries = REGISTRY.libraries(backends, caller)
     source = (make, written)
     for library in libraries:
@@ -417,24 +416,24 @@ def mirror(
     """Copy the flatten functions that are registered for a class with one library to other libraries.
 
     Args:
-        cls: a class that is registered with the source, such as a class of flax, equinox, chex or transformers.
-        source: the library that flattens the class already: ``"jax"``, ``"torch"`` (its Python pytree) or
+        cls: a class that is registered with ``source``, such as a class of flax, equinox, chex or transformers.
+        source: the library from which the functions are copied: ``"jax"``, ``"torch"`` (its Python pytree) or
             ``"optree"``.
         to: the names of the libraries to register with.
         namespace: optree namespace in which the class is registered, for ``source="optree"``; ``""`` is global.
-        f_check: a function that makes an instance. The instance is flattened and rebuilt at once, and its static part
-            is stored; if the check fails, nothing is registered. ``None`` checks nothing.
+        f_check: a function that makes an instance, with which flatten, unflatten and the storing of static data are
+            checked before the class is registered. ``None`` checks nothing.
 
     Returns:
         ``True`` if this call registered the class, ``False`` if it was registered already with each library of ``to``.
         :func:`~yobx_flatten.unregister_class_flattening` undoes the registration.
 
     Raises:
-        InvalidArgumentError: when a library is unknown, or ``to`` contains the source.
+        InvalidArgumentError: when a library is unknown, or ``to`` contains ``source``.
         MissingDependencyError: when a library is not installed.
-        NotRegisteredError: when the class is not registered with the source.
+        NotRegisteredError: when the class is not registered with ``source``.
         AlreadyRegisteredError: when this package registered the class with a library of ``to``, with other functions.
-        RoundTripError: when the rebuilt instance of ``f_check`` differs from the original.
+        RoundTripError: when the instance of ``f_check`` differs after flatten and unflatten.
 
     >>> import optree, torch, yobx_flatten
     >>> class Pair:

@@ -1,4 +1,4 @@
-"""Register one class or all known classes, and undo it at the end of a block."""
+"""Register one class, or all known classes until the end of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -51,27 +51,27 @@ def register_class_flattening(
 
     Args:
         cls: the class; subclasses need their own registration.
-        f_flatten: ``obj -> (children, static)``: a list of tensors and containers, and the other data that
-            ``f_unflatten`` needs. Or all three functions: the tuple from :func:`~yobx_flatten.functions_from_fields`.
-        f_unflatten: ``(children, static) -> obj``.
-        f_flatten_with_keys: ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``; ``None``
-            numbers the children.
-        f_check: a function that makes an instance. The instance is flattened and rebuilt at once; a difference cancels
-            the registration.
+        f_flatten: a function ``obj -> (children, static)``: a list of tensors and containers, and the other data that
+            ``f_unflatten`` needs; or the tuple of all functions from :func:`~yobx_flatten.functions_from_fields`.
+        f_unflatten: a function ``(children, static) -> obj``.
+        f_flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``;
+            if it is ``None``, the keys are numbers.
+        f_check: a function that makes an instance; if the instance differs after flatten and unflatten, the class is
+            not registered.
         verbose: 1 or more logs each registration (logger ``yobx_flatten``); 0 by default.
-        backends: ``"torch"``, ``"optree"`` or ``"jax"``, several names, or ``"all"`` for all installed libraries.
+        backends: library names, such as ``"torch"`` or ``["optree", "jax"]``; ``"all"`` for all installed libraries.
         axes: for each key of a child, the axes that vary between calls, with their names: ``{"hidden": {1: "batch"}}``.
 
     Returns:
-        ``True`` if this call registered the class with one of the libraries; ``False`` if it was registered already, by
-        this package with the same functions or by another library, whose functions stay registered.
+        ``True`` if this call registered the class with at least one library.
+        ``False`` if the class was already registered, by another library or with the same functions.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, is a named tuple or an enum, or when a function does not
             accept its arguments.
         InvalidArgumentError, MissingDependencyError: when ``backends`` names an unknown or a missing library.
-        AlreadyRegisteredError: when this package registered the class before, with other functions.
-        RoundTripError: when the rebuilt instance of ``f_check`` differs; the class is then not registered.
+        AlreadyRegisteredError: when this package has already registered the class with different functions.
+        RoundTripError: when the instance of ``f_check`` differs after flatten and unflatten.
 
     >>> import torch
     >>> class Pair:
@@ -112,7 +112,7 @@ def register_class_flattening(
 def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
     """Undo :func:`register_class_flattening`: restore the former registration of the class in each library.
 
-    JAX cannot unregister a class: it continues to use the last functions.
+    JAX, which cannot unregister a class, continues to use the last functions.
 
     Args:
         cls: the class.
@@ -120,8 +120,7 @@ def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class.
-        NotRegisteredError: when the class was not registered with :func:`register_class_flattening`. Nothing changes
-            then.
+        NotRegisteredError: when the class was not registered with :func:`register_class_flattening`.
 
     >>> import torch
     >>> class Box(dict): ...
@@ -145,16 +144,16 @@ def make_flattening_function_for_dataclass(cls: type, supported_classes: set[typ
 
     Args:
         cls: a class with ``keys()`` and ``values()`` (a ``dict`` subclass, a ``ModelOutput``), a dataclass (flax, chex
-            and equinox also write dataclasses), an attrs class, a pydantic model, one with JAX's ``tree_flatten`` and
-            ``tree_unflatten``, or one with nothing but ``__slots__``. A field with ``metadata={"static": True}``
-            becomes static data, and so does flax's ``pytree_node=False``.
+            and equinox also write dataclasses), an attrs class, a pydantic model, a class with JAX's ``tree_flatten``
+            and ``tree_unflatten``, or a class with ``__slots__`` and no ``__dict__``. A field with
+            ``metadata={"static": True}`` or flax's ``pytree_node=False`` becomes static data.
         supported_classes: a set, to which the class is added.
 
     Returns:
         Functions named ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``.
 
     Raises:
-        InvalidRegistrationError: for any other class.
+        InvalidRegistrationError: when the fields of ``cls`` cannot be determined.
 
     >>> class HiddenState(dict):
     ...     pass
@@ -212,23 +211,23 @@ def register_cache_flattening(
 ) -> Undo:
     """Register flattening functions for Hugging Face caches and outputs, until :func:`unregister_cache_flattening`.
 
-    Meanwhile, the registration of such a class by another library is replaced (see :data:`WRONG_REGISTRATIONS`). A
-    class that you registered yourself with :func:`register_class_flattening` keeps your functions.
+    Registrations of cache classes by other libraries are replaced (see :data:`WRONG_REGISTRATIONS`). A class that you
+    registered with :func:`register_class_flattening` keeps your functions.
 
     Args:
-        patch_transformers: whether to register every cache class of transformers and of its models, also of those
-            imported later, and to let a trace serve inputs of all lengths. The ``ModelOutput``
-            family keeps the registration that transformers makes. ``False`` by default.
-        patch_diffusers: whether to register the output classes of the diffusers models and pipelines, also of those
+        patch_transformers: whether to register every cache class of transformers and of its models, including models
+            imported later, and to make a traced program accept inputs of all lengths. Subclasses of ``ModelOutput``
+            keep the registration that transformers makes. ``False`` by default.
+        patch_diffusers: whether to register the output classes of diffusers' models and pipelines, including modules
             imported later. ``False`` by default.
         verbose: 1 or more logs each change of a registration; 0 by default.
 
     Returns:
-        A dict from each class to ``True`` if this call registered functions of this package, and to ``False`` if the
-        class already had a registration that stays. Pass the result to :func:`unregister_cache_flattening`.
+        A dict from class to ``True`` if this call registered the class, or ``False`` if an earlier registration stays.
+        Pass the dict to :func:`unregister_cache_flattening`.
 
     Raises:
-        MissingDependencyError: when the library is not installed.
+        MissingDependencyError: when transformers or diffusers is requested, but not installed.
 
     >>> from transformers import DynamicCache
     >>> undo = register_cache_flattening(patch_transformers=True)
@@ -278,7 +277,7 @@ def _put_in_force(undo: Undo, patch_transformers: bool, patch_diffusers: bool, v
 
 
 def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> None:
-    """Undo one call of :func:`register_cache_flattening`; to undo the same call again does nothing.
+    """Undo one call of :func:`register_cache_flattening`; a second call with the same argument does nothing.
 
     Args:
         undo: the result of :func:`register_cache_flattening`.
@@ -310,8 +309,8 @@ def register_flattening_functions(
 ) -> Block:
     """Register caches and model outputs inside a ``with`` block, so that ``torch.export`` accepts them at any length.
 
-    On exit, also after an exception, every table and every patched attribute is restored. Blocks can be nested, and can
-    be open in several threads at once.
+    At the end of the block, also after an exception, all registrations and patched attributes are restored. ``with``
+    blocks can be nested, and can be active in several threads at once.
 
     Args:
         patch_transformers: see :func:`register_cache_flattening`; ``False`` by default.
@@ -319,11 +318,11 @@ def register_flattening_functions(
         verbose: 1 or more logs each change of a registration; 0 by default.
 
     Returns:
-        A context manager (*the block*), which also decorates functions. ``with ... as`` gives the result of
-        :func:`register_cache_flattening`.
+        A context manager (*the block*), which can also decorate a function.
+        ``with ... as undo`` assigns the result of :func:`register_cache_flattening`.
 
     Raises:
-        MissingDependencyError: on entering, when the library is not installed.
+        MissingDependencyError: on entering the block, when transformers or diffusers is requested, but not installed.
 
     >>> import torch
     >>> from transformers import DynamicCache
@@ -338,7 +337,7 @@ def register_flattening_functions(
 
 
 class Block(contextlib.ContextDecorator, contextlib.AbstractContextManager[Undo]):
-    """The result of :func:`register_flattening_functions`: a context manager that also decorates functions."""
+    """The result of :func:`register_flattening_functions`: a context manager that can also decorate functions."""
 
     _undo: Undo | None = None
     _guard: Iterator[None] | None = None

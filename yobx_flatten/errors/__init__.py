@@ -36,13 +36,13 @@ __all__ = [
 class FlattenError(Exception):
     """Base class of the errors of this package.
 
-    Errors about a model, its caches and its programs also derive from ``VersionDependentError``: if a newer version of
-    a library is installed than the newest tested version, their text ends with a line that names the library.
+    Errors about a model, its caches and its programs also derive from ``VersionDependentError``: their text ends with
+    the names of libraries whose installed version is newer than the newest tested version.
     """
 
 
 class ReplacedFunctionWarning(UserWarning):
-    """A library function that is replaced during a trace has unexpected parameters, so the original is traced.
+    """A library function with unexpected parameters is traced unchanged, although traces usually replace the function.
 
     The comparison of the exported program with the model shows whether the replacement was needed.
     """
@@ -57,7 +57,7 @@ class InvalidRegistrationError(FlattenError, TypeError):
 
 
 class AlreadyRegisteredError(FlattenError, ValueError):
-    """A class is registered already, with other functions."""
+    """The class to register is already registered with different functions."""
 
 
 class ModelSourceError(VersionDependentError, FlattenError, ValueError):
@@ -69,7 +69,7 @@ class NotRegisteredError(VersionDependentError, FlattenError, LookupError):
 
 
 class RoundTripError(VersionDependentError, FlattenError, ValueError):
-    """An object that is flattened and unflattened is not equal to the original."""
+    """An object changes when it is flattened and unflattened."""
 
 
 class SpecMismatchError(VersionDependentError, FlattenError, ValueError):
@@ -97,10 +97,10 @@ class DynamicShapesError(VersionDependentError, FlattenError, ValueError):
 
 
 class ReplayError(VersionDependentError, FlattenError, ValueError):
-    """An exported program returns different values than the eager model; ``error.report`` lists every checked case.
+    """An exported program returns different values than the eager model; ``error.report`` lists all test cases.
 
     Attributes:
-        report: the :class:`~yobx_flatten.export.proof.report.ExportReport` of the export, or ``None``.
+        report: the :class:`~yobx_flatten.export.proof.report.ExportReport` of the export; ``None`` if there is none.
     """
 
     def __init__(self, message: str, report: object = None) -> None:
@@ -117,7 +117,7 @@ class StoredFileError(FlattenError, ValueError):
 
 
 class DamagedFileError(StoredFileError):
-    """A file of nested values is truncated, or parts of the file do not fit together."""
+    """A file of nested values is truncated, or its contents are inconsistent."""
 
 
 class ForeignFileError(StoredFileError):
@@ -125,7 +125,7 @@ class ForeignFileError(StoredFileError):
 
 
 class UntrustedFileError(StoredFileError):
-    """Reading a file runs code that is stored in it, and the caller did not state that the file is trusted."""
+    """Reading a file would run code that the file contains, and the caller did not state that the file is trusted."""
 
 
 class FolderExistsError(FlattenError, FileExistsError):
@@ -133,7 +133,7 @@ class FolderExistsError(FlattenError, FileExistsError):
 
 
 class GenerationError(VersionDependentError, FlattenError, RuntimeError):
-    """An exported file cannot generate text: it is missing, has other inputs or outputs, or fails while it runs."""
+    """An exported file cannot generate text: the file is missing, has other inputs or outputs, or fails when run."""
 
 
 class NoRoomError(FlattenError, OSError):
@@ -145,7 +145,7 @@ class MissingDependencyError(FlattenError, ImportError):
 
 
 def describe_class(obj: object) -> str:
-    """Name a class, or describe the object that was found instead of a class.
+    """Return the full name of a class, or a short description of an object that is not a class.
 
     >>> describe_class(int)
     'builtins.int'

@@ -11,7 +11,7 @@ from . import MissingDependencyError
 
 
 def is_installed(library: str) -> bool:
-    """Return whether a library can be imported, without importing it.
+    """Return whether a library is installed, without importing the library.
 
     >>> is_installed("torch"), is_installed("no_such_library")
     (True, False)
@@ -23,7 +23,7 @@ def is_installed(library: str) -> bool:
 
 
 def install_line(extra: str) -> str:
-    """Return the command that installs an extra of this package, from the same source as the package."""
+    """Return the pip command that installs an extra (optional dependencies) from the source of this package."""
     import importlib.metadata  # these three imports would delay the start of a command line
     import urllib.parse
     import urllib.request

@@ -1,6 +1,6 @@
 """Catch errors of any class from code of users and other libraries; format and log them.
 
-Only this file catches every class of error. Elsewhere an ``except`` names the expected classes.
+Only this file catches errors of every class; an ``except`` in any other file names the expected classes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T
 
 @contextlib.contextmanager
 def raised_as(error_of: Callable[[Exception], Exception | None], *own: type[Exception]) -> Iterator[None]:
-    """Convert any error raised in a ``with`` block to an error of this package, with the original as its cause.
+    """Convert any error raised in a ``with`` block to an error of this package, with the original error as its cause.
 
     >>> with raised_as(lambda error: ValueError(f"not a number: {error}")):
     ...     int("three")
@@ -155,7 +155,7 @@ _WANTED: contextvars.ContextVar[int] = contextvars.ContextVar("yobx_flatten_verb
 
 @contextlib.contextmanager
 def verbosity(verbose: int) -> Iterator[None]:
-    """In a ``with`` block, show this thread's log records of the package: 1 for ``INFO``, 2 for ``DEBUG``."""
+    """In a ``with`` block, show log records of the package and this thread: 1 shows ``INFO``, 2 shows ``DEBUG``."""
     level = sys.maxsize if not verbose else logging.INFO if verbose == 1 else logging.DEBUG
     before = _WANTED.set(min(level, _WANTED.get()))
     try:
@@ -176,7 +176,7 @@ def say(level: int, message: str, *args: object) -> None:
 
 @contextlib.contextmanager
 def without_records(unwanted: Mapping[str, str]) -> Iterator[None]:
-    """In a ``with`` block, hide log records of each named logger whose text starts with the given prefix."""
+    """In a ``with`` block, hide log records that start with an unwanted prefix; ``unwanted`` maps logger to prefix."""
 
     def is_news(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(unwanted[record.name])

@@ -1,4 +1,4 @@
-"""Name the newest tested versions of libraries in errors, if a newer version is installed.
+"""Add to errors the names of libraries whose installed version is newer than the newest tested version.
 
 CONTRIBUTING.md ("Renewing the versions") explains how to update the versions.
 """
@@ -63,7 +63,7 @@ class VersionDependentError(Exception):
 
 
 def without_cause(error: BaseException) -> str:
-    """Return the text of an error without the sentence of :func:`possible_cause`, to embed it in another text.
+    """Return the text of an error without the sentence of :func:`possible_cause`, to embed the text in another message.
 
     >>> without_cause(ValueError("no such thing"))
     'no such thing'
@@ -73,7 +73,7 @@ def without_cause(error: BaseException) -> str:
 
 
 def naming_untried_versions() -> contextlib.AbstractContextManager[None]:
-    """In a ``with`` block, add :func:`possible_cause` as a note to errors, whose text is not changed."""
+    """In a ``with`` block, add the sentence of :func:`possible_cause` as a note (``add_note``) to errors."""
 
     def note_for(error: Exception) -> str:
         line = possible_cause()

@@ -1,1 +1,1 @@
-"""Write files and folders atomically, and read files as untrusted."""
+"""Write files and folders atomically, and read files without trusting their contents."""

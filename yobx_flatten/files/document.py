@@ -1,4 +1,4 @@
-"""Open untrusted files: JSON of a given type, tensor files and ONNX files; write tensor files."""
+"""Read and check untrusted JSON, safetensors and ONNX files, and write safetensors files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """In a ``with`` block, convert errors of file readers and of wrong types to ``failure``."""
+    """In a ``with`` block, convert errors that a reader raises for a damaged file to the class ``failure``."""
     # safetensors, protobuf and torch raise many classes for inconsistent data
 
     def damaged(error: BaseException) -> Exception:
@@ -82,7 +82,7 @@ def read_document(
 
 
 def read_configuration(path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "") -> T:
-    """Read a configuration; accept infinity and NaN, as numbers or as transformers 5 writes them in JSON."""
+    """Read a JSON configuration; accept infinity and NaN as numbers and in the form that transformers 5 writes."""
     # `read_document` does not convert the numbers, so that a changed configuration can be written in the same form
 
     def untagged(entries: dict[str, Any]) -> Any:
@@ -146,7 +146,7 @@ def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> path
 
 
 def own_files(folder: pathlib.Path, patterns: Iterable[str], failure: type[Exception]) -> list[pathlib.Path]:
-    """Return the files of an untrusted folder that match the patterns; refuse links to files elsewhere."""
+    """Return the files of an untrusted folder that match the patterns; refuse links that lead outside of the folder."""
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     for path in found:
         check_own(path, folder, failure)
@@ -154,7 +154,7 @@ def own_files(folder: pathlib.Path, patterns: Iterable[str], failure: type[Excep
 
 
 def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]) -> None:
-    """Refuse a file of an untrusted folder that links to a file elsewhere: an export could publish it."""
+    """Refuse a link from an untrusted folder to a file outside of the folder, which an export could publish."""
     if path.is_symlink() and not path.exists():
         raise failure(f"{path} is a link that leads to no file. Remove it.")
     check_regular(path, failure, _LARGEST)
@@ -168,7 +168,7 @@ def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]
 
 
 def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None = None) -> None:
-    """Refuse a path that is not a regular file, such as a pipe; links are followed, as the Hub's cache has links."""
+    """Refuse a path that is not a regular file, such as a pipe; links, as in the Hub's cache, are followed."""
     # most: the largest number of bytes; no limit by default
     _check(os.stat(path), path, failure, most)
 
@@ -219,7 +219,7 @@ def write_tensor_file(
 
 @contextlib.contextmanager
 def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a new file whose writes never fail; the first error is raised at the end of the ``with`` block."""
+    """Yield a new file that raises the first error of a write only at the end of the ``with`` block."""
     # torch's archive writer also writes in its C++ destructor, where an error would end the process
     with _Lenient(path, "wb") as file:
         try:
@@ -257,7 +257,7 @@ def read_onnx(path: pathlib.Path, *, failure: type[Exception]) -> onnx.ModelProt
 
 
 def data_files_of(path: pathlib.Path) -> set[str]:
-    """Return the names of data files that an ONNX file refers to, if they match the names of this package."""
+    """Return the names of the external data files of an ONNX file that have names in the form of this package."""
     # a missing file, or a file that is not ONNX, refers to no files
     if not path.is_file():
         return set()

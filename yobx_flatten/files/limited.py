@@ -1,4 +1,4 @@
-"""Run code from a file (a chat template, a pattern) in a process with limits on time and memory.
+"""Run code from a file (a chat template, a regular expression) in a process with limits on time and memory.
 
 ::
 
@@ -7,7 +7,7 @@
       | <--- result, or its error -  |
       x  object deleted              x   the pipe is closed
 
-A system without ``fork`` (Windows) has no such limits.
+On a system without ``fork`` (Windows), the code runs without limits in the calling process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 class Limited(Generic[P, T]):
-    """A function that runs in another process, with limits; its results and errors are copied to the caller."""
+    """A function that runs in a forked process with limits on time and memory; the caller gets results and errors."""
 
     def __init__(self, function: Callable[P, T]) -> None:
         self._function, self._lock = function, threading.Lock()
@@ -74,7 +74,7 @@ class Limited(Generic[P, T]):
 
 
 class _Child:
-    """The forked process, which ends with this object."""
+    """A forked process that runs the function for each call, and ends when the ``_Child`` object is deleted."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.owner = os.getpid()
@@ -89,7 +89,7 @@ class _Child:
         self.end = weakref.finalize(self, _end, self.owner, number, self._connection)
 
     def ask(self, arguments: object) -> tuple[bool, Any] | None:
-        """Return whether the call returned, and its result or error; ``None`` if the process ended during the call."""
+        """Return ``(True, result)`` or ``(False, error)`` of a call; ``None`` if the process ended during the call."""
         try:
             self._connection.send(arguments)
             if self._connection.poll(_SECONDS):
@@ -140,7 +140,7 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
 
 
 def _copyable(error: Exception) -> Exception:
-    """Return the error, or an error with its text if pickle cannot copy the error."""
+    """Return the error, or a ``RuntimeError`` with the same text if pickle cannot copy the error."""
     with contextlib.suppress(Exception):
         pickle.loads(pickle.dumps(error))
         return error

@@ -10,8 +10,8 @@
         stale                                names of files that the new target no longer refers to
         old/                                 the former folder, during the two renames that replace it
 
-A killed process leaves the hidden folder without a lock. The next process that writes or opens the same name finishes a
-complete write, or removes an incomplete write.
+A killed process leaves an unlocked hidden folder. The next process that writes or opens the same target moves the new
+files into place if they are complete, and removes the hidden folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NEW, _OLD, _OTHERS, _STALE = "new", "old", "others", "stale"
 
 @contextlib.contextmanager
 def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """Yield an empty hidden folder on the target's disk; remove the folder after the ``with`` block."""
+    """Yield an empty hidden folder next to the target; remove the hidden folder after the ``with`` block."""
     target.parent.mkdir(parents=True, exist_ok=True)
     settle(target)
     lock = None
@@ -65,7 +65,7 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) -> None:
-    """Refuse a file or folder that cannot be written, before a long computation."""
+    """Raise an error if a file or folder cannot be written, to be called before a long computation."""
     # a trial folder is created and removed, since the permissions of a folder do not show a read-only disk
     # in_parent: whether to check the parent folder, where the target is first written under a hidden name
     import psutil
@@ -86,7 +86,7 @@ def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) ->
 
 
 def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """Return the path for the external data of a file: ``NAME.data``, or a new name if a file has that name."""
+    """Return the path for an ONNX file's external data: ``NAME.data``, or ``NAME.<random>.data`` if a file exists."""
     # an existing file keeps its own data until the file itself is replaced
     name = f"{target.name}.data"
     if target.exists() or (target.parent / name).exists():
@@ -95,13 +95,13 @@ def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
 
 
 def is_data_of(name: str, target: pathlib.Path) -> bool:
-    """Return whether :func:`data_path` can return this name."""
+    """Return whether :func:`data_path` can return the name for ``target``."""
     return re.fullmatch(re.escape(target.name) + r"(\.[0-9a-f]{8})?\.data", name) is not None
 
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
-    """Yield a path to write to; at the end of the ``with`` block the file appears complete, or not at all."""
+    """Yield a temporary path; the file is moved to ``path`` at the end of the ``with`` block, except after an error."""
     target = pathlib.Path(path)
     if target.exists() and not target.is_file():  # /dev/stdout and pipes are written directly
         yield target
@@ -112,13 +112,13 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a UTF-8 text file, which appears complete or not at all."""
+    """Write a UTF-8 text file atomically: after an error, the former file is unchanged."""
     with whole_file(path) as file:
         file.write_text(text, encoding="utf-8")
 
 
 def copy_links(folder: pathlib.Path, to: pathlib.Path) -> None:
-    """Link the files of a folder into another folder; copy files that cannot be linked."""
+    """Hard-link the files of a folder into another folder; copy files that cannot be linked."""
     left = shutil.ignore_patterns(".*.writing-*")
     shutil.copytree(folder, to, symlinks=True, dirs_exist_ok=True, copy_function=_link, ignore=left)
 
@@ -145,7 +145,7 @@ def hold(folder: pathlib.Path) -> Callable[[], None] | None:
 
 
 def publish_files(new: pathlib.Path, target: pathlib.Path, stale: Collection[str] = ()) -> None:
-    """Move files to their final paths, the target file last, and then remove stale files."""
+    """Move files to their final paths, the target file last, and remove the files named in ``stale``."""
     others = [file.name for file in sorted(new.iterdir()) if file.name != target.name]
     for name, files in ((_OTHERS, others), (_STALE, stale)):
         (new.parent / name).write_text("\n".join(files), encoding="utf-8")
@@ -188,7 +188,7 @@ def move_in(new: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def settle(target: pathlib.Path) -> None:
-    """Publish or remove hidden files that killed processes did not finish; skip files that are being written."""
+    """Complete or remove the hidden files of killed processes; skip files that a running process writes."""
     for left in _left_of(target):
         try:
             lock = _lock_of(left)

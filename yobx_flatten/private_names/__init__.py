@@ -1,4 +1,4 @@
-"""Import private names of other libraries only here, in one file per library.
+"""Import private names of other libraries, in one file per library; no other module imports private names.
 
 A private name is looked up on first use; if the installed version lacks the name, an error is raised.
 """
@@ -21,7 +21,7 @@ class Private(NamedTuple):
 
 
 def lookup_in(library: str, names: Mapping[str, Private]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for a module that provides private names of a library."""
+    """Return a module-level ``__getattr__`` that looks up private names of a library."""
     # names: the location of each private name, by the name that the module provides
 
     @functools.cache

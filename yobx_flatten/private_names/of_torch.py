@@ -1,4 +1,4 @@
-"""Private names of torch. Names whose modules import dynamo, sympy or inductor are imported on use."""
+"""Private names of torch. A name whose module imports dynamo, sympy or inductor is imported on first use."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cxx_pytree_exists() -> bool:
 
 
 def cxx_pytree_is_imported() -> bool:
-    """Return whether torch has imported its C++ pytree; before, registrations are in :func:`cxx_pytree_pending`."""
+    """Return whether torch has imported its C++ pytree; else classes wait in :func:`cxx_pytree_pending`."""
     return bool(pytree._cxx_pytree_imported)
 
 
@@ -79,12 +79,12 @@ functorch = torch._C._functorch
 
 
 def dispatch_depth() -> int:
-    """Return how many ``TorchDispatchMode`` are active; in a trace there is at least one."""
+    """Return the number of active ``TorchDispatchMode`` objects, which is at least one in a trace."""
     return int(torch._C._len_torch_dispatch_stack())
 
 
 def is_jit_tracing() -> bool:
-    """Return whether ``torch.jit.trace`` is running; a slower replacement is ``torch.jit.is_tracing``."""
+    """Return whether ``torch.jit.trace`` is running; ``torch.jit.is_tracing`` is slower."""
     return torch._C._get_tracing_state() is not None
 
 
@@ -94,18 +94,18 @@ def storage_use_count() -> Any:
 
 
 def grouped_products() -> set[Any]:
-    """Return the functions that multiply each group of rows with its own matrix."""
+    """Return torch's functions for grouped matrix products, in which each group of rows has a different weight."""
     return {getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)} - {None}
 
 
 def tensor_use_count(tensor: torch.Tensor) -> int:
-    """Count the references to a tensor, also from graphs; return 1 if torch lacks the function."""
+    """Return the number of references to a tensor, including those of autograd graphs; 1 if torch cannot count."""
     count = getattr(tensor, "_use_count", None)
     return 1 if count is None else int(count())
 
 
 def clipping_functions() -> list[tuple[Any, str]]:
-    """Return module and name of each gradient-clipping function; only public names if torch drops the private name."""
+    """Return the module and the name of each torch function that clips gradients."""
     inner, public = torch.nn.utils.clip_grad, torch.nn.utils
     name = "_clip_grads_with_norm_"
     norm = [(inner, name)] if hasattr(inner, name) else [(one, "clip_grad_norm_") for one in (inner, public)]
@@ -125,7 +125,7 @@ def transforms_are_active() -> bool:
 
 
 def setter_of_parametrizations() -> tuple[Any, str]:
-    """Return the module and name of the function with which torch sets a parametrized parameter, to patch it."""
+    """Return module and name of torch's function that sets a parametrized parameter, so that it can be patched."""
     return importlib.import_module("torch.nn.utils.parametrize"), "_maybe_set"
 
 

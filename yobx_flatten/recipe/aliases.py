@@ -1,4 +1,4 @@
-"""Type aliases for signatures, for classes of users and of optional libraries."""
+"""Type aliases for annotations that name user-defined classes or classes of optional libraries."""
 
 from __future__ import annotations
 

@@ -52,22 +52,22 @@ def functions_from_fields(
     Args:
         cls: the class. The class may be frozen, have slots, and refuse to be constructed: ``unflatten`` calls neither
             ``__init__`` nor ``__post_init__`` nor a ``__setattr__`` of the class.
-        names: the attributes that are children, in order.
-        static_names: the attributes that are static data, in order; none by default.
-        names_in_static: whether the static part repeats the names, as documented for dataclasses; ``True`` by default.
+        names: names of the attributes that become children, in order.
+        static_names: names of the attributes that become static data, in order; none by default.
+        names_in_static: whether the static part includes ``names``; ``False`` makes the static part hashable, as JAX
+            requires, if all values of ``static_names`` are hashable. ``True`` by default.
 
     Returns:
-        ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``, as a named tuple that
-        :func:`~yobx_flatten.register_class_flattening` accepts as one argument. The static part is the list ``names``,
-        or ``[names, values of static_names]`` if there are static attributes. With ``names_in_static=False`` it is
-        ``None``, or a tuple of the values, which is hashable if all values are hashable, as JAX requires. The items of
-        a subclass of ``dict``, ``list`` or ``tuple`` are children after the attributes, and the keys of a ``dict`` are
-        the last entry of the static part. Flatten raises :class:`~yobx_flatten.errors.StaticDataError`, with the name
-        of the attribute, for a value that cannot be static data, and :class:`~yobx_flatten.errors.RoundTripError` for
-        an instance with an attribute that is not named.
+        A named tuple of functions, which :func:`~yobx_flatten.register_class_flattening` accepts as ``f_flatten``.
+        The static part is ``names``, or ``[names, values of static_names]`` if there are static attributes.
+        With ``names_in_static=False``, the static part is ``None`` or a tuple of the values of ``static_names``.
+        In a subclass of ``dict``, ``list`` or ``tuple``, the items are children after the attributes, and the keys of a
+        ``dict`` are the last entry of the static part.
+        Flatten raises :class:`~yobx_flatten.errors.StaticDataError` for a value that cannot be static data.
+        Flatten raises :class:`~yobx_flatten.errors.RoundTripError` for an instance with an attribute that is not named.
 
     Raises:
-        InvalidRegistrationError: when ``cls`` is not a class, or a name is not a valid name or is given twice.
+        InvalidRegistrationError: when ``cls`` is not a class, or a name is invalid or given twice.
 
     >>> class Pair:
     ...     def __init__(self, a, b):
@@ -177,7 +177,7 @@ def checked(value: Static, where: str) -> Static:
 
 
 def _is_fit(value: Any) -> bool:
-    """Return whether static data is of a simple type; other types need a full check."""
+    """Return whether static data consists of simple types only, which need no full check."""
     kind = type(value)
     if kind in _FIT or (kind is float and value == value):  # false for NaN
         return True
@@ -199,7 +199,7 @@ _CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
 def require_content(cls: type, caller: str) -> None:
-    """Refuse a class derived from ``str``, ``int``, ``set`` or a similar type with content outside attributes."""
+    """Refuse a class derived from ``str``, ``int``, ``set`` or a similar type with content outside of attributes."""
     base = builtin_base(cls)
     if base not in (object, types.SimpleNamespace, *_CONTAINERS):
         raise InvalidRegistrationError(

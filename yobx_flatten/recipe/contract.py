@@ -1,4 +1,4 @@
-"""The functions that flatten and unflatten a class."""
+"""Types of the functions that flatten and unflatten a class, and checks of classes and static data."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Recipe:
 
     @property
     def has_keys(self) -> bool:
-        """Whether the author of the functions gave the children keys; children without keys are numbered."""
+        """Whether a ``flatten_with_keys`` function was registered; without the function, the children are numbered."""
         return _given(self) is not None
 
 
@@ -106,7 +106,7 @@ def require_class(target: object, function: str = "register_class_flattening") -
 
 
 def require_node(target: object, function: str) -> None:
-    """Raise an error unless ``target`` is a class that can be registered: named tuples, typed dicts, enums cannot."""
+    """Raise an error unless ``target`` is a class that can be registered; named tuples and enums cannot."""
     require_class(target, function)
     cls: Any = target
     start = f"{function}: {describe_class(cls)} is "
@@ -130,7 +130,7 @@ def require_node(target: object, function: str) -> None:
 
 
 def is_constant_class(cls: type) -> bool:
-    """Return whether a class is an enum, a dtype, a device or similar: its instances are static data, never nodes."""
+    """Return whether instances of a class, such as enum members, dtypes and devices, are static data, never nodes."""
     return issubclass(cls, (enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 
@@ -211,14 +211,14 @@ def _slot(cls: type, obj: object, name: str) -> Any:
 
 
 def is_derived(cls: type, name: str, value: object) -> bool:
-    """Return whether an attribute need not be flattened, since its class has the value or a cached property for it."""
+    """Return whether flatten may drop an attribute, because the class has the same value or a cached property."""
     of_class = inspect.getattr_static(cls, name, UNSET)
     # typing stores the parameters of a generic class in this attribute
     return name == "__orig_class__" or of_class is value or isinstance(of_class, functools.cached_property)
 
 
 def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], None] | None:
-    """Return a function that refuses instances with undeclared attributes; ``None`` if no instance can have any."""
+    """Return a function that refuses instances with undeclared attributes; ``None`` if the class allows none."""
     more_slots = set(slots_of(cls)) - set(declared)
     if cls.__dictoffset__ == 0 and not more_slots:
         return None
@@ -247,7 +247,7 @@ def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], No
 
 
 def _is_behind(cls: type, declared: frozenset[str], obj: object, name: str) -> bool:
-    """Return whether setting a declared attribute, such as a property, also sets this attribute."""
+    """Return whether the setter of a declared attribute (a property) also sets the attribute ``name``."""
     behind = {one for one in declared if _is_data_descriptor(inspect.getattr_static(cls, one, UNSET))}
     if not behind:
         return False
@@ -291,7 +291,7 @@ class HeldStatic:
 
 
 def hashable(static: Static) -> Static:
-    """Return static data unchanged if it is hashable, else in a hashable wrapper.
+    """Return static data unchanged if it is hashable, else wrapped in a hashable object.
 
     >>> hashable("relu"), hash(hashable(["relu", 3])) == hash(hashable(["relu", 3]))
     ('relu', True)
@@ -306,7 +306,7 @@ def hashable(static: Static) -> Static:
 
 
 def original(static: Static) -> Static:
-    """Return the static data that :func:`hashable` was given; wrapped lists and dicts are copied."""
+    """Undo :func:`hashable`: return a copy of wrapped static data, and any other static data unchanged."""
     return own_copy(static.value) if type(static) is HeldStatic else static
 
 

@@ -14,7 +14,7 @@ dataclass, of flax, equinox, chex too  fields                            those w
 ``__slots__`` and no ``__dict__``      slots
 =====================================  ================================  ===============================================
 
-None of these libraries is imported: a class is recognized by its attributes.
+A class is recognized by its attributes, so that pydantic, attrs, flax, chex and equinox are not imported.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _jax_functions(cls: Any) -> FlattenFunctions:
 def functions_of_jax(
     cls: type, flatten: JaxFlatten | None, unflatten: JaxUnflatten, flatten_with_keys: JaxFlattenWithKeys | None
 ) -> tuple[Flatten, FlattenWithKeys | None, Unflatten]:
-    """Convert functions with JAX's order of arguments to torch's order; either flatten function may be ``None``."""
+    """Convert functions with JAX's argument order to torch's; ``flatten`` or ``flatten_with_keys`` may be ``None``."""
 
     def torch_flatten(obj: object) -> tuple[list[Any], Any]:
         children, static = flatten(obj)  # type: ignore[misc] # returned only if it is not None
@@ -195,10 +195,10 @@ def is_mapping_like(cls: type) -> bool:
 
 
 def is_mapping(cls: type) -> bool:
-    """Return whether a class is a mapping that stores everything as items, including fields if it is a dataclass.
+    """Return whether a class is a mapping that stores all of its content, including dataclass fields, as items.
 
-    A dataclass of chex has the methods of a mapping, and a dataclass that derives from ``dict`` may not store its
-    fields as items; such classes are described by their fields. A ``ModelOutput`` copies its fields into items.
+    The result is false for a chex dataclass, which has the methods of a mapping, and for a dataclass that derives from
+    ``dict`` without storing its fields as items. The result is true for a ``ModelOutput``.
     """
     if not is_mapping_like(cls):
         return False
@@ -232,7 +232,7 @@ _KEEPS_ITEMS = ("__post_init__", "__setitem__")
 
 
 def _written(cls: type) -> list[type]:
-    """Return a class and its bases that are written in Python."""
+    """Return a class and those of its bases that are written in Python instead of C."""
     return list(cls.__mro__[: cls.__mro__.index(builtin_base(cls))])
 
 
@@ -279,7 +279,7 @@ def _check_attributes(obj: Any) -> None:
 
 
 def _check_of_constructor(cls: type) -> Callable[[Any], None]:
-    """Return a check that the constructor sets all attributes; any other attribute would be lost."""
+    """Return a function that refuses instances with attributes that the constructor does not set."""
     rebuild, known = _rebuilding(cls), set[str]()
 
     def check_items(obj: Any) -> None:

@@ -95,7 +95,7 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
 def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
     """Refuse an unflatten function that creates a tensor, which would become a constant of a traced program.
 
-    See https://github.com/pytorch/pytorch/issues/179555: ``run_decompositions`` does not find that constant.
+    See https://github.com/pytorch/pytorch/issues/179555: ``run_decompositions`` does not find the constant.
     """
     children, static = _flatten(recipe, sample)
     recorder = _OperatorLog()
@@ -114,7 +114,7 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
 
 
 def _check_placeholders(recipe: Recipe, sample: object) -> None:
-    """Refuse an unflatten function that reads its leaves: torch.export passes shapes, and JAX placeholders."""
+    """Refuse an unflatten function that fails for placeholders, which torch.export and JAX pass as children."""
     children, static = _flatten(recipe, sample)
     placeholders = [child if get_node_type(child) in pytree.SUPPORTED_NODES else object() for child in children]
 
@@ -232,7 +232,7 @@ def _difference(found: list[Any], expected: list[Any]) -> str:
 
 
 def _same(left: list[Any], right: list[Any]) -> bool:
-    """Return whether two lists have the same leaves; a copy of a tensor is not the same."""
+    """Return whether two lists have the same pytree leaves; a copy of a tensor counts as different."""
     left_leaves, left_spec = pytree.tree_flatten(left)
     right_leaves, right_spec = pytree.tree_flatten(right)
     # an equal copy of a tensor would lose the dynamic shapes of a trace

@@ -1,8 +1,8 @@
-"""Resolve a name in a file without importing or calling code that the file chose.
+"""Find the object that a file names, without importing or calling code that the file chooses.
 
 An untrusted file names enums, dataclasses, configurations and functions as ``module:name``. Names are resolved only in
 imported modules, and in a fixed table of modules in which model libraries define caches, outputs and configurations.
-The object must be of the expected kind, must be defined under this name, and must not belong to the standard library.
+A named object must be of the expected kind, must be defined under its name, and must not be of the standard library.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def import_known(module: str) -> None:
 
 
 def find_named(name: object, kind: str) -> Any:
-    """Return the class, function or constant that a file names as ``module:name``, if the file may use it."""
+    """Return the class, function or constant that a file names as ``module:name``; refuse forbidden names."""
     # kind: the expected kind, a key of `_FITS`
     if not isinstance(name, str):
         raise StaticDataError(f"A file contains {describe_class(name)} instead of the name of a {kind}.")
@@ -71,7 +71,7 @@ def find_named(name: object, kind: str) -> Any:
 
 
 def _bears(found: object, name: str) -> bool:
-    """Return whether an object was defined in the module that the file names, not imported into that module."""
+    """Return whether ``name`` consists of the module and the qualified name under which the object was defined."""
     return f"{getattr(found, '__module__', None)}:{getattr(found, '__qualname__', None)}" == name
 
 

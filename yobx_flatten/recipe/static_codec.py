@@ -1,8 +1,8 @@
 """Convert the static part of a node (torch: *context*, JAX: *aux*) to JSON and back, without loss.
 
 JSON converts tuples to lists and integer keys to strings. With plain JSON, a tree spec that ``torch.export.save``
-stored would differ from the spec of the inputs, and the loaded program would refuse its own inputs. So a value that
-JSON changes is stored as a dict with the single key ``"!<kind>"``.
+stored would differ from the spec of the inputs, and the loaded program would refuse its own inputs. A value that
+JSON would change is therefore stored as a dict with the single key ``"!<kind>"``.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def load_static(data: Static) -> Static:
 
 
 def check_static(value: Static, *, where: str = "") -> None:
-    """Refuse static data that cannot be stored, or that are not equal to themselves after loading.
+    """Refuse static data that cannot be stored, or that differs after it is stored and loaded.
 
     >>> check_static({"sizes": (2, 3)})
     >>> check_static({"sizes": [torch.zeros(2)]}, where="State.config")
@@ -131,7 +131,7 @@ def _at(where: str) -> str:
 
 
 class _NoNameError(Exception):
-    """A class, function or constant that cannot be found by name in its module."""
+    """Error for a class, function or constant that cannot be found by name in its module."""
 
 
 def _name_of(value: object) -> str:
@@ -154,7 +154,7 @@ def _has_name(value: object) -> bool:
 
 
 def _constant_name(value: object) -> str | None:
-    """Return the name of a sentinel, such as equinox's ``MISSING``, in the module of its class, or ``None``."""
+    """Return the name of a constant, such as equinox's ``MISSING``, in the module of its class; ``None`` if unnamed."""
     module = type(value).__module__
     contents = getattr(sys.modules.get(module), "__dict__", {}).copy()  # another thread may import it meanwhile
     return next((f"{module}:{name}" for name, found in contents.items() if found is value), None)
@@ -360,7 +360,7 @@ def objection_to(stated: Mapping[str, Any]) -> str | None:
 
 
 def _leaves(stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a document with their dotted paths; all items of a list have the path of the list."""
+    """Yield the values of a JSON document with their dotted paths; all items of a list have the path of the list."""
     waiting: list[tuple[str, Any]] = [("", stated)]
     while waiting:
         key, one = waiting.pop()

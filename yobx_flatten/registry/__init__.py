@@ -1,1 +1,1 @@
-"""Manage all registrations; each file writes the table of one library."""
+"""Register classes in the pytree tables of torch, optree and JAX, and restore earlier registrations."""

@@ -1,8 +1,8 @@
-"""Store which blocks claim each class, and restore the earlier registration after the last claim.
+"""Store which ``with`` blocks need a class registered, and restore its earlier registration after the last block.
 
 A *library* is torch (three tables), optree or JAX. The first claim on a class reads the entry of the class in each
-table of the library (*found*), and registers the flatten functions. The last release restores *found*. Claims are
-released in any order.
+table of the library (*found*), and registers the flatten functions. The release of the last claim restores *found*.
+Claims can be released in any order.
 
     claims on DynamicCache      registered      what happens
     -                           theirs          found = theirs
@@ -31,7 +31,7 @@ TORCH = ("torch",)  # the libraries that the documented functions use by default
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """A claim of a with block or of the user that a class stays registered until :meth:`Registry.release`."""
+    """A request of a with block or of the user to keep a class registered until :meth:`Registry.release`."""
 
     recipe: Recipe
     by_user: bool
@@ -59,13 +59,13 @@ class Registry:
         self._lock = LOCK
 
     def recipe_in_force(self, cls: type, library: str = "torch") -> Recipe | None:
-        """Return the functions that this package registered for a class with a library; ``None`` without a claim."""
+        """Return the functions that this package registered for a class with a library; ``None`` if there are none."""
         with self._lock:
             slot = self._slots.get((library, cls))
             return None if slot is None else slot.recipe
 
     def remedy(self, cls: type) -> str | None:
-        """Return the line, for messages, that registers a class again; ``None`` for a class not registered here."""
+        """Return the code line that registers a class, for error messages; ``None`` for an unknown class."""
         with self._lock:
             for library in self._libraries:
                 if (library, cls) in self._slots:
@@ -73,13 +73,13 @@ class Registry:
             return self._retired.get(cls)
 
     def registered_base(self, cls: type) -> type | None:
-        """Return the nearest base class that the user registered: registrations do not apply to subclasses."""
+        """Return the nearest base class that the user registered; a registration does not apply to subclasses."""
         with self._lock:
             held = {key[1] for key, slot in self._slots.items() if slot.by_user}
             return next((base for base in cls.__mro__[1:] if base in held), None)
 
     def libraries(self, backends: str | Iterable[str], function: str) -> tuple[str, ...]:
-        """Check the argument ``backends``; return the libraries that it names, each known one for ``"all"``."""
+        """Check the argument ``backends``; return the libraries that it names, all known libraries for ``"all"``."""
         names = (backends,) if isinstance(backends, str) else tuple(backends)
         unknown = [name for name in names if name != "all" and name not in self._libraries]
         if unknown or not names:
@@ -95,7 +95,7 @@ class Registry:
         return tuple(name for name in self._libraries if name in names or "all" in names)
 
     def claim(self, recipe: Recipe) -> Claim | None:
-        """Register a class with torch for a with block; ``None`` if the user registered it, whose functions stay."""
+        """Register a class with torch for a with block; return ``None`` if the user has registered the class."""
         (library,) = TORCH
         with self._lock:
             slot = self._slots.get((library, recipe.cls))
@@ -136,7 +136,7 @@ class Registry:
                 self._release(library, claim)
 
     def release_user(self, cls: type) -> None:
-        """Unregister a class that the user registered, in all libraries, or raise an error if the user did not."""
+        """Unregister, in all libraries, a class that the user registered; raise an error for any other class."""
         with self._lock:
             slots = [self._slots[library, cls] for library in self._libraries if (library, cls) in self._slots]
             claims = [claim for slot in slots for claim in slot.claims if claim.by_user]
@@ -222,7 +222,7 @@ class Backend(Protocol):
     name: str
 
     def read(self, cls: type) -> Any:
-        """Return the library's entry for ``cls``, or ``None``."""
+        """Return the library's entry for ``cls``, or ``None`` if the class is not registered."""
 
     def write(self, recipe: Recipe) -> None:
         """Register a class with the functions in ``recipe``, replacing the class's registration."""

@@ -1,4 +1,4 @@
-"""Register classes with optree and JAX, at once or when a program imports them.
+"""Register classes with optree and JAX, at once or, if the library is not yet imported, when a program imports it.
 
 In optree all classes are in the namespace ``"yobx_flatten"``:
 ``optree.tree_flatten(tree, namespace="yobx_flatten")`` flattens the registered classes, and
@@ -35,7 +35,7 @@ class Optree:
         self.waiting = Waiting("optree", self._put)
 
     def read(self, cls: type) -> Any:
-        """Return optree's entry of a class, or the ``Recipe`` to register when optree is imported, or ``None``."""
+        """Return optree's entry of a class, or the ``Recipe`` that waits for optree's import; ``None`` without both."""
         with self.waiting.lock:
             return registered(NAMESPACE, cls) if self.waiting.library_is_there() else self.waiting.get(cls)
 
@@ -90,17 +90,17 @@ def _unflatten(recipe: Recipe, static: Static, children: Iterable[Any]) -> Any:
 
 
 class _Attribute(str):
-    """The entry of a child that is an attribute; a path shows it as the plain name."""
+    """Path entry of a child that is an attribute, which is shown as the attribute's name."""
 
     __slots__ = ()
 
 
 class _Index(int):
-    """The entry of a child that has a position; a path shows it as the plain number."""
+    """Path entry of a child in a sequence, which is shown as the child's index."""
 
 
 def _entry(key: KeyEntry) -> Any:
-    """Return a key as optree shows it in a path, in a class from which :func:`_entry_type` gets the kind of the key."""
+    """Convert a key to a path entry, whose class tells :func:`_entry_type` the kind of the key."""
     if isinstance(key, GetAttrKey):
         return _Attribute(key.name)
     if isinstance(key, SequenceKey):
@@ -110,7 +110,7 @@ def _entry(key: KeyEntry) -> Any:
 
 @functools.cache
 def _entry_type() -> Any:
-    """Return an entry class of optree that gives each child the kind of its own key."""
+    """Return a subclass of optree's ``PyTreeEntry`` that makes an entry of the kind of each child's key."""
     optree = sys.modules["optree"]
 
     class KeyedEntry(optree.PyTreeEntry):  # type: ignore[misc,name-defined] # optree counts as untyped
@@ -188,7 +188,7 @@ class Jax:
 
 
 class _Node:
-    """JAX's entry for one class: three methods, and the flatten functions that these methods call."""
+    """JAX's entry for one class: three methods that call the currently registered flatten functions."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.in_force: Recipe | None = recipe
@@ -219,7 +219,7 @@ class _Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Later:
-    """The static part under a later recipe of a class; under the first recipe it is not wrapped."""
+    """Static data from the second or a later registration of a class; static data of the first is not wrapped."""
 
     number: int
     static: Any

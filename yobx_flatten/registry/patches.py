@@ -1,4 +1,4 @@
-"""Patch attributes reversibly, also of modules that are imported later, under the one lock of the registry."""
+"""Patch attributes reversibly, including those of modules that are imported later, under the lock of the registry."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MISSING = object()
 
 
 class AttributePatch:
-    """An attribute or dict entry that is replaced while it has at least one holder.
+    """A patch of an attribute or dict entry, which is applied while at least one ``with`` block or other user holds it.
 
-    Holders, such as a ``with`` block, may acquire and release it in any order, from any thread. If other code replaced
-    the attribute later, the other replacement stays.
+    A patch can be acquired and released in any order, from any thread. If other code replaces the attribute after the
+    patch, the release does not restore the attribute.
     """
 
     def __init__(self, owner: object, name: object, replacement: object) -> None:
@@ -64,7 +64,7 @@ class AttributePatch:
 
 
 class _Traces(threading.local):
-    """The nested traces that run in this thread."""
+    """The number of nested traces in each thread."""
 
     count = 0
 
@@ -74,7 +74,7 @@ _TRACES = _Traces()
 
 @contextlib.contextmanager
 def tracing_here() -> Iterator[None]:
-    """Apply every acquired :class:`TracePatch` in this thread, which runs a trace, during the with block."""
+    """In a ``with`` block that runs a trace, apply every acquired :class:`TracePatch` in this thread."""
     _TRACES.count += 1
     try:
         yield
@@ -83,7 +83,7 @@ def tracing_here() -> Iterator[None]:
 
 
 class TracePatch(AttributePatch):
-    """A patch that replaces a function only for threads inside :func:`tracing_here`; others call the original."""
+    """A patch that replaces a function only for threads inside :func:`tracing_here`."""
 
     def __init__(self, owner: object, name: str, make: Callable[[Any], Any]) -> None:
         self._original = vars(owner)[name]
@@ -109,7 +109,7 @@ def _in_traces(original: Any, version: Any) -> Any:
 class ImportHook(importlib.abc.MetaPathFinder):
     """An import hook that calls a function right after a module was imported for the first time.
 
-    Avoids importing a large module early (``torch.export._trace`` imports all of dynamo).
+    The hook avoids an early import of a large module (``torch.export._trace`` imports all of dynamo).
     """
 
     def __init__(self, wanted: Callable[[str], bool], action: Callable[[ModuleType], None]) -> None:
@@ -127,7 +127,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find the module with the other import finders, and make its loader call the hook's function afterwards."""
+        """Find a module with the other import finders, and make its loader call the hook's function after an import."""
         if not self._wanted(fullname):
             return None
         for finder in sys.meta_path:

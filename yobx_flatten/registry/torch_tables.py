@@ -1,7 +1,7 @@
 """Register classes with torch: ``torch.utils._pytree``, ``torch.fx._pytree`` and ``torch.utils._cxx_pytree``.
 
-torch's own ``_deregister_pytree_node`` cannot restore an earlier registration. If two classes have no serialized name,
-it also raises ``KeyError`` after it has changed some tables. So only this file reads and writes torch's tables.
+torch's own ``_deregister_pytree_node`` cannot restore an earlier registration and, if two classes have no serialized
+name, raises ``KeyError`` after it has changed some tables. Only this file reads and writes torch's tables.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _FoundNode(NamedTuple):
 
 
 class TorchPython:
-    """The classes in the tables of ``torch.utils._pytree``, which ``torch.export`` uses."""
+    """Registers classes in the tables of ``torch.utils._pytree``, which ``torch.export`` uses."""
 
     name = "torch"
 
@@ -118,7 +118,7 @@ class _FoundRules(NamedTuple):
 
 
 class TorchFx:
-    """The classes in the tables of ``torch.fx._pytree``, by which a graph module flattens its inputs."""
+    """Registers classes in the tables of ``torch.fx._pytree``, with which a graph module flattens its inputs."""
 
     name = "torch_fx"
 
@@ -176,19 +176,19 @@ _NAMESPACE = "torch"
 
 
 class _Pending(NamedTuple):
-    """An entry of the pending list, and its position."""
+    """An entry of torch's list of pending C++ registrations, and its position in the list."""
 
     place: int
     entry: tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class TorchCpp:
-    """The classes in torch's C++ pytree: optree's namespace ``"torch"``, or torch's pending list before its import."""
+    """Registers classes with torch's C++ pytree (optree's namespace ``"torch"``), or for its later import."""
 
     name = "torch_cpp"
 
     def read(self, cls: type) -> Any:
-        """Return optree's entry of a class, or the pending one before torch imports optree, or ``None``."""
+        """Return optree's entry of a class, or the pending entry before torch imports optree; ``None`` without both."""
         if not of_torch.cxx_pytree_exists():
             return None
         with NODE_REGISTRY_LOCK:
@@ -239,7 +239,7 @@ def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
 
 
 def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
-    """Remove a class, or only its entry made from ``recipe``, from the pending list; return the first position."""
+    """Remove a class, or only its entry of ``recipe``, from torch's pending list; return its first position there."""
     pending, place = of_torch.cxx_pytree_pending(), None
     for index in reversed(range(len(pending))):
         waiting, flatten, _ = pending[index][0]
@@ -260,7 +260,7 @@ def unregister(namespace: str, cls: type) -> None:
 
 
 def register_again(found: Any) -> None:
-    """Register a class with optree again, by an entry of :func:`registered`; do nothing for ``None``."""
+    """Register a class with optree again, from its former entry ``found``; do nothing for ``None``."""
     if found is not None:
         sys.modules["optree"].register_pytree_node(
             found.type,
@@ -272,7 +272,7 @@ def register_again(found: Any) -> None:
 
 
 def replace(found: Any, namespace: str, cls: type, register: Callable[[], object]) -> None:
-    """Unregister a class, whose entry is ``found``, and call ``register``; an error restores the entry."""
+    """Unregister a class with the entry ``found``, and call ``register``; restore the entry if ``register`` fails."""
     with order_kept(found):
         if found is not None:
             unregister(namespace, cls)

@@ -1,4 +1,4 @@
-"""Store nested values in ONNX files, read them back, and replay them against a model."""
+"""Store nested values in ONNX files, read the files, and compare the outputs of a model with stored outputs."""
 
 from __future__ import annotations
 

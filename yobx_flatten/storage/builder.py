@@ -28,9 +28,9 @@ class MiniOnnxBuilder:
     """Builds an ONNX model that has no inputs and returns stored values by name.
 
     Args:
-        target_opset: version of ONNX's operators. Tensors of some types set a newer version: 19 for 8-bit floats, 24
-            for ``float8_e8m0fnu``, 21 for 4-bit integers, 23 for 4-bit floats, and 25 for 2-bit integers.
-        ir_version: version of the file format of ONNX.
+        target_opset: ONNX opset version. Tensors of some types set a newer version: 19 for 8-bit floats, 24 for
+            ``float8_e8m0fnu``, 21 for 4-bit integers, 23 for 4-bit floats, and 25 for 2-bit integers.
+        ir_version: version of the ONNX file format (IR version).
         sep: separator in the names of a dict's two outputs, ``<name>___keys`` and ``<name>___values``.
 
     >>> import numpy, onnxruntime
@@ -53,7 +53,7 @@ class MiniOnnxBuilder:
 
         Args:
             name: name of the output.
-            tensor: a tensor, a NumPy array, or any other leaf.
+            tensor: a tensor, a NumPy array, a number, text or another value that is not a container.
             randomize: whether to store only the type and the shape of a tensor of floats; the model generates random
                 values instead. ``False`` by default.
 
@@ -67,7 +67,7 @@ class MiniOnnxBuilder:
 
         Args:
             name: name of the output.
-            tensors: at least one tensor or array.
+            tensors: a list of at least one tensor or array.
 
         Raises:
             InvalidArgumentError: when an output has that name already, ``tensors`` is empty, or an item is not a
@@ -82,7 +82,7 @@ class MiniOnnxBuilder:
 
         Args:
             name: prefix of the names of the two outputs.
-            tensors: at least one tensor or array, by text keys.
+            tensors: a dict of at least one tensor or array, with text keys.
 
         Raises:
             InvalidArgumentError: when an output has that name already, ``tensors`` is empty, or an item is not a
@@ -91,7 +91,7 @@ class MiniOnnxBuilder:
         self._put(name, "dict", dict(tensors))
 
     def to_onnx(self) -> Any:
-        """Return the ``onnx.ModelProto``; :func:`create_input_tensors_from_onnx_model` reads it as a dict."""
+        """Return the ``onnx.ModelProto``, which :func:`create_input_tensors_from_onnx_model` reads as a dict."""
         structure = flatten_tree({name: value for name, (_, value) in self._entries.items()})
         check_size(sum(payload.nbytes for payload in structure.payloads), "MiniOnnxBuilder", "use save_nested")
         writer = OnnxWriter("MiniOnnxBuilder", opset=self._opset, ir_version=self._ir_version)
@@ -130,16 +130,16 @@ class MiniOnnxBuilder:
 def create_onnx_model_from_input_tensors(
     inputs: Any, switch_low_high: bool | None = None, randomize: bool = False, sep: str = "___"
 ) -> Any:
-    """Make an ONNX model in memory that holds nested inputs.
+    """Make an ONNX model in memory that contains nested inputs of another model.
 
-    :func:`save_nested` writes such a model to a file, of any size.
+    :func:`save_nested` writes nested values of any size to an ONNX file.
 
     Args:
         inputs: nested values; see :func:`save_nested`.
-        switch_low_high: ignored: the low byte comes first in every ONNX file.
+        switch_low_high: ignored, because every ONNX file is little-endian.
         randomize: whether to store only the types and shapes of tensors of floats; the model generates random values
             instead. ``False`` by default.
-        sep: ignored: leaves are named by their key paths, ``past_key_values.0.key``.
+        sep: ignored, because tensors are named by their key paths, such as ``past_key_values.0.key``.
 
     Returns:
         The ``onnx.ModelProto``.
@@ -172,16 +172,16 @@ def create_input_tensors_from_onnx_model(
     Args:
         proto: the ``onnx.ModelProto``, or the path of a file.
         device: device of the tensors; ``"cpu"`` by default.
-        engine: the reader of the values. ``"onnx"``, the default, reads the stored data;
-            ``"onnxruntime"``, or ``"ReferenceEvaluator"`` for ``onnx.reference``, runs the model and takes its outputs.
-        sep: the ``sep`` of the :class:`MiniOnnxBuilder` that made the model, for an engine that runs the model.
+        engine: how to read the values: ``"onnx"``, the default, reads the initializers; ``"onnxruntime"`` and
+            ``"ReferenceEvaluator"`` (``onnx.reference``) run the model and read its outputs.
+        sep: the ``sep`` of the :class:`MiniOnnxBuilder` that made the model, if the engine runs the model.
 
     Returns:
         The inputs that were passed to :func:`create_onnx_model_from_input_tensors`.
 
     Raises:
         StoredFileError: see :func:`load_nested`.
-        NotRegisteredError: when a class is not registered.
+        NotRegisteredError: when a class in the file is not registered.
         InvalidArgumentError: when the engine is not known.
 
     >>> import torch
@@ -209,7 +209,7 @@ def _records(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def randomized(structure: Structure) -> Structure:
-    """Replace the data of float tensors by seeds, from which the ONNX model generates the same values in each run."""
+    """Replace the data of float tensors by random seeds, from which the ONNX model generates values when it runs."""
     payloads: list[Payload] = []
     for payload in structure.payloads:
         if payload.record["leaf"] == "torch" and payload.record["dtype"] in _FLOATS:
@@ -223,7 +223,7 @@ _ENGINES = ("onnx", "onnxruntime", "ReferenceEvaluator")
 
 
 class RunOutputs:
-    """Runs an ONNX model that has no inputs, and reads leaves from its outputs; a :class:`.structure.Source`."""
+    """Runs an ONNX model without inputs, and reads stored values from its outputs (see :class:`.structure.Source`)."""
 
     # path: the file of the model; `None` for a model in memory
     # sep: separator between the name of a dict and `keys` or `values`, see `MiniOnnxBuilder`
@@ -260,7 +260,7 @@ class RunOutputs:
             raise DamagedFileError(f"The model has no output {record['name']!r} of shape {dims}.")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Copy the bytes of an output into ``view``, after casting back an output that the graph cast to float32."""
+        """Copy the bytes of an output into ``view``; if the graph cast the output to float32, first undo the cast."""
         import numpy
 
         array = numpy.ascontiguousarray(self._outputs[record["name"]])

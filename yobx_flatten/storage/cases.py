@@ -1,4 +1,4 @@
-"""Store a case, inputs and expected outputs, in a file, and replay the case with a model file in onnxruntime."""
+"""Store test cases (inputs and expected outputs) in files, and compare model files with test cases in onnxruntime."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from .structure import flatten_tree
 
 @dataclasses.dataclass(frozen=True)
 class StoredCase:
-    """Inputs of a model and the expected outputs, as :func:`load_case` returns them.
+    """A test case that :func:`load_case` returns: inputs of a model, and the expected outputs.
 
     Attributes:
-        inputs: nested inputs: keyword arguments by name, or positional arguments.
+        inputs: nested inputs: a dict of keyword arguments, or a tuple of positional arguments.
         outputs: nested outputs.
-        name: short description of the case; empty by default.
+        name: short description of the test case; empty by default.
     """
 
     inputs: Any
@@ -44,13 +44,13 @@ class StoredCase:
 def save_case(
     path: str | os.PathLike[str], inputs: PyTree, outputs: PyTree, *, name: str = "", external_data: bool | None = None
 ) -> int:
-    """Store inputs and expected outputs in a file, as :func:`save_nested` stores values.
+    """Store a test case (inputs and expected outputs) in a file, in the format of :func:`save_nested`.
 
     Args:
         path: the file to write.
-        inputs: nested inputs: a dict of keyword arguments, which are matched with a model's inputs by name, or a tuple.
+        inputs: nested inputs: a tuple, or a dict of keyword arguments, which are matched with model inputs by name.
         outputs: the outputs of a module for these inputs.
-        name: short description of the case; empty by default.
+        name: short description of the test case; empty by default.
         external_data: see :func:`save_nested`.
 
     Returns:
@@ -73,14 +73,14 @@ def save_case(
 
 
 def load_case(path: str | os.PathLike[str], *, device: Device = "cpu") -> StoredCase:
-    """Read inputs and expected outputs that :func:`save_case` stored.
+    """Read a test case that :func:`save_case` stored.
 
     Args:
         path: the file.
         device: device of the tensors; ``"cpu"`` by default.
 
     Returns:
-        The inputs, the outputs and the name of the case.
+        The inputs, the expected outputs and the name of the test case.
 
     Raises:
         FlattenError: see :func:`load_nested`.
@@ -107,11 +107,11 @@ class OutputDifference:
     """The difference between one output of a model file and the stored output.
 
     Attributes:
-        name: name of the expected value: ``present.0.key``.
-        output: name of the model's output, ``None`` if it has no such output.
-        difference: largest absolute difference; infinite where there is an error.
-        error: reason why the outputs cannot be compared; ``None`` if they were compared.
-        nan: the share of expected elements that are NaN; ``None`` where there are no elements.
+        name: name of the stored output, such as ``present.0.key``.
+        output: name of the model's output; ``None`` if the model has no output that matches the stored output.
+        difference: largest absolute difference; infinite if the outputs cannot be compared.
+        error: reason why the outputs cannot be compared; ``None`` if the outputs were compared.
+        nan: share of NaN elements in the stored output; ``None`` if the output has no elements.
     """
 
     name: str
@@ -127,14 +127,14 @@ class OutputDifference:
 
 @dataclasses.dataclass(frozen=True)
 class CaseReport(Report):
-    """The result of :func:`replay_case`. ``print(report)`` shows a table.
+    """The differences that :func:`replay_case` found. ``print(report)`` shows a table.
 
     Attributes:
-        case: name of the case.
+        case: name of the test case.
         model: the file.
-        outputs: one entry per expected output.
-        unused: inputs of the case that the model does not take.
-        seconds: duration of the run.
+        outputs: the differences, one :class:`OutputDifference` for each stored output.
+        unused: names of inputs in the test case that the model does not have.
+        seconds: duration of the run of the model.
         tolerance: largest absolute difference allowed.
     """
 
@@ -146,11 +146,11 @@ class CaseReport(Report):
     tolerance: float
 
     def differences(self) -> Iterator[float]:
-        """Yield for every output the largest difference between the computed and the stored values."""
+        """Yield the largest absolute difference between computed and stored values for each output."""
         return (output.difference for output in self.outputs)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
-        """Yield the share of NaN values in each stored output."""
+        """Yield one dict from output name to the share of NaN elements in the stored output."""
         yield {output.name: output.nan for output in self.outputs if output.nan is not None}
 
     def __str__(self) -> str:
@@ -166,22 +166,22 @@ class CaseReport(Report):
 def replay_case(
     case: StoredCase, model: object, *, tolerance: float = 1e-4, providers: Sequence[str] = ("CPUExecutionProvider",)
 ) -> CaseReport:
-    """Run a model file on the inputs of a case, and compare its outputs with the stored outputs.
+    """Run a model file on the inputs of a test case, and compare the model's outputs with the stored outputs.
 
-    Inputs and outputs are matched by name: ``past_key_values.0.key`` as :func:`export_onnx` and tools for generation
-    name them, ``cache_key_0`` as ``torch.onnx.export`` does, or by order if the leaves have no names.
+    Inputs and outputs are matched by the names of :func:`export_onnx` (``past_key_values.0.key``) or
+    ``torch.onnx.export`` (``cache_key_0``), or by order if the inputs or outputs have no names.
 
     Args:
-        case: a case from :func:`load_case`, or made by hand.
+        case: a test case from :func:`load_case`, or a new :class:`StoredCase`.
         model: the path of an ONNX file, or an ``onnxruntime.InferenceSession``.
         tolerance: largest absolute difference allowed; 1e-4 by default.
-        providers: execution providers of onnxruntime, for a path; ``("CPUExecutionProvider",)`` by default.
+        providers: execution providers of onnxruntime if ``model`` is a path; ``("CPUExecutionProvider",)`` by default.
 
     Returns:
-        The difference of every output, with the time and the inputs that were not used.
+        The difference of every output, the duration of the run, and the inputs that the model does not have.
 
     Raises:
-        ReplayError: when the case lacks an input of the model or has another type for it, or when the model fails.
+        ReplayError: when an input of the model is missing in ``case`` or has another type, or when the model fails.
         MissingDependencyError: when onnxruntime is not installed.
 
     >>> import tempfile
@@ -247,7 +247,7 @@ def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseRepor
 
 
 def _is_data(leaf: object) -> bool:
-    """Return whether a leaf can be an input or an output of a graph."""
+    """Return whether a value can be an input or output of an ONNX graph: a tensor, an array, a number or text."""
     if isinstance(leaf, (torch.Tensor, bool, int, float, complex, str)):
         return True
     return hasattr(leaf, "__array__") and hasattr(leaf, "dtype")

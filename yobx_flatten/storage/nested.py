@@ -1,4 +1,4 @@
-"""Store nested values in a file, and read them back."""
+"""Write nested values to an ONNX file, and read nested values from an ONNX file."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: 
     """Store a nested object in an ONNX file, with its structure, static data and types.
 
     onnxruntime and ``onnx.reference`` can run the file, and return every tensor under a readable name; nothing is
-    pickled. Tensors are written one at a time, without a copy of all values; a tensor that is not contiguous, or not on
-    the host, is copied.
+    pickled. Tensors are written one at a time; only a tensor that is not contiguous, or not in host memory, is copied.
 
     Args:
-        path: the file to write; its folder is created if it does not exist. The file appears when it is complete.
+        path: the file to write, which appears only when it is complete; its folder is created if it does not exist.
         values: registered classes and containers of tensors of any type, NumPy arrays, numbers, text, bytes, ``None``,
-            enums and dtypes. Values, shapes and types are stored; devices, strides and ``requires_grad`` are not. One
-            tensor in two places is stored once.
+            enums and dtypes. Values, shapes and types are stored; devices, strides and ``requires_grad`` are not. A
+            tensor that occurs several times is stored once.
         external_data: whether tensors are stored in a second file, ``<path>.data``; ``None``, the default, means
-            ``True`` for more than 16 MiB of tensors. One file alone cannot have more than 2 GB.
+            ``True`` for more than 16 MiB of tensors. A file without external data is limited to 2 GB.
 
     Returns:
         The number of bytes written.
 
     Raises:
-        NotRegisteredError: when there is an object of a class that is not registered.
+        NotRegisteredError: when ``values`` contains an object of a class that is not registered.
         InvalidArgumentError: when a tensor has no plain data (sparse, nested, on the meta device, quantized), is of a
-            tensor subclass, or when an object contains itself. The message has code that repairs the value.
-        StaticDataError: when static data, or a leaf, is something that cannot be stored.
+            tensor subclass, or when an object contains itself. The error message shows code that converts the value.
+        StaticDataError: when static data or a leaf is of a type that cannot be stored.
         MissingDependencyError: when onnx is not installed.
 
     >>> import tempfile
@@ -70,24 +69,23 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
 def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expected: type[Any] | None = None) -> Any:
     """Read a nested object that :func:`save_nested` stored.
 
-    Classes must be registered, and their modules imported, before: a file can cause an import only of modules of torch,
-    NumPy, transformers and diffusers. onnxruntime is not needed.
+    The classes in the file must be registered and their modules imported before the call; only modules of torch, NumPy,
+    transformers and diffusers are imported automatically. onnxruntime is not needed.
 
     Args:
-        path: the file. If there is a data file ``<path>.data``, it must be in the same folder.
+        path: the file. The file of external data, ``<path>.data``, must be in the same folder if it exists.
         device: device of the tensors; ``"cpu"`` by default.
-        expected: class of the whole value, ``dict`` or ``dict[str, torch.Tensor]`` for example: another class is
-            refused, and a type checker knows the result's class. Items are not checked. ``None``, the default, accepts
-            any value.
+        expected: class of the returned object, such as ``dict`` or ``dict[str, torch.Tensor]``; an object of another
+            class is refused. The types of items are not checked. ``None``, the default, accepts any object.
 
     Returns:
-        The values, bitwise identical to the stored values.
+        The nested object, bitwise identical to the stored object.
 
     Raises:
         InvalidArgumentError: when the value is not of the class that ``expected`` names.
-        NotRegisteredError: when a class is not registered.
-        ForeignFileError: when another program wrote the file, or a newer version of this package.
-        DamagedFileError: when the file is truncated, or its contents do not fit together.
+        NotRegisteredError: when a class in the file is not registered.
+        ForeignFileError: when another program or a newer version of this package wrote the file.
+        DamagedFileError: when the file is truncated, or its contents are inconsistent.
         MissingDependencyError: when onnx is not installed.
 
     >>> import tempfile
@@ -172,7 +170,7 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
 
 
 class Initializers:
-    """Reads leaves from the initializers of an ONNX model, one at a time; a :class:`.structure.Source`."""
+    """Reads stored values from the initializers of an ONNX model, one at a time (see :class:`.structure.Source`)."""
 
     # folder: the folder of the external data; `None` for a model in memory
 

@@ -1,4 +1,4 @@
-"""Write payloads to an ONNX graph of initializers, with as few nodes as possible."""
+"""Write stored values as initializers of an ONNX graph with as few nodes as possible."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class OnnxWriter:
             self.add_output(record["name"], _FLOAT if first.element.cast else first.element.code, first.dims)
 
     def add(self, payload: Payload, *, output: bool = True) -> None:
-        """Add one leaf: its initializer, or a node that draws random numbers if the leaf was stored as a seed."""
+        """Add one value to the graph: an initializer, or a ``RandomUniform`` node if only a random seed is stored."""
         # output: whether the graph returns the leaf; `True` by default
         name, element = payload.record["name"], payload.element
         self._payloads[name] = payload

@@ -1,11 +1,11 @@
-"""Convert a nested object to JSON that names its classes and its leaves, and to the data of an ONNX graph, and back.
+"""Convert a nested object to JSON (its classes and leaves) and to initializers of an ONNX graph, and back.
 
 {"node": "builtins:dict", "static": ["x", "cache"], "children": [
     {"leaf": "torch", "name": "x", "dtype": "bfloat16", "shape": [2, 3], "crc32": 2768625435},
     {"node": "transformers.cache_utils:DynamicCache", "static": ["key_0", "value_0"], "children": [...]}]}
 
-A leaf is converted to a *record*, a part of the JSON, and, if the leaf has data, to a *payload*, from which an
-initializer is made. The bytes of a payload are read when they are written, one payload at a time.
+A leaf is converted to a *record*, which is an entry of the JSON, and, if the leaf has data, to a *payload*, from which
+an initializer is made. The bytes of a payload are read only when the payload is written to the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Structure(NamedTuple):
 
 
 def flatten_tree(tree: PyTree) -> Structure:
-    """Flatten a nested object; classes that ``register_flattening_functions`` knows need no open with block."""
+    """Flatten a nested object; caches of transformers are flattened even if they are not registered."""
     check_no_cycles(tree, "values")
     taken: set[str] = set()
     names = iter([unique(name or "value", taken) for name in leaf_names(tree)])
@@ -144,7 +144,7 @@ def _functions_of(cls: type, node_type: Any) -> _Functions | None:
 
 
 def _check_called(name: str, node: _Functions, static: Static) -> None:
-    """Refuse static data that torch would call: the class of a named tuple, or the factory of a ``defaultdict``."""
+    """Refuse a file that names code for torch to call as a named tuple or as the factory of a ``defaultdict``."""
     if name == "collections:defaultdict":
         factory = static[0]
         if factory is not None and not (isinstance(factory, type) and factory.__module__ == "builtins"):
@@ -286,7 +286,7 @@ def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where
 
 
 def _array_element(dtype: numpy.dtype[Any]) -> tuple[Element, tuple[int, ...]] | None:
-    """Return the element type for an array without text, and the axes to add to the shape; else ``None``."""
+    """Return the ONNX element type for a NumPy dtype, and the axes to add to the shape; ``None`` if unsupported."""
     if dtype.hasobject or dtype.subdtype is not None or dtype.names is not None:
         return None
     if dtype.kind in "mM":

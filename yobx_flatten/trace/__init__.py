@@ -1,1 +1,1 @@
-"""Wrap ``torch.export`` and ``torch.onnx.export`` while a block is open."""
+"""Wrap ``torch.export`` and ``torch.onnx.export`` in the ``with`` block of ``register_flattening_functions``."""

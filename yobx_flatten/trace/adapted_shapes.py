@@ -9,9 +9,9 @@ The registration inside the context manager is different. Recognized forms, for 
     [entry of each tensor, by its attributes]           transformers' exporters of 5.16 and 5.17
     ShapesCollection                                    entries by tensor; the counter has no entry
 
-Each entry is moved to the tensor that it was written for. The counter of tokens has no axes; an integer counter varies
-if an axis of the cache varies. ``Dim.AUTO`` at an axis that never varies is dropped. Other forms are unchanged, and
-torch reports their errors.
+Each entry is moved to the tensor that it was written for. A token counter that is a tensor has no axes; an integer
+token counter is dynamic if an axis of the cache is dynamic. ``Dim.AUTO`` is removed from an axis that never varies. A
+specification of any other form is unchanged, and torch reports its errors.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Adapting:
         return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
 
     def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
-        """An unknown form stays unchanged."""
+        """Adapt the entries of a cache to the registration ``recipe``; return an unknown form unchanged."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
             shapes = recipe.flatten(shapes)[0]
@@ -117,7 +117,7 @@ class _Adapting:
 
 
 def _fixed(entry: DynamicShapes, axes: Mapping[int, str] | None) -> DynamicShapes:
-    """Return an entry of a tensor without ``Dim.AUTO`` at the axes that never vary."""
+    """Return the ``dynamic_shapes`` entry of a tensor without ``Dim.AUTO`` at the axes that never vary."""
     if axes is None or not isinstance(entry, (dict, list, tuple)) or hasattr(entry, "_fields"):
         return entry
     dims = dict(entry) if isinstance(entry, dict) else dict(enumerate(entry))
@@ -127,7 +127,7 @@ def _fixed(entry: DynamicShapes, axes: Mapping[int, str] | None) -> DynamicShape
 
 
 def _counts(child: object) -> bool:
-    """Return whether a child is a number of tokens: a tensor without axes, or an integer."""
+    """Return whether a child of a cache is a token counter: a tensor without axes, or an integer."""
     return type(child) is int or _is_tensor(child)
 
 
@@ -159,7 +159,7 @@ def _varies(entry: DynamicShapes) -> bool:
 
 
 def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
-    """Convert a list of entries for keys and a list for values to entries per tensor."""
+    """Convert a list of entries for keys and a list of entries for values to a dict by the ``id`` of each tensor."""
     parts = list(shapes.values()) if isinstance(shapes, dict) else shapes
     layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
     if not isinstance(parts, (list, tuple)) or len(parts) != 2:
@@ -176,7 +176,7 @@ def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any]
 
 
 def _by_attributes(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
-    """Convert a list with one entry per attribute to entries per tensor."""
+    """Convert a list with one entry per attribute of a cache to a dict by the ``id`` of each tensor."""
     tensors = list(_tensors_of(cache))
     if not isinstance(shapes, (list, tuple)) or len(shapes) != len(tensors) or not all(map(_fits, tensors, shapes)):
         return None

@@ -1,4 +1,4 @@
-"""Wrap every ``torch.export`` call inside a block, and the programs that it returns.
+"""Wrap every ``torch.export`` call inside a ``with`` block, and the exported programs.
 
 * Dimensions that are equal only in the example stay independent (duck shapes off), and slices are copied.
 * Model libraries install their traceable functions (see :mod:`yobx_flatten.huggingface.tracing.support`).
@@ -7,10 +7,10 @@
 * A package of AOTInductor gets inputs with the strides that it was compiled for (see
   :mod:`yobx_flatten.trace.program`).
 * A program remembers the classes of its inputs and outputs. If a class is not registered at a call, the error names the
-  class; torch alone raises ``KeyError: <class ...>``. A program also refuses a value for an input that was ``None`` in
-  the example.
+  class; torch alone raises ``KeyError: <class ...>``. A program refuses a value for an input that was ``None`` in the
+  example.
 
-The replacements are active only in a thread that runs a trace; eager models inside a block are unchanged.
+Replaced functions are active only in a thread that runs a trace; eager models inside the block are unchanged.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_TypePromotionInterpreter.run_node``: a node with a known value is run only if its arguments are cast."""
+    """Wrap ``_TypePromotionInterpreter.run_node``: run a node with a known value only if its arguments are cast."""
     from ..private_names.of_torch import type_promotion_rule
 
     @functools.wraps(original)
@@ -261,7 +261,7 @@ EXPORT_HOOK = ExportHook()
 
 
 def _drops_padding(encoder: Any, src: Tensor) -> bool:
-    """Return whether an encoder drops padding in a call without gradients, outside of a trace."""
+    """Return whether a ``TransformerEncoder`` drops padding in eager mode without gradients."""
     first = encoder.layers[0]
     return bool(
         torch.backends.mha.get_fastpath_enabled()
@@ -304,7 +304,7 @@ class _Smallest(torch.nn.Module):
 
 @functools.cache
 def _has_defect(export: Callable[..., Any]) -> bool:
-    """Return whether torch exports nested values in ``**kwargs`` wrongly: export and call a small module."""
+    """Export and call a small module, and return whether torch exports nested values in ``**kwargs`` wrongly."""
     x, kwargs = torch.ones(3, 2), {"extra": {"a": torch.ones(3, 2)}}
     shapes = {"x": {0: Dim.AUTO}, "extra": {"a": {0: Dim.AUTO}}}
     # earlier versions refuse the shapes

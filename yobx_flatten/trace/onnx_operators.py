@@ -172,7 +172,7 @@ _TABLES: dict[Any, tuple[Any, Any]] = {}
 
 
 def _remembered(request: Any, sources: Callable[[], Any], read: Callable[[], Any]) -> Any:
-    """Return the table for a request, and read the table again if its sources have changed."""
+    """Return the cached table for a request, and read the table again if its sources have changed."""
     with LOCK:
         read_from, table = _TABLES.get(request, (None, None))
     if read_from != sources():
@@ -193,7 +193,7 @@ def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any
 
 
 def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Callable[[Any], dict[Any, Any]]:
-    """Wrap ``create_onnx_friendly_decomposition_table``, so that the table for the same operators is made once."""
+    """Wrap ``create_onnx_friendly_decomposition_table``, so that the result is cached by operators."""
 
     @functools.wraps(original)
     def create(onnx_registered_ops: Iterable[Any]) -> dict[Any, Any]:
@@ -204,14 +204,14 @@ def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Cal
 
 
 def _decomposed() -> tuple[Any, ...]:
-    """Return the sources of the table of decompositions: all operators, and the decompositions in Python."""
+    """Return what the decomposition table depends on: all operators, and the decompositions in Python."""
     from ..private_names.of_torch import decompositions
 
     return (operator_names(), operators_with_kernel("CompositeImplicitAutograd"), list(decompositions.items()))
 
 
 def _known() -> tuple[Any, ...]:
-    """Return the sources of an ``ONNXRegistry``: the operators of all libraries, and onnxscript's functions."""
+    """Return what an ``ONNXRegistry`` depends on: the operators of all libraries, and onnxscript's functions."""
     registration = sys.modules.get("onnxscript.function_libs.torch_lib.registration")
     functions = getattr(registration, "default_registry", {}).items()
     return (operator_names(), [(name, *entry.overloads, *entry.complex) for name, entry in functions])

@@ -1,7 +1,7 @@
 """Translations for operators that torch's ONNX exporter translates wrongly at some values, or not at all.
 
-``make operators`` finds such operators, and its page lists their errors. The cost of ``cumprod``, ``cummax`` and
-``logcumsumexp`` is quadratic in the length of the axis, since ONNX has no such cumulative operators.
+``make operators`` finds wrong translations, and writes a page of their errors. The cost of ``cumprod``, ``cummax`` and
+``logcumsumexp`` is quadratic in the length of the axis, since ONNX has no operators for them.
 """
 
 from __future__ import annotations
@@ -448,7 +448,7 @@ def plain_attention(
 
 
 def _for_each_query(x: OnnxValue, query: OnnxValue, rank: int) -> OnnxValue:
-    """Return keys or values with each head repeated for its query heads."""
+    """Repeat each head of keys or values for the query heads that use it (grouped-query attention)."""
     op = _operators()
     shape, heads = op.Shape(x), op.Gather(op.Shape(query), _axes(rank - 3))
     times = op.Div(heads, op.Gather(shape, _axes(rank - 3)))

@@ -1,6 +1,6 @@
-"""An exported program: its inputs, the classes and constants that it remembers, and faster loading.
+"""Read the inputs of exported programs, check classes and constants at each call, and load programs faster.
 
-A program names classes that are not registered, and refuses values that differ from the constants of its example.
+A call fails with the name of an unregistered class, or of an input that differs from a constant of the example.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _Members = dict[int, enum.Enum]
 
 
 def text_of(value: object) -> str:
-    """Return the text by which reports show a constant among the inputs.
+    """Return the text that reports show for an input that is a constant.
 
     >>> import inspect
     >>> text_of(0.5), text_of("mean"), text_of(inspect._ParameterKind.KEYWORD_ONLY)
@@ -61,7 +61,7 @@ def _is_enum(leaf: object) -> bool:
 
 
 def enums_as_texts(args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree, _Members]:
-    """Also return the members by number of the leaf."""
+    """Replace enum members in the inputs by text, and return the members by the index of the leaf."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     members = {place: leaf for place, leaf in enumerate(leaves) if _is_enum(leaf)}
     if members:
@@ -79,7 +79,7 @@ def with_members(args: PyTree, kwargs: PyTree, members: _Members) -> tuple[PyTre
 
 @contextlib.contextmanager
 def members_in_forward(module: torch.nn.Module, names: list[str], members: _Members) -> Iterator[None]:
-    """Make a module's ``forward`` receive enum members in the with block, while its trace receives texts."""
+    """In a with block, convert the text that a trace passes to a module's ``forward`` back to enum members."""
     # names: the keyword arguments in the order of the export, which determines the numbers of the leaves
     if not members:
         yield
@@ -179,7 +179,7 @@ def with_integers(program: ExportedProgram) -> _Hook | None:
 
 
 class Flat(torch.nn.Module):
-    """A module with one argument, a list of tensors, which are the arguments of a graph module."""
+    """A module that receives a list of tensors, and passes them to a graph module as separate arguments."""
 
     def __init__(self, called: torch.fx.GraphModule) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ def _require_registered(classes: tuple[type, ...], *call: Any) -> None:
 
 
 def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
-    """Remove assertions that hold for all sizes, and nodes that only they read, from an exported program."""
+    """Remove from an exported program assertions that hold for all sizes, and nodes that only assertions read."""
     graph = program.graph_module.graph
     assertion = torch.ops.aten._assert_scalar.default
     asserted: dict[torch.fx.Node, sympy.Basic] = {}
@@ -341,7 +341,7 @@ def _follows(expression: sympy.Basic, stated: Collection[sympy.Basic], ranges: M
 
 
 def _in_order(extreme: sympy.Expr) -> sympy.Expr:
-    """Return the smallest or largest of several sizes, if it is the same for all values of the symbols."""
+    """Return the argument that a ``Min`` or ``Max`` equals for all values of the symbols, else the expression."""
     for one in extreme.args:
         differences = [sympy.expand(other - one) for other in extreme.args]
         if all(d.is_nonnegative if isinstance(extreme, Min) else d.is_nonpositive for d in differences):
@@ -364,7 +364,7 @@ _HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
 
 
 def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collection[str]]) -> Callable[..., Any]:
-    """Return a reader of stored tree specs that first imports modules of these libraries, which register classes."""
+    """Wrap a reader of stored tree specs to first import modules of ``libraries``, which registers their classes."""
 
     @functools.wraps(read)
     def json_to_treespec(schema: object) -> Any:

@@ -1,4 +1,4 @@
-"""Change settings of torch and of model libraries during a trace: the kernel of the attention, cached results."""
+"""Change settings of torch and of model libraries during a trace, such as the kernel of the attention."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AttentionSizes:
 
 
 class _PlainAttention:
-    """Trace the attention with the strides of its math kernel, on which callers of every kernel may rely."""
+    """Traces ``scaled_dot_product_attention`` with the output strides of its math kernel, not of a fused kernel."""
 
     # The attention stays one operator, but a `contiguous` after it is dropped if the strides of the CPU's fused kernel
     # make it redundant. The ONNX exporter then cannot view the result ("Cannot view a tensor with shape", T5 and AFMoE
@@ -145,7 +145,7 @@ def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:
 
 
 def _size(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[int, ...]:
-    """Return the output size, after the checks that the attention operators make, in their order."""
+    """Check the sizes in the order of torch's attention operators, and return the output size."""
     heads = query.shape[1]  # also for keys and values: fewer heads are repeated
     width, length = key.shape[3], key.shape[2]
     torch._check(query.shape[3] == width, lambda: f"queries of {query.shape[3]} numbers, and keys of {width}")
@@ -157,7 +157,7 @@ def _size(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tup
 
 
 class TraceSupport:
-    """Helpers for a model library, used while its models are traced and its programs loaded; the base has none."""
+    """Interface of a model library's replacements for traces and exported programs; the base class replaces nothing."""
 
     def __init__(self, modules: str) -> None:
         self.modules = modules

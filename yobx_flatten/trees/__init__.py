@@ -1,4 +1,4 @@
-"""Walk nested objects: one level, all leaves, their names and dynamic shapes."""
+"""Visit nested objects, and list the names and the dynamic shapes of their leaves."""
 
 from __future__ import annotations
 

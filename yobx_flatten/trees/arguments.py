@@ -73,7 +73,7 @@ def _check_tensors(tree: PyTree, name: str) -> None:
 
 
 def instance_hint(given: object) -> str:
-    """Return a sentence on how to make an instance, if a class was given instead; else an empty string."""
+    """Return a sentence on how to make an instance if ``given`` is a class; else an empty string."""
     how = ".from_pretrained(FOLDER)" if hasattr(given, "from_pretrained") else "(...)"
     return f" Make an instance: {given.__qualname__}{how}." if isinstance(given, type) else ""
 
@@ -131,7 +131,7 @@ def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str
 
 
 def check_no_modules(inputs: Mapping[str, Any]) -> None:
-    """Refuse modules among the inputs; torch does not flatten them, and would fail with "expected 0 shapes, got 1"."""
+    """Refuse inputs that contain a module, for which torch would raise the error "expected 0 shapes, got 1"."""
     for name, value in inputs.items():
         for path, leaf in torch_leaves(value, name):
             if isinstance(leaf, torch.nn.Module):

@@ -1,7 +1,7 @@
 """Describe a nested object in one line: :func:`string_type`.
 
-A table maps class names to functions that write the text. The table has names instead of classes, because NumPy and
-transformers must not be imported.
+A table maps class names to functions that describe an object. The table contains names instead of classes, so that
+NumPy and transformers are not imported.
 
 ::
 
@@ -68,16 +68,16 @@ def string_type(
     """Describe the structure of a nested object in one line.
 
     The function never raises an error: an unknown class becomes ``Name(child, child)`` if it is registered as a pytree
-    node, else ``Name(...)``. A cycle ends in ``<cycle>``, nesting deeper than 100 levels in ``...``.
+    node, else ``Name(...)``. An object inside itself becomes ``<cycle>``, an object deeper than 100 levels ``...``.
 
     Args:
         obj: Any object, such as tensors, containers, caches, model outputs, dynamic shapes.
         with_shape: Show ``s2x3`` instead of the number of dimensions ``r2``.
-        with_min_max: Show minimum, maximum and average of tensors, and values of numbers; not of tensors without data
-            (FakeTensor, meta), nor during a trace, which would record the read.
+        with_min_max: Show minimum, maximum and average of tensors, and values of numbers, except for tensors without
+            data (FakeTensor, meta) and during a trace, which would record the operators.
         with_device: Put ``C`` (host) or ``G`` (accelerator) before torch tensors.
-        ignore: Has no effect, since this function never raises an error. Other libraries have a function of this name
-            that raises an error on unknown classes unless ``ignore`` is set.
+        ignore: Has no effect. In other libraries, ``string_type`` raises an error for unknown classes unless ``ignore``
+            is set.
         limit: Lists and tuples of this length or longer are cut after their first element.
         verbose: Log the visited classes with the logger ``yobx_flatten``, even if its level is above ``DEBUG``.
         caches: How to write a cache whose layers are all of one class: by ``"layers"``, like every other cache, or as
@@ -100,7 +100,7 @@ def string_type(
 
 @dataclasses.dataclass
 class _Writer:
-    """The options of one call, and the objects on the current path, which detect cycles."""
+    """The options of one :func:`string_type` call, and the ids of the enclosing objects, by which cycles are found."""
 
     shape: bool
     values: bool

@@ -9,9 +9,9 @@
         "n": IntVar("steps", min=1),                       "n": Dim.DYNAMIC,
     })                                                 }   and every size with its expression: B, B * 2, steps
 
-torch 2.15 itself makes unbacked sizes of these variables, with which few models can be traced ("Could not guard on
-data-dependent expression u1 > 1"), and accepts no specification for a cache. With the converted specification, the
-sizes have the values of the example, and the trace asserts the expressions (see
+torch 2.15 itself converts a ``ShapeVar`` to an unbacked size, with which few models can be traced ("Could not guard on
+data-dependent expression u1 > 1"), and accepts no specification for a cache. A model is traced with the converted
+specification and the sizes of the example, and the trace asserts the expressions (see
 :mod:`yobx_flatten.export.stated_sizes`).
 """
 
@@ -72,7 +72,7 @@ def with_attached(module: torch.nn.Module, forward: Callable[..., Any], shapes: 
 
 
 def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Return a ``ShapesSpec`` or ``ParamsSpec`` as entries by name of the input, and its assumptions about sizes."""
+    """Convert a ``ShapesSpec`` or ``ParamsSpec`` to a dict of entries by input name, and assumptions about sizes."""
     # shapes: a `ShapesSpec`, a `ParamsSpec`, or a dict of the same form; any other value is returned unchanged. The
     # entries `"*args"` and `"**kwargs"` are replaced by entries with the names of the inputs.
     shapes, assumptions = opened_spec(shapes)
@@ -95,7 +95,7 @@ def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[An
 
 
 def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumptions: tuple[Any, ...] = ()) -> Stated:
-    """Convert ``TensorSpec`` and similar entries to ``dynamic_shapes``; entries in that form are unchanged."""
+    """Convert ``TensorSpec`` and similar entries to entries of ``dynamic_shapes``; leave other entries unchanged."""
     classes = spec_classes()
     if classes is None:  # this torch has no such classes
         return Stated(dict(shapes), (), ())
@@ -131,7 +131,7 @@ class _Writing:
     def entries(
         self, obj: object, node: Node, names: list[str], spec: DynamicShapes, path: tuple[str, ...]
     ) -> list[Any] | None:
-        """Return a specification's entries for the children of an input; ``None`` if it has no entry per child."""
+        """Return a specification's entries for the children of an input; ``None`` if it lists no children."""
         place, kind = ".".join(path), builtin_kind(obj, node)
         keys: list[Any] = list(obj) if isinstance(obj, Mapping) and kind is not None else names
         if isinstance(spec, self.classes.SeqSpec):

@@ -1,8 +1,8 @@
-"""Write ``dynamic_shapes`` from nested inputs, and check them before torch sees them.
+"""Make ``dynamic_shapes`` for nested inputs, and check ``dynamic_shapes`` before a call of torch.
 
-torch requires the structure of the inputs, with a *list* of one entry per child for an object of a registered class. In
-a cache, batch and length vary; heads and head size do not. Each axis of a plain tensor gets ``Dim.AUTO``: torch finds
-out which axes vary.
+torch requires entries in the structure of the inputs; an object of a registered class needs a *list* of one entry per
+child. In a KV cache, batch and length are dynamic; heads and head size are not. Each axis of a tensor outside of caches
+gets ``Dim.AUTO``, so that torch decides which axes are dynamic.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def dynamic_shapes(
             ``{"cache.key_0": {2: Dim.DYNAMIC}}`` (a cache may have any name that transformers uses for caches); the
             entry ``None`` fixes all sizes below the path. No overrides by default.
         bounds: the largest ``"batch"`` and ``"length"`` (in tokens), for runtimes that plan their memory:
-            ``{"batch": 8, "length": 2048}``. For a cache, the registration states these axes; for any other tensor they
-            are axes 0 and 1. No bounds by default.
+            ``{"batch": 8, "length": 2048}``. Outside of caches, the batch is axis 0 and the length is axis 1. No bounds
+            by default.
 
     Returns:
-        The argument ``dynamic_shapes`` of ``torch.export.export``: ``Dim.AUTO`` for the axes that may vary and for the
-        counters of caches, ``None`` for fixed values (numbers, strings, booleans).
+        The argument ``dynamic_shapes`` of ``torch.export.export``.
+        The entry is ``Dim.AUTO`` for a dynamic axis or a token counter of a cache, ``None`` for a number, text or bool.
 
     Raises:
         DynamicShapesError: when a path of ``overrides`` is not among the inputs, or its entry does not fit; when the
@@ -84,8 +84,8 @@ def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: Dynamic
         shape_of_one: the specification of every key and value tensor, ``{0: "batch", 2: "length"}``.
 
     Returns:
-        One entry per leaf: ``shape_of_one`` for keys and values, ``None`` for a counter that is a tensor, ``Dim.AUTO``
-        for a counter that is an integer. For an ``EncoderDecoderCache``, two such lists.
+        A list of ``shape_of_one`` for keys and values, ``None`` for counter tensors, ``Dim.AUTO`` for integer counters.
+        For an ``EncoderDecoderCache``, the result is a list of two lists.
 
     Raises:
         DynamicShapesError: when ``cache`` is not a cache.
@@ -119,7 +119,7 @@ def check_dynamic_shapes(inputs: PyTree, shapes: DynamicShapes) -> None:
         shapes: the specification to check.
 
     Raises:
-        DynamicShapesError: naming the key path, what was found there and what fits.
+        DynamicShapesError: when an entry does not fit; the message names the key path, the entry and what fits.
         InvalidArgumentError: when an object contains itself.
 
     >>> check_dynamic_shapes({"x": torch.zeros(2, 3)}, {"x": {5: Dim.AUTO}})
@@ -133,7 +133,7 @@ with axes [0, 1].
 
 
 def without_names(shapes: DynamicShapes) -> DynamicShapes:
-    """Replace names of sizes in ``dynamic_shapes``, which ``torch.export`` does not accept, by ``Dim.DYNAMIC``.
+    """Replace text such as ``"batch"`` in ``dynamic_shapes``, which ``torch.export`` refuses, by ``Dim.DYNAMIC``.
 
     >>> without_names({"x": {0: "batch", 1: Dim.AUTO}})["x"][0] is Dim.DYNAMIC
     True
@@ -149,7 +149,7 @@ def without_names(shapes: DynamicShapes) -> DynamicShapes:
 
 
 def with_none_below(obj: PyTree, shapes: DynamicShapes) -> DynamicShapes:
-    """Replace a ``None`` for a container, which ``torch.export`` does not accept, by one ``None`` per leaf."""
+    """Replace the entry ``None`` of a container, which ``torch.export`` does not accept, by one ``None`` per leaf."""
     node = node_of(obj)
     if node is None or shapes is not None:
         return shapes
@@ -241,7 +241,7 @@ def builtin_kind(obj: object, node: Node | None = None) -> Any:
 
 
 def check_entries(obj: PyTree, shapes: DynamicShapes, path: _Path = ()) -> None:
-    """Check that a specification fits inputs that do not contain themselves."""
+    """Check that a ``dynamic_shapes`` specification fits inputs in which no object contains itself."""
     if shapes is None:
         return
     node = node_of(obj)

@@ -1,4 +1,4 @@
-"""Walk over a nested object, list its leaves as torch sees them, and name the leaves: ``past_key_values.0.key``."""
+"""Visit nested objects, list their leaves as torch's pytree does, and name them, as in ``past_key_values.0.key``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def walk(tree: PyTree, children: Children) -> Iterator[Place]:
 
 
 def torch_leaves(tree: PyTree, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of each leaf that torch's pytree sees; cycles are not followed."""
+    """Yield the path and the value of each leaf that torch's pytree finds; cycles are not followed."""
     for place in walk(tree, torch_children(name)):
         if place.is_leaf:
             yield format_path(name, place.keys), place.obj
@@ -120,10 +120,10 @@ class Leaf(NamedTuple):
     """One leaf of a nested object: its path, its value and the meaning of its axes.
 
     Attributes:
-        path: key path of the leaf, as Python.
-        value: the leaf itself.
-        axes: meaning of its axes (``{0: "batch", 2: "length"}``), if the registration of its parent's class states
-            the axes; else ``None``. An axis that is not listed does not vary: ``{}`` is a tensor of fixed shape.
+        path: key path of the leaf, as a Python expression.
+        value: the leaf itself, such as a tensor or a number.
+        axes: names of the dynamic axes (``{0: "batch", 2: "length"}``), if the registration of its parent's class
+            states the axes; else ``None``. An axis that is not listed is fixed: ``{}`` is a tensor of fixed shape.
     """
 
     path: str
@@ -201,7 +201,7 @@ def leaf_places(tree: PyTree, children: Children, name: str = "tree") -> Iterato
 
 
 def recipe_for(cls: type) -> Recipe | None:
-    """Return the flatten functions of a class: registered, or known to ``register_flattening_functions``."""
+    """Return the flatten functions of a registered class, or of a cache class or output class of transformers."""
     recipe = REGISTRY.recipe_in_force(cls)
     if recipe is None and "transformers.cache_utils" in sys.modules and cls.__module__.startswith("transformers."):
         from ..huggingface.recipes import transformers_recipes
@@ -211,7 +211,7 @@ def recipe_for(cls: type) -> Recipe | None:
 
 
 def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
-    """Find an object that contains itself, directly or nested; a walk over it never ends.
+    """Find an object that contains itself, directly or nested.
 
     >>> batch = {"x": [1]}
     >>> batch["x"].append(batch)
@@ -299,14 +299,14 @@ def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
 
 
 def leaves_of(tree: PyTree) -> list[Any]:
-    """Return the leaves in the order of :func:`leaf_names`, also outside of a with block."""
+    """Return the leaves in the order of :func:`leaf_names`, even if the classes of caches are not registered."""
     return [place.obj for place in leaf_places(tree, own_children)]
 
 
 def plain_names(tree: PyTree) -> list[str]:
     """Return the key path of every leaf, as ``torch.export`` names it: ``cache.key_0``.
 
-    Exporters use these names, with underscores, unless names are given.
+    Exporters replace the dots by underscores, and use the key paths as names of inputs unless names are given.
 
     >>> plain_names({"input_ids": 1, "extra": [2, {"a": 3}]})
     ['input_ids', 'extra.0', 'extra.1.a']
@@ -317,9 +317,9 @@ def plain_names(tree: PyTree) -> list[str]:
 def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str, int]:
     """Return the position of the leaf to which each input or output name of a graph belongs.
 
-    First, spellings are compared exactly; then in lower case, with underscores for all characters except letters and
-    digits. Leaves are matched by order if the remaining leaves have no names (entries of a tuple, or a single value),
-    or if no name of the graph was found (``torch.onnx.export`` names outputs ``linear_14``).
+    Names are compared exactly and, if none is equal, in lower case with underscores for all characters except letters
+    and digits. Leaves are matched by order if the unmatched leaves have no names (entries of a tuple, or a single
+    value), or if no name of the graph was found (``torch.onnx.export`` names outputs ``linear_14``).
 
     >>> match(["x", "cache_key_0"], [["past_key_values.0.key", "cache.key_0"], ["x"]])
     {'x': 1, 'cache_key_0': 0}
@@ -347,7 +347,7 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
 
 
 def _is_name(spellings: Sequence[str]) -> bool:
-    """Return whether the key path of a leaf has a name, not only positions in tuples and lists."""
+    """Return whether the key path of a leaf contains a name, not only positions in tuples and lists."""
     return any(part and not part.isdigit() for part in spellings[-1].split("."))
 
 

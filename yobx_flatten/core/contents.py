@@ -1,7 +1,7 @@
 """List the contents of an object without running code of its class, and copy values that can be written in place.
 
-A class can define the code that ``getattr``, ``isinstance``, ``len`` and ``iter`` run. So attributes are read from the
-``__dict__`` and the slots of the instance, and items by the methods of the built-in container::
+Attributes are read from the ``__dict__`` and the slots of an instance, and items by the methods of the built-in
+container, since a class can define the code that ``getattr``, ``isinstance``, ``len`` and ``iter`` run::
 
     class Layer(Base):                  state.layers          a list            list.__iter__
         __slots__ = ("keys",)           state.layers[0]       a Layer

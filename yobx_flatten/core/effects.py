@@ -12,7 +12,7 @@ A call can write a tensor in place, extend a list, set an attribute or rebind a 
 A snapshot contains, in breadth-first order, all objects that a call can reach: containers, attributes and slots,
 modules, partials and bound methods, closure variables and defaults of functions, and the globals and classes that code
 outside of installed libraries reads. The state of optimizers is left out, since it is twice as large as the model, and
-a step in another thread may write it. No code of a user runs (see `contents`). An object has the first path found.
+a step in another thread may write it. A snapshot runs no code of a user, and names each object by the first path found.
 """
 
 from __future__ import annotations

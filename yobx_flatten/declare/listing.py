@@ -27,7 +27,7 @@ class FlatteningRow:
         static: static data of the class, for which an exported program accepts only the values of its example.
         registered_by: the library that registers the class: ``"yobx_flatten"`` (in the context manager) or
             ``"transformers"``; ``"-"`` for a layer, which is flattened with its cache.
-        tables: the registration tables that contain the class; empty for layers.
+        tables: names of the registration tables that contain the class; empty for layers.
         since: the first tested version of transformers (4.56, 4.57, 5.0, 5.17, 5.23) that has the class; empty if the
             class belongs to a single model.
     """

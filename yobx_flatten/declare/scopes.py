@@ -147,10 +147,10 @@ def make_flattening_function_for_dataclass(cls: type, supported_classes: set[typ
             and equinox also write dataclasses), an attrs class, a pydantic model, a class with JAX's ``tree_flatten``
             and ``tree_unflatten``, or a class with ``__slots__`` and no ``__dict__``. A field with
             ``metadata={"static": True}`` or flax's ``pytree_node=False`` becomes static data.
-        supported_classes: a set, to which the class is added.
+        supported_classes: a set of classes, to which ``cls`` is added.
 
     Returns:
-        Functions named ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``.
+        A named tuple of functions ``flatten_<class>``, ``flatten_with_keys_<class>`` and ``unflatten_<class>``.
 
     Raises:
         InvalidRegistrationError: when the fields of ``cls`` cannot be determined.
@@ -168,7 +168,7 @@ def make_flattening_function_for_dataclass(cls: type, supported_classes: set[typ
 class Undo(dict[type, bool]):
     """The result of :func:`register_cache_flattening`: each class, and whether the call registered functions for it.
 
-    Pass the result to :func:`unregister_cache_flattening`.
+    :func:`unregister_cache_flattening` takes the object, and undoes the registrations.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""All exceptions of the package. Each message names the place, the class, what was found, and a remedy."""
+"""All exceptions of the package. Each error message names the place, the class, the object found, and a remedy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FlattenError(Exception):
 class ReplacedFunctionWarning(UserWarning):
     """A library function with unexpected parameters is traced unchanged, although traces usually replace the function.
 
-    The comparison of the exported program with the model shows whether the replacement was needed.
+    A comparison of the exported program with the model shows whether the missing replacement changes results.
     """
 
 
@@ -61,7 +61,7 @@ class AlreadyRegisteredError(FlattenError, ValueError):
 
 
 class ModelSourceError(VersionDependentError, FlattenError, ValueError):
-    """A model is not found, or cannot be loaded."""
+    """A model (name, folder or file) is not found, or cannot be loaded."""
 
 
 class NotRegisteredError(VersionDependentError, FlattenError, LookupError):
@@ -73,7 +73,7 @@ class RoundTripError(VersionDependentError, FlattenError, ValueError):
 
 
 class SpecMismatchError(VersionDependentError, FlattenError, ValueError):
-    """The nested structure of an object differs from the structure of the example in the export of a program."""
+    """The nested structure of an input differs from the structure of the example with which a program was exported."""
 
 
 class StaticDataError(VersionDependentError, FlattenError, TypeError):
@@ -85,11 +85,11 @@ class UnsetFieldError(VersionDependentError, FlattenError, AttributeError):
 
 
 class CacheStructureError(VersionDependentError, FlattenError, ValueError):
-    """A cache is in a state that cannot be flattened or unflattened."""
+    """A KV cache is in a state that cannot be flattened or unflattened."""
 
 
 class UnsupportedLayerError(CacheStructureError):
-    """A cache holds a layer of a class that this version of the package does not know."""
+    """A KV cache contains a layer of a class that this version of the package does not know."""
 
 
 class DynamicShapesError(VersionDependentError, FlattenError, ValueError):

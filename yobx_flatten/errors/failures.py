@@ -1,6 +1,6 @@
 """Catch errors of any class from code of users and other libraries; format and log them.
 
-Only this file catches errors of every class; an ``except`` in any other file names the expected classes.
+Other files use these functions instead of ``except Exception``, with few exceptions that a comment explains.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def is_jit_tracing() -> bool:
 
 
 def storage_use_count() -> Any:
-    """Return torch's function that counts the uses of a storage; ``None`` if torch lacks the function."""
+    """Return torch's function that counts the references to a tensor storage; ``None`` if torch lacks the function."""
     return getattr(torch._C, "_storage_Use_Count", None)
 
 

@@ -58,11 +58,11 @@ def functions_from_fields(
             requires, if all values of ``static_names`` are hashable. ``True`` by default.
 
     Returns:
-        A named tuple of functions, which :func:`~yobx_flatten.register_class_flattening` accepts as ``f_flatten``.
+        A named tuple of three functions, which :func:`~yobx_flatten.register_class_flattening` takes as ``f_flatten``.
         The static part is ``names``, or ``[names, values of static_names]`` if there are static attributes.
         With ``names_in_static=False``, the static part is ``None`` or a tuple of the values of ``static_names``.
-        In a subclass of ``dict``, ``list`` or ``tuple``, the items are children after the attributes, and the keys of a
-        ``dict`` are the last entry of the static part.
+        The items of an instance of a ``dict``, ``list`` or ``tuple`` subclass are children after the attributes.
+        The keys of an instance of a ``dict`` subclass are the last entry of the static part.
         Flatten raises :class:`~yobx_flatten.errors.StaticDataError` for a value that cannot be static data.
         Flatten raises :class:`~yobx_flatten.errors.RoundTripError` for an instance with an attribute that is not named.
 

@@ -1,8 +1,8 @@
 """Store which ``with`` blocks need a class registered, and restore its earlier registration after the last block.
 
-A *library* is torch (three tables), optree or JAX. The first claim on a class reads the entry of the class in each
-table of the library (*found*), and registers the flatten functions. The release of the last claim restores *found*.
-Claims can be released in any order.
+A *library* is torch (three pytree tables), optree or JAX. The first claim on a class reads the entry of the class in
+each table of the library (*found*), and registers the flatten functions. The release of the last claim restores
+*found*. Claims can be released in any order.
 
     claims on DynamicCache      registered      what happens
     -                           theirs          found = theirs
@@ -50,7 +50,7 @@ class _Slot:
 
 
 class Registry:
-    """The claims on classes per library (torch, optree, JAX): a class stays registered as long as it has a claim."""
+    """Stores the claims that keep a class registered with a library until the last claim is released."""
 
     def __init__(self, libraries: Mapping[str, tuple[Backend, ...]]) -> None:
         self._libraries = dict(libraries)
@@ -160,7 +160,7 @@ class Registry:
         self._retired[claim.recipe.cls] = slot.recipe.remedy
 
     def _open(self, recipe: Recipe, libraries: tuple[str, ...], *, by_user: bool) -> Claim:
-        """Register the flatten functions in all tables of the libraries, or in no table."""
+        """Register a class in all tables of the libraries, or in no table if an error occurs."""
         found = {library: [b.read(recipe.cls) for b in self._libraries[library]] for library in libraries}
         written: list[tuple[Backend, Any]] = []
         try:

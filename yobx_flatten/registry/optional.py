@@ -35,7 +35,7 @@ class Optree:
         self.waiting = Waiting("optree", self._put)
 
     def read(self, cls: type) -> Any:
-        """Return optree's entry of a class, or the ``Recipe`` that waits for optree's import; ``None`` without both."""
+        """Return optree's entry of a class, or the ``Recipe`` that waits for optree's import, or ``None``."""
         with self.waiting.lock:
             return registered(NAMESPACE, cls) if self.waiting.library_is_there() else self.waiting.get(cls)
 
@@ -100,7 +100,7 @@ class _Index(int):
 
 
 def _entry(key: KeyEntry) -> Any:
-    """Convert a key to a path entry, whose class tells :func:`_entry_type` the kind of the key."""
+    """Convert a key to a path entry of a class from which :func:`_entry_type` gets the kind of the key."""
     if isinstance(key, GetAttrKey):
         return _Attribute(key.name)
     if isinstance(key, SequenceKey):
@@ -147,7 +147,7 @@ class Jax:
         self._nodes: dict[type, _Node] = {}  # entries are never removed, as in JAX
 
     def read(self, cls: type) -> Any:
-        """Return this package's recipe for a class, a text if other code registered it with JAX, or ``None``."""
+        """Return this package's functions for a class, a text if other code registered it with JAX, or ``None``."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 return self.waiting.get(cls)

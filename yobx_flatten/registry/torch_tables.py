@@ -188,7 +188,7 @@ class TorchCpp:
     name = "torch_cpp"
 
     def read(self, cls: type) -> Any:
-        """Return optree's entry of a class, or the pending entry before torch imports optree; ``None`` without both."""
+        """Return optree's entry of a class, or the pending entry before torch imports optree, or ``None``."""
         if not of_torch.cxx_pytree_exists():
             return None
         with NODE_REGISTRY_LOCK:

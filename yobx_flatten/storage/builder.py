@@ -66,7 +66,7 @@ class MiniOnnxBuilder:
         """Add a list of tensors of one dtype, which the model returns as one sequence output.
 
         Args:
-            name: name of the output.
+            name: name of the sequence output.
             tensors: a list of at least one tensor or array.
 
         Raises:

@@ -32,7 +32,7 @@ class StoredCase:
 
     Attributes:
         inputs: nested inputs: a dict of keyword arguments, or a tuple of positional arguments.
-        outputs: nested outputs.
+        outputs: nested outputs that are expected for the inputs.
         name: short description of the test case; empty by default.
     """
 

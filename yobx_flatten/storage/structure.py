@@ -45,7 +45,7 @@ class Structure(NamedTuple):
 
 
 def flatten_tree(tree: PyTree) -> Structure:
-    """Flatten a nested object; caches of transformers are flattened even if they are not registered."""
+    """Flatten a nested object; Hugging Face caches and outputs are flattened even if unregistered."""
     check_no_cycles(tree, "values")
     taken: set[str] = set()
     names = iter([unique(name or "value", taken) for name in leaf_names(tree)])

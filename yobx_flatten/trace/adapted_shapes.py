@@ -1,7 +1,7 @@
 """Read ``dynamic_shapes``, and adapt a specification that was written for a different registration of a cache.
 
 ``torch.export`` requires one entry for each child of a node, so a specification of a cache fits one registration only.
-The registration inside the context manager is different. Recognized forms, for a cache with n layers::
+Specifications in these forms, for a cache with n layers, are adapted to the registration of this package::
 
     [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
     [keys 0, values 0, ..., Dim.AUTO]                   earlier versions of this package: the counter is an integer
@@ -9,9 +9,9 @@ The registration inside the context manager is different. Recognized forms, for 
     [entry of each tensor, by its attributes]           transformers' exporters of 5.16 and 5.17
     ShapesCollection                                    entries by tensor; the counter has no entry
 
-Each entry is moved to the tensor that it was written for. A token counter that is a tensor has no axes; an integer
+Each entry is moved to the tensor that the entry describes. A token counter that is a tensor has no axes; an integer
 token counter is dynamic if an axis of the cache is dynamic. ``Dim.AUTO`` is removed from an axis that never varies. A
-specification of any other form is unchanged, and torch reports its errors.
+specification in an unknown form is unchanged, and torch reports its errors.
 """
 
 from __future__ import annotations

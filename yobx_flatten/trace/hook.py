@@ -1,6 +1,6 @@
 """Wrap every ``torch.export`` call inside a ``with`` block, and the exported programs.
 
-* Dimensions that are equal only in the example stay independent (duck shapes off), and slices are copied.
+* Dimensions that are equal only in the example stay independent (duck shapes off), and input slices are copied.
 * Model libraries install their traceable functions (see :mod:`yobx_flatten.huggingface.tracing.support`).
 * ``torch.onnx.export`` gets a few more operators (see :mod:`yobx_flatten.trace.onnx_operators`).
 * ``torch.nn.TransformerEncoder`` returns zeros at padding, as in eager mode.

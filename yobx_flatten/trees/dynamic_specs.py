@@ -59,7 +59,7 @@ class Stated(NamedTuple):
 
 
 def with_attached(module: torch.nn.Module, forward: Callable[..., Any], shapes: DynamicShapes) -> DynamicShapes:
-    """Return the passed shapes, or the shapes that the decorator of torch 2.15 attached to ``forward``."""
+    """Return the given shapes; for ``"auto"``, the shapes that ``@dynamic_spec`` attached to ``forward``, if any."""
     attached = attached_spec(forward)
     if attached is None or shapes is None:
         return shapes
@@ -218,7 +218,7 @@ class _Writing:
 
 
 def _check_values(sizes: list[Size], assumptions: tuple[Any, ...]) -> None:
-    """Refuse an example that contradicts its specification."""
+    """Raise an error if a size of the example contradicts the ``dynamic_spec`` specification."""
     first: dict[Any, Size] = {}
     for size in sizes:
         if size.variable is not None:
@@ -258,7 +258,7 @@ def _kind(spec: DynamicShapes) -> str:
 
 
 def _name(expression: sympy.Basic) -> str:
-    """Return an expression without the numbers that distinguish variables with the same name."""
+    """Return the text of an expression without the numbers that distinguish symbols with the same name."""
     text = str(expression)
     for symbol in sorted(map(str, expression.free_symbols), key=len, reverse=True):
         text = text.replace(symbol, symbol.partition("#")[0])

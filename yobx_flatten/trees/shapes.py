@@ -80,8 +80,8 @@ def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: Dynamic
     """Make the ``dynamic_shapes`` of one cache whose keys and values all vary along the same axes.
 
     Args:
-        cache: a cache of a class that is registered with axes.
-        shape_of_one: the specification of every key and value tensor, ``{0: "batch", 2: "length"}``.
+        cache: a KV cache of a class whose registration states ``axes``.
+        shape_of_one: the entry for every key and value tensor, such as ``{0: "batch", 2: "length"}``.
 
     Returns:
         A list of ``shape_of_one`` for keys and values, ``None`` for counter tensors, ``Dim.AUTO`` for integer counters.
@@ -116,7 +116,7 @@ def check_dynamic_shapes(inputs: PyTree, shapes: DynamicShapes) -> None:
 
     Args:
         inputs: a tuple or a dict, as for :func:`dynamic_shapes`.
-        shapes: the specification to check.
+        shapes: the ``dynamic_shapes`` specification to check.
 
     Raises:
         DynamicShapesError: when an entry does not fit; the message names the key path, the entry and what fits.

@@ -132,7 +132,7 @@ class Leaf(NamedTuple):
 
 
 def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
-    """List the leaves of a nested object as torch's pytree flattens it now, in the same order.
+    """List the leaves of a nested object in the order of ``torch.utils._pytree.tree_leaves``.
 
     Args:
         tree: any object. An object of an unregistered class is one leaf, even if it contains tensors.

@@ -1,4 +1,4 @@
-"""Flatten a batch, and find for each leaf the batch axis and the rows of each microbatch."""
+"""Flatten the inputs and labels of a call, and find each tensor's batch axis and the rows of each microbatch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KNOWN_ARGUMENTS: dict[str, dict[int, int]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Entry:
-    """A leaf of the inputs or labels."""
+    """One value of the flattened inputs or labels, with its key path and batch axis."""
 
     path: str
     value: Any
@@ -46,12 +46,12 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a tensor; ``(batch, heads)`` of a mask; ``()`` for any other leaf."""
+        """The shape of a tensor; ``(batch, heads)`` for a ``BlockMask``; ``()`` for a value of any other class."""
         return tuple(self.value.shape) if isinstance(self.value, torch.Tensor | HeldMask) else ()
 
     @property
     def stated(self) -> tuple[int, ...] | None:
-        """The rows of each microbatch that ``RoundPipePackedData`` stores; ``None`` for other leaves."""
+        """The row counts of microbatches that ``RoundPipePackedData`` stores; ``None`` if no row counts are stored."""
         if not isinstance(self.value, RoundPipePackedData):
             return None
         rows = tuple(count for count in self.value.rows if count is not None)
@@ -60,7 +60,7 @@ class Entry:
 
     @property
     def counted(self) -> tuple[int, ...] | None:
-        """The rows of each microbatch, counted from tensors of ``RoundPipePackedData`` that does not store them."""
+        """The rows of each microbatch, from tensor shapes, for ``RoundPipePackedData`` without stored row counts."""
         if not isinstance(self.value, RoundPipePackedData) or self.stated is not None:
             return None
         # packed data is split by its entries, also with a rule that passes it whole
@@ -78,7 +78,7 @@ def entries_of_flat(flat: FlatTree, rules: Mapping[str, Rule]) -> list[Entry]:
 
 
 def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
-    """Raise an error for an object that contains tensors but is neither flattened nor passed whole by a rule."""
+    """Raise an error for objects with tensors that pytree does not flatten and no rule passes to every microbatch."""
     if all(type(leaf.value) in _CLOSED for leaf in flat.leaves):
         return
     ours = [leaf.path for leaf in flat.leaves if isinstance(leaf.value, RoundPipePackedData | HeldMask)]
@@ -152,7 +152,7 @@ def is_cache(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatTree:
-    """A nested value and the list of its leaves; a ``BlockMask`` of flex attention is one leaf."""
+    """A nested value and the list of its pytree leaves; a ``BlockMask`` of flex attention counts as one leaf."""
 
     name: str  # name of the value in key paths
     tree: Any
@@ -196,7 +196,7 @@ class FlatMicrobatch:
 
 
 def _with_held_masks(tree: Any) -> Any:
-    """Wrap each mask as one leaf, because torch flattens a registered mask class into tensors that cannot be split."""
+    """Wrap each ``BlockMask``, because pytree would flatten a registered class into tensors that cannot be split."""
     return tree if leaf_test() is None else held(tree)
 
 
@@ -224,7 +224,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def check_labels(label: FlatTree) -> None:
-    """Raise an error if a label requires a gradient, because labels are copied to devices without their graph."""
+    """Raise an error if a label requires a gradient, because labels lose their autograd graph."""
     for leaf in label.leaves:
         is_packed = isinstance(leaf.value, RoundPipePackedData)
         tensors = leaf.value if is_packed else [leaf.value]
@@ -253,7 +253,7 @@ Rows = tuple[int, ...]
 def rows_with_packed(
     entries: Sequence[Entry], batch: int | None, cut: Sequence[str], *, apart: bool
 ) -> list[int | None] | None:
-    """Return the number of rows in each microbatch of ``RoundPipePackedData``; ``None`` if there is no such data."""
+    """Return the number of rows in each microbatch of ``RoundPipePackedData``; ``None`` if no value is packed."""
     # apart: whether rules cut each leaf separately
     packed = [entry for entry in entries if isinstance(entry.value, RoundPipePackedData)]
     if not packed:
@@ -280,7 +280,7 @@ def rows_with_packed(
 
 
 def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
-    """Check that ``RoundPipePackedData`` has the same microbatches as the user's split function returned."""
+    """Check that ``RoundPipePackedData`` has as many microbatches and rows as the user's split function returned."""
     # rows: rows of each part that the split function returned
     for entry in entries:
         if not isinstance(entry.value, RoundPipePackedData):
@@ -299,10 +299,10 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
 def rows_of_parts(
     parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 ) -> list[int | None]:
-    """Return how many rows each part from a user's split function has; ``None`` per part if this is unclear.
+    """Return the rows of each microbatch that a user's split function made; ``None`` for each unclear number.
 
-    An object that is the same in all parts was not split. The rows of another leaf are counted along its batch axis.
-    If leaves differ in size, the function returns sizes that sum to the original size, or that ``others`` contains.
+    A tensor that is the same object in all microbatches was not split. Rows of split tensors are counted along batch
+    axes. If tensors differ in size, sizes that sum to the unsplit size, or that ``others`` has, count.
 
     >>> import torch
     >>> table = torch.zeros(5, 6)
@@ -324,7 +324,7 @@ def rows_of_parts(
 
 
 def _columns(parts: Sequence[Mapping[str, Any]]) -> tuple[set[Rows], dict[Rows, list[str]]]:
-    """Return, for leaves in all parts, the sizes along known batch axes, and the key paths by size along axis 0."""
+    """Return the sizes of tensors with a known batch axis, and the key paths of other tensors by sizes of axis 0."""
     tables = [{entry.path: entry for entry in entries_of(part, {})} for part in parts]
     known: set[Rows] = set()
     seen: dict[Rows, list[str]] = {}

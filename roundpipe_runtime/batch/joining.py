@@ -25,24 +25,24 @@ def join(
 ) -> Any:
     """Join the outputs of all microbatches of a batch into the output of the whole batch.
 
-    Tensors are concatenated along the batch axis that their class declares, else along axis 0. A tensor that is equal
-    in all microbatches, and whose axis 0 does not match their rows, is returned unchanged. Tensors without axes are
-    averaged by weight. All other leaves must be equal.
+    Tensors are concatenated along axis 0, or along the batch axis that the registration of their container class
+    declares. A tensor is returned unchanged if it is equal in all microbatches and axis 0 does not have the rows of the
+    microbatches. Scalar tensors are averaged with ``weights``. All other values must be equal in all microbatches.
 
     Args:
-        outputs: one nested output per microbatch, at least one.
+        outputs: nested outputs, one for each of one or more microbatches.
         weights: weight of each microbatch in an average: the number of rows, or the weight that the loss function
-            returned. Without a weight (``None``), scalars cannot be averaged.
-        rows: rows of each microbatch, to find tensors that have a batch axis. Default: ``weights``.
-        merge: ``None`` or ``True``; or a tree of :class:`TensorChunkSpec` and :class:`Replicate`, where a mark stands
-            for all that is below it; or a mapping from key paths (``"outputs['logits']"``) to marks; or a function
-            ``list of outputs -> output``.
+            returned. If a weight is ``None``, scalars cannot be averaged.
+        rows: number of rows of each microbatch, by which tensors with a batch axis are found. Default: ``weights``.
+        merge: ``None`` or ``True`` for the default rules; or a tree of :class:`TensorChunkSpec` and :class:`Replicate`,
+            each a rule for all values below it; or a mapping from key paths (``"outputs['logits']"``) to rules; or a
+            function ``list of outputs -> output``.
 
     Returns:
         The joined output. A single output is returned unchanged if ``merge`` is ``None``.
 
     Raises:
-        JoinError: outputs cannot be joined; the message names the key path.
+        JoinError: outputs cannot be joined; the message names the key path of the value.
 
     >>> first = {"y": torch.tensor([1, 2]), "n": torch.tensor(1.0)}
     >>> join([first, {"y": torch.tensor([3]), "n": torch.tensor(4.0)}], [2, 1])

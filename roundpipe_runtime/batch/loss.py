@@ -10,14 +10,13 @@
     (sum, weight)          sum of sums / sum of weights     1 / c                    c / sum of weights
 
 The seed is the initial gradient of a microbatch's backward. For a sum or a mean, the seed is known before the backward,
-so the accumulated gradient needs no scaling. The weights of pairs are unknown then, because the backward of a
-microbatch starts before the losses of later microbatches are computed. So pairs have the seed 1 / c, and the gradient
-accumulated in this call is scaled once, after the last microbatch, which costs one pass over the gradients. Until then,
-the engine keeps the gradient of a call separate from earlier gradients.
+so the accumulated gradient needs no scaling. The total weight of pairs is unknown when the first backward starts,
+because later losses are not computed. The seed of a pair is therefore 1 / c, and after the last microbatch, the
+gradient of the call is scaled in one pass. Unscaled gradients are stored apart from gradients of earlier calls.
 
-c is the power of two nearest to the number of rows. It keeps sums over long batches in the range of half precision,
-and multiplication by a power of two does not round. A loss of 16 bits has a seed of 16 bits, in which 1 / 3 is wrong
-by up to 0.4 %, so its mean is also scaled after the last microbatch.
+In the table, c is the power of two nearest to the number of rows. Seeds of 1 / c keep sums over long batches in the
+range of half precision, and multiplication by a power of two does not round. A mean of 16-bit losses is scaled after
+the last microbatch, because the 16-bit value of a seed such as 1 / 3 is wrong by up to 0.4 %.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ Reduction: TypeAlias = Literal["sum", "mean", "rows", "items"]
 
 
 class WeightedLoss(NamedTuple):
-    """The loss of a microbatch as a weighted sum and its weight, so that the mean over the whole batch is exact.
+    """The sum of the losses of a microbatch and its number of items, which give the exact mean of the whole batch.
 
     Attributes:
-        sum: sum of the losses, a tensor without axes.
-        weight: number of tokens, rows or other items in the sum. A weight must not require grad.
+        sum: sum of the losses, a scalar tensor.
+        weight: number of tokens, rows or other items in the sum; must not require grad.
 
     >>> def loss_fn(logits, labels):  # the mean over the tokens that count, however they are spread over microbatches
     ...     summed = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
@@ -68,7 +67,7 @@ class BackwardTerm(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LossValue:
-    """A loss function's value for one microbatch, parsed: a tensor, several tensors, or a sum and its weight."""
+    """The parsed value of a loss function for one microbatch: a tensor, several tensors, or a sum and its weight."""
 
     kind: Literal["tensor", "sequence", "pair"]
     tensors: tuple[torch.Tensor, ...]  # loss, losses, or sum
@@ -78,18 +77,19 @@ class LossValue:
 def read_loss(value: Any) -> LossValue:
     """Parse the value that a loss function returned for one microbatch.
 
-    A list is a sequence of losses. A pair is a :class:`WeightedLoss`, or a plain tuple of two whose second item is a
-    number or a tensor that does not require grad, while the sum requires grad. A plain tuple of two tensors that
-    require grad is a sequence. A plain tuple of two tensors that do not require grad is ambiguous, and refused.
+    A list contains several losses. A :class:`WeightedLoss` is a sum and its weight, and so is a plain tuple whose
+    second item is a number, an integer tensor, or a tensor without grad after a sum that requires grad. A plain tuple
+    of tensors that require grad contains several losses. A plain tuple of two floating-point tensors without grad is
+    refused, because it may be either.
 
     Args:
         value: value that ``loss_fn(outputs, labels)`` returned.
 
     Returns:
-        The kind of loss, its tensors, and the weight of a pair.
+        The kind of the loss, its tensors, and the weight if the value has one.
 
     Raises:
-        LossError: the value is not a tensor, a sequence of tensors or a pair.
+        LossError: the value is not a tensor, a sequence of tensors or a pair ``(sum, weight)``.
 
     >>> read_loss((torch.tensor(6.0, requires_grad=True), 3)).weight
     3.0
@@ -133,12 +133,12 @@ def _format_items(ratios: Sequence[float], rows: int) -> str:
 class LossContract:
     """Collects the losses of microbatches; computes the initial gradients of each backward, and the batch's loss.
 
-    Each call of ``forward_backward`` has its own instance. The threads that run the last layer call :meth:`add` for
-    each microbatch; afterwards, any thread may call the other methods.
+    Each call of ``forward_backward`` creates an instance. The threads that run the last layer call :meth:`add` for each
+    microbatch; afterwards, any thread may call the other methods.
 
     Args:
-        reduction: ``"sum"``, ``"mean"``, ``"rows"`` or ``"items"``; has no effect on losses that are pairs.
-        rows: rows of each microbatch; ``None`` for an unknown number.
+        reduction: ``"sum"``, ``"mean"``, ``"rows"`` or ``"items"``; has no effect on pairs ``(sum, weight)``.
+        rows: number of rows of each microbatch; ``None`` for an unknown number.
 
     >>> contract = LossContract("mean", [2, 1])
     >>> [term.seed for term in contract.add(0, torch.tensor(3.0, requires_grad=True))]
@@ -164,8 +164,8 @@ class LossContract:
 
         Args:
             index: index of the microbatch.
-            value: value that ``loss_fn`` returned. Reading the weight of a pair waits for the accelerator.
-            items: number of items over which each mean in the value was taken. Default: not known.
+            value: value that ``loss_fn`` returned. A weight on an accelerator is read, which waits for the accelerator.
+            items: number of items over which ``loss_fn`` took each mean. Default: not known.
 
         Returns:
             The losses that require grad, each with its initial gradient. The list is empty if the microbatch has
@@ -197,7 +197,7 @@ class LossContract:
         return [BackwardTerm(t, torch.full_like(t, seed)) for t in read.tensors if t.requires_grad]
 
     def _check_items(self, index: int, items: Sequence[float]) -> None:
-        """Raise an error for means over items whose number is not proportional to the rows of the microbatch."""
+        """Raise an error if the number of items that a mean was taken over is not proportional to the rows."""
         rows = self.rows[index]
         if not rows:
             return
@@ -220,7 +220,7 @@ class LossContract:
 
         Args:
             index: index of the microbatch.
-            read: loss of the microbatch, detached.
+            read: parsed loss of the microbatch, with detached tensors.
 
         Raises:
             LossError: the loss function returned another kind of loss for another microbatch.
@@ -238,7 +238,7 @@ class LossContract:
             self._values[index] = read
 
     def values(self) -> dict[int, LossValue]:
-        """Return the losses that were added so far, by the index of their microbatch."""
+        """Return the losses that have been added, by the index of their microbatch."""
         with self._lock:
             return dict(self._values)
 
@@ -255,7 +255,7 @@ class LossContract:
     def gradient_scale(self) -> float:
         """Return the factor by which to multiply the accumulated gradient, known after the last microbatch.
 
-        ``1.0``: no scaling is needed. ``0.0``: all weights are 0, so no backward ran and the gradient is zero.
+        The factor is ``1.0`` if no scaling is needed, and ``0.0`` if all weights are 0, so that no backward ran.
         """
         if not self._is_late:
             return 1.0
@@ -263,7 +263,7 @@ class LossContract:
         return self._unit() / total if total else 0.0
 
     def total(self) -> torch.Tensor | list[torch.Tensor]:
-        """Return the loss of the whole batch, detached: a list for a sequence, otherwise a tensor.
+        """Return the detached loss of the whole batch: a list if ``loss_fn`` returned several losses, else a tensor.
 
         Raises:
             LossError: the loss of a microbatch has not been added.
@@ -338,9 +338,9 @@ def terms_of_batch(value: Any) -> tuple[torch.Tensor | list[torch.Tensor], list[
 
 
 def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
-    """Warn if microbatches have different sizes, since the mean of their losses is then not the batch's mean.
+    """Warn if microbatches differ in size, because the mean of their mean losses is not the mean of the batch.
 
-    Needed for ``loss_reduction="sum"`` and losses that are not pairs, until this function returns ``True`` once.
+    Return whether a warning was given. Only ``loss_reduction="sum"`` without pairs ``(sum, weight)`` needs this check.
     """
     if len(set(rows)) <= 1 and len(rows) == num_microbatch:
         return False
@@ -388,7 +388,7 @@ def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def check_reaches(terms: Sequence[BackwardTerm], value: Any, outputs: PyTree) -> None:
-    """Raise an error if outputs have an autograd graph but a nonzero loss has none, since nothing would be trained."""
+    """Raise an error if outputs require grad but a nonzero loss does not, because nothing would be trained."""
     if terms or not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(outputs)):
         return
     read = read_loss(value)

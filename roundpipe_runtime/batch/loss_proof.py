@@ -1,4 +1,4 @@
-"""Prove how the losses of parts of a batch add up to the loss of the batch.
+"""Find the weights with which losses of microbatches add up to the loss of the batch, by tests on a few rows.
 
 A loss is computed for a few rows at once, and for the same rows in two uneven parts::
 
@@ -6,9 +6,9 @@ A loss is computed for a few rows at once, and for the same rows in two uneven p
     rows 0 and 1      loss 0.90     rows: (2 * 0.90 + 1 * 0.99) / 3 = 0.93, and every gradient alike
     row 2             loss 0.99
 
-Candidate weights of a part are its rows, the items that torch's losses average over, and 1. Weights are right if they
-give the loss and all gradients of the rows at once, also for other values: random and ignored labels, larger and
-smaller outputs. No weights are right for a loss that compares rows or chooses rows by their values.
+A weight may be the number of rows, the number of items that torch's loss functions average over, or 1. Weights are
+accepted if weighted losses give the loss and all gradients of all rows, also for changed values: random and ignored
+labels, larger and smaller outputs. A loss that compares rows, or selects rows by their values, has no such weights.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The weights with which losses of parts of the rows add up to the loss of all rows, if such weights exist."""
+    """The result of :func:`prove`: weights with which losses of subsets of rows add up to the loss of all rows."""
 
     way: Way | None  # `None` if there are no such weights
     compared: int = 0  # number of sets of values that were compared
@@ -66,7 +66,7 @@ class Proof:
 
 @dataclasses.dataclass(frozen=True)
 class LossProof:
-    """How ``forward_backward`` computes a loss: per microbatch with certain weights, or once for the whole batch."""
+    """How ``forward_backward`` computes a loss: as a weighted sum over microbatches, or once for the whole batch."""
 
     # `"items"`, `"rows"` or `"sum"`: in microbatches, with these weights. `"joined"`: once, from the outputs of layers
     # for all rows. `"whole"`: in one microbatch.
@@ -97,7 +97,7 @@ Values: TypeAlias = Sequence[torch.Tensor]
 def prove(
     evaluate: Callable[[Values], Evaluation], changes: Iterable[Values], ways: Sequence[Way], *, as_stated: bool = False
 ) -> Proof:
-    """Find the weights of parts of a batch whose weighted losses sum to the loss of the batch, for all given values."""
+    """Find weights with which losses of subsets of rows add up to the loss of all rows, for all given values."""
     # changes: values of the columns, first those of the batch
     # as_stated: whether values with different numbers of items per row are skipped, because the caller stated a mean
     # over rows, and each microbatch checks the items
@@ -141,7 +141,7 @@ def _is_comparable(whole: Part, parts: Sequence[Part]) -> bool:
 
 
 class _Difference:
-    """Differences of loss and gradients between all rows at once and the weighted losses of their parts."""
+    """Differences of loss and gradients between all rows and the weighted sum over subsets of the rows."""
 
     def __init__(self, whole: Part, parts: Sequence[Part], leaves: Sequence[torch.Tensor]) -> None:
         self._whole, self._parts, self._leaves = whole, parts, leaves
@@ -155,7 +155,7 @@ class _Difference:
         self.is_of_zeros = not any(self._expected) and not any(bool(loss.any()) for loss in losses)
 
     def is_none(self, way: Way) -> bool:
-        """Return whether the weighted losses of the parts give the loss and all gradients of all rows at once."""
+        """Return whether the weighted losses of the subsets give the loss and all gradients of all rows."""
         shares = self._shares(way)
         if shares is None:
             return False
@@ -200,7 +200,7 @@ class _Difference:
 
 
 def in_32_bits(value: Any) -> Any:
-    """Convert 16-bit tensors to 32 bits, because rounding would hide wrong weights; return other values unchanged."""
+    """Convert a 16-bit tensor to float32, because rounding would hide wrong weights; return other values unchanged."""
     is_short = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_short else value
 
@@ -255,7 +255,7 @@ def _scaled(column: Column, size: float, draw: torch.Generator) -> torch.Tensor:
 
 
 def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> torch.Tensor:
-    """Draw random labels from the labels that occur."""
+    """Replace labels by random labels that occur in the batch; return masks unchanged."""
     value = column.value
     if column.role == "mask" or value.is_complex():
         return value
@@ -270,14 +270,14 @@ def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> 
 
 
 def _without_mask(column: Column) -> Column:
-    """Replace labels that are all 0 or 1, like those of a mask, by ones."""
+    """Replace labels that are all 0 or 1, and may be a mask, by ones."""
     value = column.value
     is_mask = column.role == "label" and bool(((value == 0) | (value == 1)).all())
     return dataclasses.replace(column, value=torch.ones_like(value)) if is_mask else column
 
 
 def _cleared(column: Column, filling: int, keeps: int) -> torch.Tensor:
-    """Return the values with padding in the last row, except at a few positions."""
+    """Return the values with padding in the last row, except at its last ``keeps`` positions."""
     value = column.value.clone()
     last = value.select(column.axis, value.shape[column.axis] - 1)
     is_whole = value.is_floating_point() or value.dtype == torch.bool
@@ -403,7 +403,7 @@ class NoDropout(TorchFunctionMode):
 
 
 class _HasState(Protocol):
-    """A random generator of an accelerator."""
+    """An object with the state of a random generator, such as ``torch.Generator``."""
 
     def get_state(self) -> torch.Tensor: ...
 
@@ -411,7 +411,7 @@ class _HasState(Protocol):
 class SteadyDraws(NoDropout):
     """Replaces all random numbers in the with block by constants, and disables dropout.
 
-    Integers become the numbers from n - 1 down to 0, a permutation, so functions that exchange rows still do that.
+    Random integers become the numbers from n - 1 down to 0, so code that permutes rows at random still permutes rows.
     """
 
     # generator: random generator of the device. Default: only the host draws.

@@ -1,4 +1,4 @@
-"""Rules, by key path, that decide how leaves are split into microbatches and joined."""
+"""Rules that state, by key path, how inputs are split into microbatches and how outputs are joined."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..errors import ConfigError, RoundPipeError, SplitError
 class RoundPipePackedData(list[Any]):
     """The output of a run with ``merge_output=False``: a list with one entry per microbatch.
 
-    As input of another pipeline, entry i goes to microbatch i of that pipeline. The entries are not joined or split
-    again, and the call does not wait for them.
+    If the list is an input of another pipeline, entry i is the input of microbatch i. The other pipeline does not join
+    or split entries, and its call does not wait until they are computed.
 
     Args:
         values: one entry per microbatch.
         rows: number of rows of each microbatch; ``None`` for an unknown number.
-        wait: called once by :meth:`synchronize`; returns when all entries can be read on the host.
+        wait: function that returns when all entries can be read on the host; :meth:`synchronize` calls it once.
 
     >>> import torch
     >>> from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
@@ -52,7 +52,7 @@ class TensorChunkSpec:
     """A rule that splits a tensor into microbatches along an axis, or concatenates outputs along this axis.
 
     Attributes:
-        dim: axis. A negative number counts from the end.
+        dim: axis; a negative number counts from the last axis.
 
     >>> import torch
     >>> from roundpipe_runtime.batch import split
@@ -65,14 +65,14 @@ class TensorChunkSpec:
 
     @property
     def split_dim(self) -> int:
-        """The axis to split, by the name that ``torch.distributed.pipelining`` uses."""
+        """The axis, under the attribute name that ``torch.distributed.pipelining`` uses."""
         return self.dim
 
 
 class Replicate:
-    """A rule that passes a leaf whole to every microbatch; an output with this rule must be equal in all of them.
+    """A rule that passes an input unsplit to every microbatch, or requires an output to be equal in all microbatches.
 
-    Pass the class, as in ``(TensorChunkSpec(0), Replicate)``, or an instance.
+    A rule is the class itself, as in ``(TensorChunkSpec(0), Replicate)``, or an instance.
 
     >>> import torch
     >>> from roundpipe_runtime.batch import split
@@ -84,7 +84,7 @@ class Replicate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """The rule by which a leaf, and everything below its key path, is split or joined."""
+    """How all values at or below a key path are split or joined."""
 
     dim: int | None  # axis to split along; `None` passes the leaf on whole
     # function of two arguments that reduces the outputs, starting with `init`; then `dim` is not used
@@ -96,15 +96,15 @@ Rules: TypeAlias = dict[str, Rule]
 
 
 def sizes(batch: int, num_microbatch: int) -> list[int]:
-    """Return how many rows each microbatch has: as even as possible, larger ones first, like ``torch.tensor_split``.
+    """Return the number of rows of each microbatch: nearly equal, larger numbers first, as in ``torch.tensor_split``.
 
     Args:
         batch: number of rows.
         num_microbatch: requested number of microbatches.
 
     Returns:
-        The rows of each microbatch. With fewer rows than microbatches, there is one microbatch per row, because an
-        empty microbatch has no mean. A batch without rows is one microbatch without rows.
+        The number of rows of each microbatch. With fewer rows than microbatches, each row is a microbatch, because an
+        empty microbatch has no mean loss. A batch without rows becomes one empty microbatch.
 
     Raises:
         ConfigError: ``num_microbatch`` is not a number of at least 1.
@@ -120,7 +120,7 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
 
 
 def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -> Rules:
-    """Convert a tree of ``TensorChunkSpec`` and ``Replicate`` marks to rules by key path.
+    """Convert a tree of ``TensorChunkSpec`` and ``Replicate`` to a mapping from key paths to rules.
 
     >>> read_rules(({"x": TensorChunkSpec(1)}, Replicate), "args")
     {"args[0]['x']": Rule(dim=1, reduce=None, init=None), 'args[1]': Rule(dim=None, reduce=None, init=None)}
@@ -137,13 +137,13 @@ def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -
 
 
 def rule_for(path: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """Return the rule for a leaf: the rule of its own key path, else of its longest parent path, else ``None``."""
+    """Return the rule of a key path, or of its longest prefix that has a rule; ``None`` if there is no rule."""
     above = [written for written in rules if is_below(path, written)]
     return rules[max(above, key=len)] if above else None
 
 
 def is_below(path: str, above: str) -> bool:
-    """Return whether a key path equals a second key path, or continues it.
+    """Return whether the key path ``path`` is ``above``, or continues it.
 
     >>> is_below("args[0]['x']", "args[0]"), is_below("args[10]", "args[1]"), is_below("label", "label")
     (True, False, True)
@@ -152,7 +152,7 @@ def is_below(path: str, above: str) -> bool:
 
 
 def format_value(value: Any) -> str:
-    """Format a wrong argument for an error: data by its type and shape, without its numbers.
+    """Describe an argument in an error message: tensors by type and shape, without their values.
 
     >>> import torch
     >>> format_value(5), format_value([torch.zeros(2, 3)])

@@ -36,8 +36,8 @@ class Microbatch:
         args: positional arguments.
         kwargs: keyword arguments.
         label: labels for the loss.
-        rows: number of rows; ``None`` if it is not known, as for a split function whose parts have no clear batch axis,
-            for packed data without tensors, and for leaves that rules split separately.
+        rows: number of rows; ``None`` if unknown, because the results of a split function have no clear batch axis,
+            packed data has no tensors, or rules split tensors into different numbers of rows.
     """
 
     index: int
@@ -76,8 +76,8 @@ def split(
     """Split arguments and labels into microbatches.
 
     Tensors are split along their batch axis into views, with the sizes of ``torch.tensor_split``. Every microbatch gets
-    all other leaves: tensors without an axis of the batch's size, tensors of size 1 along axis 0, numbers, strings,
-    ``None``.
+    all values that are not split: tensors without an axis of the batch's size, tensors of size 1 along axis 0, numbers,
+    strings, ``None``.
 
     Args:
         args: positional arguments, of any nesting.
@@ -85,17 +85,17 @@ def split(
         label: labels, of any nesting.
         num_microbatch: number of microbatches; a batch with fewer rows gets one microbatch per row.
         split_input: ``None``; or ``(spec of args, spec of kwargs)``, each ``None`` or a tree of
-            :class:`TensorChunkSpec` and :class:`Replicate`, where a mark applies to all that is below it; or a mapping
-            from key paths to marks, labels included (``{"kwargs['mask']": Replicate, "label[1]": Replicate}``); or a
-            function ``(args, kwargs, num_microbatch) -> (list of args, list of kwargs)``.
-        split_label: ``None``, a tree of marks, or a function ``(label, num_microbatch) -> list of labels``.
+            :class:`TensorChunkSpec` and :class:`Replicate`, each a rule for all values below it; or a mapping from key
+            paths to rules, labels included (``{"kwargs['mask']": Replicate, "label[1]": Replicate}``); or a function
+            ``(args, kwargs, num_microbatch) -> (list of args, list of kwargs)``.
+        split_label: ``None``, a tree of rules, or a function ``(label, num_microbatch) -> list of labels``.
 
     Returns:
         The microbatches, in the order of the rows.
 
     Raises:
-        SplitError: the axis to split cannot be determined; the message names the key paths and the line to type.
-        UnregisteredObjectError: an object holds tensors but is not flattened.
+        SplitError: the axis to split cannot be determined; the message names the key paths and the argument to add.
+        UnregisteredObjectError: an object contains tensors, but its class is not registered for flattening.
 
     >>> import torch
     >>> parts = split((torch.arange(5), torch.zeros(1, 3)), {"scale": 2.0}, torch.arange(5), 2)
@@ -187,7 +187,7 @@ def _is_function(value: Any) -> bool:
 def _rows(
     inputs: Sequence[Entry], labels: Sequence[Entry], decided: BatchAxes, num_microbatch: int
 ) -> list[int | None]:
-    """Return the number of rows of each microbatch: as in ``RoundPipePackedData``, if any; otherwise nearly equal."""
+    """Return the number of rows of each microbatch: that of ``RoundPipePackedData`` if given, else nearly equal."""
     axes = zip([*inputs, *labels], [*decided.axes, *decided.label_axes], strict=True)
     cut = {entry.path: entry.shape[axis] for entry, axis in axes if axis is not None}
     rows = rows_with_packed([*inputs, *labels], decided.batch, list(cut), apart=decided.apart)
@@ -202,7 +202,7 @@ def _rows(
 
 
 def _cut_leaves(entries: Sequence[Entry], axes: Sequence[int | None], rows: Sequence[int | None]) -> list[list[Any]]:
-    """Return the leaves of each microbatch: leaves with a batch axis are split, and the others are passed whole."""
+    """Return the flat values of each microbatch: tensors with a batch axis are split, all other values are repeated."""
     columns = [_parts(entry.value, axis, rows) for entry, axis in zip(entries, axes, strict=True)]
     return [[column[index] for column in columns] for index in range(len(rows))]
 
@@ -235,7 +235,7 @@ def _split_by_functions(
     split_label: Any,
     rules: Rules,
 ) -> list[Microbatch]:
-    """Split by functions of the user; if only inputs or only labels have a function, the others get the same sizes."""
+    """Split by the user's functions; if only inputs or only labels have a function, both get the same row counts."""
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
     given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}
@@ -282,7 +282,7 @@ def _split_by_functions(
 
 
 def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
-    """Split inputs into the sizes of the labels, or labels into the sizes of inputs; set known sizes in ``rows``."""
+    """Split inputs into the row counts of split labels, or vice versa; write row counts that are found to ``rows``."""
     entries = entries_of(trees, rules)
     stated = next((entry.stated for entry in entries if entry.stated is not None), None)
     if None in rows and stated is not None and len(stated) == len(rows):
@@ -306,7 +306,7 @@ def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whos
 def _entry_by_entry(
     part: tuple[tuple[Any, ...], dict[str, Any], Any], index: int, count: int
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Replace ``RoundPipePackedData`` in arguments and labels of a microbatch by the entry for this microbatch."""
+    """Replace each ``RoundPipePackedData`` in arguments and labels by its entry for microbatch ``index``."""
 
     def entry(value: Any) -> Any:
         if not isinstance(value, RoundPipePackedData):
@@ -385,7 +385,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
 
 
 def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]:
-    """Return the batch size counted from packed tensors, with key paths; of several, the size that another leaf has."""
+    """Return the batch size of packed tensors, with key paths; of several sizes, the one in ``others``."""
     found: dict[int, list[str]] = {}
     for entry in entries:
         if entry.counted:
@@ -397,7 +397,7 @@ def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]
 
 
 def _batch_size_by_axis_0(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) -> int | None:
-    """Return the size that axis 0 has in all leaves, or the one size that inputs and labels share."""
+    """Return the batch size: the size of axis 0 in all tensors, or the only size that inputs and labels share."""
     both = {size: [*of_inputs.get(size, []), *of_labels.get(size, [])] for size in {**of_inputs, **of_labels}}
     candidates = {size: paths for size, paths in both.items() if size != 1}
     shared = [size for size in candidates if size in of_inputs and size in of_labels]

@@ -1,4 +1,4 @@
-"""Pipelines for transformers models: cut a model into layers, verify the cut, and train the model."""
+"""Pipelines for transformers models: split a model into modules, verify the split, and train the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hugging Face model inside adapters of PEFT, its configuration, and arguments of its forward."""
+"""Find the model inside a PEFT wrapper, its text configuration, and arguments for its forward."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model_inside(model: nn.Module) -> nn.Module:
 
 
 def check_adapters(kwargs: Mapping[str, Any]) -> None:
-    """Check that all rows of a batch use the same adapter, because PEFT selects adapters of rows by hooks on layers."""
+    """Raise an error if rows of a batch use different adapters, which PEFT selects by hooks on layers."""
     if kwargs.get("adapter_names") is not None:
         raise ConfigError(
             "adapter_names: rows of one batch cannot use different adapters in a pipeline. Call once per adapter:\n"
@@ -40,7 +40,7 @@ def check_adapters(kwargs: Mapping[str, Any]) -> None:
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the configuration of the part of a model that reads or writes text; ``None`` if there is none."""
+    """Return the configuration of a model's text decoder; ``None`` if the model has no configuration."""
     config = getattr(model, "config", None)
     find = getattr(config, "get_text_config", None)
     return config if find is None else find(decoder=True)
@@ -52,7 +52,7 @@ _LARGEST_TOKEN = 100  # larger ids may be image tokens
 
 
 def random_tokens(model: nn.Module, rows: int, length: int) -> torch.Tensor:
-    """Return the same small token ids in each call."""
+    """Return random token ids of at most 99, which are equal in each call."""
     vocabulary = getattr(text_config(model), "vocab_size", None) or _LARGEST_TOKEN
     high = min(vocabulary, _LARGEST_TOKEN)
     generator = torch.Generator().manual_seed(0)

@@ -60,7 +60,7 @@ _ROWS_SECOND = "outputs['mems']"
 
 
 def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
-    """Check that packed texts are all in one row, because their offsets across several rows cannot be split."""
+    """Raise an error if ``cu_seq_lens_q`` has offsets of texts in several rows, because such rows cannot be split."""
     tokens = kwargs.get("input_ids")
     if kwargs.get("cu_seq_lens_q") is not None and isinstance(tokens, torch.Tensor) and len(tokens) > 1:
         raise ConfigError(
@@ -70,7 +70,7 @@ def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
 
 
 def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
-    """Return a function that splits packed images or videos into microbatches; ``None`` if the call has none."""
+    """Return a function that splits packed images or videos into microbatches; ``None`` without images and videos."""
     packed = [
         (values, grid, _first_of(config, names))
         for values, grid, names in _PACKED
@@ -136,7 +136,7 @@ def _pictures_per_row(
 
 
 def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> list[int] | None:
-    """Return the number of tokens of each image that give the total of all rows; ``None`` if no rule matches."""
+    """Return the number of tokens that stand for each image; ``None`` if no rule gives ``total`` tokens."""
     # a square of patches becomes one token, and some models add a token after each line of squares
     patches = grid.prod(-1)
     if merge:
@@ -150,7 +150,7 @@ def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> li
 
 
 def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequence[int]) -> PyTree:
-    """Join the outputs of the microbatches, also tensors whose first axis is rows times another axis."""
+    """Join the outputs of microbatches, including tensors whose axis 0 has rows times length entries."""
     outputs, of_pictures = without_encoder_outputs(outputs)
     rules = {}
     for column in zip(*(leaves(output, name="outputs") for output in outputs), strict=False):
@@ -164,7 +164,7 @@ def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequ
 
 
 def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:
-    """Return the axis to join along if axis 0 does not have the rows; axis 0 if its size is a multiple of the rows."""
+    """Return the axis along which tensors are joined; ``None`` if axis 0 has one entry per row, or no axis fits."""
     if not all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
         return None
     shapes = [tuple(value.shape) for value in values]
@@ -184,7 +184,7 @@ _BY_PICTURE = ("last_hidden_state", "pooler_output")
 
 
 def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], dict[str, Any]]:
-    """Return the outputs without encoder outputs, such as image features, and the joined encoder outputs."""
+    """Return the outputs without image, video and audio encoder outputs, and these encoder outputs joined."""
     if len(outputs) == 1 or not all(isinstance(output, dict) for output in outputs):
         return outputs, {}
     columns = {name: [output.get(name) for output in outputs] for name in _NAMES}
@@ -200,7 +200,7 @@ def _with_entries(output: Mapping[str, Any], entries: Mapping[str, Any]) -> Any:
 
 
 def _is_taken(column: Sequence[Any]) -> bool:
-    """Return whether an entry is a dictionary, a list per image, or a tensor that some microbatches lack."""
+    """Return whether the values of an output are dictionaries or lists, or tensors that some microbatches lack."""
     present = _present(column)
     if not present:
         return False
@@ -214,7 +214,7 @@ def _present(column: Iterable[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Pictures:
-    """The number of pictures in each microbatch, and whether all microbatches have the same pictures."""
+    """The number of images in each microbatch, and whether all microbatches have the same images."""
 
     counts: Sequence[int] = ()  # empty if not known
     are_alike: bool = True
@@ -236,7 +236,7 @@ def _are_equal(columns: Sequence[Sequence[torch.Tensor]]) -> bool:
 
 
 def _joined(name: str, column: Sequence[Any], pictures: _Pictures = _Pictures()) -> Any:
-    """Join one entry of the outputs, which is ``None`` in a microbatch without pictures."""
+    """Join the values of one output, which are ``None`` for microbatches without images."""
     present = _present(column)
     if not present:
         return None
@@ -318,9 +318,9 @@ def split_lists(
 
 
 def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
-    """Return whether the entries of a list, as many as the batch has rows, are the rows of the batch.
+    """Return whether entry i of a list, which has as many entries as the batch has rows, belongs to row i.
 
-    If each entry may be a batch, the model's signature must declare a list of labels.
+    If each entry has as many rows as the batch, the model's forward must declare the argument as a list.
     """
     held = itertools.chain(*(value.values() if isinstance(value, Mapping) else [value] for value in values))
     tensors = [value for value in held if isinstance(value, torch.Tensor)]
@@ -353,7 +353,7 @@ _ROUNDING, _ROUNDING_16 = 1e-4, 2e-2
 
 
 def is_packed(kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a row has several texts: positions restart in it, and no token is masked."""
+    """Report whether a row has several texts: ``position_ids`` restart in the row, and no token is masked."""
     positions = kwargs.get("position_ids")
     if not isinstance(positions, torch.Tensor) or positions.dim() < 2 or positions.shape[-1] < 3:
         return False
@@ -365,7 +365,7 @@ def is_packed(kwargs: Mapping[str, Any]) -> bool:
 
 
 def keeps_texts_apart(model: nn.Module) -> bool | None:
-    """Return whether a text has the same results alone and packed; ``None`` if the model rejects tokens alone."""
+    """Return whether a text has the same outputs alone and packed with another one; ``None`` if the model fails."""
     one, other = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 3, 5]])
     positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
 
@@ -389,7 +389,7 @@ def loss_fn_with_weight(
     is_share: bool = False,
     is_proven: bool = True,
 ) -> Callable[[Any, Any], Any]:
-    """Return ``loss_fn`` adapted to outputs ``(output, items, rows)``; each microbatch's loss gets a weight."""
+    """Wrap ``loss_fn`` so that it takes outputs ``(output, items, rows)``, and returns the loss with its weight."""
     # batch: function that returns the rows of the batch; `None` for models that compute no loss
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Decide how a call of a wrapped model runs: in microbatches, with a joined loss, or as one batch."""
+"""Decide how a wrapped model runs a call: in microbatches, with one loss of the joined outputs, or as one batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CutModel(RoundPipe):
         self._rp_engine.few_rows = lambda batch, config: self._rp_rows.few_rows(batch, config)
 
     def _rp_read_model(self) -> None:
-        """Update the pieces if the model was changed, and discard the results of checks then."""
+        """If the model was changed, update the split and discard the results of loss checks."""
         made = self._rp_cut.current()
         if made is not self._rp_cut:
             self._rp_cut = made
@@ -64,20 +64,20 @@ class CutModel(RoundPipe):
             self.__dict__.pop("_rp_rows", None)
 
     def _rp_check_model(self) -> None:
-        """Do nothing, because each call reads the model when its arguments are prepared."""
+        """Do nothing, because :meth:`_rp_prepared` detects changes of the model in each call."""
 
     _rp_runs_model = True  # pieces call copies that share the hooks of the model
 
     @property
     def model(self) -> nn.Module:
-        """The model's attribute ``model``, such as the decoder without its head; otherwise the model itself."""
+        """The model's submodule ``model``, such as the decoder without its head; the model itself if it has none."""
         whole_model = self.cut.model
         inner = getattr(whole_model, "model", whole_model)
         return inner if isinstance(inner, nn.Module) else whole_model
 
     @property
     def cut(self) -> Cut:
-        """The split of the model: its pieces, and a report on how they were found and how losses are computed."""
+        """The split of the model into modules, and a report about the split and the way losses are computed."""
         shown = self._rp_losses.shown if "_rp_losses" in self.__dict__ else ()
         if not shown:
             return self._rp_cut
@@ -87,7 +87,7 @@ class CutModel(RoundPipe):
     # -- how a loss is computed ----------------------------------------------------------------------------------------
 
     def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossWay:
-        """Return how the loss of a call is computed, and store the weights in the options of the call."""
+        """Return how the loss of a call is computed, and store the weights of microbatches in the call's options."""
         options: CallOptions = kwargs[CALL_OPTIONS]
         if options.weight_by is not None:  # set by `LongRows`: a check in one process would wait for the others
             return options.weight_by
@@ -117,7 +117,7 @@ class CutModel(RoundPipe):
     def _rp_way_of_function(
         self, args: tuple[Any, ...], kwargs: Kwargs, function: LossOfModel, config: RoundPipeRunConfig, way: LossWay
     ) -> LossWay:
-        """Return how the loss of a caller's function of the model's loss is computed."""
+        """Return how the loss is computed if the caller's ``loss_fn`` is a function of the model's loss."""
         resolved = self._rp_config(config)
         is_one, has_groups = resolved.num_microbatch == 1, self._rp_options.has_groups
         if way in ("joined", "whole") or (is_one and not has_groups):
@@ -137,7 +137,7 @@ class CutModel(RoundPipe):
     def _rp_way_for_rows(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay, *, is_late: bool = False
     ) -> LossWay:
-        """Return how a call runs: pieces that mix rows run once for the whole batch."""
+        """Return how a call runs; modules in which rows influence each other run once for the whole batch."""
         # is_late: whether gradients are scaled after the last microbatch
         options: CallOptions = kwargs[CALL_OPTIONS]
         last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
@@ -170,13 +170,13 @@ class CutModel(RoundPipe):
             warn(text, RoundPipeWarning)
 
     def _rp_way_without_parts(self, kwargs: Kwargs) -> LossWay:
-        """Return how a loss is computed for labels of a kind for which no check was made."""
+        """Warn that labels are of a kind that was not checked, and return how their loss is computed."""
         way: LossWay = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
         self._rp_warn_of_loss(LossProof(way, "this batch has labels of a kind that was not checked"), 0)
         return way
 
     def _rp_warn_of_loss(self, proof: LossProof, rows: int, whose: str = "") -> None:
-        """Warn once how a loss is computed that cannot be added over microbatches."""
+        """Warn once that a loss cannot be added over microbatches, and state how it is computed."""
         # whose: name of the function that computes the loss. Default: the class of the model.
         held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
         how = (
@@ -191,7 +191,7 @@ class CutModel(RoundPipe):
         )
 
     def _rp_warn_of_packed(self) -> None:
-        """Warn once if a model passes its state from one text of a row to the next."""
+        """Warn once if a model passes its recurrent state from one text to the next text of a row."""
         self._rp_warned_of_packed = True
         self.synchronize()  # a background step would change weights between two calls
         if batches.keeps_texts_apart(self._rp_cut.model) is False:
@@ -207,7 +207,7 @@ class CutModel(RoundPipe):
     def _rp_prepared(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
     ) -> tuple[Kwargs, RoundPipeRunConfig]:
-        """Add the options of a call, and the functions that split and merge it, to its arguments and configuration."""
+        """Return arguments with call options, and a configuration with functions to split inputs and merge outputs."""
         check_adapters(kwargs)
         batches.check_packed_texts(kwargs)
         model = self.cut.model
@@ -238,7 +238,7 @@ class CutModel(RoundPipe):
         return prepared, config
 
     def _rp_with_cache(self, kwargs: Kwargs, config: RoundPipeRunConfig) -> tuple[Kwargs, RoundPipeRunConfig]:
-        """Prepare a call with a cache, which stays on the host."""
+        """Return the arguments and configuration of a call with a KV cache, which stays in CPU memory."""
         if config.resolved(1).requires_grad:
             raise ConfigError(
                 "A cache works without gradients only, because recomputed layers would write to the cache twice:\n"

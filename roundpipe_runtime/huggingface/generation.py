@@ -1,4 +1,4 @@
-"""Run ``generate`` of transformers with the forward of a pipeline, if a trial gives the same results."""
+"""Run ``generate`` of transformers with a pipeline's forward, if a trial gives the results of the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> AttributePatch:
 
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
-    """Return why a model cannot generate through its pipeline; ``None`` if a trial gives the model's logits."""
+    """Return the reason why a model cannot generate through its pipeline; ``None`` if a trial gives its logits."""
     inner = model_inside(cut.model)
     if cut.report.is_whole:
         return "it runs in one piece"
@@ -79,7 +79,7 @@ _ROWS = 2
 
 
 class GenerationPath:
-    """Runs the encoder or the whole model of an encoder-decoder in ``generate``, in a pipeline made at the first call.
+    """Runs an encoder or an encoder-decoder in ``generate`` through a pipeline, which is made at the first call.
 
     The model's own forward runs on the host if the pipeline fails, or if its outputs differ from the model's outputs.
     """
@@ -126,7 +126,7 @@ class GenerationPath:
 
 
 def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
-    """Return paths for the encoder and the encoder-decoder; none for other models."""
+    """Return a path for the encoder and one for the whole encoder-decoder; an empty list for other models."""
     inner = model_inside(model)
     find = getattr(inner, "get_encoder", None)
     if find is None or not getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
@@ -138,7 +138,7 @@ def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[Gener
 
 @contextlib.contextmanager
 def use_paths(paths: list[GenerationPath]) -> Iterator[None]:
-    """Context manager in which ``generate`` calls these paths instead of the forwards of their models."""
+    """Context manager in which the models of ``paths`` run through the pipelines of the paths."""
     with contextlib.ExitStack() as stack:
         for path in paths:
             stack.enter_context(forward_of(path.model, path))
@@ -165,7 +165,7 @@ def _without_cache(kwargs: Mapping[str, Any]) -> Kwargs:
 def _difference_of_encoder(
     model: nn.Module, forward: Callable[..., Any], example: dict[str, Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Return why the pipeline's outputs cannot be used; ``None`` if they equal the outputs of the model."""
+    """Return the reason why the pipeline is not used; ``None`` if its outputs equal the model's outputs."""
     calls: list[dict[str, Any]] = [example]
     name, cache = name_in(kwargs), cache_of(kwargs)
     held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2

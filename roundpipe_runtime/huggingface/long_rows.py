@@ -49,17 +49,17 @@ class LongRows:
     """A causal language model that splits long rows along their tokens over the processes of a mesh.
 
     All processes get the same rows, and each computes its part of the tokens on its own device. Loss and gradients
-    equal those of unsplit rows within rounding, and are bitwise reproducible. Each of ``N`` devices needs memory for
-    the activations of ``1 / N`` of the tokens, and for one attention with all tokens and ``1 / N`` of the heads.
+    equal those of unsplit rows up to rounding errors, and are bitwise reproducible. Each of ``N`` devices needs memory
+    for activations of ``1 / N`` of the tokens, and for attention of ``1 / N`` of the heads over all tokens.
 
     Args:
         model: Hugging Face causal language model. Its numbers of query heads and of key/value heads must be multiples
             of the number of processes.
-        mesh: mesh of the processes, as for :class:`RoundPipe`.
-        **options: further arguments of :func:`wrap_model_to_roundpipe`; ``devices`` is one device.
+        mesh: ``DeviceMesh`` of the processes, as for :class:`RoundPipe`.
+        **options: further arguments of :func:`wrap_model_to_roundpipe`; ``devices`` must be one device.
 
     Raises:
-        ConfigError: the heads cannot be divided by the processes, or split rows change the model's results.
+        ConfigError: heads cannot be divided by processes, or the model gives different results for split rows.
 
     ::
 
@@ -96,7 +96,7 @@ class LongRows:
 
     @property
     def pipeline(self) -> WrappedModel:
-        """The pipeline around the model, for its parameters, optimizer steps and checkpoints."""
+        """The pipeline around the model, which has the parameters, and makes optimizer steps and checkpoints."""
         assert self._pipeline is not None  # made in `__init__`
         return self._pipeline
 
@@ -315,7 +315,7 @@ class TokenExchange:
         return found
 
     def swap(self, parts: torch.Tensor) -> torch.Tensor:
-        """Send part i of the first axis to rank i, and return the received parts."""
+        """Send slice i along axis 0 to rank i, and return the slices from all ranks."""
         if self._group is None:
             self._group = dist.new_group(self._members, timeout=job_timeout(), backend="gloo")
         out = parts.to("cpu").contiguous()

@@ -1,7 +1,7 @@
-"""Check, on a few rows of a batch, which pieces mix rows, and how losses of microbatches add up to that of the batch.
+"""Check on a few rows in which modules rows influence each other, and how losses of microbatches add up.
 
-At calls 1, 2, 4, 8, ... of one structure, the code after the last layer runs on a few rows, once whole and once in two
-uneven parts. If no weights make the losses equal, or if the code draws random numbers, the loss is computed only once.
+At calls 1, 2, 4, 8, ... of one structure, the code after the last layer runs on a few rows at once and on two uneven
+subsets. If no weights fit, or if the code draws random numbers, the loss is computed once for the batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ROWS = 3
 
 
 class PieceRows:
-    """Runs a few rows through the pieces of one model, and records which pieces mix rows, by kind of call."""
+    """Runs a few rows to find modules in which rows influence each other, and stores the results by kind of call."""
 
     # shares_batches: whether other processes run parts of the same batches. A process may have fewer rows than a trial
     # needs, so each trial runs on the host, without waiting for other processes.
@@ -60,7 +60,7 @@ class PieceRows:
         self._compared: collections.Counter[Hashable] = collections.Counter()
 
     def mixing(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int) -> GradientTrial:
-        """Check the first ``number`` pieces: which of them mixes rows, and whether gradients scale with the loss."""
+        """Check whether rows influence each other in ``number`` modules, and whether gradients scale with the loss."""
         kind = self.kind_of(args, kwargs), number, config.requires_grad
         if self._repeats.is_due(kind) or kind not in self._mixing:
             batch = FlatBatch.of(args, kwargs, None)
@@ -92,7 +92,7 @@ class PieceRows:
     def join(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
     ) -> Callable[[list[CutState]], CutState] | None:
-        """Return a function that joins the states of a call's microbatches after the layers of the model."""
+        """Return a function that joins the layers' outputs of all microbatches of a call."""
         # returns: the function, which may raise `CannotJoinError`; `None` if joining is impossible
         if self.made.report.is_whole:
             return None
@@ -107,7 +107,7 @@ class PieceRows:
         return partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
 
     def joined_state(self, kind: Hashable, trial: RowTrial, states: Sequence[CutState], shown: CutState) -> CutState:
-        """Join the states after the layers for parts of a trial; raises `CannotJoinError` if this is impossible."""
+        """Join the layers' outputs for subsets of a trial's rows; raise `CannotJoinError` if they cannot be joined."""
         axes = self._axes[kind] = RowAxes.of(shown, states[-1])
         return join_states([*states], axes, *call_of(trial.whole))
 
@@ -119,7 +119,7 @@ class PieceRows:
         return named, tuple(map(kind_of_value, args)), self.made.model.training, asked
 
     def repeated_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield trials with the first rows of the batch, in which one row is repeated, so that both parts have it."""
+        """Yield trials of three rows, of which two are equal, so that both subsets of a trial have the repeated row."""
         in_two = dataclasses.replace(config, num_microbatch=2)
         for trial in itertools.islice(self.some_rows(batch, config), 1):
             for one, other in itertools.permutations(range(trial.count), 2):
@@ -130,7 +130,7 @@ class PieceRows:
                     yield RowTrial(whole, found)
 
     def three_at_least(self, batch: FlatBatch, config: RoundPipeRunConfig) -> tuple[FlatBatch, RoundPipeRunConfig]:
-        """Return a batch of one row with the row three times, and its settings; return other batches unchanged."""
+        """Repeat the row of a one-row batch three times, and return its settings; return other batches unchanged."""
         if [one.rows for one in self.engine.split(batch, config)] != [1]:
             return batch, config
         kwargs, options = split_options(batch.kwargs.tree)
@@ -145,12 +145,12 @@ class PieceRows:
         return few, self._split_again(few, config)
 
     def few_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield trials with a few rows of the batch and their labels each; yield none if rows cannot be split."""
+        """Yield trials with a few rows of the batch and their labels; yield no trial if rows cannot be split."""
         with contextlib.suppress(CannotJoinError, SplitError):
             yield from self.some_rows(batch, config)
 
     def some_rows(self, batch: FlatBatch, config: RoundPipeRunConfig, most: int = _ROWS) -> Iterator[RowTrial]:
-        """Yield trials with a few rows of the batch each; raises `CannotJoinError` if there is none."""
+        """Yield trials, each with a few rows of the batch; raise `CannotJoinError` if the batch cannot be split."""
         counts = [one.rows for one in self.engine.split(batch, config)]
         if None in counts:
             raise CannotJoinError("it is not clear how many rows a microbatch has")
@@ -164,7 +164,7 @@ class PieceRows:
             raise CannotJoinError("it is not clear how many rows a part of the batch has")
 
     def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """Return settings for a few rows; replace a split function that was made for the whole batch."""
+        """Return the settings for a few rows; replace a split function that depends on the whole batch."""
         if not getattr(config.split_input, "is_of_batch", False):
             return config
         kwargs: Kwargs = few.kwargs.tree
@@ -172,7 +172,7 @@ class PieceRows:
         return dataclasses.replace(config, split_input=split_lists(self.made.model, few.args.tree, kwargs, pictures))
 
     def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
-        """Return the states after the layers: one per part of a trial, and one for more rows than the last part."""
+        """Return the layers' outputs for each subset of a trial, and for a set of more rows than the last subset."""
         with self._trial_engine() as engine:
             # devices have memory for the rows of a microbatch, so no more rows run at once
             shown = [trial.whole] if trial.parts[0].rows == trial.parts[-1].rows else []
@@ -191,7 +191,7 @@ def call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
 
 
 def _leaves(output: Any) -> Sequence[object]:
-    """Return the outputs of a piece that are compared, without losses, which have a separate check."""
+    """Return the outputs of a module that are compared: all except losses, which have a separate check."""
     found = state_leaves(output)[0] if isinstance(output, CutState) else pytree.tree_leaves(output)
     return [one for one in found if not isinstance(one, torch.Tensor) or one.dim() > 0]
 
@@ -218,7 +218,7 @@ class SomeRows:
 
 @dataclasses.dataclass(frozen=True)
 class LossOfModel:
-    """A caller's ``loss_fn`` for a call in which the model also computes a loss; both must have the same weights."""
+    """A caller's ``loss_fn`` of a model that also computes a loss; both losses must have the same weights."""
 
     function: Callable[[Any, Any], Any]
     label: Any
@@ -239,7 +239,7 @@ class LossWays:
     def find(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, function: LossOfModel | None = None
     ) -> LossProof:
-        """Return how the loss of a call is computed, which is checked at calls 1, 2, 4, 8, ... of its kind."""
+        """Return how the loss of a call is computed; a check runs at calls 1, 2, 4, 8, ... of the same kind."""
         # function: function of the model's loss, whose weights are already known. Default: the model's own loss.
         kind, code, label = self._rows.kind_of(args, kwargs), None, None
         if function is not None:
@@ -352,7 +352,7 @@ class Tail:
         return None
 
     def prove(self, rows: Sequence[SomeRows], known: LossProof | None) -> LossProof:
-        """Find the weights for which the losses of parts of the rows add up to the loss of all rows."""
+        """Find weights with which the losses of subsets of the rows add up to the loss of all rows."""
         # rows: all rows at once, then the same rows in consecutive parts
         # known: an earlier proof of this kind of call, whose weights must match again
         otherwise: Literal["whole", "joined"] = "whole" if rows[0].state is None else "joined"
@@ -443,7 +443,7 @@ def _rows_of(microbatch: FlatMicrobatch) -> SomeRows:
 
 @contextlib.contextmanager
 def _with_all_layers(made: Cut) -> Iterator[None]:
-    """Context manager with evaluation mode for models that drop layers or have batch norms in training."""
+    """Context manager in which a model with LayerDrop or batch norms is in evaluation mode."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     normalizes = any(isinstance(module, kinds) for module in made.model.modules())
     if not made.model.training or not (normalizes or drops_layers(made.model)):

@@ -1,4 +1,4 @@
-"""Plan the training of a Hugging Face model on ``meta``, so that nothing is allocated."""
+"""Plan the training of a Hugging Face model on ``meta``, without allocating its parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .loss.lazy_logits import loss_only, without_logits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettingsChange:
-    """A change of settings with which a training fits into memory, or comes closest."""
+    """A change of settings that makes a training fit into memory, or come closest to fitting."""
 
     what: str  # options of the command line
     device_bytes: int  # peak memory of a device after the change
@@ -37,7 +37,7 @@ class SettingsChange:
 
 
 class PlannedTraining:
-    """A model on ``meta`` that is split, and measured for batches of any size without allocating it.
+    """A split model on ``meta``, whose memory and work are measured for batches of any size.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime.estimate.hardware import describe_hardware
@@ -111,12 +111,12 @@ class PlannedTraining:
         )
 
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:
-        """Return the memory of a loss of the whole batch, which only the first batch shows to be needed."""
+        """Return the memory for a loss of the whole batch; whether it is needed is known after the first batch."""
         # returns: memory of the device that runs the last layer, and additional host memory
         return joined_loss(self._layers(batch, length, start=len(self.cut.pieces) - 1)[-1])
 
     def remedy(self, *, batch: int, length: int, num_microbatch: int) -> SettingsChange:
-        """Return settings that make a batch fit into a device's memory: smaller parts or shorter rows."""
+        """Return settings that make a batch fit into a device's memory: smaller microbatches or shorter rows."""
         if self.hardware.memory is None:
             device = self.hardware.names[0]
             raise ConfigError(
@@ -187,13 +187,13 @@ def _cut(model: nn.Module, kind: str) -> Cut:
 
 
 def _batch(rows: int, length: int) -> Kwargs:
-    """Return rows of tokens on ``meta``, which are their own labels."""
+    """Return rows of tokens on ``meta``, with labels equal to the tokens."""
     tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def _last_call(piece: nn.Module, value: Any) -> Any:
-    """Call the last piece as in a training, which uses only the loss."""
+    """Call the last module of the pipeline as training does, which uses only the loss."""
     if isinstance(piece, Phase):
         return without_logits(piece.copy, loss_only(piece.copy, lambda: piece(value)))
     if isinstance(piece, Whole):

@@ -1,4 +1,4 @@
-"""Wrap a Hugging Face model, so that it trains through a pipeline with its own interface."""
+"""Wrap a Hugging Face model, so that it trains through a pipeline and keeps its interface."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def wrap_model_to_roundpipe(
 ) -> WrappedModel:
     """Wrap a Hugging Face model so that it trains through a pipeline.
 
-    The model is split by a run of its forward on a small batch (:func:`cut`), and the pieces are compared with the
-    model. A model that cannot be split runs in one piece, with a warning that states the reason.
+    The model is split by a run of its forward on a small batch (:func:`cut`), and compared with the original model. A
+    model that cannot be split runs as one module, and a warning states the reason.
 
     Args:
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``.
@@ -78,18 +78,18 @@ def wrap_model_to_roundpipe(
         lower_threshold: size in bytes; a smaller model is not split, and runs in one microbatch.
         upper_threshold: size in bytes; a model of at most this size is not split. Default: 0.
         skip_modules: modules whose layers are not split.
-        override_config: ``{model: RoundPipeRunConfig(...)}``, to override ``model_run_config``. Other keys are refused.
-        model_run_config: defaults for every call.
+        override_config: ``{model: RoundPipeRunConfig(...)}``, to override ``model_run_config``; no other key.
+        model_run_config: default settings for every call.
         name: name in errors and timelines. Default: ``"file:line"``.
         example: keyword arguments of the model's forward for the split. Default: a few tokens.
-        check: whether to compare the pieces with the model.
+        check: whether to compare the split model with the original model.
         **roundpipe_kwargs: further arguments of :class:`RoundPipe`, such as ``devices`` and ``compile``.
 
     Returns:
         The model, wrapped.
 
     Raises:
-        CutError: the model does not run on the example; or cannot be split, with ``use_sequential_preset=True``.
+        CutError: the model does not run on the example, or cannot be split although ``use_sequential_preset=True``.
         ConfigError: an argument has a value that is not supported.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -171,8 +171,8 @@ class WrappedModel(CutModel):
         Args:
             *args: positional arguments of the model.
             roundpipe_run_config: settings of this call, which override the settings of the pipeline.
-            **kwargs: keyword arguments of the model. Default of ``use_cache``: ``False``. A cache is split into caches
-                of the microbatches, and afterwards has the entries that all microbatches wrote.
+            **kwargs: keyword arguments of the model. ``use_cache`` is ``False`` by default. A KV cache is split into
+                one cache per microbatch; after the call, it has the entries that all microbatches wrote.
 
         Returns:
             The output of the whole batch.
@@ -211,7 +211,7 @@ class WrappedModel(CutModel):
         return super().forward(*args, roundpipe_run_config=one, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate like the model, through the pipeline; or on the host, if a trial run of the pipeline fails.
+        """Generate through the pipeline, or on the host if a trial run of the pipeline fails.
 
         Args:
             *args: positional arguments of the model's ``generate``.
@@ -265,8 +265,8 @@ class WrappedModel(CutModel):
     ) -> Any:
         """Run forward, loss and backward, and return the loss.
 
-        A model with labels among ``input_kwargs`` computes its own loss. A ``loss_fn`` that returns this loss, or
-        a multiple of it, gives the loss and the gradient of the whole batch, for any split.
+        A model with labels among ``input_kwargs`` computes its own loss. If ``loss_fn`` returns the model's loss, or a
+        multiple of it, loss and gradient are those of the whole batch.
 
         Args:
             input_args: positional arguments of the model.
@@ -368,7 +368,7 @@ class WrappedModel(CutModel):
         return back_from(outputs, label, loss_fn, return_outputs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Save the model with its own ``save_pretrained`` after the last step; with LoRA, save only adapters.
+        """Save the model with its ``save_pretrained`` after the last optimizer step; with LoRA, save only adapters.
 
         Args:
             *args: positional arguments of the model's ``save_pretrained``.
@@ -381,7 +381,7 @@ class WrappedModel(CutModel):
         return self.cut.model.save_pretrained(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload the model with its own ``push_to_hub``, after the last optimizer step.
+        """Wait for the last optimizer step, and upload the model with its ``push_to_hub``.
 
         Args:
             *args: positional arguments of the model's ``push_to_hub``.
@@ -394,7 +394,7 @@ class WrappedModel(CutModel):
         return self.cut.model.push_to_hub(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Resize the token embeddings like the model; refuse if an optimizer has copies of the embeddings.
+        """Resize the token embeddings as the model does; raise an error if an optimizer has copies of the embeddings.
 
         Args:
             *args: positional arguments of the model's ``resize_token_embeddings``.
@@ -412,7 +412,7 @@ class WrappedModel(CutModel):
         return self.cut.model.resize_token_embeddings(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """Apply ``to``, ``half``, ``cuda`` and the like, which can change the dtype but not the device."""
+        """Convert the dtype of the model, as in ``model.half()``; raise an error if the device would change."""
         device = fn(torch.empty(0)).device
         if device.type != "cpu":
             raise moved_away(str(device))
@@ -459,7 +459,7 @@ class WholeBatchLoss:
         self._next_row = 0
 
     def state(self, group: Sequence[PyTree]) -> dict[str, Any] | None:
-        """Return what other processes need of a group of rows: losses and router logits; ``None`` without rows."""
+        """Return losses and router logits of a group of rows for other processes; ``None`` if the group has no rows."""
         if not group:
             return None
         parts = [output for output, _, _ in group]

@@ -1,4 +1,4 @@
-"""The schedule, the execution plan, layer costs and simulated time. These are pure computations; no layer runs."""
+"""Compute schedules, execution plans, layer costs and simulated times, without running a layer."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ class LayerCost:
     Attributes:
         forward: time of a forward, in seconds or in any unit that is the same for all layers of a plan.
         backward: time of a backward with its recomputed forward, in the same unit.
-        param_bytes: bytes of the parameters and buffers, on the device while the layer runs.
-        grad_bytes: bytes of the gradients of the parameters, on the device during backward. If gradients are summed in
-            another dtype, the bytes of the sums are included.
+        param_bytes: bytes of the parameters and buffers, which are on the device while the layer runs.
+        grad_bytes: bytes of the gradients of the parameters, which are on the device during backward. If gradients are
+            summed in a dtype other than the parameter's, the bytes of the sums are included.
 
     >>> LayerCost(forward=0.5, param_bytes=400) + LayerCost(forward=0.25, param_bytes=100)
     LayerCost(forward=0.75, backward=0.0, param_bytes=500, grad_bytes=0)
@@ -88,7 +88,7 @@ def layer_costs(model: Any) -> list[LayerCost]:
 def analytic_cost(
     layer: nn.Module, gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype
 ) -> LayerCost:
-    """Estimate the cost of a layer from its parameters, per row and position, in multiplications.
+    """Estimate the cost of a layer from its parameters, in multiplications per row and sequence position.
 
     A matrix costs one multiplication per element; an embedding costs almost nothing. Work that does not depend on the
     parameters, such as attention over a long sequence, is only known after times are measured.
@@ -143,11 +143,11 @@ class MeasuredCosts:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the cost of any layer was measured."""
+        """Whether at least one layer was measured."""
         return bool(self._measured)
 
     def share_below(self, seconds: float) -> float:
-        """Return the share of forward time that is spent in layers faster than a threshold."""
+        """Return the share of the total forward time that layers faster than ``seconds`` take."""
         # the minimum of recent times, as threads may have waited for each other in slower forwards
         with self._lock:
             least = [min(recent) for recent in self._recent.values()]
@@ -169,7 +169,7 @@ class MeasuredCosts:
                 self._recent.setdefault(layer, collections.deque(maxlen=_RECENT)).append(seconds)
 
     def costs(self) -> list[LayerCost]:
-        """Return the cost of each layer in seconds: measured, or else estimated and scaled to the measured layers.
+        """Return the cost of each layer in seconds: measured, or estimated and scaled to the layers that were measured.
 
         Before the first measurement, the estimated costs are returned unchanged.
         """

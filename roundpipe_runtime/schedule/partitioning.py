@@ -6,12 +6,12 @@
     forward   | 1    1    1  | 1    1 |                  so a forward stage holds about three times the layers
     backward  | 3 | 3 | 3 | 3 | 3 | 3    1.5 |           the last one is the fused stage: forward, loss, backward
 
-A cap is a sum of the times of neighbouring layers, at most 1.1 times the time of the slowest layer.
+A cap limits the time of a stage of several layers; it is a sum of layer times, up to 1.1 times the slowest layer's.
 
 Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) partitions a sequence of layers into stages of similar costs.
-PipeDream (Harlap et al., 2018, arXiv 1806.03377) does so with measured times. In both, forward and backward of a layer
-belong to the same stage. Here forward and backward are partitioned independently, and the last stage is fused, as in
-the execution plans of RoundPipe (Luo et al., 2026, arXiv 2604.27085).
+PipeDream (Harlap et al., 2018, arXiv 1806.03377) partitions layers by measured times. In GPipe and PipeDream, forward
+and backward of a layer belong to the same stage. This module partitions forward and backward independently, and fuses
+the last stage, as in the execution plans of RoundPipe (Luo et al., 2026, arXiv 2604.27085).
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def partition(
     """Partition the layers of one or more models, which run one after the other, into stages of similar times.
 
     Args:
-        run_type: ``"infer"``, ``"train"`` or ``"fused"`` for the last model. If it is ``"fused"``, the stages of the
-            other models are for ``"train"``.
+        run_type: ``"infer"``, ``"train"`` or ``"fused"`` for the last model. With ``"fused"``, all models before the
+            last one get stages for ``"train"``.
         models: the costs of the layers of each model.
-        min_stages: smallest number of stages of an iteration, for all models together; also the number of devices that
-            plans are compared for. A model with fewer layers gets fewer stages.
+        min_stages: smallest number of stages of an iteration, for all models together; also the number of devices for
+            which times of plans are simulated. A model with fewer layers gets fewer stages.
         upper_threshold: largest ratio of the time of a stage to the time of the slowest layer; at least 1.
         bytes_per_stage: largest number of bytes of parameters and gradients in a stage (default: no limit).
         previous: stages in use, which are kept unless the new stages are faster by more than 3 %.
@@ -136,7 +136,7 @@ def _fastest(
     devices: int,
     microbatches: int,
 ) -> tuple[float, list[Stages]]:
-    """Return the time of the fastest plan with this number of copies of the fused stage, and the plan."""
+    """Return the time of the fastest plan with ``copies`` copies of the fused stage, and the plan."""
     shared = list(models)
     if copies > 1:  # each copy runs a share of the microbatches, so the other stages may only be as long as this share
         head = shared[-1][-1]
@@ -160,7 +160,7 @@ def _fastest(
 
 
 def _caps(run_type: str, models: Sequence[Sequence[LayerCost]], upper_threshold: float) -> list[float]:
-    """Return the caps on stage time to try: sums of the times of neighbouring layers; small caps make more stages."""
+    """Return upper limits of stage time that are tried, each the sum of the times of neighbouring layers."""
     rows = [[cost.forward for cost in costs] for costs in models]
     if run_type != "infer":
         rows += [[cost.backward for cost in costs] for costs in models]
@@ -195,7 +195,7 @@ def _thin_out(sums: list[float]) -> list[float]:
 
 
 def _stages(run_type: str, costs: Sequence[LayerCost], cap: float, limit: float, *, alone: bool) -> Stages:
-    """Return the stages of one model under a cap; ``alone``: the fused stage has one layer."""
+    """Return the stages of a model for a cap on stage time; with ``alone``, the fused stage has only one layer."""
     forward = [(cost.forward, float(cost.param_bytes)) for cost in costs]
     backward = [(cost.backward, float(cost.param_bytes + cost.grad_bytes)) for cost in costs]
     if run_type == "infer":
@@ -222,7 +222,7 @@ def _pack(layers: Sequence[tuple[float, float]], cap: float, limit: float) -> li
 
 
 def _pack_from_the_end(layers: Sequence[tuple[float, float]], cap: float, limit: float) -> list[range]:
-    """Pack layers from the last to the first, so that the first stage may be smaller, while the pipeline fills."""
+    """Pack layers into stages from the last to the first layer, so that the first stage may be the short one."""
     mirrored = _pack(layers[::-1], cap, limit)
     return [range(len(layers) - stage.stop, len(layers) - stage.start) for stage in mirrored[::-1]]
 

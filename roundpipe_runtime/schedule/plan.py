@@ -29,15 +29,15 @@ class ModelExecutePlan:
         "fused": forward_backward          fwd_plan = [range(0, 3)]
                                            bwd_plan = [range(3, 4), range(1, 3), range(0, 1)]
 
-    Backward stages start with the last layers; the layers in a stage are ascending. In a fused run the first stage of
-    ``bwd_plan`` runs forward, loss and backward while its layers are on the device, so ``fwd_plan`` ends before this
-    stage.
+    Backward stages are listed from the last layers to the first; the layers in a stage are ascending. In a fused run
+    the first stage of ``bwd_plan`` runs forward, loss and backward while its layers are on the device, so ``fwd_plan``
+    ends before this stage.
 
     Attributes:
         fwd_plan: layers of each forward stage, as ranges or lists of ascending indices.
         bwd_plan: layers of each backward stage.
-        last_stage_copies: number of devices that run the fused stage of a fused run, each for every n-th microbatch;
-            limited to the number of devices and of microbatches (default: 1).
+        last_stage_copies: number n of devices that run the fused stage of a fused run, each for every n-th microbatch;
+            at most the number of devices and of microbatches (default: 1).
 
     >>> from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
@@ -66,12 +66,12 @@ class ModelExecutePlan:
     def check_valid(self, *given: int | str, **named: Any) -> None:
         """Check that every layer runs once in each direction, in order: ``check_valid(num_layers, run_type)``.
 
-        The two arguments can be given in any order, or by name.
+        ``num_layers`` and ``run_type`` can be given in any order, or by name.
 
         Args:
             *given: ``num_layers``, the number of layers of the model, and ``run_type``, ``"infer"``, ``"train"`` or
                 ``"fused"``.
-            **named: the arguments that are given by name.
+            **named: ``num_layers`` and ``run_type``, if given by name.
 
         Raises:
             PlanError: if a layer is missing, repeated or out of order; the message names the layer.
@@ -146,10 +146,10 @@ class ModelExecutePlan:
             model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device (default: the memory of the
                 devices, if known). A stage gets half of the limit, because the next stage is loaded at the same time.
             previous: the plan in use, which is kept unless the new plan is clearly faster.
-            last_stage_copies: number of devices that have a copy of the last layer (default: 1). Each device runs
-                forward and backward of this layer for every n-th microbatch. With more than one copy, the last stage is
-                this layer only. ``"auto"``: the number with which the simulated run is clearly faster.
-            num_microbatch: number of microbatches that plans are compared for (default: ``min_stages`` + 1).
+            last_stage_copies: number of devices that have a copy of the last layer (default: 1). Each of n devices runs
+                the last layer for every n-th microbatch. With several copies, the last layer is a separate stage.
+                ``"auto"`` selects the number that makes the simulated run clearly faster.
+            num_microbatch: number of microbatches for which times of plans are simulated (default: ``min_stages`` + 1).
 
         Returns:
             One plan, or a list of plans for several models.

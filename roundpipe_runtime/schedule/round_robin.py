@@ -13,7 +13,7 @@
 
 Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) fills a pipeline with the microbatches of one batch, and
 recomputes the forward. In GPipe, and in the 1F1B schedule of PipeDream (Harlap et al., 2018, arXiv 1806.03377), a
-device keeps its stage. Here stages are assigned to the devices in turn, as in RoundPipe (Luo et al., 2026, arXiv
+device keeps its stage. This module assigns stages to the devices in turn, as in RoundPipe (Luo et al., 2026, arXiv
 2604.27085).
 """
 
@@ -30,7 +30,7 @@ Kind: TypeAlias = Literal["forward", "fused", "backward"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive layers that are loaded onto a device together, and run every microbatch.
+    """Consecutive layers that are loaded onto a device together, and then compute each microbatch.
 
     Attributes:
         index: index of the stage in the run, from 0.
@@ -49,12 +49,12 @@ class Stage:
 
     @property
     def is_last_copy(self) -> bool:
-        """Whether this is the last of a stage's copies, which adds up the gradients of all copies."""
+        """Whether this copy is the last one of its stage; the last copy adds up the gradients of all copies."""
         return self.copy + 1 == self.copies
 
     @property
     def gradient_sets(self) -> int:
-        """The number of sets of gradients of the stage's parameters that are on the device at the same time."""
+        """How many gradients of each parameter of the stage are on the device at the same time."""
         # Without copies, the sums. With copies, the gradients of two microbatches; on the device of the last copy,
         # which adds all gradients, also the sums and the gradients from another copy.
         return 1 if self.copies == 1 else 4 if self.is_last_copy else 2
@@ -101,7 +101,7 @@ def stages_of(
 
 
 def stages_within(stages: Sequence[Stage], span: range) -> list[Stage]:
-    """Return the stages with only the layers in ``span``, and without empty stages, for a run of some layers.
+    """Restrict stages to the layers in ``span``, and drop stages that become empty.
 
     >>> [list(stage.layers) for stage in stages_within(stages_of("infer", [range(0, 2), range(2, 3)], []), range(1, 3))]
     [[1], [2]]
@@ -133,7 +133,7 @@ class RoundRobin:
         self.cursor %= self.num_devices
 
     def assign(self, num_stages: int) -> list[int]:
-        """Return the devices of the next stages; the next call continues with the next device."""
+        """Assign the next ``num_stages`` stages to devices in turn, and return the index of each stage's device."""
         devices = [(self.cursor + k) % self.num_devices for k in range(num_stages)]
         self.cursor = (self.cursor + num_stages) % self.num_devices
         return devices
@@ -142,7 +142,7 @@ class RoundRobin:
 def steps_in_order(
     devices: Sequence[int], num_microbatch: int, stages: Sequence[Stage] | None = None
 ) -> Iterator[Step]:
-    """Yield the steps stage by stage, which is an order in which one thread can dispatch them to the devices.
+    """Yield all steps, stage by stage, in an order in which one thread can dispatch them to the devices.
 
     Every step comes after the steps that it waits for, and each device gets its steps in the order of execution.
 
@@ -164,7 +164,7 @@ def clock_cycles(
 ) -> Iterator[list[Step]]:
     """Yield the steps that run at the same time, tick by tick, if every step takes one tick.
 
-    A step waits for the step of the same microbatch in the stage before, and for earlier steps of its device.
+    A step waits for the step of the same microbatch in the previous stage, and for earlier steps of its device.
 
     Args:
         devices: the device of each stage, from :meth:`RoundRobin.assign`.

@@ -79,7 +79,7 @@ class Simulation:
         utilisation: share of the time in which devices compute.
         bytes_up: host-to-device bytes.
         bytes_down: device-to-host bytes.
-        links: bytes to and from each device.
+        links: bytes that are copied to and from each device.
         peak_memory: largest number of bytes on one device.
         iteration_ends: the time at which the last step of each iteration ended.
         steps: every step with its time, in the order of dispatch.
@@ -112,10 +112,10 @@ def simulate(
 ) -> Simulation:
     """Simulate a schedule of stages on a machine.
 
-    A device computes one step at a time. The parameters of the next stage are copied during the computation, so a
-    device holds at most two stages. Activations do not wait for copies of parameters. Each device has its own link. A
-    device that does not overlap uploads the parameters of a stage after the stage before has ended, and copies the
-    activations of a microbatch before and after its computation.
+    A device computes one step at a time. While it computes, the parameters of its next stage are copied, so a device
+    has the parameters of at most two stages. Activations do not wait for copies of parameters. Each device has its own
+    link to CPU memory. A device that does not overlap uploads the parameters of a stage after the stage before has
+    ended, and copies the activations of a microbatch before and after its computation.
 
     Args:
         stages: the stages of one iteration in the order of dispatch.
@@ -123,7 +123,7 @@ def simulate(
         num_microbatch: number of microbatches.
         iterations: number of iterations, one after the other.
         staleness: 0: an iteration begins after the gradients of the iteration before are complete. 1: an iteration
-            uses the parameters of one step before, so it begins without waiting.
+            begins without waiting, because it uses parameters that lack the latest optimizer step.
         cursor: index of the device of the first stage.
 
     Returns:
@@ -247,7 +247,7 @@ class _State:
             self._run_alone(index, load, device, microbatches)
 
     def _shares(self, load: StageLoad, microbatches: Sequence[int]) -> tuple[int, int]:
-        """Return the bytes of gradients that this copy receives from other copies, and sends to the last copy."""
+        """Return the bytes of gradients that a copy of a stage receives from other copies and sends to the last one."""
         if load.copy is None or not load.share:
             return 0, 0
         if load.copy + 1 < load.copies:

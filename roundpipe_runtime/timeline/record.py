@@ -35,7 +35,7 @@ class Record:
         device: name of the device.
         kind: ``"upload"``, ``"forward"``, ``"recompute"``, ``"loss"``, ``"backward"`` or ``"download"``.
         start: time in seconds, on the clock of :func:`time.perf_counter`.
-        end: time in seconds, on the same clock.
+        end: time in seconds, on the clock of :func:`time.perf_counter`.
         layer: index of the layer; ``-1`` for work for several layers.
 
     >>> record = Record(stage=0, microbatch=1, device="virtual:0", kind="forward", start=0.5, end=0.75)
@@ -63,7 +63,7 @@ class Timeline:
         timeline.save("trace.json")      # for chrome://tracing or ui.perfetto.dev
 
     Attributes:
-        records: records so far, in the order in which the work ended.
+        records: all records until now, in the order in which the work ended.
         uploaded: bytes of parameters that were copied to devices.
         skipped: bytes of parameters that were not copied, because no layer read them, such as unused experts.
 
@@ -99,11 +99,11 @@ class Timeline:
         Args:
             kind: kind of work, see :class:`Record`.
             stage: index of the stage.
-            microbatch: index of the microbatch, or -1.
+            microbatch: index of the microbatch, or -1 for work for the whole stage.
             device: name of the device.
             start: time in seconds.
             end: time in seconds.
-            layer: index of the layer, or -1.
+            layer: index of the layer, or -1 for work for several layers.
         """
         self.records.append(Record(stage, microbatch, device, kind, start, end, layer))
 
@@ -153,8 +153,8 @@ class Timeline:
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return the timeline in the format of ``chrome://tracing``: a row per device, times in microseconds.
 
-        ``otherData`` contains the bytes of parameters, and the time of day of the first record in seconds, which aligns
-        timelines of several processes. The time of day is missing if the timeline was not used as a context manager.
+        ``otherData`` contains the bytes of parameters, and the time of day of the first record, which aligns timelines
+        of several processes. A timeline that was not used as a context manager has no ``otherData``.
         """
         devices = sorted({record.device for record in self.records})
         first = _span(self.records)[0] if self.records else 0.0

@@ -1,1 +1,1 @@
-"""Split a Hugging Face model into the pieces of a pipeline, which are found by running the model."""
+"""Split a Hugging Face model into modules of a pipeline, by running its forward on an example."""

@@ -1,4 +1,4 @@
-"""List the tensors that pass between the pieces of a split model."""
+"""List the tensors that pass between the modules of a split model."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .stub import Key
 
 @dataclasses.dataclass(frozen=True)
 class PassedTensor:
-    """A tensor that passes between the pieces of a split model.
+    """A tensor that passes between the modules of a split model.
 
     Attributes:
         name: name of the argument of the first layer that takes the tensor, or name of a captured output.
         kind: ``"hidden"``, passed from each layer to the next one; ``"side"``, passed from the model's own code to
             layers in addition to the hidden state; ``"carried"``, passed from a layer to later layers, or to the
             model's own code; ``"captured"``, captured in a layer by hooks for the output of the model.
-        shape: shape for the example.
-        bytes: number of bytes for the example.
-        made: index of the piece that produces it.
-        read: indices of the pieces that receive it, in order.
+        shape: shape for the example inputs.
+        bytes: number of bytes for the example inputs.
+        made: index of the module that produces the tensor.
+        read: indices of the modules that receive the tensor, in order.
     """
 
     name: str
@@ -46,16 +46,16 @@ class PassedTensor:
 
 
 def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[PassedTensor]:
-    """Return the tensors that pass between the pieces of a split model, in the order of their creation.
+    """Return the tensors that pass between the modules of a split model, in the order of their creation.
 
-    The arguments of the model are not included, because every phase gets them.
+    The arguments of the model are not included, because every module that runs the model's own code gets them.
 
     Args:
-        made: split model. Parameters on ``meta`` are enough.
+        made: split model, whose parameters may be on ``meta``.
         example: keyword arguments of the model, of the same kind as the example for the split. Default: a few tokens.
 
     Returns:
-        The tensors; an empty list for a model in one piece.
+        The tensors; an empty list if the model was not split.
 
     Raises:
         BatchStructureError: the example takes a different path through the model than the example for the split.
@@ -98,7 +98,7 @@ class _StateTensor:
 
 
 def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _StateTensor], CallLog]:
-    """Run all pieces except the last; return the passed tensors and the log of all calls."""
+    """Run all modules of a split model except the last; return the passed tensors and the log of layer calls."""
     seen: dict[Any, _StateTensor] = {}
     state = begin((), kwargs, made.model)
     last = len(made.pieces) - 1
@@ -116,7 +116,7 @@ def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _StateTensor], CallL
 
 
 def _contents(state: CutState) -> dict[Any, torch.Tensor]:
-    """Return the tensors of a state by key; tensors in a mutable container (a box) by its number and their path."""
+    """Return the tensors of a state by key; a tensor in a mutable container by container number and key path."""
     found: dict[Any, torch.Tensor] = dict(state.values)
     for number, content in state.boxes.items():
         for path, leaf in pytree.tree_flatten_with_path(content)[0]:
@@ -126,7 +126,7 @@ def _contents(state: CutState) -> dict[Any, torch.Tensor]:
 
 
 def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]) -> list[Any]:
-    """Return the keys of the tensors that a piece reads; a phase may read all tensors."""
+    """Return the keys of the tensors that a module reads; a module with the model's own code may read all tensors."""
     if not isinstance(piece, LayerCall):
         return list(held)
     spec = call_log.calls.get(piece.place)

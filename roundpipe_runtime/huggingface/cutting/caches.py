@@ -1,4 +1,4 @@
-"""Key/value caches in a pipeline, which stay on the host; also caches that the model's code creates.
+"""KV caches in a pipeline: those of the caller, which stay in CPU memory, and those that the model's code creates.
 
 ::
 
@@ -67,7 +67,7 @@ class HeldCache(Static):
 
     @contextlib.contextmanager
     def opened(self, device: torch.device) -> Iterator[Any]:
-        """Context manager that yields the cache for a layer; entries stay on ``device`` in the with block."""
+        """Context manager that yields the cache with entries on ``device``, and copies them to the host at exit."""
         cache, changed, read = self._held()
         entries = [_Entries(part.layers, device) for part in parts_of(self.after())]
         view = with_layers(cache, entries, read)
@@ -114,7 +114,7 @@ def parts_of(cache: Any) -> list[Any]:
 
 
 def with_layers(cache: Any, lists: Sequence[Any], read: Mapping[int, bool] | None = None) -> Any:
-    """Return a copy of a KV cache with these lists of layers instead of its own."""
+    """Return a copy of a KV cache whose lists of layers are replaced by ``lists``."""
     made = copy.copy(cache)
     if _is_pair(cache):
         made.self_attention_cache, made.cross_attention_cache = (
@@ -152,7 +152,7 @@ def _moved_value(value: Any, device: torch.device) -> Any:
 def open_caches(
     args: tuple[Any, ...], kwargs: Kwargs, device: torch.device
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], dict[int, Any]]]:
-    """Context manager that yields the arguments with each held KV cache replaced by one for a layer on ``device``."""
+    """Context manager that yields the arguments with each ``HeldCache`` replaced by a KV cache on ``device``."""
     # yields: the arguments with open caches, and the held caches by the ``id()`` of the open ones
     with contextlib.ExitStack() as stack:
         held = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, HeldCache)}
@@ -162,14 +162,13 @@ def open_caches(
 
 
 def cache_argument(model: nn.Module) -> str | None:
-    """Return the name of the KV cache argument of a model's forward."""
     return argument_of(model_inside(model).forward)
 
 
 def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
-    """Return keyword arguments with the KV cache under the argument name of the model.
+    """Rename a KV cache among keyword arguments to the argument name that the model's forward has.
 
-    Another name, such as that of an earlier version of transformers, gives a `FutureWarning` at the caller's line.
+    A different name, as in earlier versions of transformers, gives a `FutureWarning` at the caller's line.
     """
     # without this, the model's forward would warn in each phase and microbatch, at a line of this package
     renamed = named_for(model_inside(model).forward, kwargs)
@@ -205,7 +204,7 @@ def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
 
 
 def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a function that splits a call with a held KV cache among its keyword arguments into microbatches."""
+    """Return a function that splits arguments, with a ``HeldCache`` among the keyword arguments, into microbatches."""
     # cut: split function for the other arguments; `None` for the default
 
     def split_input(args: Any, kwargs: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
@@ -266,7 +265,7 @@ _Described: TypeAlias = tuple[type, pytree.TreeSpec, tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeCache:
-    """A KV cache that the model created as an argument of a layer, described by keys instead of tensors."""
+    """A record of a KV cache that the model created for a layer, with a key in place of each tensor."""
 
     empty: Any  # the cache without entries
     # description of each entry, by part; `None` for an entry that the layer does not read
@@ -292,7 +291,7 @@ class MadeCache:
         return {leaf for _, _, leaves in held for leaf in leaves if isinstance(leaf, Key)}
 
     def build(self, values: Mapping[Key, torch.Tensor]) -> Any:
-        """Return a cache with the tensors in ``values``, which records which of its entries are read."""
+        """Return a KV cache with the tensors in ``values``, which records the entries that a layer reads."""
         return with_layers(self.empty, [_MadeEntries(_entry(one, values) for one in part) for part in self.entries])
 
 
@@ -352,7 +351,7 @@ def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> N
 
 
 def without_caches(output: PyTree) -> PyTree:
-    """Return a model's output without KV caches, which the caller did not request; a mapping is changed in place."""
+    """Remove KV caches, which the caller did not request, from a model's output; a mapping is changed in place."""
     if isinstance(output, dict):
         for name in [name for name, value in output.items() if is_cache(value)]:
             output[name] = None

@@ -1,4 +1,4 @@
-"""Find the layers of a model, and log their calls without tensors: arguments and results by key."""
+"""Find the layers of a model, and log arguments and results of their calls, with keys in place of tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tree:
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
-        """Return the keys of all tensors, also of those inside boxes and KV caches."""
+        """Return the keys of all tensors, including tensors inside mutable containers and KV caches."""
         found = {leaf for leaf in self.leaves if isinstance(leaf, Key)}
         for leaf in self.leaves:
             if isinstance(leaf, BoxUse) and leaf.content is not None:
@@ -55,7 +55,7 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoxUse:
-    """A box among the arguments of a layer call: a dictionary or list that layers read and write."""
+    """A mutable dictionary or list among the arguments of a layer call, which layers read and write."""
 
     number: int  # number of the box in its microbatch
     kind: type  # class of the box
@@ -65,14 +65,14 @@ class BoxUse:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EmptyCache:
-    """An empty KV cache among the arguments of a call; each call gets a copy."""
+    """An empty KV cache among the arguments of a layer call; each call gets a copy of the cache."""
 
     empty: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallSpec:
-    """A layer call that the model's own code made, recorded to be run by a later piece of the pipeline."""
+    """A layer call that the model's own code made, recorded to be run by a later module of the pipeline."""
 
     arguments: Tree  # arguments of the call, `(args, kwargs)`
     # names of the outputs that hooks capture, each with the number of outputs captured before this call
@@ -82,13 +82,13 @@ class CallSpec:
         return [leaf for leaf in self.arguments.leaves if isinstance(leaf, BoxUse)]
 
     def caches(self) -> list[EmptyCache | MadeCache]:
-        """Return the KV caches that the model itself created among the arguments."""
+        """Return the KV caches among the arguments that the model itself created."""
         return [leaf for leaf in self.arguments.leaves if isinstance(leaf, (EmptyCache, MadeCache))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embedded:
-    """Key, shape and dtype of the output of an embedding that only the first piece, phase 0, computes."""
+    """Key, shape and dtype of the output of an embedding that only the first module of the pipeline computes."""
 
     key: Key
     shape: torch.Size
@@ -97,7 +97,7 @@ class Embedded:
 
 @dataclasses.dataclass(frozen=True)
 class CallLog(Static):
-    """The layer calls of one microbatch so far: their arguments and results, with keys instead of tensors."""
+    """Arguments and results of the layer calls of one microbatch until now, with keys in place of tensors."""
 
     calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)  # calls by position in the plan
     # keys of the tensors without which the next phase cannot continue
@@ -116,7 +116,7 @@ class CallLog(Static):
     is_of_others: bool = False
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
-        """Return a log with new calls, and with keys of tensors that later pieces need."""
+        """Return a copy of the log with new calls, and with keys of tensors that later modules need."""
         last_use = dict(self.last_use)
         for place, call in sorted(calls.items()):
             last_use.update(dict.fromkeys(call.arguments.keys(), place))
@@ -125,7 +125,7 @@ class CallLog(Static):
         )
 
     def made(self, place: int, result: Tree, captured: Tree | None) -> CallLog:
-        """Return a log in which the call at ``place`` has completed."""
+        """Return a copy of the log with the result of the call at ``place``."""
         held = self.captured if captured is None else {**self.captured, place: captured}
         return dataclasses.replace(self, results={**self.results, place: result}, captured=held)
 
@@ -133,7 +133,7 @@ class CallLog(Static):
 def live(
     values: Mapping[Key, torch.Tensor], call_log: CallLog, place: int, kept: frozenset[Key]
 ) -> dict[Key, torch.Tensor]:
-    """Return the tensors that pieces after the layer call at ``place`` still need."""
+    """Return the tensors that modules after the layer call at ``place`` need."""
     # dropped values are not copied to the next device, and not kept for the backward
     captured = set().union(*(tree.keys() for tree in call_log.captured.values())) if call_log.captured else frozenset()
     return {
@@ -144,7 +144,7 @@ def live(
 
 
 def is_box(value: Any) -> bool:
-    """Report whether a value is a box: a mutable mapping or sequence, into which a layer could write."""
+    """Report whether a value is a mutable mapping or sequence, into which a layer could write."""
     return isinstance(value, (MutableMapping, MutableSequence))
 
 
@@ -172,7 +172,7 @@ class Candidate:
 def candidates(model: nn.Module) -> list[Candidate]:
     """Return the outermost lists of modules in a model, largest first.
 
-    A list counts if it has at least two elements, all with parameters.
+    A list has at least two modules, all with parameters. Modules of an ``nn.Sequential`` must be of one class.
 
     >>> [found.path for found in candidates(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2)] * 2)}))]
     ['h']
@@ -218,7 +218,7 @@ class Observed:
 
 
 def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[list[Observed], Any]:
-    """Run ``forward()``, and return the calls of these layers, in order, and the result of the forward."""
+    """Run ``forward()``, and return the calls of ``layers``, in order, and the result of the forward."""
     seen: list[Observed] = []
     names: dict[int, str] = {}
     for name, layer in layers.items():

@@ -1,4 +1,4 @@
-"""Outputs that transformers captures by hooks inside layers: router logits, attentions, hidden states.
+"""Collect outputs that transformers captures by hooks in layers: router logits, attentions, hidden states.
 
 A forward that returns such outputs sets a context variable, the collector ``{name: list}``, and hooks append to the
 lists. In a pipeline, layers run in other threads, later, and more than once, so there are two kinds of collectors::
@@ -26,7 +26,7 @@ _SELECTION = "_hidden_states_layers"
 
 
 def _collector() -> Any:
-    """Return the context variable of the collector; ``None`` without transformers."""
+    """Return the context variable with the dictionary to which hooks add outputs; ``None`` without transformers."""
     module = sys.modules.get(_MODULE)
     if module is None:
         return COLLECTOR if is_old() else None
@@ -47,7 +47,7 @@ def collected_so_far() -> tuple[tuple[str, int], ...]:
 def collect_recorded(stand_in: Any) -> None:
     """Append a placeholder to the captured outputs of the running forward, for a layer that is recorded but not run.
 
-    So the lists of outputs get the right lengths, and code that computes with a placeholder ends the phase.
+    The placeholder gives the lists of outputs the right lengths, and ends the forward if code computes with it.
     """
     for name, found in _collected().items():
         if name != _SELECTION:  # the first layer adds two hidden states: its input and its output
@@ -55,7 +55,7 @@ def collect_recorded(stand_in: Any) -> None:
 
 
 def extend_collected(captured: Mapping[str, list[Any]]) -> None:
-    """Append outputs that hooks captured in a completed layer call to those that the running forward captures."""
+    """Append outputs that hooks captured in a completed layer call to the captured outputs of the running forward."""
     held = _collected()
     for name, found in captured.items():
         if name not in held:
@@ -68,7 +68,7 @@ def extend_collected(captured: Mapping[str, list[Any]]) -> None:
 
 @contextlib.contextmanager
 def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[Any]]]:
-    """Context manager in which the hooks of a layer append captured outputs to separate lists, which it yields."""
+    """Context manager that yields lists by output name, to which the hooks of a layer append captured outputs."""
     collector = _collector()
     if not wanted or collector is None:
         yield {}
@@ -88,9 +88,9 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install the hooks with which transformers captures outputs, on the layers themselves and before any forward.
+    """Install the hooks by which transformers captures outputs on the layers of the model, before any forward.
 
-    Otherwise transformers installs the hooks in the first forward, which runs a copy of the model without layers.
+    Transformers would install the hooks in the first forward, which runs a copy of the model without layers.
     """
     module = sys.modules.get(_MODULE)
     if module is None:
@@ -115,7 +115,7 @@ def install_hooks(model: nn.Module) -> None:
 
 
 def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "extras", "all"]:
-    """Return which layer outputs a call returns: ``"all"`` with hidden states, else ``"extras"`` or ``"none"``."""
+    """Return which layer outputs a call returns: ``"all"``, ``"extras"`` (all except hidden states) or ``"none"``."""
 
     def asked(name: str) -> bool:
         given = kwargs.get(name)
@@ -149,7 +149,7 @@ def hook_layers(model: nn.Module) -> None:
 
 
 def collect_on_copy(copied: nn.Module) -> None:
-    """Replace the forwards of a copied model that ``check_model_inputs`` wraps, so that they capture outputs."""
+    """Replace each forward that ``check_model_inputs`` wraps in a copied model by one that captures outputs."""
     if is_old():
         for part in _decorated(copied):
             part.__dict__["forward"] = functools.partial(_forward, part)
@@ -203,7 +203,7 @@ def _decorated(model: nn.Module) -> list[nn.Module]:
 
 
 def _wrapper(function: Any) -> Callable[..., Any] | None:
-    """Return the wrapper that ``check_model_inputs`` has made: ``function``, or a function that it wraps."""
+    """Return the wrapper made by ``check_model_inputs``: ``function``, or a function that ``function`` wraps."""
     while function is not None:
         if getattr(function, "__code__", None) and function.__code__.co_qualname.startswith("check_model_inputs."):
             return function  # type: ignore[no-any-return] # a function has a code

@@ -1,4 +1,4 @@
-"""Compare a split model with the original model on a small batch, and report its pieces and differences."""
+"""Compare outputs and gradients of a split model with those of the original model, on a small batch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from ...optim.parameters import is_watched
 def check_equivalence(
     model: nn.Module, pieces: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Kwargs
 ) -> Equivalence:
-    """Check that the pieces, run by the engine on one device, give the outputs and gradients of the model.
+    """Check that the modules of a split model, run on one device, give the outputs and gradients of the model.
 
-    The check needs memory for the gradients of one piece, because gradients are replaced by digests as they are
-    computed, and parameters are not copied. ``grad`` of the parameters is unchanged.
+    The check needs memory for the gradients of one module, because each gradient is reduced to a digest when it is
+    computed, and parameters are not copied. The check does not change ``grad`` of the parameters.
     """
     with own_gradients(model) as plain, untied(model, plain), torch.enable_grad():
         outputs = model(*args, **kwargs)
@@ -72,12 +72,12 @@ def check_equivalence(
 
 
 def engine_on_host(model: nn.Module, pieces: Sequence[nn.Module]) -> contextlib.closing[Engine]:
-    """Return a context manager that yields an engine for the pieces on the host, without copies of parameters."""
+    """Return a context manager that yields an engine for ``pieces`` on the host, without copies of parameters."""
     return contextlib.closing(Engine(model, pieces, [_Host("check")], EngineOptions(None, "check")))
 
 
 class _Host(VirtualDevice):
-    """A device that does not copy parameters, because pieces run on it one after the other."""
+    """The host as a device of the engine, which computes with the model's parameters instead of copies."""
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
         return tensor if parameter else super().copy_in(tensor, ready)
@@ -114,7 +114,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def checking(model: nn.Module) -> Iterator[None]:
-    """Context manager in which a model is in evaluation mode, but modules with a quantized weight in training mode."""
+    """Context manager with a model in evaluation mode, except its modules with quantized weights."""
     # the kernels that quantized modules use in evaluation mode may give no gradient
     with evaluating(model):
         for module in filter(has_few_bits, model.modules()):
@@ -123,13 +123,13 @@ def checking(model: nn.Module) -> Iterator[None]:
 
 
 def _tensors(outputs: PyTree) -> dict[str, torch.Tensor]:
-    """Return the tensors by path, sorted, because a model may set entries of an output in any order."""
+    """Return the tensors of an output, sorted by path, because a model may set entries in any order."""
     found = {leaf.path: leaf.value for leaf in leaves(outputs, name="outputs") if isinstance(leaf.value, torch.Tensor)}
     return dict(sorted(found.items()))
 
 
 def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """Return the relative difference of two tensors; infinity if only one exists."""
+    """Return the relative difference of two tensors; infinity if one of them is ``None``."""
     if one is None or other is None:
         return math.inf
     one, other = (t if t.is_floating_point() or t.is_complex() else t.double() for t in (one, other))
@@ -159,7 +159,7 @@ class Gradients:
         self.digests[name] = found if before is None else before + found
 
     def offer(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Call :meth:`add` and return ``True``; only return ``False`` for a parameter whose hooks need the total."""
+        """Call :meth:`add` and return ``True``; return ``False`` if hooks of the parameter need the summed gradient."""
         if id(parameter) in self.watched:
             return False
         self.add(parameter, gradient)
@@ -189,8 +189,8 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
 def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
     """Context manager in which each use of a large tied parameter has its own parameter with the same memory.
 
-    Otherwise autograd sums the gradients of an embedding and its tied head, which needs three more tensors of the
-    embedding's size. The digests of both gradients are summed instead.
+    For a single parameter, autograd would sum the gradients of an embedding and its tied head, which needs three more
+    tensors of the embedding's size. With two parameters, the digests of both gradients are summed.
     """
     seen: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -250,16 +250,16 @@ class Equivalence:
 
 @dataclasses.dataclass(frozen=True)
 class CutReport:
-    """How a model was split: pieces, sizes, and differences from the original.
+    """How a model was split: modules, sizes, and differences from the original model.
 
     Attributes:
         model: class of the model.
-        lists: lists of modules whose elements are the layers.
-        pieces: pieces of the pipeline, in order.
-        bytes: bytes of the parameters of each piece.
-        equivalence: differences from the model; ``None`` if they were not checked.
-        refused: reason and message of each split that was tried before and rejected.
-        losses: how the loss of each kind of call is computed, which is checked at its first call.
+        lists: names of the lists of modules that contain the layers.
+        pieces: names of the modules of the pipeline, in order.
+        bytes: bytes of the parameters of each module of the pipeline.
+        equivalence: differences from the original model; ``None`` if they were not checked.
+        refused: reason and message of each rejected split.
+        losses: texts that state how the loss is computed, for each kind of call with labels.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut
@@ -280,12 +280,12 @@ class CutReport:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the model was not split and stayed in one piece."""
+        """Whether the model was not split."""
         return not self.lists
 
     @property
     def phases(self) -> int:
-        """The number of pieces with code outside of the layers; 2 for code before and after all layers."""
+        """The number of modules that run code outside of the layers; 2 for code before and after all layers."""
         return sum(piece.startswith("phase ") for piece in self.pieces)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Split a Hugging Face model into pieces of a pipeline by record and replay, without code per architecture."""
+"""Split a Hugging Face model by recording and replaying its forward, without code for each architecture."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from .stub import copy_with_stubs, sync
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Cut:
-    """A model that was split into pieces, each run by a pipeline after the previous one.
+    """A model that was split into modules, which a pipeline runs one after the other.
 
     Attributes:
-        model: original model, whose parameters the pieces share.
-        pieces: modules of the pipeline. The first piece takes the arguments of the model, and the last piece returns
-            the model's output. A model that could not be split is the only piece.
+        model: original model, whose parameters all modules in ``pieces`` share.
+        pieces: modules of the pipeline. The first module takes the arguments of the model, and the last module returns
+            the model's output. For a model that could not be split, there is one module.
         report: result of the split in words and numbers.
         layers: layers that became pieces, by name.
         reading: record of the model's modules and parameters at the time of the split.
@@ -57,7 +57,7 @@ class Cut:
     def of(
         cls, model: nn.Module, pieces: Sequence[nn.Module], report: CutReport, layers: Mapping[str, nn.Module]
     ) -> Cut:
-        """Return the split of a model into these pieces, which get the model's current mode, parameters and attributes.
+        """Return a ``Cut`` of ``pieces``, which get the model's current training mode, parameters and attributes.
 
         Args:
             model: original model.
@@ -74,12 +74,12 @@ class Cut:
 
     @property
     def program(self) -> CutPlan | None:
-        """The plan of the split: which code runs in which piece; ``None`` if the model was not split."""
+        """The plan of the split: which code runs in which module; ``None`` if the model was not split."""
         first = self.pieces[0]
         return first.program if isinstance(first, Phase) else None
 
     def sync(self) -> None:
-        """Copy the model's current mode, parameters and plain attributes to the pieces."""
+        """Copy the model's current training mode, parameters and plain attributes to the modules of the pipeline."""
         for piece in self.pieces:
             piece.training = self.model.training
             if isinstance(piece, Phase):
@@ -112,7 +112,7 @@ class Cut:
         return made
 
     def _renew(self) -> None:
-        """Copy the model's own code again after its modules, functions or objects changed."""
+        """Copy the model outside of its layers again, after its modules, functions or objects changed."""
         # It is not known which phases read a new parameter, so all phases get it. Later phases may now compute with the
         # outputs of embeddings, so all phases compute these outputs.
         first = self.pieces[0]
@@ -138,7 +138,6 @@ class Cut:
 
 
 def _names_outside(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
-    """Return the names of parameters outside of the layers."""
     inside = {id(p) for layer in layers.values() for p in layer.parameters()}
     return {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) not in inside}
 
@@ -154,23 +153,23 @@ def cut(
     check: bool = True,
     skip_modules: Sequence[nn.Module] = (),
 ) -> Cut:
-    """Split a transformers model into the pieces of a pipeline.
+    """Split a transformers model into the modules of a pipeline.
 
     A run of the model's forward on an example finds the layers and the model's own code around the layers. A check
-    compares outputs and gradients of the pieces with those of the original model. If the results differ, fewer layers
-    are split. If no layers can be split, the model is one piece, and the report states the reason.
+    compares outputs and gradients of the split model with those of the original model. If they differ, the model is
+    split at fewer layers. If no split is possible, the whole model is one module, and the report states the reason.
 
     Args:
-        model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``. Parameters on
-            ``meta`` are enough for a plan, without a comparison.
+        model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``. A model on ``meta`` is
+            split without a comparison.
         example: keyword arguments of the model's forward. Two rows are enough, but they must take the same path through
-            the model as later batches: include pictures if batches have pictures. Default: a few tokens, with one row
+            the model as later batches: include images if batches have images. Default: a few tokens, with one row
             padded.
-        check: whether to compare the pieces with the model, by two forwards and backwards of the example on the host.
+        check: whether to compare the split and the original model, by a forward and backward of each on the host.
         skip_modules: lists of layers, or modules around them, that must not be split.
 
     Returns:
-        The split, with the pieces and a report.
+        The modules of the split model, and a report.
 
     Raises:
         CutError: the model does not run on the example.
@@ -223,7 +222,7 @@ def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
 
 
 def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> list[Candidate]:
-    """Return the lists with at least one layer that the forward calls."""
+    """Return the lists of modules with at least one module that the forward calls."""
     layers = {name: layer for one in found for name, layer in one.layers.items()}
 
     def refused(error: Exception) -> CutError:
@@ -375,7 +374,7 @@ def _fails_alone(layer: str, error: Exception) -> CutError:
 
 
 class _Tracked(dict[str, Any]):
-    """Parameters of a module, whose names are added to a set when they are read."""
+    """The parameters of a module by name, which adds each name that is read to a set."""
 
     def __init__(self, held: dict[str, Any], prefix: str, read: set[str]) -> None:
         super().__init__(held)

@@ -1,4 +1,4 @@
-"""The plan of a split, the state that passes between its pieces, and the joined state of several microbatches."""
+"""The plan of a split model, and the values that pass between its modules, per microbatch or joined."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .stub import Key
 
 @dataclasses.dataclass(frozen=True)
 class CutPlan:
-    """The plan of a split model: phases, which run the model's own code, and between them calls of layers."""
+    """The order of the modules of a split model: phases, which run the model's own code, and layer calls in between."""
 
     calls: Sequence[Observed]  # calls of layers, in order
     ends: Sequence[int]  # position after the last call that each phase records
@@ -39,7 +39,7 @@ class CutPlan:
         return len(self.ends)
 
     def is_extra(self, place: int, leaf: int) -> bool:
-        """Report whether an output of a layer is not its hidden state: the first output with the shape of an input."""
+        """Report whether a layer's output is not the hidden state, which is the first output with an input's shape."""
         leaves = self.calls[place].form.leaves
         return leaf != next((i for i, like in enumerate(leaves) if isinstance(like, int) and like >= 0), None)
 
@@ -54,7 +54,7 @@ class CutPlan:
         return False
 
     def names(self) -> list[str]:
-        """Return the names of the pieces, in order.
+        """Return the names of the modules of the split model, in order.
 
         >>> CutPlan([], [0, 0]).names()
         ['phase 0', 'phase 1']
@@ -70,10 +70,10 @@ class CutPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutState:
-    """The values that a piece of a split model passes to the next one, for one microbatch.
+    """The values that a module of a split model passes to the next module, for one microbatch.
 
-    The engine flattens the state between two pieces, to copy its tensors to the next device. A piece never changes a
-    state, because the engine may call the piece with the same state again for recomputation.
+    The engine flattens the state between two modules, to copy its tensors to the next device. A module never changes a
+    state in place, because the engine passes the same state again for recomputation.
     """
 
     call: tuple[tuple[Any, ...], Kwargs]  # arguments of the model, `(args, kwargs)`
@@ -95,7 +95,7 @@ pytree_dataclass(CutState, backends="torch")
 
 
 def begin(args: tuple[Any, ...], kwargs: Kwargs, model: nn.Module) -> CutState:
-    """Return the state with which a microbatch enters the first piece."""
+    """Return the values with which a microbatch enters the first module of the pipeline."""
     kwargs, options = split_options(kwargs)
     # if layers may be dropped, the code after the layers may read the output of any layer
     keep = "all" if model.training and drops_layers(model) else asked_for(model, kwargs)
@@ -104,7 +104,7 @@ def begin(args: tuple[Any, ...], kwargs: Kwargs, model: nn.Module) -> CutState:
 
 
 def drops_layers(model: nn.Module) -> bool:
-    """Report whether a model draws in training which layers it calls (LayerDrop)."""
+    """Report whether a model skips layers at random in training (LayerDrop)."""
     config = getattr(model, "config", None)
     return any(getattr(config, f"{part}layerdrop", 0) for part in ("", "encoder_", "decoder_"))
 
@@ -116,7 +116,7 @@ def device_of(tree: PyTree) -> torch.device:
 
 
 def _generator(call: Any) -> Any:
-    """Return the generator, or the module with the seed functions, of the device of a call."""
+    """Return the object that seeds a call's device: torch's CPU generator, or a module such as ``torch.cuda``."""
     device = device_of(call)
     is_host = device.type in ("cpu", "meta")
     return torch.default_generator if is_host else torch.get_device_module(device)
@@ -133,12 +133,12 @@ def _generator(call: Any) -> Any:
 
 
 class CannotJoinError(Exception):
-    """The states of microbatches after the layers cannot be joined; the message gives the reason."""
+    """The layers' outputs of several microbatches cannot be joined; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowAxes:
-    """The row axis of each tensor that passes between the pieces of a split model."""
+    """The batch axis of each tensor that passes between the modules of a split model."""
 
     # axis of each leaf of values and boxes; `None` for a tensor that belongs to all rows
     values: tuple[int | None, ...]
@@ -146,7 +146,7 @@ class RowAxes:
 
     @classmethod
     def of(cls, whole: CutState, part: CutState) -> RowAxes:
-        """Find the axes by comparing two states of the same call, one of which has more rows."""
+        """Find the batch axes of tensors by comparing two states of the same call, one of which has more rows."""
         (held, spec), (others, other_spec) = state_leaves(whole), state_leaves(part)
         if spec != other_spec or not _are_alike(held, others):
             raise CannotJoinError("the structure of the layers' outputs depends on the rows")
@@ -177,13 +177,13 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
 
 
 def state_leaves(state: CutState) -> tuple[list[Any], pytree.TreeSpec]:
-    """Flatten what pieces have added to a state, without the arguments of the model."""
+    """Flatten the values of a state, except the arguments of the model."""
     leaves, spec = pytree.tree_flatten((dict(sorted(state.values.items())), state.boxes))
     return leaves, spec
 
 
 def _are_alike(held: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether tensors are in the same positions; a model may omit a mask for some rows, as Zaya does."""
+    """Return whether two lists have tensors at the same positions; Zaya, for example, omits masks for some rows."""
     return all(type(one) is type(other) for one, other in zip(held, others, strict=True))
 
 
@@ -210,7 +210,7 @@ def _joined(column: Sequence[Any], axis: int | None) -> Any:
 
 
 def _is_alike(log: CallLog, other: CallLog) -> bool:
-    """Return whether layers had the same calls, and returned the same structures."""
+    """Return whether two microbatches called the same layers, which returned the same structures."""
     own, others = (
         (one.results, one.captured, one.needed, one.keep, one.calls.keys(), one.embedded.keys()) for one in (log, other)
     )

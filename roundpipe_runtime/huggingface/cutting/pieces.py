@@ -1,4 +1,4 @@
-"""The pieces of a split model: phases, which run the model's own code, and calls of layers."""
+"""The modules of a split model: phases, which run the model's own code, and calls of layers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Paused:
 
 
 class Phase(nn.Module):
-    """A piece that runs the model's own code up to the next layers; the last phase returns the model's output."""
+    """A module that runs the model's own code up to the next layers; the last phase returns the model's output."""
 
     # copy: copy of the model with stubs instead of its layers
 
@@ -80,7 +80,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_runs_again(self) -> CutPlan:
-        """The key of pieces that may write the same buffers: all phases, because each repeats the model's own code."""
+        """The key of modules that may write the same buffers: all phases, because each repeats the model's own code."""
         return self.program
 
     @property
@@ -89,7 +89,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_to_compile(self) -> None:
-        """An exception ends the model's own code at a layer, so the code is not compiled."""
+        """``None``: the model's own code is not compiled, because an exception ends it at a layer."""
         return
 
     @property
@@ -159,7 +159,7 @@ class MissingValueError(BatchStructureError):
 
 
 class Whole(nn.Module):
-    """The only piece of a pipeline for a model that was not split."""
+    """The only module of a pipeline for a model that was not split."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Whole(nn.Module):
 
     @property
     def _rp_to_compile(self) -> None:
-        """The piece also returns the loss and caches, so it is not compiled."""
+        """``None``: the model is not compiled, because this module also handles losses and caches."""
         return
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ class Whole(nn.Module):
 
 
 class LayerCall(nn.Module):
-    """A piece of a pipeline that runs one call of a layer."""
+    """A module of a pipeline that runs one call of a layer."""
 
     def __init__(self, program: CutPlan, place: int, layer: nn.Module) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class LayerCall(nn.Module):
 
     @property
     def _rp_to_compile(self) -> nn.Module:
-        """The layer, without the code that reads its arguments from the state."""
+        """The layer, which is compiled without the code that reads its arguments from the state."""
         return self.layer
 
     def forward(self, state: CutState) -> CutState:
@@ -205,7 +205,7 @@ class LayerCall(nn.Module):
         return self.observe(state)[0]
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
-        """Call the layer; return the new state, and the entries read from caches that the model created."""
+        """Call the layer; return the new state, and the entries that the layer read from caches made by the model."""
         spec = state.call_log.calls.get(self.place)
         if spec is None:
             return state, frozenset()
@@ -238,7 +238,7 @@ class LayerCall(nn.Module):
 
 
 def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:
-    """Return the outputs of layers and embeddings that the model returns, and embeddings of a single token."""
+    """Return keys of outputs of layers and embeddings that the model returns, and of single-token embeddings."""
     # some models compare the embedding of an image token with the inputs in a later phase
     embedded = frozenset(
         one.key
@@ -327,7 +327,7 @@ class PhaseSession:
         return self._record(self._next_place(layer), args, kwargs)
 
     def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree:
-        """Compute the output of an embedding in phase 0; later, return the output in the state, or a placeholder."""
+        """Compute an embedding in phase 0; in later phases, return its stored output, or a placeholder."""
         if self._phase == 0:
             out = run()
             if type(out) is torch.Tensor:
@@ -371,7 +371,7 @@ class PhaseSession:
         return pytree.tree_unflatten(leaves, result.spec)
 
     def _check_given(self, place: int, given: Sequence[Any]) -> None:
-        """Raise an error if a completed call had other arguments than the model gives to the layer now."""
+        """Raise an error if the model passes a tensor where the recorded call had ``None``, or vice versa."""
         # The call was recorded before earlier layers ran. If an earlier layer returned a tensor for this batch, but
         # `None` for the example, the recorded arguments lack the tensor.
         if self.call_log.is_of_others:
@@ -397,7 +397,7 @@ class PhaseSession:
     # -- new calls ---------------------------------------------------------------------------------------------------
 
     def _next_place(self, layer: str) -> int:
-        """Return the position of a call in the plan; calls that the batch skips (LayerDrop) are not recorded."""
+        """Return the position of a layer's call in the plan; calls that LayerDrop skips are not recorded."""
         places = range(self._place, self.program.ends[self._phase])
         for place in places:
             if self.program.calls[place].layer == layer:
@@ -484,7 +484,7 @@ def _ids(box: Any) -> list[int]:
 
 
 def _box_below(kwargs: Kwargs) -> Callable[[Any], bool]:
-    """Return a test for boxes that is false for the keyword arguments, which are a dictionary."""
+    """Return a test for mutable containers that is false for the dictionary of keyword arguments."""
     # torch's flattening forms a reference cycle with this function, so the function must not refer to tensors
     outside = id(kwargs)
     return lambda value: id(value) != outside and is_box(value)

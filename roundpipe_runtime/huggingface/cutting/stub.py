@@ -1,7 +1,7 @@
-"""Copy a model with stubs instead of its layers, and placeholders for the tensors that layers would return.
+"""Copy a model with stubs in place of its layers, and make placeholders for the tensors that layers would return.
 
-A copy shares parameters, buffers and configuration with the model, but has its own module objects. So its modules can
-have the parameters of one device while layers and other copies run on other devices.
+A copy shares parameters, buffers and configuration with the model, but has its own module objects. The modules of a
+copy can have parameters on one device while layers and other copies run on other devices.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _RUNNING = _Running()
 
 @contextlib.contextmanager
 def running(session: Session) -> Iterator[None]:
-    """Context manager in which a session answers calls of stubs, which replace layers, from this thread."""
+    """Context manager in which ``session`` answers this thread's calls of stubs, which replace layers."""
     before, _RUNNING.session = _RUNNING.session, session
     try:
         yield
@@ -69,7 +69,7 @@ def _embed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _embedding_class(kind: Any) -> type:
-    """Return a subclass of an embedding's class that calls the session instead of computing."""
+    """Return a subclass of an embedding's class, whose calls go to the :class:`Session` of the thread."""
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _embed})
 
 
@@ -79,7 +79,7 @@ def _from_layer(self: nn.Module, name: str) -> Any:
 
 @functools.cache
 def _stub_class(kind: Any) -> type:
-    """Return a subclass of a layer's class, so that ``isinstance`` holds, without modules and parameters."""
+    """Return a subclass of a layer's class without modules and parameters, which passes ``isinstance`` checks."""
     made = type(kind.__name__, (kind,), {"__module__": kind.__module__})
     # set afterwards, because `__init_subclass__` of transformers would wrap forward
     for name, function in (("__call__", _answer), ("forward", _answer), ("__getattr__", _from_layer)):
@@ -88,7 +88,7 @@ def _stub_class(kind: Any) -> type:
 
 
 def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embeddings: Set[str] = frozenset()) -> nn.Module:
-    """Return a copy of a model, with the same parameters, with stubs instead of these layers."""
+    """Return a copy of a model that shares its parameters, with a stub in place of each of ``layers``."""
     # embeddings: names of embeddings that call the session
     memo: dict[int, Any] = {}
     for name, layer in layers.items():
@@ -124,7 +124,7 @@ def _shared(module: nn.Module) -> Iterator[Any]:
 
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
-    """Give a copy the current parameters, buffers, training mode and plain attributes of its model."""
+    """Set parameters, buffers, training mode and plain attributes of a copy to the current ones of its model."""
     # used: names of the parameters for the copy; `None` for all
     for path, module in copied.named_modules():
         if "_rp_name" in module.__dict__:
@@ -168,7 +168,7 @@ def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
 
 
 def _rebound(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
-    """Return a function or module with copies instead of modules; the value itself if it contains no module."""
+    """Return the copy of a module, or a function that refers to copies; return other values unchanged."""
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
     if isinstance(value, types.MethodType):
@@ -195,7 +195,7 @@ def _function(value: types.FunctionType, copies: Mapping[int, Any], made: dict[i
 
 
 def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any]) -> types.CellType:
-    """Return a new cell if the closure cell contains a module; otherwise the same cell, for example of a counter."""
+    """Return a new closure cell if the cell refers to a module; otherwise the same cell, for example of a counter."""
     try:
         held = cell.cell_contents
     except ValueError:  # not set yet
@@ -209,7 +209,7 @@ def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any])
 
 
 class Key(NamedTuple):
-    """The name of a tensor: output ``leaf`` of layer call ``call``; a negative call is the model's own code."""
+    """Names a tensor: output ``leaf`` of layer call ``call``; a negative ``call`` means the model's own code."""
 
     call: int
     leaf: int
@@ -263,7 +263,7 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer queries about a known shape; end the forward for any other operation."""
+        """Answer queries about a known shape; raise `NeedsValue` for any other operation."""
         found = first_placeholder([*args, *(kwargs or {}).values()])
         if found is None or func in _ALWAYS or (found.has_form and func in _FORM):
             with DisableTorchFunctionSubclass():
@@ -278,7 +278,7 @@ class Placeholder(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """End the forward, because an operator that no torch function covers reads the values."""
+        """Raise `NeedsValue`, because an operator that no torch function covers reads values."""
         found = first_placeholder([*args, *(kwargs or {}).values()])
         raise NeedsValue(found.key if found is not None else Key(-1, -1))
 

@@ -1,7 +1,7 @@
-"""Options of one call of a pipeline, passed to its last piece in addition to the model's arguments.
+"""Options of one call of a pipeline, passed to its last module in addition to the model's arguments.
 
 One option is label smoothing: the loss of the Trainer's ``label_smoothing_factor``, computed from the logits of a
-microbatch. Like the Trainer, this package calls the model without labels, so that the model computes no loss.
+microbatch. For label smoothing, the model is called without labels, as in the Trainer, so that it computes no loss.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SmoothedLoss(Static):
         factor: ``label_smoothing_factor`` of the Trainer, from 0 to 1.
         shift_labels: whether token i predicts label i + 1. Default: ``True`` for classes that transformers lists as
             causal language models.
-        num_items_in_batch: divisor of the sum. Default: the number of labels in the batch that are not ignored.
+        num_items_in_batch: divisor of the sum of losses. Default: the number of labels that are not ignored.
         ignore_index: label that is ignored.
         scale: factor by which the loss is multiplied.
 
@@ -64,11 +64,11 @@ class SmoothedLoss(Static):
             object.__setattr__(self, "num_items_in_batch", float(self.num_items_in_batch))
 
     def __call__(self, outputs: PyTree, labels: torch.Tensor) -> WeightedLoss | torch.Tensor:
-        """Return the loss of outputs that hold logits.
+        """Return the loss of outputs that contain logits.
 
         Args:
             outputs: a dictionary with ``"logits"``, or a tuple whose first item is the logits.
-            labels: labels of these rows.
+            labels: labels of the rows in ``outputs``.
 
         Returns:
             The sum and the number of labels that are not ignored; or the loss if ``num_items_in_batch`` is given.
@@ -89,10 +89,10 @@ class SmoothedLoss(Static):
 
         Args:
             logits: logits, with the vocabulary on the last axis.
-            labels: labels of these rows.
+            labels: labels of the rows in ``logits``.
 
         Returns:
-            The loss, without axes.
+            The loss, a scalar tensor.
         """
         if self.num_items_in_batch is None:
             return self._cross_entropy(logits, labels, "mean") * self.scale
@@ -153,9 +153,9 @@ CALL_OPTIONS = "roundpipe_call_options"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallOptions:
-    """How the last piece computes and returns the loss of a microbatch.
+    """How the last module of a pipeline computes and returns the loss of a microbatch.
 
-    With options, the last piece returns ``(output, items, rows)``; see `with_loss_weight`.
+    In a call with options, the last module returns ``(output, items, rows)``; see `with_loss_weight`.
     """
 
     loss_only: bool = False  # whether only the loss of the output is used, so that logits are not needed
@@ -168,7 +168,7 @@ pytree_dataclass(CallOptions, backends="torch")
 
 
 def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None]:
-    """Return the keyword arguments of the model, and the options of the call.
+    """Separate the keyword arguments of the model from the options of the call.
 
     >>> split_options({"input_ids": [1], CALL_OPTIONS: CallOptions(loss_only=True)})
     ({'input_ids': [1]}, CallOptions(loss_only=True, smoothed_loss=None, labels=None, weight_by=None))

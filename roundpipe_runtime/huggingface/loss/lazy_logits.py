@@ -1,9 +1,9 @@
 """Lazy logits, which are not computed if only their loss is needed.
 
 The head of the model returns a `LazyLogits`: a tensor with a shape and no memory, which records elementwise operations
-(a scale, a soft cap, a wider dtype) and selections of rows. Its `cross_entropy` is computed in chunks. For other
-operations the real logits are computed. Code that writes into logits, or calls operators instead of torch functions,
-ends the forward with `NotLazy`, and the forward is repeated with the real head. Results equal the real head's results.
+(a scale, a soft cap, a wider dtype) and selections of rows. The `cross_entropy` of a `LazyLogits` is computed in
+chunks. Other operations compute the real logits. Code that writes into logits, or calls operators instead of torch
+functions, raises `NotLazy`, and the forward is repeated with the real head. Results are those of the real head.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LazyLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record the operation, compute the loss in chunks, or compute with the real logits."""
+        """Record an elementwise operation, compute a loss in chunks, or compute the real logits for ``func``."""
         kwargs = kwargs or {}
         if _writes(func, kwargs):
             raise NotLazy
@@ -118,7 +118,7 @@ class LazyLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """End the forward: an operation called below the torch functions would not be recorded in the graph."""
+        """Raise `NotLazy`, because autograd would not record an operator that is called below torch functions."""
         raise NotLazy
 
 
@@ -166,7 +166,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _rows(logits: LazyLogits, index: Any) -> LazyLogits | None:
-    """Return rows that are selected by slices; ``None`` if the index selects a part of the vocabulary."""
+    """Return logits of the rows that slices select; ``None`` if the index selects only some of the vocabulary."""
     index = index if isinstance(index, tuple) else (index,)
     whole = slice(None)
     if not all(isinstance(one, slice) or one is Ellipsis for one in index) or index.count(Ellipsis) > 1:

@@ -1,8 +1,8 @@
 """The model's own loss: weights of microbatch losses, and the auxiliary loss of mixtures of experts.
 
 A model with labels may return a mean over rows, tokens, tokens that are not ignored, or tokens shifted by one, and its
-configuration does not state which. So calls of torch's averaging functions are intercepted while the loss is computed.
-The loss of the batch is the sum of (mean x items), divided by the sum of items; `loss_proof` checks each model.
+configuration does not state which. Calls of torch's averaging functions are intercepted during a forward to count the
+items. The loss of the batch is the sum of (mean x items) of microbatches, divided by all items, as `loss_proof` checks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .sliced import chunked_cross_entropy
 
 
 def counting() -> contextlib.AbstractContextManager[Items]:
-    """Context manager that counts over how many items, such as labels, the losses computed in it average."""
+    """Context manager that counts the items, such as labels, over which losses in the with block average."""
     return count_items({chunked_cross_entropy: "labels"})
 
 
@@ -55,7 +55,7 @@ def with_loss_weight(
 
 
 def check_weights(items: Sequence[float], *, is_share: bool, is_proven: bool) -> None:
-    """Check that the loss of the batch is known to be the weighted sum of the losses of its microbatches."""
+    """Raise an error unless the weights are known with which losses of microbatches add up to the batch's loss."""
     is_known = all(math.isfinite(count) and (count >= 0 or is_share) for count in items)
     if len(items) > 1 and not (is_proven and is_known):
         raise UnprovenLossError
@@ -89,7 +89,7 @@ def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(output: PyTree) -> torch.Tensor | None:
-    """Return the loss in an output, if the loss is one number."""
+    """Return the loss in a model's output; ``None`` if there is no loss with one element."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
         loss = output[0]
@@ -97,7 +97,7 @@ def loss_of(output: PyTree) -> torch.Tensor | None:
 
 
 def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
-    """Return the output with ``loss``; a mapping is changed in place."""
+    """Replace the loss in a model's output, and return the output; a mapping is changed in place."""
     # output: a tuple, whose first item is the loss, or a mapping, which is changed in place
     if isinstance(output, tuple):
         return (loss, *output[1:])
@@ -204,7 +204,7 @@ def own_loss(outputs: PyTree, labels: Any) -> Any:
 
 
 def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a call returns the logits of routers, and so an auxiliary loss."""
+    """Report whether a call returns router logits, from which an auxiliary loss is computed."""
     asked = kwargs.get("output_router_logits")
     config = getattr(model, "config", None)
     asked = getattr(config, "output_router_logits", False) if asked is None else asked
@@ -221,7 +221,7 @@ def wants_tuple(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
-    """Return the loss of a model's output minus the auxiliary loss that it includes."""
+    """Return the loss of a model's output minus the included auxiliary loss."""
     loss: torch.Tensor = output.loss
     aux = getattr(output, "aux_loss", None)
     return loss if aux is None else loss - _coefficient(model) * aux.to(loss.device)

@@ -5,7 +5,7 @@
     forward    slice by slice: the logits, their log-sum-exp, and the logit of the label; then log-sum-exp over slices
     backward   slice by slice: the logits again, their softmax, the gradients; the weight's gradient goes to the host
 
-Slices are in ascending order, so sums have the same order for any device and any plan.
+Slices are computed in ascending order, so values are added in the same order on any device and with any plan.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Settings:
         return max(1, _MOST // self.slice_rows)
 
     def logits(self, hidden: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the logits of some rows for a slice of the vocabulary, computed equally in forward and backward."""
+        """Return the logits of some rows for a slice of the vocabulary; forward and backward get the same values."""
         if self.autocast is None:
             return functional.linear(hidden, part, bias)
         with torch.autocast(self.kind, dtype=self.autocast, cache_enabled=False):
@@ -88,7 +88,7 @@ def sliced_cross_entropy(
 
 
 class _Sliced(torch.autograd.Function):
-    """The sum of the losses."""
+    """The sum of the cross-entropy losses of all rows, computed in slices of the vocabulary."""
 
     @staticmethod
     def forward(
@@ -182,7 +182,7 @@ def _slope(
 
 
 def _of_slice(labels: torch.Tensor, place: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return whether each label is in a slice, and its index in the slice; 0 for other labels."""
+    """Return whether each label is in a slice, and its index in the slice, which is 0 for labels outside."""
     inside = (labels >= place.start) & (labels < place.stop)
     return inside, torch.where(inside, labels - place.start, 0)
 
@@ -213,17 +213,17 @@ def chunked_cross_entropy(
     Args:
         hidden: hidden states, ``(..., width)``.
         weight: weight of the head, ``(vocabulary, width)``.
-        labels: tokens, with the shape of ``hidden`` without its last axis; not shifted, row i predicts label i.
+        labels: labels, with the shape of ``hidden`` without its last axis; row i predicts label i, without a shift.
         bias: bias of the head, ``(vocabulary,)``.
         transform: function of the logits of any number of rows before the loss, such as a soft cap. The function must
             be elementwise, and must not depend on a parameter.
         reduction: ``"mean"`` over the labels that are not ignored, or ``"sum"``.
         ignore_index: label that is ignored.
         label_smoothing: amount of smoothing, as for :func:`torch.nn.functional.cross_entropy`.
-        rows: number of rows per chunk. Default: as many as take 256 MB of logits in float32, but at least 64.
+        rows: number of rows per chunk. Default: as many rows as have 256 MB of logits in float32, but at least 64.
 
     Returns:
-        The loss, without axes, in float32; in float64 if the logits have float64.
+        The loss, a scalar tensor in float32, or in float64 if the logits are in float64.
 
     Raises:
         LossError: the shapes do not match, or the reduction is unknown.
@@ -258,7 +258,7 @@ def chunked_cross_entropy(
 
 
 class _Chunked(torch.autograd.Function):
-    """The sum of the losses."""
+    """The sum of the cross-entropy losses of all rows, computed in chunks of rows."""
 
     @staticmethod
     def forward(
@@ -305,7 +305,7 @@ def _by_chunks(
     rows: int,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return the sum of the losses, and the wanted gradients of hidden states, weight and bias."""
+    """Return the sum of the losses, and the requested gradients of hidden states, weight and bias."""
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     found = [
         torch.zeros_like(t) if want and t is not None else None

@@ -53,14 +53,14 @@ class FrozenModelTrainer(PipelineTrainer):
     """A Trainer that also runs its frozen models, such as a reference model, through pipelines."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make an accelerator that wraps each model that is only evaluated in a pipeline."""
+        """Create an accelerator that wraps models that are only evaluated, such as reference models, in pipelines."""
         super().create_accelerator_and_postprocess()
         self._rp_frozen: list[WrappedModel] = []
         self._rp_plain_prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = self._rp_prepare_model
 
     def _rp_prepare_model(self, model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
-        """Return a pipeline around a model that is only evaluated; prepare any other model as accelerate does."""
+        """Wrap a model in a pipeline if it is only evaluated; prepare any other model as accelerate does."""
         if isinstance(model, RoundPipe):
             return model
         if not evaluation_mode:
@@ -145,7 +145,7 @@ class PipelineForward(OtherForward):
             self._is_running = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the original forward for a copy of the model, because the pipeline has the weights of this model."""
+        """Return the original forward for a copy of the model, because the pipeline has the weights of the original."""
         copied = memo[id(self._trainer.model)]
         return types.MethodType(type(copied).forward, copied)
 
@@ -156,7 +156,7 @@ class GroupTrainer(PipelineTrainer):
     compute_loss_func: Any
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader of this process's rows; with groups, a batch has the rows of all processes."""
+        """Return a data loader that yields this process's rows of each batch."""
         # the `compute_loss` of a subclass may compare rows, so each process then gets the batches of the plain Trainer
         if not self._rp_has_groups():
             return super().get_train_dataloader()
@@ -179,7 +179,7 @@ class GroupTrainer(PipelineTrainer):
         return loader_of_groups(loader, self.pipeline, self._rp_global_batch(), seed)
 
     def _rp_has_other_loss(self) -> bool:
-        """Return whether other code computes the loss or the step, from the joined output of a process's rows."""
+        """Return whether a subclass or ``compute_loss_func`` computes the loss or the training step."""
         if self.compute_loss_func is not None:
             return True
         # in `class Own(RoundPipeTrainer, Mine)`, the step of `Mine` comes after this class
@@ -216,12 +216,12 @@ class GroupTrainer(PipelineTrainer):
         return self._rp_global_batch() * int(args.gradient_accumulation_steps)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
-        """Return the batches of a step; an error in one process is raised in all processes."""
+        """Return the batches of an optimizer step; raise an error of one process in all processes."""
         taken = take_together(epoch_iterator, num_batches, self.pipeline.ranks)
         return super().get_batch_samples(iter(taken), num_batches, *args)
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as the Trainer does, after the end of a background step, because generation uses the model."""
+        """Wait for an optimizer step in the background, and evaluate as the Trainer does."""
         self.pipeline.synchronize()
         ranks = self.pipeline.ranks
         return super().evaluation_loop(
@@ -278,7 +278,7 @@ class CheckedLoader:
 
 
 def has_rows(loader: DataLoader[Any]) -> bool:
-    """Report whether a loader draws single rows, which can form groups; streams and batch loaders do not."""
+    """Report whether a data loader draws single rows by index, unlike loaders of streams and of whole batches."""
     # a stream also has a batch sampler, which is infinite
     return type(loader.batch_sampler) is BatchSampler and not isinstance(loader.dataset, IterableDataset)
 
@@ -320,11 +320,12 @@ def _seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
 class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
     """A ``transformers.Trainer`` that trains models larger than the memory of a device.
 
-    The arguments and the written files are the same as for the Trainer. ``from_pretrained`` loads its checkpoints,
-    which appear when they are complete. The model stays on the host. ``per_device_train_batch_size`` is the number of
-    rows of one batch, which is split into microbatches; loss and gradients are computed for the whole batch. Under
-    torchrun, each process trains a group of this many rows on its own devices; loss and gradients cover all groups.
-    Each process keeps a part of the optimizer's state if the Trainer makes an elementwise optimizer.
+    The arguments and the written files are the same as for the Trainer. ``from_pretrained`` loads checkpoint folders,
+    which appear when all files are written. The model stays in CPU memory. ``per_device_train_batch_size`` is the
+    number of rows of one batch, which is split into microbatches; loss and gradients are computed for the whole batch.
+    Under torchrun, each process trains its own rows on its own devices; loss and gradients cover the rows of all
+    processes. If the Trainer makes an elementwise optimizer, such as AdamW, the optimizer's state is sharded over
+    processes.
 
     Args:
         model: Hugging Face model, or a model that :func:`wrap_model_to_roundpipe` has wrapped.
@@ -332,8 +333,8 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         *positional: further arguments, in the order of the parameters of the Trainer that is the base class.
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch. Default: number of devices + 1.
-        keep_parameters: GB of each device for parameters that stay there, or ``"auto"``, as for
-            :class:`RoundPipeRunConfig`. Use this option to train adapters. Default: 0.
+        keep_parameters: GB of each device for parameters that stay on it, or ``"auto"``, as for
+            :class:`RoundPipeRunConfig`. Useful when adapters are trained. Default: 0.
         optim_dtype: dtype in which the optimizer works, as for :class:`RoundPipe`; ``torch.float32`` for a model in 16
             bits.
         example: example for the split, as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; or the first two
@@ -407,7 +408,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             self.label_smoother = _Shifted(self.label_smoother)
 
     def _rp_by_name(self, model: Any, args: Any, positional: tuple[Any, ...]) -> Kwargs:
-        """Return the arguments by their names in the next class, whose second argument may be another model."""
+        """Return arguments by their names in the next class of the MRO, whose second argument may be another model."""
         if not positional and (args is None or isinstance(args, TrainingArguments)):
             return {"model": model, "args": args}
         names = inspect.signature(super().__init__)
@@ -508,7 +509,7 @@ class RoundPipeSeq2SeqTrainer(RoundPipeTrainer, Seq2SeqTrainer):  # type: ignore
 
 
 class _Shifted:
-    """Smooths labels of causal models, because the Trainer checks the class of the pipeline instead."""
+    """Label smoother that shifts labels for causal models, which the Trainer does not recognize in a pipeline."""
 
     def __init__(self, smoother: Any) -> None:
         self.smoother = smoother

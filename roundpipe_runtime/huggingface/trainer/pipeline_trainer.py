@@ -58,7 +58,7 @@ _SENTINEL = "checkpoint-is-incomplete.txt"  # a file that marks a checkpoint as 
 class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts as untyped
     """A ``transformers.Trainer`` whose checkpoints stay complete when the process is killed.
 
-    The files of the Trainer are written to another folder, which is flushed and renamed.
+    Each checkpoint is written to a temporary folder, which is flushed to disk and then renamed.
     ``resume_from_checkpoint=True`` resumes from the newest undamaged checkpoint.
     """
 
@@ -123,7 +123,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
             self._rp_writing_to = None
 
     def _rp_name_best(self, run: pathlib.Path, name: str) -> None:
-        """Set the final path of the best checkpoint, because the Trainer has set the temporary one."""
+        """Set the path of the best checkpoint to its final folder, because the Trainer has set a temporary folder."""
         best = f"checkpoint-{self.state.best_global_step}"
         if self.args.save_strategy != "no" and self.state.best_global_step and (best == name or (run / best).is_dir()):
             self.state.best_model_checkpoint = str(run / best)
@@ -134,7 +134,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
 
 
 def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
-    """Return the undamaged checkpoint with the most steps; warn about damaged ones with more steps."""
+    """Return the undamaged checkpoint with the most steps; warn about damaged checkpoints with more steps."""
     if run.is_dir():
         with contextlib.suppress(CheckpointError, OSError), only_writer(run):  # another process may be writing
             _settle(run)
@@ -182,7 +182,7 @@ def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _verify(path: pathlib.Path) -> None:
-    """Compare a checkpoint with its manifest, which a checkpoint of a plain Trainer lacks."""
+    """Raise an error if a checkpoint differs from its manifest or, without a manifest, is incomplete."""
     if (path / MANIFEST).exists():
         verify(path)
     elif not _is_whole(path):
@@ -285,12 +285,12 @@ class PipelineTrainer(CheckpointingTrainer):
         self._rp_plain_backward(loss / self.args.world_size, **kwargs)
 
     def _rp_norm(self, *args: Any, **options: Any) -> torch.Tensor | None:
-        """Clip gradients and return their norm; ``None`` if the gradients are already consumed."""
+        """Clip gradients and return their norm; return ``None`` if the optimizer has stepped in the backward."""
         is_gone = self.pipeline._rp_options.update == "in_backward"
         return None if is_gone else self._rp_clip_grad_norm(*args, **options)
 
     def _rp_clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip as accelerate does; with groups, bitwise equally for any number of processes."""
+        """Clip gradients as accelerate does; with groups of rows, bitwise equally for any number of processes."""
         if not self._rp_has_groups():
             clipped: torch.Tensor = self._rp_plain_clip(parameters, max_norm, norm_type)
             return clipped
@@ -300,7 +300,7 @@ class PipelineTrainer(CheckpointingTrainer):
         return self.pipeline._rp_options.has_groups
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model on the host."""
+        """Do nothing, because the model stays on the host."""
 
     def _prepare_input(self, data: Any) -> Any:
         return data
@@ -318,7 +318,7 @@ class PipelineTrainer(CheckpointingTrainer):
         return stack
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer for the parameters that the pipeline gives to optimizers."""
+        """Create the optimizer for the parameters that the pipeline gives to optimizers, such as master weights."""
         pipeline, own = self.pipeline, self.model
         try:
             self.model = pipeline  # before transformers 5, `create_optimizer` takes no model
@@ -438,12 +438,12 @@ _PROGRESS = "roundpipe"
 
 
 def _saves_by_name(pipeline: RoundPipe) -> bool:
-    """Report whether the optimizer is saved by name, because it has shards, or may not fit into memory."""
+    """Report whether optimizer state is saved by parameter name, because it is sharded or may not fit into memory."""
     return pipeline.ranks.num_shards > 1 or pipeline.host != HOST_IN_MEMORY
 
 
 def _load_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
-    """Load the state of a pipeline, which a checkpoint of a plain Trainer lacks."""
+    """Load the state of a pipeline, unless the checkpoint is from a plain Trainer and has no such state."""
     if (folder / f"{_PROGRESS}.json").exists():
         restore_progress(pipeline, read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline)))
 
@@ -454,7 +454,7 @@ def _has_shards(folder: pathlib.Path) -> bool:
 
 
 def _load_whole(file: pathlib.Path, optimizer: torch.optim.Optimizer) -> None:
-    """Load this process's part of an optimizer that was saved as a whole."""
+    """Load this process's shard of an optimizer state that was saved without shards."""
     stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     held: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
     numbers = [group["params"] for group in stored["param_groups"]]

@@ -224,7 +224,7 @@ def check_loss_fn(loss_fn: Any) -> None:
 
 
 def check_labels(label: FlatTree) -> None:
-    """Raise an error if a label requires a gradient, because labels lose their autograd graph."""
+    """Raise an error if a label requires a gradient, because copies of labels on devices have no autograd graph."""
     for leaf in label.leaves:
         is_packed = isinstance(leaf.value, RoundPipePackedData)
         tensors = leaf.value if is_packed else [leaf.value]
@@ -302,7 +302,7 @@ def rows_of_parts(
     """Return the rows of each microbatch that a user's split function made; ``None`` for each unclear number.
 
     A tensor that is the same object in all microbatches was not split. Rows of split tensors are counted along batch
-    axes. If tensors differ in size, sizes that sum to the unsplit size, or that ``others`` has, count.
+    axes. If tensors differ, sizes that sum to the unsplit size, or that ``others`` has, are used.
 
     >>> import torch
     >>> table = torch.zeros(5, 6)

@@ -40,7 +40,7 @@ def check_adapters(kwargs: Mapping[str, Any]) -> None:
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the configuration of a model's text decoder; ``None`` if the model has no configuration."""
+    """Return a model's text configuration, that of the decoder if there is one; ``None`` without a configuration."""
     config = getattr(model, "config", None)
     find = getattr(config, "get_text_config", None)
     return config if find is None else find(decoder=True)

@@ -48,7 +48,7 @@ _PASSED_ON = ("position_ids", "shift_labels", "num_items_in_batch")
 class LongRows:
     """A causal language model that splits long rows along their tokens over the processes of a mesh.
 
-    All processes get the same rows, and each computes its part of the tokens on its own device. Loss and gradients
+    All processes get the same rows, and each process computes some of the tokens on its own device. Loss and gradients
     equal those of unsplit rows up to rounding errors, and are bitwise reproducible. Each of ``N`` devices needs memory
     for activations of ``1 / N`` of the tokens, and for attention of ``1 / N`` of the heads over all tokens.
 
@@ -171,7 +171,7 @@ class LongRows:
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention of all tokens with this rank's heads; transformers calls this function."""
+        """Compute attention over all tokens with this rank's heads, as an attention function of transformers."""
         total = query.shape[2] * self._exchange.size
         if (window := options.pop("sliding_window", None)) is not None and window < total:
             raise ConfigError(

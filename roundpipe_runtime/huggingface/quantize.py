@@ -109,7 +109,7 @@ class _Weights:
         self._known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def parameter(self, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Return a parameter that is not quantized, with its values in memory if it is on ``meta``."""
+        """Return a parameter that stays unquantized; read the values of a parameter on ``meta``."""
         if parameter is None or not parameter.is_meta or self._read is None:
             return parameter
         if id(parameter) not in self._known:

@@ -512,7 +512,7 @@ def _own_losses(model: nn.Module, parts: Sequence[PyTree]) -> list[torch.Tensor]
 
 
 def _routers(parts: Sequence[PyTree]) -> tuple[torch.Tensor, ...] | None:
-    """Return the router logits of microbatches, one tensor per layer."""
+    """Return the joined router logits of microbatches, one tensor per layer; ``None`` without an auxiliary loss."""
     if any(getattr(part, "aux_loss", None) is None for part in parts):
         return None
     return _one_after_another([part.router_logits for part in parts])

@@ -113,9 +113,9 @@ def simulate(
     """Simulate a schedule of stages on a machine.
 
     A device computes one step at a time. While it computes, the parameters of its next stage are copied, so a device
-    has the parameters of at most two stages. Activations do not wait for copies of parameters. Each device has its own
-    link to CPU memory. A device that does not overlap uploads the parameters of a stage after the stage before has
-    ended, and copies the activations of a microbatch before and after its computation.
+    has the parameters of at most two stages. Copies of activations do not wait for copies of parameters. Each device
+    has its own link to CPU memory. Without ``overlaps``, a device uploads the parameters of a stage after the previous
+    stage has ended, and copies the activations of a microbatch before and after its computation.
 
     Args:
         stages: the stages of one iteration in the order of dispatch.

@@ -351,7 +351,7 @@ class StageTotals:
 
 
 def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
-    """Return the totals of each device by name, over the time from the first to the last of all records.
+    """Return the busy, copy and idle time of each device, over the time from the first to the last of all records.
 
     >>> records = [Record(0, -1, "a", "upload", 0, 2), Record(0, 0, "a", "forward", 1, 3)]
     >>> device_totals([*records, Record(1, 0, "b", "loss", 3, 4)])[0]
@@ -370,7 +370,7 @@ def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
 
 
 def stage_totals(records: Sequence[Record]) -> list[StageTotals]:
-    """Return the totals of each stage, the slowest first."""
+    """Return the computation and copy times of each stage, the slowest stage first."""
     # the same stage of another run may be on another device
     groups: dict[tuple[int, str], list[Record]] = {}
     for record in records:

@@ -138,7 +138,7 @@ def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tenso
 
 
 class _Names:
-    """Names and kinds of passed tensors, from the arguments of the layers that take them."""
+    """Finds names and kinds of passed tensors from the arguments of the layers that receive the tensors."""
 
     def __init__(self, program: CutPlan, call_log: CallLog, layers: Mapping[str, nn.Module]) -> None:
         self._program = program

@@ -166,7 +166,7 @@ def cut(
             the model as later batches: include images if batches have images. Default: a few tokens, with one row
             padded.
         check: whether to compare the split and the original model, by a forward and backward of each on the host.
-        skip_modules: lists of layers, or modules around them, that must not be split.
+        skip_modules: modules, such as lists of layers, in which the model is not split.
 
     Returns:
         The modules of the split model, and a report.

@@ -78,7 +78,7 @@ class FrozenModelTrainer(PipelineTrainer):
         return frozen
 
     def _rp_devices(self) -> Any:
-        """Return the devices of the pipeline around the model, which may not exist yet."""
+        """Return the devices of the pipeline around the model, even if the pipeline is not created yet."""
         if self._rp_pipeline is not None:
             return self._rp_pipeline.devices
         if "devices" not in self._rp_options:
@@ -125,7 +125,7 @@ class FrozenModelTrainer(PipelineTrainer):
 
 
 class PipelineForward(OtherForward):
-    """A model's forward that calls the pipeline around the model; calls with a cache run the model itself."""
+    """A model's forward that calls the pipeline around the model; calls with a KV cache run the original forward."""
 
     def __init__(self, trainer: FrozenModelTrainer, before: Any) -> None:
         super().__init__(trainer._rp_in_autocast(self._run), before)
@@ -151,7 +151,7 @@ class PipelineForward(OtherForward):
 
 
 class GroupTrainer(PipelineTrainer):
-    """A Trainer whose batches have the rows of all processes."""
+    """A Trainer that forms each batch from rows of all processes."""
 
     compute_loss_func: Any
 
@@ -286,7 +286,7 @@ def has_rows(loader: DataLoader[Any]) -> bool:
 def loader_of_groups(
     loader: DataLoader[Any], pipeline: RoundPipe, batch: int, data_seed: int | None = None
 ) -> GroupLoader:
-    """Return a data loader that splits each batch into the pipeline's groups and yields this process's rows."""
+    """Return a data loader that splits each batch into groups of rows and yields this process's groups."""
     own: Any = loader.batch_sampler
     batches = BatchSampler(_seeded(own.sampler, data_seed), batch, own.drop_last)
     collate = loader.collate_fn
@@ -483,7 +483,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
 
 
 def check_overrides(kind: type[Trainer]) -> None:
-    """Check that a class combined with RoundPipeTrainer overrides no method that a pipeline replaces."""
+    """Raise an error if a class combined with RoundPipeTrainer overrides a method that RoundPipeTrainer replaces."""
     mro = kind.__mro__[: kind.__mro__.index(Trainer)]
     own = [base for base in mro if base.__module__.startswith("roundpipe_runtime.")]
     replaced = {

@@ -265,7 +265,7 @@ _Described: TypeAlias = tuple[type, pytree.TreeSpec, tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeCache:
-    """A record of a KV cache that the model created for a layer, with a key in place of each tensor."""
+    """A record of a KV cache that the model created for a layer, with a key instead of each tensor."""
 
     empty: Any  # the cache without entries
     # description of each entry, by part; `None` for an entry that the layer does not read

@@ -1,4 +1,4 @@
-"""Find the layers of a model, and log arguments and results of their calls, with keys in place of tensors."""
+"""Find the layers of a model, and log arguments and results of their calls, with keys instead of tensors."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Embedded:
 
 @dataclasses.dataclass(frozen=True)
 class CallLog(Static):
-    """Arguments and results of the layer calls of one microbatch until now, with keys in place of tensors."""
+    """Arguments and results of the layer calls of one microbatch until now, with keys instead of tensors."""
 
     calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)  # calls by position in the plan
     # keys of the tensors without which the next phase cannot continue

@@ -1,4 +1,4 @@
-"""Copy a model with stubs in place of its layers, and make placeholders for the tensors that layers would return.
+"""Copy a model with stubs instead of its layers, and make placeholders for the tensors that layers would return.
 
 A copy shares parameters, buffers and configuration with the model, but has its own module objects. The modules of a
 copy can have parameters on one device while layers and other copies run on other devices.
@@ -88,7 +88,7 @@ def _stub_class(kind: Any) -> type:
 
 
 def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embeddings: Set[str] = frozenset()) -> nn.Module:
-    """Return a copy of a model that shares its parameters, with a stub in place of each of ``layers``."""
+    """Return a copy of a model that shares its parameters, with a stub instead of each of ``layers``."""
     # embeddings: names of embeddings that call the session
     memo: dict[int, Any] = {}
     for name, layer in layers.items():

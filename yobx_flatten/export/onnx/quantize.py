@@ -158,7 +158,7 @@ def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple
 def _quantized_table(
     graph: Any, value: Any, quantization: Quantization, grids: Grids, found: QuantizedWeights
 ) -> StoredMatrix | None:
-    """Store an embedding table in 8 bits, or unchanged if it consists of integers times scales; else ``None``."""
+    """Store an embedding table in 8 bits, or as its own integers times scales; ``None`` if it is not quantized."""
     grid, size = grids.find(value, transposed=True), math.prod(value.const_value.shape)
     matrix = None
     if grid is not None:

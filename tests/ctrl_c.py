@@ -33,6 +33,8 @@ def interrupt_at_line(number: int, call: Callable[[], object], *, files: tuple[s
         nonlocal pressed
         code = frame.f_code
         if event == "call":
+            if code.co_name in ("_remove", "remove") and "weakref" in code.co_filename:
+                return None  # called by the garbage collector: Python prints an exception there, and goes on
             return trace if any(part in code.co_filename for part in files) else None
         ends_with = code.co_code[frame.f_lasti : frame.f_lasti + 10 : 2].find(_WITH_ENDS) >= 0
         if event == "line" and not ends_with and next(lines) == number:

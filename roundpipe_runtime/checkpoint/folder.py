@@ -2,13 +2,13 @@
 
 ::
 
-    runs/checkpoint-00000006/                complete: a folder with this name always is
+    runs/checkpoint-00000006/                a complete checkpoint
     runs/checkpoint-00000007/
-    runs/.checkpoint-00000008.writing/       not yet, or never: the next save removes it
-    runs/.checkpoint-00000005.leaving/       no more
-    runs/.writing/                           held by the process that writes
+    runs/.checkpoint-00000008.writing/       being written, or left by a killed process
+    runs/.checkpoint-00000005.leaving/       being deleted
+    runs/.writing/                           locked by the process that writes a checkpoint
 
-The Trainer's folders look the same, but for the number, which is the step.
+The Trainer's checkpoints have the same layout, and are named by the number of the optimizer step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Manifest:
 
 
 def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[str, dict[str, object]]:
-    """Size and checksum of each file in a folder and its subfolders, by relative path."""
+    """Return the size and checksum of each file in a folder and its subfolders, by relative path."""
     # part: index of this process: it reads every `parts`-th file, starting with this one
     files = [path for path in sorted(folder.rglob("*")) if not path.is_dir()]
     return {
@@ -59,7 +59,7 @@ def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[
 
 
 def write_manifest(folder: pathlib.Path, files: Mapping[str, object] | None = None) -> None:
-    """Also flushes all files to the disk."""
+    """Write the manifest of a checkpoint, and flush all files of the checkpoint to the disk."""
     # files: what `describe_files` returned. Default: the files are read.
     described = describe_files(folder) if files is None else {name: files[name] for name in sorted(files)}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
@@ -68,7 +68,7 @@ def write_manifest(folder: pathlib.Path, files: Mapping[str, object] | None = No
 
 
 def is_complete(folder: pathlib.Path) -> bool:
-    """Whether all files exist with the sizes in the manifest; the files are not read."""
+    """Return whether each file of the manifest exists with the recorded size; no file is read."""
     try:
         _check_sizes(folder)
     except CheckpointError:
@@ -120,7 +120,7 @@ _LEFTOVER = re.compile(r"\.checkpoint-\d+\.(writing|leaving)")
 
 
 def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The oldest checkpoint is the first."""
+    """Return the checkpoints in a folder, the oldest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -128,7 +128,7 @@ def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def is_checkpoint(path: pathlib.Path) -> bool:
-    """Whether a folder is itself a checkpoint, even a damaged or renamed one."""
+    """Return whether a folder is a checkpoint, including a damaged or renamed checkpoint."""
     return path.is_dir() and (_NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists())
 
 
@@ -137,14 +137,14 @@ def step_of(checkpoint: pathlib.Path) -> int:
 
 
 def next_path(folder: pathlib.Path) -> pathlib.Path:
-    """The number of the last checkpoint plus one."""
+    """Return the path of a new checkpoint, numbered one above the newest checkpoint in the folder."""
     there = checkpoints_in(folder)
     last = step_of(there[-1]) if there else 0
     return folder / f"checkpoint-{last + 1:08}"
 
 
 def writing_path(path: pathlib.Path) -> pathlib.Path:
-    """Hidden path at which a checkpoint is written before it is renamed to ``path``."""
+    """Return the hidden path at which a checkpoint is written before it is renamed to ``path``."""
     return path.with_name(f".{path.name}.writing")
 
 
@@ -154,8 +154,8 @@ def appearing(
 ) -> Iterator[pathlib.Path]:
     """Yield a hidden folder that is renamed to ``path`` at the end of the with block, or removed on an exception.
 
-    All files are flushed to the disk before the folder is renamed, so a crash leaves the whole folder or nothing. An
-    older folder with the same name is removed last.
+    All files are flushed to the disk before the folder is renamed, so a crash never leaves a partial folder at
+    ``path``. An older folder at ``path`` is removed after the rename.
     """
     # half: path before the rename, on the same disk. Default: `.{name}.writing` in the same folder.
     half = half or writing_path(path)
@@ -201,7 +201,7 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
-    """Unfinished checkpoint folders were left by a killed process."""
+    """Remove unfinished checkpoint folders that a killed process has left."""
     for path in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -221,7 +221,7 @@ def remove_old(folder: pathlib.Path, keep: int | None) -> None:
 
 
 def remove_checkpoint(path: pathlib.Path) -> None:
-    """An interruption leaves no partial folder under the name of the checkpoint."""
+    """Rename a checkpoint, then delete it, so that an interruption leaves no partial checkpoint under its name."""
     leaving = path.with_name(f".{path.name}.leaving")
     path.rename(leaving)
     shutil.rmtree(leaving, ignore_errors=True)

@@ -33,22 +33,23 @@ def load_checkpoint(
 ) -> dict[str, Any] | None:
     """Load the newest undamaged checkpoint into a training, and return its ``data``.
 
-    Every file is compared with its checksum first. A damaged checkpoint is skipped with a warning, and the previous
-    checkpoint is loaded. The number of devices and microbatches and the plan can differ from those of the saved run.
+    Before loading, every file of the checkpoint is compared with its checksum. A damaged checkpoint is skipped with a
+    warning, and the previous checkpoint is loaded. The number of devices, the number of microbatches and the execution
+    plan may differ from the run that saved the checkpoint.
 
     Args:
-        folder: folder that :func:`save_checkpoint` was given; or one checkpoint in it.
-        model: model like the saved one: the names and shapes of parameters must be the same.
-        optimizer: optimizer like the saved one, or a list of optimizers.
+        folder: folder that was passed to :func:`save_checkpoint`, or a single checkpoint in the folder.
+        model: model whose parameters have the names and shapes of the saved parameters.
+        optimizer: optimizer with the class and parameter groups of the saved optimizer, or a list of optimizers.
         scheduler: learning rate scheduler, or a list of schedulers.
         scaler: gradient scaler.
 
     Returns:
-        The ``data`` that the checkpoint was saved with; ``None``, with nothing changed, if there is no checkpoint yet.
+        The ``data`` that was passed to :func:`save_checkpoint`; ``None`` if the folder has no checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint does not fit these objects, or another process failed to load it; nothing was
-            changed.
+        CheckpointError: the checkpoint does not match the model, optimizer, scheduler or scaler, or another process
+            failed to load the checkpoint; no object was changed.
         DamagedCheckpointError: the folder has checkpoints, but all are damaged.
         MissingDependencyError: safetensors is not installed.
 
@@ -84,7 +85,7 @@ def load_checkpoint(
 
 
 def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path | None:
-    """``None`` if there is no checkpoint; raise if all are damaged."""
+    """Return the newest undamaged checkpoint, or ``None`` without checkpoints; raise an error if all are damaged."""
     errors = []
     # All processes choose the same checkpoint: each checks a part of the files, and the damage is shared.
     for path in reversed(there):
@@ -100,7 +101,7 @@ def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path |
 
 
 def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
-    """Each process checks some of the files; all get the first error, or ``None``."""
+    """Check some files of a checkpoint in each process; return the first error of all processes, or ``None``."""
 
     def check() -> str | None:
         try:
@@ -115,7 +116,7 @@ def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
 def _restore(
     path: pathlib.Path, model: nn.Module, parts: training_state.TrainingObjects, ranks: CheckpointRanks
 ) -> dict[str, Any]:
-    """The optimizers, then the model; each in all processes or in none."""
+    """Restore the optimizers, then the model, each in all processes or in no process; return the saved ``data``."""
     with contextlib.ExitStack() as stack:
         undo = stack.enter_context(contextlib.ExitStack())
         # 1. All that can fail is read and checked while nothing has changed yet.
@@ -182,7 +183,7 @@ def _restore_model(stored: dict[str, Any], tensors: dict[str, torch.Tensor], mod
 
 
 def _check_parts(stored: dict[str, Any], parts: training_state.TrainingObjects) -> None:
-    """Warn if the checkpoint has objects that are not requested."""
+    """Raise an error if the number of optimizers or schedulers differs; warn of saved objects that are not loaded."""
     scalers = [stored["scaler"]] if stored["scaler"] is not None else []
     kinds = [
         ("optimizer", parts.optimizers, stored["optimizers"]),
@@ -201,7 +202,7 @@ def _check_parts(stored: dict[str, Any], parts: training_state.TrainingObjects) 
 
 
 def _undo_of(part: Any) -> Callable[[], None]:
-    """A function that restores the present state of an optimizer, scheduler or scaler."""
+    """Return a function that restores the current state of an optimizer, scheduler or scaler."""
     # part: object with `state_dict` and `load_state_dict`
     if hasattr(part, "param_groups") and hasattr(part, "state"):
         state, groups = part.state, part.param_groups  # not copied: a load replaces the tensors

@@ -23,7 +23,7 @@ _PART = 64 * 2**20
 
 
 def check_writes_at_once(model: nn.Module) -> None:
-    """A background save needs a copy of the weights in memory, where weights on a disk may not fit."""
+    """Refuse a background save of weights that are on a disk, because their copy may not fit into memory."""
     for _, pipeline in _pipelines(model):
         if pipeline.host != HOST_IN_MEMORY:
             raise ConfigError(
@@ -34,7 +34,7 @@ def check_writes_at_once(model: nn.Module) -> None:
 
 
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Parameters and buffers go into ``tensors``, tied ones under their first name only."""
+    """Put parameters and buffers into ``tensors``; a tied weight is stored only under its first name."""
     # returns: the other names of tied weights (`"aliases"`), values that are not tensors (`"extra"`), and digests of
     # frozen quantized weights, which are not stored (`"frozen"`)
     first: dict[int, str] = {}
@@ -92,7 +92,7 @@ def check_model(
 
 
 def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Refuse master weights that the model does not use."""
+    """Raise an error if a saved master weight belongs to a parameter that has no master weight in this model."""
     here = set()  # names of parameters with a master weight
     for prefix, pipeline in _pipelines(model):
         own = {id(parameter) for parameter in wrapped_model(pipeline).parameters()}
@@ -108,7 +108,7 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Check counters and tensors from :func:`collect_progress`."""
+    """Check the counters and tensors that :func:`collect_progress` returned when the checkpoint was saved."""
     for entry in stored["pipelines"].values():
         counts = [entry["runs"], *([entry["replicas"]] if entry.get("replicas") is not None else [])]
         if not all(type(count) is int and count >= 0 for count in counts):
@@ -134,7 +134,7 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
 
 
 def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
-    """Load safetensors weights in parts, to save memory; ``False`` if names or shapes differ."""
+    """Load safetensors weights a few at a time, to save memory; return ``False`` if names or shapes differ."""
     with open_tensors(folder, "model") as tensors:
         state = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         first: dict[int, str] = {}
@@ -148,7 +148,7 @@ def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
 
 
 def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """The names were checked; the memory of each part is released."""
+    """Load a few tensors at a time, and release the memory of loaded tensors."""
     places = model.state_dict(keep_vars=True)
     sizes = {name: value.nbytes if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
     for names in names_in_parts(sizes, _PART):
@@ -162,8 +162,8 @@ def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
 def collect_progress(model: nn.Module) -> dict[str, Any]:
     """Return the training state of a model's pipelines, except what the model's state dict contains.
 
-    The number of runs, which the seeds of dropout count; master weights of ``optim_dtype``; gradients, if a step is
-    still to come; buffers that the model leaves out of its state dict.
+    The training state contains the number of runs, from which dropout seeds are derived; master weights of
+    ``optim_dtype``; gradients that no optimizer step has used yet; and buffers that are not in the state dict.
     """
     pipelines, masters = {}, {}
     for prefix, pipeline in _pipelines(model):
@@ -181,7 +181,7 @@ def collect_progress(model: nn.Module) -> dict[str, Any]:
 
 
 def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Load what :func:`collect_progress` returned; the parameters are loaded already."""
+    """Load the training state that :func:`collect_progress` returned, after the parameters are loaded."""
     for name, value in stored["buffers"].items():
         path, _, last = name.rpartition(".")
         try:
@@ -214,7 +214,7 @@ def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def optimizer_targets(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Tensors that an optimizer updates, by name: master weights where there are any, else parameters."""
+    """Return the tensor that an optimizer updates for each parameter name: the master weight or the parameter."""
     found: dict[str, nn.Parameter] = {}
     for prefix, pipeline in _pipelines(model):
         found.update(pipeline.optim_named_parameters(prefix))
@@ -244,7 +244,7 @@ def _format_names(what: str, names: list[str]) -> str:
 
 
 def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
-    """Frozen quantized weights and their scales are not stored."""
+    """Return the names of frozen quantized weights and their scales, which a checkpoint does not contain."""
     # state: `model.state_dict(keep_vars=True)`
     frozen = {name for name, value in state.items() if isinstance(value, torch.Tensor) and is_composite(value)}
     if not frozen:
@@ -257,7 +257,7 @@ def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
 
 
 def digests_of_frozen(model: nn.Module) -> dict[str, str]:
-    """A digest of each frozen quantized weight, by its name in the state dict."""
+    """Return a digest of each frozen quantized weight, by its name in the state dict."""
     owners = {id(p): module for module in nn.Module.modules(model) for p in module._parameters.values()}
     return {
         name: _digest([value, *(slot.value for slot in states_of(owners[id(value)]))])
@@ -272,7 +272,6 @@ def _above(name: str) -> list[str]:
 
 
 def _digest(values: list[Any]) -> str:
-    """Return a digest of the tensors in a weight and in its module's state."""
     # the order is not part of the digest: a library may move tensors between a weight and its module
     digests = []
     for part in parts_of(values):

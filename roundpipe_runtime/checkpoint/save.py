@@ -30,7 +30,7 @@ _PENDING: dict[pathlib.Path, Future[None]] = {}
 
 
 class Checkpoint:
-    """A checkpoint on disk, which may still be being written.
+    """A saved checkpoint, whose files may still be written in the background.
 
     A checkpoint can be used as a path: ``from_pretrained(checkpoint)``.
 
@@ -97,29 +97,29 @@ def save_checkpoint(
 ) -> Checkpoint:
     """Save a checkpoint of a training: model, optimizer, random states and position in the data.
 
-    The folder gets a new checkpoint, which appears when it is complete. The checkpoint contains the model under the
-    model's own names, so that ``from_pretrained`` can read a Hugging Face model. The checkpoint also contains the
-    optimizer, the states of random generators, the dropout counter, and gradients that the model has.
+    The new checkpoint appears in the folder when all files of the checkpoint are written. The weights are stored under
+    the names of the state dict, so that ``from_pretrained`` can load a Hugging Face model. A checkpoint contains
+    weights, optimizer, states of random generators, number of runs (for dropout seeds) and gradients.
 
     Args:
         folder: folder of the checkpoints of one run, which no other run writes to.
         model: pipeline, module that holds pipelines, or any other module.
-        optimizer: optimizer of torch for parameters of the model, or a list of optimizers.
+        optimizer: PyTorch optimizer of the model's parameters, or a list of optimizers.
         scheduler: learning rate scheduler, or a list of schedulers.
         scaler: gradient scaler.
         data: position in the training data: a dictionary of numbers, strings and tensors, of any nesting.
         keep: number of checkpoints to keep; ``None`` keeps all.
-        is_async: whether to copy the state in memory and write it in the background. ``wait``, or the next call for
-            this folder, then raises the error if writing failed.
-        max_shard_bytes: largest number of bytes of a file, unless one tensor is larger.
+        is_async: whether to copy the state in memory and write it in the background. If the background write fails,
+            :meth:`Checkpoint.wait` or the next save into the folder raises the error.
+        max_shard_bytes: largest size of a weight file in bytes; only a file with a single tensor may be larger.
 
     Returns:
-        The checkpoint; with ``is_async``, it is perhaps not written yet.
+        The checkpoint; with ``is_async``, its files may not be written yet.
 
     Raises:
-        CheckpointError: something cannot be stored, or another process is writing a checkpoint into the folder.
+        CheckpointError: a value cannot be stored, or another process is writing a checkpoint into the folder.
         ConfigError: an argument has an invalid value.
-        OSError: the checkpoint could not be written; what was there before is unchanged.
+        OSError: the checkpoint could not be written; earlier checkpoints are unchanged.
         MissingDependencyError: safetensors is not installed.
 
     >>> import tempfile
@@ -157,10 +157,10 @@ def save_checkpoint(
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Return the checkpoints in a folder, the oldest first; their contents are not checked.
+    """Return the checkpoints in a folder, the oldest first, without checking their files.
 
     Args:
-        folder: folder that :func:`save_checkpoint` was given.
+        folder: folder that was passed to :func:`save_checkpoint`.
 
     Returns:
         The checkpoints.
@@ -228,7 +228,7 @@ def _write_logged(held: contextlib.ExitStack, state: TrainingState, path: pathli
 
 
 def _finish(folder: pathlib.Path, writing: Future[None]) -> None:
-    """The next call does not raise the error of the checkpoint again."""
+    """Wait for a background save and raise its error, which later calls do not raise again."""
     try:
         wait_for(writing)
     finally:

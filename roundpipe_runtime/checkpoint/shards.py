@@ -1,11 +1,11 @@
-"""Tensors in shards over processes, and the processes that write or read one checkpoint together.
+"""Write and read tensors that are sharded over processes (``DTensor``), and coordinate the processes of a checkpoint.
 
 ::
 
     shards/shard-00001-model-00001-of-00001.safetensors     rows of the first rank, with their places
     shards/shard-00002-model-00001-of-00001.safetensors     rows of the second
 
-The files are those of ``torch.distributed.checkpoint`` with its storage in safetensors, without pickle.
+The shards are files of ``torch.distributed.checkpoint`` in its safetensors format, without pickle.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SHARDS = "shards"
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether the tensor is a ``DTensor``, of which this process may have only a part."""
+    """Return whether the tensor is a ``DTensor``, of which a process may have only a shard."""
     library = sys.modules.get("torch.distributed.tensor")  # not imported: without the module there are no DTensors
     return library is not None and isinstance(tensor, library.DTensor)
 
 
 def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTensor]:
-    """The shards of this process in CPU memory."""
+    """Return each ``DTensor`` with the shard of this process in CPU memory."""
     found = {}
     for name, tensor in tensors.items():
         local = tensor.to_local()
@@ -70,7 +70,7 @@ def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: An
 def read_shards(
     folder: pathlib.Path, names: Callable[[str], bool], like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Any number of processes wrote the shards; each process reads without communication."""
+    """Read sharded tensors, which any number of processes may have written, without communication."""
     # like: DTensors by name, whose mesh and placements are used for the read tensors; other tensors are read whole
     if not (folder / SHARDS).is_dir():
         return {}
@@ -103,14 +103,14 @@ def read_shards(
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Hide a warning of torch.distributed: one process reads or writes alone, as intended."""
+    """Hide the warning of torch.distributed that a single process reads or writes, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         yield
 
 
 def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The shard of this process if ``target`` is a shard; otherwise the whole tensor."""
+    """Return the shard of this process if ``target`` is sharded, otherwise the whole tensor."""
     if tensor.numel() == 1 and target.numel() == 1:
         tensor = tensor.reshape(target.shape)  # with several processes, a scalar is a vector of one element
     if not is_sharded(target) or is_sharded(tensor) or tensor.shape != target.shape:
@@ -138,7 +138,7 @@ _GROUPS: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 class CheckpointRanks:
-    """The processes that write or read one checkpoint together; by default this process alone."""
+    """The processes that write or read one checkpoint together; by default only the current process."""
 
     # members: their ranks in the job, in the order of the mesh. Default: this process alone.
 
@@ -163,7 +163,7 @@ class CheckpointRanks:
             self.group = group
 
     def exchange(self, value: Any) -> list[Any]:
-        """Values of all ranks, in order of ranks; all ranks must call this method."""
+        """Return the values of all ranks, in rank order; all ranks must call this method."""
         if self.group is None:
             return [value]
         import torch.distributed as dist
@@ -178,7 +178,7 @@ class CheckpointRanks:
         return found
 
     def together(self, work: Callable[[], _Result]) -> _Result:
-        """Call ``work`` in each process; if one process fails, raise an error in all."""
+        """Call ``work`` in each process; if one process fails, raise an error in all processes."""
         # work: what this process does; it calls no collective
         if self.group is None:
             return work()
@@ -201,7 +201,7 @@ class CheckpointRanks:
 
 
 def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> CheckpointRanks:
-    """The processes in the mesh of a pipeline or of sharded tensors."""
+    """Return the processes in the mesh of a pipeline or of sharded tensors."""
     pipelines = [module for module in model.modules() if isinstance(module, RoundPipe)]
     meshes = [pipeline.mesh for pipeline in pipelines if pipeline.mesh is not None]
     meshes += [tensor.device_mesh for tensor in tensors.values() if is_sharded(tensor)]

@@ -1,8 +1,8 @@
-"""Read and write safetensors files with the names of transformers, and nested states as JSON next to their tensors.
+"""Read and write safetensors files named as by transformers, and nested states as JSON files beside their tensors.
 
 ::
 
-    model.safetensors                                            everything, if it is not more than a shard
+    model.safetensors                                            all tensors, if they fit into one shard
     model-00001-of-00002.safetensors, model-00002-of-..., model.safetensors.index.json
 """
 
@@ -67,7 +67,7 @@ def write_tensors(
 
 @contextlib.contextmanager
 def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield what :func:`write_tensors` wrote; a tensor is read from its file when it is accessed."""
+    """Yield the tensors that :func:`write_tensors` wrote; values are read from the file when they are accessed."""
     with contextlib.ExitStack() as files:
         found = {}
         for path in [folder / f"{stem}.safetensors", *sorted(folder.glob(f"{stem}-*-of-*.safetensors"))]:
@@ -78,7 +78,7 @@ def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch
 
 
 def names_in_parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split names in order into parts of at most ``limit`` bytes; a larger tensor is alone in its part."""
+    """Split tensor names in order into lists of at most ``limit`` bytes; a larger tensor has a list of its own."""
     parts: list[list[str]] = [[]]
     filled = 0
     for name, nbytes in sizes.items():
@@ -99,7 +99,7 @@ def names_in_parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 
 
 def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
-    """Encode a value for JSON; its tensors are stored separately, under names made from their key paths.
+    """Encode a nested value for JSON; put its tensors into ``tensors``, under names made from their key paths.
 
     >>> encode({"step": 3, "betas": (0.9, float("inf"))}, "state", {})
     {'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}

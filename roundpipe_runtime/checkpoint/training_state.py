@@ -1,11 +1,11 @@
-"""The state of a training at one moment: collected, written to the files of a checkpoint, and read back.
+"""Collect the state of a training, write it to the files of a checkpoint, and read it back.
 
 ::
 
     model.safetensors       parameters and buffers, by the model's own names      config.json, for transformers
-    training.safetensors    tensors of the rest: moments, master weights, gradients, generators
-    training.json           the rest: hyperparameters, counters, the place in the data
-    shards/                 of several processes: what each has a part of
+    training.safetensors    other tensors: moments, master weights, gradients, states of random generators
+    training.json           other values: hyperparameters, counters, position in the training data
+    shards/                 tensors that are sharded over several processes
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
 def read_training(
     folder: pathlib.Path, only: Sequence[str] | None = None, *, targets: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """The training state without the tensors of the model: all keys, or only some."""
+    """Return the stored training state without the tensors of the model; ``only`` selects keys."""
     # targets: parameters that optimizers update, by name; states, gradients and master weights of sharded parameters
     # are read as shards. Default: everything is whole.
     return read_values(folder, _TRAINING, only, targets=targets)
@@ -116,7 +116,7 @@ def read_training(
 def read_weights(
     folder: pathlib.Path, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Tensors of the model, including tensors that are stored in shards."""
+    """Return the tensors of the model, including tensors that are stored in shards."""
     like = {f"{_WEIGHTS}{name}": target for name, target in targets.items()}
     shards = read_shards(folder, lambda name: name.startswith(_WEIGHTS), like)
     found = {**tensors, **{name.removeprefix(_WEIGHTS): tensor for name, tensor in shards.items()}}
@@ -124,7 +124,7 @@ def read_weights(
 
 
 def _places(stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The parameter of each stored tensor, by the name of the tensor."""
+    """Return the parameter to which each stored tensor belongs, by the name of the stored tensor."""
     progress = stored.get("progress", stored)  # a Trainer stores only the progress
     tables = [progress.get("masters", {}), progress.get("gradients", {})]
     tables = [{name: {"": value} for name, value in table.items()} for table in tables]
@@ -140,7 +140,7 @@ def _places(stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> d
 
 
 def _references(stored: Any) -> Iterator[str]:
-    """Names of the tensors to which stored values refer."""
+    """Yield the names of the tensors to which a nested stored value refers."""
     if isinstance(stored, dict):
         if "$tensor" in stored:
             yield stored["$tensor"]
@@ -157,7 +157,7 @@ def write_values(
     values: Mapping[str, Any],
     ranks: CheckpointRanks | None = None,
 ) -> None:
-    """Write nested values to ``{stem}.json``, tensors to ``{stem}.safetensors``, and parts of tensors to shards."""
+    """Write nested values to ``{stem}.json``, tensors to ``{stem}.safetensors``, and sharded tensors to ``shards/``."""
     # ranks: processes that write together; all of them call it. Default: this process alone.
     ranks = ranks or CheckpointRanks()
     tensors: dict[str, torch.Tensor] = {}
@@ -181,7 +181,7 @@ def read_values(
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Read all keys, or only some, that :func:`write_values` wrote."""
+    """Read the values that :func:`write_values` wrote; ``only`` selects keys."""
     stored = read_document(folder / f"{stem}.json", dict[str, Any], failure=DamagedCheckpointError)
     wanted = {key: stored[key] for key in (stored if only is None else only)}
     places = _places(wanted, targets or {})
@@ -195,7 +195,7 @@ def read_values(
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
-    """Tensors with their own memory each, as files require."""
+    """Return contiguous CPU tensors that share no memory, as safetensors files require."""
     found, seen = {}, set()
     for name, tensor in tensors.items():
         memory = tensor.untyped_storage().data_ptr()
@@ -210,7 +210,7 @@ def _on_host(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, to
 
 
 def config_files(model: nn.Module) -> dict[str, str]:
-    """Texts of ``config.json`` and ``generation_config.json`` for a Hugging Face model, else ``{}``."""
+    """Return the texts of ``config.json`` and ``generation_config.json`` for a Hugging Face model; otherwise ``{}``."""
     inner = wrapped_model(model)
     library = sys.modules.get("transformers.modeling_utils")  # a Hugging Face model has imported it
     if library is None or not isinstance(inner, library.PreTrainedModel):
@@ -228,7 +228,7 @@ def config_files(model: nn.Module) -> dict[str, str]:
 
 
 def random_state() -> dict[str, Any]:
-    """States of the random generators that are in use: torch, Python, NumPy, accelerators."""
+    """Return the states of the random generators in use: torch, Python, NumPy, accelerators."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -241,7 +241,7 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: dict[str, Any]) -> None:
-    """Try the states in new generators, before anything is changed."""
+    """Raise an error if a stored state of a random generator is invalid; no generator is changed."""
     torch.Generator().set_state(state["torch"])
     random.Random().setstate(state["python"])  # raises if the state is invalid
     numpy = sys.modules.get("numpy")
@@ -257,7 +257,7 @@ def check_random_state(state: dict[str, Any]) -> None:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """States of accelerators that this machine lacks are skipped."""
+    """Restore stored states of random generators; states of accelerators that this machine lacks are skipped."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     numpy = sys.modules.get("numpy")
@@ -271,7 +271,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """Kind and library of an accelerator that is in use; an unused accelerator is not initialized."""
+    """Return the type and the torch module of the accelerator in use, without initializing an unused accelerator."""
     device = torch.accelerator.current_accelerator()
     library = None if device is None else torch.get_device_module(device)
     # a library without `is_initialized` is initialized by its import
@@ -281,7 +281,7 @@ def _accelerator() -> tuple[str, Any]:
 
 
 def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The state of an optimizer, with parameters by name instead of by number."""
+    """Return the state of an optimizer, in which parameters are identified by name instead of number."""
     names = _names(optimizer, targets)
     state = optimizer.state_dict()
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -298,7 +298,7 @@ def named_state(optimizer: torch.optim.Optimizer, targets: Mapping[str, torch.Te
 def check_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Refuse the state of a different optimizer, or of other groups."""
+    """Raise an error if the stored state is that of another optimizer class or of other parameter groups."""
     found, expected = [group["params"] for group in stored["param_groups"]], _names(optimizer, targets)
     own, saved = type(optimizer).__name__, stored["class"]
     if saved != own:
@@ -317,7 +317,7 @@ def check_optimizer(
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, stored: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> None:
-    """Load a state of :func:`named_state` that :func:`check_optimizer` has accepted."""
+    """Load an optimizer state that :func:`named_state` returned and :func:`check_optimizer` accepted."""
     numbers: dict[str, int] = {}
     groups = []
     for group, own, names in zip(

@@ -2,16 +2,17 @@
 
 ::
 
-    # host         u u u | F F F             | u u u | F F F ...      gives work, and waits for nothing
-    # parameters   ████████                    ████████               of the next stage, while this one computes
+    # host         u u u | F F F             | u u u | F F F ...      submits work without waiting
+    # parameters   ████████                    ████████               of the next stage, during a stage
     # activations     ▪    ▪    ▪                 ▪   ▪    ▪          between the pieces of parameters
     # compute              ███████████████             ████████████
     # downloads                 ▪    ▪    ▪                 ▪   ▪
     # gradients                          ██████████                   of one stage, while the next one computes
 
-``record_stream`` notifies the allocator of the other streams that read a tensor, so memory is reused only after they
-have read it. The allocator keeps pinned host memory until its copies are complete. The host may change the source of
-a copy, such as a parameter, once :meth:`synchronize` has returned, which the engine calls at the end of every run.
+``Tensor.record_stream`` tells the allocator which streams read a tensor, so the tensor's memory is reused only after
+the reads. Torch's allocator does not reuse pinned host memory before copies from the memory are complete. The host may
+change the source of a copy, such as a parameter, only after :meth:`synchronize`, which the engine calls at the end of
+every run.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class _StreamEvent:
 
 
 class _Visit(NamedTuple):
-    """A stage on the device: the stage's bytes, and the events that end the stage's computation and copies."""
+    """A stage that was submitted to the device: its bytes, and events at the end of its computation and copies."""
 
     nbytes: int
     computed: torch.Event
@@ -71,7 +72,7 @@ class _Visit(NamedTuple):
 
 
 class AcceleratorDevice:
-    """An accelerator of torch, such as a GPU, with separate streams for copies and computation; a :class:`Device`."""
+    """A :class:`Device` for a torch accelerator, such as a GPU, with separate streams for copies and computation."""
 
     # device: device with an index, such as `cuda:0`
     # streams: streams of an earlier object for this device, which are reused. Default: new streams.
@@ -99,7 +100,7 @@ class AcceleratorDevice:
 
     @property
     def memory(self) -> int | None:
-        """Bytes that this process can use; ``None`` if torch does not report them."""
+        """Bytes of device memory that this process can use; ``None`` if torch does not report the number."""
         found = memory_info(self.torch_device)
         if found is None:
             return None
@@ -108,14 +109,14 @@ class AcceleratorDevice:
         return min(total, free + torch.accelerator.memory_reserved(self.torch_device))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocate on the current stream."""
+        """Allocate device memory on the current stream."""
         try:
             return torch.empty_like(like, device=self.torch_device, requires_grad=False)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(f"{self.name} is out of memory: {error}") from error
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Parameters and activations are copied on different streams."""
+        """Copy a host tensor to the device, parameters on another stream than activations."""
         # ready: event after which the host tensor is complete. Default: the tensor is complete.
         # parameter: whether the copy is large and not urgent. Default: `False`.
         stream = self._parameters if parameter else self._activations
@@ -137,7 +138,7 @@ class AcceleratorDevice:
         return copy
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocate on the stream on which :meth:`copy_rows_in` copies rows."""
+        """Allocate device memory on the stream on which :meth:`copy_rows_in` copies rows."""
         with self._activations:
             memory = self.allocate(like)
         memory.record_stream(self._compute)
@@ -151,7 +152,7 @@ class AcceleratorDevice:
         *,
         after_compute: bool = False,
     ) -> None:
-        """Copy before parameters of later stages that are queued already."""
+        """Copy rows on the stream of activations, ahead of queued parameters of later stages."""
         # target: memory from `reserve`
         # after_compute: whether the copy waits for the computation, which wrote these rows. Default: `False`.
         if after_compute:
@@ -220,7 +221,7 @@ class AcceleratorDevice:
         return host, _StreamEvent(event)
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Compute on the compute stream, after all earlier copies to the device."""
+        """Return a context manager for work on the compute stream, after earlier copies to the device."""
         # after: event of the parameter copies to wait for. Default: wait for all parameter copies.
         if isinstance(after, _StreamEvent):
             if not after.computed_after:
@@ -241,8 +242,9 @@ class AcceleratorDevice:
         """Wait until the device has memory for one more stage, and run the with block on the compute stream.
 
         The device has memory for two stages of the largest size, and for a small stage between them, such as a head.
-        Without memory for the small stage, the next upload would wait for the end of the stage before the small stage.
-        Gradients of an ended stage may still be copied: the new stage needs their memory only when it has gradients.
+        Without memory for the small stage, the upload of the next stage would wait until the stage before the small
+        stage has ended. Gradients of one ended stage may still be in transit, because a new stage needs gradient memory
+        only later.
         """
         # nbytes: bytes of the parameters and gradients of the stage
         # yields: function that returns whether the device has room for so many bytes of the following stage now
@@ -268,7 +270,7 @@ class AcceleratorDevice:
         return len(present) < _STAGES_AT_ONCE and nbytes + sum(present) <= _ROOM * max(self._largest, nbytes)
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether the device has memory for the stage after the current stage; without waiting."""
+        """Return whether the device has memory for the next stage, without waiting for the device."""
         while self._visits and self._visits[0].computed.query():
             self._copying.append(self._visits.popleft().copied)
         while len(self._copying) > 1 and self._copying[0].query():
@@ -276,7 +278,7 @@ class AcceleratorDevice:
         return len(self._copying) <= 1 and self._fits(nbytes)
 
     def _end(self) -> torch.Event:
-        """An event after all work that was given to this device."""
+        """Return an event that completes after all work submitted to this device."""
         for stream in (self._parameters, self._activations, self._compute, self._downloads):
             self._gradients.wait_event(stream.record_event())
         return _record(self._gradients, self.torch_device)
@@ -290,28 +292,28 @@ class AcceleratorDevice:
         return EventClock(self.torch_device, self._compute, others)
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A kernel itself raises an error for a tensor of another device."""
+        """Do nothing: a kernel itself raises an error for a tensor of another device."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The allocator of torch knows which streams use a tensor."""
+        """Do nothing: the allocator of torch knows which streams use the memory of a tensor."""
 
     def close(self) -> None:
         self.worker.close()
 
 
 def _record(stream: torch.Stream, device: torch.device) -> torch.Event:
-    """The host waits for the event without a busy core, so that the optimizer can use the core."""
+    """Record an event for which the host waits without occupying a CPU core, which the optimizer may need."""
     return stream.record_event(torch.Event(device, blocking=True))
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether another tensor shares the memory, for example in a layer that stores its output."""
+    """Return whether another tensor shares the storage, for example because a layer has stored its output."""
     count = storage_use_count()
     return count is None or count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 
 
 def memory_info(device: torch.device) -> tuple[int, int] | None:
-    """Free and total bytes of an accelerator; ``None`` if its backend reports neither."""
+    """Return the free and the total bytes of an accelerator; ``None`` if its backend does not report them."""
     missing = (AttributeError, NotImplementedError, RuntimeError)
     try:
         free, total = torch.accelerator.get_memory_info(device)
@@ -324,7 +326,7 @@ def memory_info(device: torch.device) -> tuple[int, int] | None:
 
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-    """Start a copy in pieces of ``nbytes`` bytes, without waiting; a non-contiguous tensor is copied in one piece.
+    """Start an asynchronous copy in chunks of ``nbytes`` bytes; a non-contiguous tensor is copied as one chunk.
 
     >>> target = torch.zeros(5)
     >>> copy_in_pieces(target, torch.arange(5.0), 8)
@@ -350,9 +352,9 @@ def parse_devices(devices: DeviceSpec = None) -> list[Device]:
     """Return the list of devices that an argument ``devices=`` describes.
 
     Args:
-        devices: ``"virtual:N"`` for N devices made of the CPU, ``"virtual:N:check"`` for N that check every access; a
-            list of torch devices, or of :class:`Device` objects to share between pipelines; ``None`` for all
-            accelerators of the machine, or two virtual devices where there is none.
+        devices: ``"virtual:N"`` for N devices made of the CPU, ``"virtual:N:check"`` for N virtual devices that check
+            every memory access; a list of torch devices, or of :class:`Device` objects to share between pipelines;
+            ``None`` for all accelerators of the machine, or two virtual devices where there is none.
 
     Returns:
         The devices.

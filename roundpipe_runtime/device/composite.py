@@ -6,10 +6,10 @@
     with attributes      weight ──> its numbers, and the tensors in quant_state ──> copies ──> a weight with a new state
     state of its module  module.state ──> CB, in the memory of the numbers ──> the copy that is there already
 
-No library is named here: a class is known by ``__tensor_flatten__``, or by tensors in the attributes of a parameter.
-Only frozen weights are rebuilt, since integers have no gradients. :func:`check_copyable` rebuilds one weight of each
-kind as a trial: the tensors of the copy must be equal, the copy must not refer to tensors of the original, and the
-layer must compute the same bits with the copy.
+A quantized weight is recognized by its method ``__tensor_flatten__`` or by tensors in its attributes, not by its
+library. Only frozen weights are rebuilt, since integers have no gradients. :func:`check_copyable` rebuilds one weight
+of each kind as a trial: the tensors of the copy must be equal, the copy must not refer to tensors of the original, and
+the layer must compute the same bits with the copy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Opened: TypeAlias = "tuple[list[Any], Callable[[list[Any]], Any]]"
 
 
 class StateSlot(NamedTuple):
-    """An attribute in which a module keeps an object for its quantized weight: ``owner.__dict__[name]``."""
+    """An attribute in which a module stores an object for its quantized weight: ``owner.__dict__[name]``."""
 
     owner: nn.Module
     name: str
@@ -49,14 +49,14 @@ class StateSlot(NamedTuple):
 
 
 def is_composite(parameter: torch.Tensor) -> bool:
-    """Whether a frozen parameter contains other tensors, in addition to its data or instead of data."""
+    """Return whether a parameter is frozen and contains other tensors, such as scales, besides or instead of data."""
     if type(parameter) in (nn.Parameter, torch.Tensor) or parameter.requires_grad:
         return False
     return is_wrapper(parameter) or next(all_tensors(vars(parameter)), None) is not None
 
 
 def states_of(module: nn.Module) -> list[StateSlot]:
-    """Attributes in which a module keeps state for frozen quantized weights; empty for other modules."""
+    """Return the attributes in which a module stores state for frozen quantized weights; ``[]`` for other modules."""
     if not any(_is_in_few_bits(p) for p in module._parameters.values() if p is not None):
         return []
     found = ((name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
@@ -64,7 +64,7 @@ def states_of(module: nn.Module) -> list[StateSlot]:
 
 
 def parts_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Plain tensors in quantized weights and states, without duplicates; plain tensors are unchanged."""
+    """Return plain tensors as they are, and the tensors inside quantized weights and states, without duplicates."""
     found: dict[Any, torch.Tensor] = {}
     for value in values:
         is_whole = isinstance(value, torch.Tensor) and not is_composite(value)
@@ -83,7 +83,7 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def all_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Plain tensors in a nested value, also tensors that share memory; modules are not searched."""
+    """Yield the plain tensors in a nested value, including tensors that share memory; modules are not searched."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -98,13 +98,13 @@ def all_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The data of a tensor subclass as a plain tensor that shares the memory."""
+    """Return the data of a tensor subclass as a plain tensor that shares the subclass's memory."""
     with DisableTorchFunctionSubclass():
         return tensor.detach()
 
 
 class Rebuilding:
-    """Rebuilds quantized weights and their modules' states from copies of the tensors; shared tensors stay shared."""
+    """Rebuilds quantized weights and their modules' states from copied tensors; a shared tensor is copied once."""
 
     # place: function that returns the copy of a plain tensor
 
@@ -115,7 +115,7 @@ class Rebuilding:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter of the same class from copies of its tensors; repeated calls return one object."""
+        """Return a parameter of the same class with copies of its tensors; repeated calls return the same object."""
         if id(parameter) in self._made:
             known: nn.Parameter = self._made[id(parameter)][1]
             return known
@@ -131,13 +131,13 @@ class Rebuilding:
         return copy
 
     def state(self, value: Any) -> Any:
-        """A copy of a state that a module keeps for a quantized weight, including objects without tensors."""
+        """Return a copy of the state that a module stores for a quantized weight, also if the state has no tensors."""
         made = self.value(value)
         opened = _opened(value)
         return opened[1](opened[0]) if made is value and opened is not None else made
 
     def value(self, value: Any) -> Any:
-        """An equal value with copies of the tensors; a value without tensors is returned unchanged."""
+        """Return an equal value with copies of its tensors; a value without tensors is returned itself."""
         if id(value) in self._made:
             return self._made[id(value)][1]
         if isinstance(value, torch.Tensor):
@@ -173,19 +173,19 @@ class Rebuilding:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a wrapper around other tensors, without data."""
+    """Return whether the tensor subclass wraps other tensors and has no data of its own."""
     return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
 
 
 def _is_in_few_bits(parameter: nn.Parameter) -> bool:
-    """Whether a module may store tensors for the parameter, such as the scale of an integer weight."""
+    """Return whether the parameter may be quantized, so that its module may store tensors for it, such as a scale."""
     if type(parameter) is nn.Parameter:
         return not parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex())
     return is_composite(parameter) or not (parameter.is_floating_point() or parameter.requires_grad)
 
 
 def _may_get_tensors(value: Any) -> bool:
-    """Whether the value holds tensors, or is an object to which a forward may add tensors."""
+    """Return whether the value contains tensors, or is an object to which a forward may add tensors."""
     opened = None if isinstance(value, torch.Tensor) else _opened(value)
     if opened is None:
         return isinstance(value, torch.Tensor)
@@ -193,7 +193,7 @@ def _may_get_tensors(value: Any) -> bool:
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Plain tensors of a composite parameter, or of a state."""
+    """Return the plain tensors in a quantized parameter, or in the state that a module stores for the parameter."""
     if isinstance(value, torch.Tensor) and not is_wrapper(value):
         yield value
         yield from all_tensors(vars(value))
@@ -205,7 +205,7 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """A key that is equal for tensors with the same memory, shape, strides and dtype."""
+    """Return a key that is equal for tensors with the same memory, shape, strides and dtype."""
     if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return id(tensor)
     with DisableTorchFunctionSubclass():
@@ -224,7 +224,7 @@ def _flattened(tensor: torch.Tensor) -> _Opened:
 
 
 def _opened(value: Any) -> _Opened | None:
-    """Values inside a container, and a function that rebuilds the container; ``None`` for other values."""
+    """Return the values in a container and a function that rebuilds it; ``None`` if ``value`` is no container."""
     kind = type(value)
     if kind is dict:
         keys = list(value)
@@ -239,7 +239,7 @@ def _opened(value: Any) -> _Opened | None:
 
 
 def _opened_object(value: Any, kind: type) -> _Opened | None:
-    """Attributes of an object whose class ``object.__new__`` can create."""
+    """Return an object's attributes and a function that rebuilds it; ``None`` if the object cannot be rebuilt."""
     if isinstance(value, (nn.Module, type, enum.Enum)) or kind.__module__ == "builtins" or not _is_made_by_python(kind):
         return None
     held = getattr(value, "__dict__", None)
@@ -256,7 +256,7 @@ def _opened_object(value: Any, kind: type) -> _Opened | None:
 
 
 def _is_made_by_python(kind: type) -> bool:
-    """Whether instances of the class store everything in ``__dict__``."""
+    """Return whether instances of the class store all their values in ``__dict__``."""
     bases: Sequence[type] = kind.__mro__[:-1]
     # CPython flags: a heap type that is not immutable, as a `class` statement makes it
     return all(base.__flags__ & 0x300 == 0x200 and not vars(base).get("__slots__") for base in bases)
@@ -292,7 +292,7 @@ def check_gradient(title: str, parameter: nn.Parameter) -> None:
 
 
 def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> str | None:
-    """Why a parameter cannot be copied to a device, as the end of a sentence; ``None`` if it can."""
+    """Return why a parameter cannot be copied to a device, as the end of a sentence; ``None`` if it can be copied."""
     trains = "it trains. Quantized weights must be frozen. Train adapters, or all weights without quantization."
     if not (is_wrapper(parameter) or is_composite(parameter)):
         attributes = vars(parameter)
@@ -317,7 +317,7 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> s
 
 
 def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
-    """How a quantized weight differs from its copy, as the end of a sentence; ``None`` if both are equal."""
+    """Return how a quantized weight differs from its copy, as the end of a sentence; ``None`` if both are equal."""
     if parameter.requires_grad:  # a weight that trains is copied by its class, and not rebuilt
         with torch.no_grad():
             torch.empty_like(parameter).copy_(parameter)
@@ -350,7 +350,7 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _reached(value: object) -> set[int]:
-    """Ids of all tensors that an object refers to, also from slots."""
+    """Return the ids of all tensors to which an object refers, also indirectly and through ``__slots__``."""
     found: set[int] = set()
     seen: dict[int, object] = {}
     waiting: list[object] = [value]
@@ -367,7 +367,7 @@ def _reached(value: object) -> set[int]:
 
 
 def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor) -> str | None:
-    """A message if the layer computes different values with a copy of its weight."""
+    """Return a message if the layer computes other values with a copy of its weight, else ``None``."""
     with weights_kept(owner), torch.no_grad():
         # a layer that raises an error with its own weight needs another device, and cannot be compared on the host
         expected = result_or(lambda: type(owner).forward(owner, given), lambda error: None)
@@ -395,7 +395,7 @@ def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def has_few_bits(module: nn.Module) -> bool:
-    """Whether a module, without its submodules, holds a frozen quantized weight."""
+    """Return whether a module itself, not a submodule, has a frozen quantized weight."""
     return any(p is not None and is_composite(p) for p in module._parameters.values()) or bool(states_of(module))
 
 

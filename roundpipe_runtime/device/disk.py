@@ -1,4 +1,4 @@
-"""Memory on a disk: tensors in a mapped file, which are resident only while they are used.
+"""Store tensors in a memory-mapped file on a disk, whose pages are in memory only while the tensors are used.
 
 ::
 
@@ -6,8 +6,8 @@
                fetch: read ahead, in a separate thread
                leave: release the pages at once; another thread writes them and drops them from the page cache
 
-The tensors are ordinary CPU tensors, which can be read and written at any time. Access without
-:meth:`DiskMemory.fetch` is slower, and keeps a tensor resident until :meth:`DiskMemory.leave`.
+Tensors on a disk are ordinary CPU tensors, which can be read and written at any time. Access to a tensor without
+:meth:`DiskMemory.fetch` is slower, and keeps the tensor in memory until :meth:`DiskMemory.leave`.
 """
 
 from __future__ import annotations
@@ -135,14 +135,14 @@ class DiskMemory:
         return place
 
     def next_empty(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """An uninitialised tensor with the layout of ``like``, in the first free range of a key."""
+        """Return an uninitialised tensor with the layout of ``like``, in the first free range of the file for a key."""
         number = 0
         while (place := self.empty((key, number), like.shape, dtype or like.dtype, like.stride())) is None:
             number += 1  # a key has as many places as it had tensors at the same time
         return place
 
     def write(self, place: torch.Tensor, tensor: torch.Tensor) -> None:
-        """``place`` is a tensor of the same shape on the disk."""
+        """Write a tensor to ``place``, a tensor of the same shape on the disk."""
         part = self._part_at(place.data_ptr())
         is_alike = tensor.dtype == place.dtype and tensor.stride() == place.stride() and tensor.device.type == "cpu"
         is_alike = is_alike and not tensor.is_conj() and not tensor.is_neg()
@@ -243,7 +243,7 @@ class DiskMemory:
         self._wait(-1)
 
     def _wait(self, most: int) -> None:
-        """Wait until at most ``most`` bytes are not written yet (-1: all are written)."""
+        """Wait until at most ``most`` bytes remain to be written to the disk; -1 waits until all writes have ended."""
         while True:
             with self._lock:
                 waiting = sum(nbytes for _, nbytes in self._writing)
@@ -261,7 +261,7 @@ class DiskMemory:
         return_freed()
 
     def _ranges(self, tensors: Iterable[torch.Tensor]) -> list[tuple[_Part, int, int]]:
-        """Memory pages of tensors that are stored here, each with its part of the file."""
+        """Return the memory pages of tensors in this file, each range with the mapped range of the file."""
         held = [tensor for tensor in tensors if tensor.numel() and self.holds(tensor)]
         found = []
         for start, end in pages_of(held):
@@ -273,12 +273,12 @@ class DiskMemory:
         return found
 
     def acquire(self) -> None:
-        """Count a user of the memory; each user must call :meth:`close` later."""
+        """Register a user of this disk memory, who must call :meth:`close` later."""
         with self._lock:
             self._users += 1
 
     def close(self) -> None:
-        """End one use of the memory; the last user also ends the threads. The tensors stay valid."""
+        """Unregister a user of this disk memory; the last call ends the threads, and the tensors stay valid."""
         with self._lock:
             self._users -= 1
             if self._users > 0 or self._writer.is_closed:
@@ -297,7 +297,7 @@ _OF_MODELS: weakref.WeakKeyDictionary[nn.Module, DiskMemory] = weakref.WeakKeyDi
 
 
 def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
-    """The memory that stores the tensor; ``None`` for a tensor in ordinary memory."""
+    """Return the disk memory that stores the tensor; ``None`` for a tensor in ordinary memory."""
     if not _MEMORIES or type(tensor.data) is not torch.Tensor or tensor.device.type != "cpu":
         return None
     if tensor.layout != torch.strided or not tensor.numel():
@@ -314,12 +314,12 @@ def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
 
 
 def keep_with(model: nn.Module, memory: DiskMemory) -> None:
-    """The disk memory stays open as long as the model."""
+    """Keep the disk memory open as long as the model exists."""
     _OF_MODELS[model] = memory
 
 
 def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:
-    """The disk memory in a folder that already contains parameters of the model, or new disk memory."""
+    """Return the disk memory in the folder that already stores parameters of the model, or new disk memory."""
     found = next((memory for p in model.parameters() if (memory := disk_of(p)) is not None), None)
     return DiskMemory(folder) if found is None or found.folder != folder else found
 
@@ -337,7 +337,7 @@ def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[lis
 
 
 def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Iterator[int]:
-    """Yield the number of each group while the group is in memory, and read the next group ahead."""
+    """Yield the index of each list of tensors while they are in memory, and read the next list from the disk."""
     memory = next((found for group in groups for tensor in group if (found := disk_of(tensor)) is not None), None)
     if memory is None:
         yield from range(len(groups))
@@ -418,7 +418,7 @@ def open_scratch(folder: pathlib.Path) -> int:
 
 
 def _file_system(folder: pathlib.Path) -> str:
-    """Type of the file system; an empty string if the type is not known."""
+    """Return the type of the file system of a folder; an empty string if the type is not known."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -472,7 +472,7 @@ def release(start: int, end: int) -> None:
 
 
 def page_out(tensor: torch.Tensor) -> None:
-    """Remove pages from memory; unchanged pages of a mapped file are not written."""
+    """Remove the pages of a tensor from memory; unchanged pages of a mapped file are not written."""
     if hasattr(mmap, "MADV_DONTNEED"):  # Linux, on which _PAGE_OUT is defined
         for start, end in pages_of([tensor]):
             _libc().madvise(start, end - start, _PAGE_OUT)

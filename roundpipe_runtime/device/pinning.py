@@ -38,7 +38,7 @@ class PinnedModel:
         self.update()
 
     def update(self) -> None:
-        """Pin tensors that are not pinned yet: first all tensors, later tensors that ``load_state_dict`` replaced."""
+        """Pin the tensors of the model that are not pinned, such as tensors that ``load_state_dict`` has replaced."""
         if self._how == "off" or not self._devices:
             return
         found = {_key(tensor): tensor for tensor in self._tensors()}
@@ -53,7 +53,7 @@ class PinnedModel:
         self._seen = {_key(tensor) for tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """Host tensors that stages copy to devices and that can be pinned."""
+        """Return the host tensors that stages copy to devices and that can be pinned."""
         for parameter in self._model.parameters():
             is_sent = sent_dtype(parameter) == parameter.dtype  # otherwise its copy is pinned
             if is_sent and not is_composite(parameter) and _is_on_host(parameter):
@@ -67,7 +67,7 @@ class PinnedModel:
                 yield buffer
 
     def _composites(self) -> list[Any]:
-        """Quantized weights, and the tensors that their modules keep for them."""
+        """Return the quantized weights, and the state that their modules store for them."""
         found: list[Any] = [p for p in self._model.parameters() if is_composite(p)]
         return found + [slot.value for module in self._model.modules() for slot in states_of(module)]
 
@@ -91,7 +91,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a view into a larger buffer of an optimizer; pinning would copy the view."""
+    """Return whether the tensor is a view into a larger buffer of an optimizer, from which pinning would detach it."""
     if type(tensor.data) is not torch.Tensor:
         return False
     return tensor.untyped_storage().nbytes() > tensor.nbytes and is_held_elsewhere(tensor)
@@ -105,7 +105,7 @@ def _key(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _move(tensors: Sequence[torch.Tensor]) -> None:
-    """Tensors in pinned memory stop sharing memory with each other."""
+    """Move tensors to pinned memory, where they no longer share memory with each other."""
     memory = PinnedMemory({number: tensor.nbytes for number, tensor in enumerate(tensors)})
     # in slab order, so that the old memory of tensors is free before the next slab is allocated
     order = [number for number in memory.keys if isinstance(number, int)]
@@ -124,7 +124,7 @@ _ALREADY_REGISTERED = 712
 
 
 def _register(tensors: Sequence[torch.Tensor], model: nn.Module, device: Device) -> None:
-    """Pin the pages in place, until the model is deleted."""
+    """Pin the memory pages of tensors in place, until the model is deleted."""
     if device.torch_device.type != "cuda":
         raise ConfigError(f'pin_model="register" needs CUDA, found {device.name}. Use pin_model="alloc".')
     library = torch.cuda.cudart()
@@ -162,7 +162,7 @@ _LOST, _LOST_AT_END = 0.01, 0.005
 
 
 def plan_slabs(sizes: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
-    """Plan large memory blocks (slabs) for tensors of these sizes, of which about one percent stays unused.
+    """Plan large memory blocks (slabs) for tensors of the given sizes, of which about 1% stays unused.
 
     >>> plan_slabs([6000, 2000, 100])
     [(8192, {0: 0, 1: 6016, 2: 8064})]
@@ -180,7 +180,7 @@ def plan_slabs(sizes: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
 
 
 def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, dict[int, int]]]:
-    """Slabs of at most ``limit`` bytes for all sizes; a larger tensor gets a larger slab."""
+    """Return memory blocks (slabs) of at most ``limit`` bytes for all sizes; a larger tensor gets a larger slab."""
     waiting = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     total = left = sum(sizes)
     slabs = []
@@ -212,7 +212,7 @@ def _fill(waiting: Sequence[int], sizes: Sequence[int], nbytes: int) -> tuple[di
 
 
 class PinnedMemory:
-    """Pinned memory with an address range for each tensor; memory is allocated in slabs, each at its first use."""
+    """Pinned memory blocks (slabs), allocated at their first use, with an address range for each tensor."""
 
     # sizes: bytes of the place of each tensor, by a key
 
@@ -231,7 +231,7 @@ class PinnedMemory:
 
     @property
     def keys(self) -> list[Hashable]:
-        """In the order of the slabs that contain the tensors."""
+        """Keys of the tensors, in the order of the memory blocks (slabs) that contain the tensors."""
         return list(self._places)
 
     @property
@@ -244,7 +244,7 @@ class PinnedMemory:
         return any(holder() is not None for holder in self._holders.values())
 
     def empty_like(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
-        """An uninitialised tensor in the range of a key; the range is free again when the tensor is deleted."""
+        """Return an uninitialised tensor in the address range of a key; deleting the tensor frees the range."""
         # tensor: tensor of the same shape, strides and dtype
         # returns: the tensor; `None` if the place is taken or has another size, or if the strides leave gaps
         if self._sizes.get(key) != tensor.nbytes or not is_dense(tensor):
@@ -265,7 +265,7 @@ class PinnedMemory:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the strides leave no gaps in memory: torch preserves only such strides in copies."""
+    """Return whether a tensor's strides leave no gaps in memory; torch's copies preserve only gapless strides."""
     if tensor.layout != torch.strided:
         return False
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

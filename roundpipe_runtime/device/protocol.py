@@ -1,9 +1,9 @@
-"""The interface between the scheduler and a device: memory, copies, a thread and events, which are like futures.
+"""Define the interface of a device for the scheduler: memory, copies, a thread, and events that are like futures.
 
-Two classes implement this interface, and the same scheduler runs either class:
+Two classes implement the interface :class:`Device`:
 
 - :class:`VirtualDevice` simulates a device on the CPU with copied tensors, its own thread, and events that are complete
-  at once. The class can *check* that no code reads memory after its release, on another device, or before its event.
+  at once. In check mode, reading memory that was released, is on another device, or is incomplete raises an error.
 - :class:`AcceleratorDevice` is any device of ``torch.accelerator``, with one stream each for parameters, activations,
   compute and downloads.
 """
@@ -47,7 +47,7 @@ class Device(Protocol):
 
         Args:
             tensor: host tensor.
-            ready: event after which the host tensor is complete (default: already complete).
+            ready: event after which the host tensor is complete (default: the tensor is complete already).
             parameter: whether the copy is large and not urgent, so that it must not delay activations.
 
         Returns:
@@ -69,10 +69,10 @@ class Device(Protocol):
 
         Args:
             target: memory of the device.
-            source: host tensor with the same rows.
-            runs: rows to copy, as pairs of a start and a stop.
-            after_compute: whether the copy waits for the computation submitted so far, because that computation wrote
-                these rows (default: ``False``).
+            source: host tensor from which the rows are copied.
+            runs: ranges of rows to copy, as pairs ``(start, stop)``.
+            after_compute: whether the copy waits for all computation submitted before the copy, which wrote the rows
+                (default: ``False``).
         """
 
     def copy_rows_out(
@@ -82,11 +82,11 @@ class Device(Protocol):
 
         Args:
             tensor: tensor of the device.
-            runs: rows to copy, as pairs of a start and a stop.
+            runs: ranges of rows to copy, as pairs ``(start, stop)``.
             target: host tensor to copy to, which a device may ignore (default: a new tensor).
 
         Returns:
-            The copy and the event after which it is complete.
+            The host tensor, and the event after which the copy is complete.
         """
 
     def arrival(self) -> Event:
@@ -104,25 +104,25 @@ class Device(Protocol):
             target: host tensor to copy to, which a device may ignore (default: a new tensor).
 
         Returns:
-            The copy and the event.
+            The host copy, and the event after which the copy is complete.
         """
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
         """Make this device current while a layer runs, after all earlier copies to the device are complete.
 
         Args:
-            after: event at which the copies of parameters are complete (default: all copies).
+            after: event at which the layer's parameters are on the device (default: all earlier copies are complete).
         """
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[HasRoom | None]:
-        """Run one stage on the device, from copying its parameters to releasing them, once there is enough memory.
+        """Wait for enough memory, then run one stage in a with block, from copying to releasing its parameters.
 
         Args:
-            nbytes: bytes of the parameters and gradients of the stage (default: the bytes of any other stage).
+            nbytes: bytes of the parameters and gradients of the stage (default: 1).
 
         Returns:
-            The context. Its value is a function that reports whether the device now has memory for a number of bytes of
-            the next stage; or ``None`` if the next stage is not uploaded ahead.
+            A context manager that yields a function, which returns whether the device has memory for a number of bytes
+            of the next stage, or ``None`` if the device does not upload the next stage ahead.
         """
 
     def synchronize(self) -> None:
@@ -173,14 +173,14 @@ class Clock(Protocol):
 
     @property
     def is_late(self) -> bool:
-        """Whether times are known only after the device has ended its work."""
+        """Whether times are known only after the device has completed its asynchronous work."""
 
     def now(self, kind: str) -> float | torch.Event:
-        """The present moment in the work of the device: a time, or an event whose time is known later."""
+        """Return the current time in the work of the device, or an event whose time is known later."""
         # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
 
     def seconds(self, moment: float | torch.Event) -> float:
-        """The time of a moment on the clock of ``time.perf_counter``."""
+        """Return the time of a value from :meth:`now` in seconds, on the clock of ``time.perf_counter``."""
 
 
 class HostClock:
@@ -213,7 +213,7 @@ class EventClock:
         return stream.record_event(torch.Event(self._device, enable_timing=True))
 
     def now(self, kind: str) -> torch.Event:
-        """Record an event in the stream that runs this kind of work."""
+        """Record an event in the stream that runs work of the given kind, and return the event."""
         return self._record(self._others.get(kind, self._stream))
 
     def seconds(self, moment: float | torch.Event) -> float:

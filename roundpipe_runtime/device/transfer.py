@@ -1,7 +1,7 @@
-"""Flatten nested values, block masks included, and copy their tensors to a device and back.
+"""Flatten nested values, including ``BlockMask`` objects, and copy their tensors to a device and back.
 
-Flattening follows the registrations of `yobx_flatten` (and of torch). A tensor that occurs twice in a value is
-copied once, and is one tensor again in the rebuilt value.
+Classes are flattened as registered by `yobx_flatten` and by torch's pytree. A tensor that occurs twice in a value is
+copied once, and the rebuilt value contains the copy twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .protocol import Device, Event
 
 
 class Static:
-    """Base of classes whose objects contain no tensors; the pipeline passes such objects on unchanged."""
+    """Base of classes whose objects contain no tensors, and which the pipeline passes to the next layer unchanged."""
 
     __slots__ = ()
 
@@ -76,7 +76,7 @@ def flatten_value(value: PyTree, *, what: str = "value") -> tuple[TreeStructure,
 
 
 def separate(leaves: Sequence[Any], spec: pytree.TreeSpec, *, what: str) -> tuple[TreeStructure, list[torch.Tensor]]:
-    """The structure of a value with these leaves, and its tensors, without duplicates."""
+    """Return the structure of a value, given its pytree leaves, and the tensors among the leaves without duplicates."""
     numbers: list[int | tuple[int, ...] | None] = []
     constants: list[Any] = []
     tensors: list[torch.Tensor] = []
@@ -116,7 +116,7 @@ class HostValue:
     ready: list[Event | None]  # event of each tensor, after which its copy is complete
 
     def rebuild(self) -> Any:
-        """The tensors are complete after the device that sent them was synchronized."""
+        """Return the nested value, whose tensors are complete after the sending device was synchronized."""
         return self.structure.rebuild(self.tensors)
 
 
@@ -127,11 +127,11 @@ class HostCopies:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor, Event | None]] = {}
 
     def add(self, tensor: torch.Tensor, copy: torch.Tensor, ready: Event | None) -> None:
-        """The device tensor is not kept alive."""
+        """Remember the host copy of a device tensor, without keeping the device tensor alive."""
         self._known[id(tensor)] = weakref.ref(tensor), tensor._version, copy, ready
 
     def find(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event | None] | None:
-        """``None`` without a copy, or if the device tensor has changed."""
+        """Return the host copy of a device tensor; ``None`` if there is no copy or the device tensor has changed."""
         found = self._known.get(id(tensor))
         if found is None or found[0]() is not tensor or found[1] != tensor._version:
             return None
@@ -147,7 +147,7 @@ def send(
     last: bool = False,
     copies: HostCopies | None = None,
 ) -> HostValue:
-    """Copy tensors to the host, as a value that can be read when the copies are complete."""
+    """Copy tensors to the host, and return a value that can be read when the copies are complete."""
     # needs_grad: whether a gradient flows back through each tensor
     # last: whether the caller no longer writes to the tensors. Default: `False`.
     # copies: copies that the host already has; new copies are added. Default: none.
@@ -167,7 +167,7 @@ def fetch(device: Device, on_host: HostValue) -> list[torch.Tensor]:
 
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Describe tensors by dtype and shape, as text for the note of an error.
+    """Return the dtypes and shapes of tensors as text, for a note on an error.
 
     >>> shapes_of([torch.ones(2, 3)])
     'float32(2, 3)'
@@ -181,7 +181,7 @@ _SENT_AS = "_roundpipe_sent_as"  # attribute of a parameter: its dtype on device
 
 
 def sent_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Dtype on devices, which can differ from the dtype on the host."""
+    """Return the dtype of a parameter on devices, which can differ from its dtype on the host."""
     found: torch.dtype = parameter.__dict__.get(_SENT_AS, parameter.dtype)
     return found
 
@@ -191,7 +191,7 @@ def sent_nbytes(parameter: torch.Tensor) -> int:
 
 
 def as_sent(part: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Convert to the dtype on devices; for an accelerator, the copy is in pinned memory."""
+    """Return a tensor in its dtype on devices; a converted tensor for an accelerator is in pinned memory."""
     if part.dtype == dtype:
         return part
     made = torch.empty_like(part, dtype=dtype, requires_grad=False, pin_memory=device.type not in ("cpu", "meta"))
@@ -199,7 +199,7 @@ def as_sent(part: torch.Tensor, dtype: torch.dtype, device: torch.device) -> tor
 
 
 def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
-    """Convert trainable parameters to another dtype on the host; on devices they keep their original dtype."""
+    """Convert trainable parameters to another dtype on the host; copies on devices keep the original dtype."""
     for parameter in parameters:
         if not (parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype):
             continue
@@ -213,12 +213,12 @@ def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
 
 
 def sent_as(model: nn.Module) -> dict[str, torch.dtype]:
-    """Dtypes on devices of the parameters that have a different dtype on the host."""
+    """Return the dtypes on devices, by name, of parameters that have a different dtype on the host."""
     return {name: p.__dict__[_SENT_AS] for name, p in model.named_parameters() if _SENT_AS in p.__dict__}
 
 
 def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """All other parameters have their host dtype on devices."""
+    """Set the dtypes on devices of parameters by name; all other parameters have their host dtype there."""
     for name, parameter in model.named_parameters():
         if name in dtypes:
             parameter.__dict__[_SENT_AS] = dtypes[name]
@@ -235,24 +235,24 @@ def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class HeldMask:
-    """A wrapper around a ``BlockMask``, so that torch treats the mask as one leaf."""
+    """A wrapper around a ``BlockMask``, so that torch's pytree treats the mask as one leaf."""
 
     mask: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Batch size and number of heads; a size is 1 if the mask is the same for all rows or heads."""
+        """Batch size and number of heads of the mask; a size is 1 if the mask is the same for all rows or heads."""
         return tuple(self.mask.kv_num_blocks.shape[:-1])
 
 
 def is_block_mask(value: Any) -> bool:
-    """Whether the value is a ``BlockMask`` of flex attention; the module of that class is not imported."""
+    """Return whether the value is a ``BlockMask`` of flex attention, without importing flex attention."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return module is not None and isinstance(value, module.BlockMask)
 
 
 def leaf_test() -> Callable[[Any], bool] | None:
-    """An ``is_leaf`` function that keeps torch from flattening ``BlockMask``; ``None`` if torch never does."""
+    """Return a pytree ``is_leaf`` function that keeps ``BlockMask`` whole; ``None`` if torch does not flatten it."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return is_block_mask if module is not None and module.BlockMask in pytree.SUPPORTED_NODES else None
 
@@ -282,7 +282,7 @@ def cut_mask(mask: Any, start: int, stop: int) -> Any:
 
 
 def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], Any]]:
-    """Return the tensors of a ``BlockMask``, also in the closure of its function, and a function that rebuilds it.
+    """Return the tensors of a ``BlockMask`` and of its function's closure, and a function that rebuilds the mask.
 
     >>> from torch.nn.attention.flex_attention import create_block_mask
     >>> def mask_mod_of(allowed):
@@ -309,7 +309,7 @@ def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any
 
 
 def _opened(function: Any, tensors: list[torch.Tensor]) -> Callable[[Sequence[Any]], Any]:
-    """Append tensors in the closure to ``tensors``; return a function that rebuilds ``function`` with others."""
+    """Append the tensors in a function's closure to ``tensors``; return a maker of the function with new tensors."""
     if isinstance(function, functools.partial):
         held_by = (function.func, function.args, function.keywords)
     elif isinstance(function, types.FunctionType) and function.__closure__:

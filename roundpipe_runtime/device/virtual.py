@@ -1,7 +1,4 @@
-"""Virtual devices on the CPU, with their own memory, thread and events.
-
-Importing this file touches no accelerator and starts no thread.
-"""
+"""Simulate devices on the CPU, each with separate memory, a thread and events."""
 
 from __future__ import annotations
 
@@ -56,12 +53,12 @@ class VirtualDevice:
 
     Args:
         name: name in errors and timelines.
-        check: whether to fill memory with NaN on release, and to refuse reads of memory that is not written yet,
-            released, or of another device.
-        memory_limit: largest number of bytes of copies; ``None`` for no limit.
+        check: whether to fill released memory with NaN, and to raise an error for a read of memory that is not written
+            yet, was released, or belongs to another device.
+        memory_limit: largest number of bytes that the device may allocate; ``None`` for no limit.
 
     Attributes:
-        peak: largest number of bytes of copies that the device has had; counted only where there is a limit.
+        peak: largest number of bytes allocated at one time; counted only if there is a memory limit.
 
     >>> device = VirtualDevice("virtual:0", check=True)
     >>> copy = device.copy_in(torch.ones(2))
@@ -119,11 +116,11 @@ class VirtualDevice:
         return tensor
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy of a host tensor after the event ``ready``; in check mode, refuse an event not passed yet.
+        """Return a copy of a host tensor after the event ``ready``, which must be complete already in check mode.
 
         Args:
             tensor: host tensor.
-            ready: event after which the host tensor is complete (default: already complete).
+            ready: event after which the host tensor is complete (default: the tensor is complete already).
             parameter: without effect on the CPU.
 
         Returns:
@@ -157,8 +154,8 @@ class VirtualDevice:
 
         Args:
             target: memory of the device.
-            source: host tensor with the same rows.
-            runs: rows to copy, as pairs of a start and a stop.
+            source: host tensor from which the rows are copied.
+            runs: ranges of rows to copy, as pairs ``(start, stop)``.
             after_compute: without effect on the CPU.
         """
         self.use([target])
@@ -173,11 +170,11 @@ class VirtualDevice:
 
         Args:
             tensor: tensor of the device.
-            runs: rows to copy, as pairs of a start and a stop.
+            runs: ranges of rows to copy, as pairs ``(start, stop)``.
             target: without effect on the CPU.
 
         Returns:
-            The copy, and an event that has passed.
+            The host copy, and an event that is complete already.
         """
         self.use([tensor])
         with torch.no_grad():
@@ -202,7 +199,7 @@ class VirtualDevice:
             target: without effect on the CPU.
 
         Returns:
-            The copy, and an event that has passed.
+            The host copy, and an event that is complete already.
         """
         self.use([tensor])
         return tensor.detach().clone(), NOW

@@ -1,7 +1,7 @@
 """Worker threads, one per device: their mailbox, errors, Ctrl-C, forks, and the random generator that they share.
 
-A result is a future. The first error stops the run, every other thread ends its work at its next wait, and the caller
-raises the error with notes that state where the error happened.
+Submitted work returns a future. The first error stops the run: each other thread ends its work when it next waits for a
+result, and the caller gets the error with notes that state where the error happened.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StoppedRun(BaseException):
 class Worker:
     """A thread that runs submitted functions in order; the thread starts when the first one is submitted.
 
-    The thread ends with :meth:`close`, when the worker is garbage-collected, or with the interpreter, which waits for
-    it.
+    The thread ends at :meth:`close`, when the worker is garbage-collected, or at the end of the program, which waits
+    for the thread.
 
     >>> worker = Worker("example")
     >>> worker.submit(pow, 2, 10).result()
@@ -78,7 +78,7 @@ class Worker:
         return context.run(work)
 
     def close(self) -> None:
-        """Wait for the submitted work and end the thread. Work that is submitted later raises an error."""
+        """Wait for the submitted work and end the thread. Submitting work to a closed worker raises an error."""
         self.is_closed = True
         self._threads.shutdown(wait=True)
 
@@ -87,7 +87,7 @@ _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Mailbox:
-    """Passes results between the threads of one run, until one of them fails.
+    """Passes results between the threads of one run, until one of the threads fails.
 
     >>> mailbox = Mailbox()
     >>> mailbox.put("x", 1)
@@ -110,7 +110,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def take(self, key: Hashable, *, keep: bool = False) -> Any:
-        """Wait for the value of a key; the value is removed unless ``keep`` is true."""
+        """Wait for the value of a key and return it; the value is removed unless ``keep`` is true."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._values or self._error is not None)
             self.check()
@@ -121,7 +121,7 @@ class Mailbox:
             raise StoppedRun
 
     def fail(self, error: BaseException) -> None:
-        """Stop the run. Only the first error counts, as it usually causes all later errors."""
+        """Stop the run with an error; only the first error is raised, because it usually causes the later errors."""
         with self._changed:
             if self._error is None and not isinstance(error, StoppedRun):
                 self._error = error
@@ -136,8 +136,8 @@ class Mailbox:
 def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
     """Wait until all work of a run has ended, then raise the error that stopped the run, if there is one.
 
-    An interruption (Ctrl-C) while waiting also stops the run; the threads end their current layer first, so that
-    nothing of this run is still under way when the caller gets the exception.
+    Ctrl-C during the wait stops the run: each thread completes its current layer, so that no thread works for the run
+    any more when the caller gets ``KeyboardInterrupt``.
     """
     try:
         wait_for_futures(work)
@@ -194,7 +194,7 @@ def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
 
 
 def noting(note: str) -> contextlib.AbstractContextManager[None]:
-    """Add a note to an error of the block, unless the error has the note already."""
+    """Add a note to an error of the with block, unless the error has the note already."""
     return on_error(partial(add_note_once, note=note))
 
 
@@ -204,13 +204,13 @@ _LOCKS: list[Any] = []
 
 
 def free_after_fork(lock: L) -> L:
-    """In forked child processes, which lack the thread that holds the lock, the lock is released."""
+    """Register a lock to be released in forked processes, where the thread that holds the lock does not exist."""
     _LOCKS.append(lock)
     return lock
 
 
 def _start_again() -> None:
-    """A forked process has no threads, and an executor does not notice."""
+    """Restart worker threads and release locks in a forked process, which does not inherit threads."""
     for worker in list(_WORKERS):
         if not worker.is_closed:
             worker._start()
@@ -225,8 +225,9 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 class Uninterrupted:
     """A context manager that defers ``KeyboardInterrupt`` to the end of the with block.
 
-    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread. During the
-    block another handler is installed. In other threads, and where Python has no handler, the block does nothing.
+    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread. The context
+    manager installs another handler until the end of the with block. In threads other than the main thread, and if
+    SIGINT has no Python handler, the context manager has no effect.
 
     ::
 
@@ -278,8 +279,8 @@ class Uninterrupted:
 def wait_for(future: Future[T]) -> T:
     """Wait until a future is done and return its result; Ctrl-C ends only the wait.
 
-    ``Future.result`` waits on a condition. An interruption between two lines of that wait raises ``RuntimeError``, or
-    leaves the lock locked (https://github.com/python/cpython/issues/78667).
+    Ctrl-C during ``Future.result`` can raise ``RuntimeError``, or leave the lock of the future locked
+    (https://github.com/python/cpython/issues/78667).
 
     >>> future = Future()
     >>> future.set_result(3)
@@ -295,13 +296,13 @@ def wait_for(future: Future[T]) -> T:
 
 
 def is_done(future: Future[Any]) -> bool:
-    """Ctrl-C cannot leave the lock of the future locked here, which ``set_result`` needs, unlike in ``Future.done``."""
+    """Return whether a future is done; unlike in ``Future.done``, Ctrl-C cannot leave the future locked."""
     with Uninterrupted():
         return future.done()
 
 
 def error_of(future: Future[Any]) -> BaseException | None:
-    """``None`` if the future is not done or has a result."""
+    """Return the error of a future; ``None`` if the future is not done or has a result."""
     with Uninterrupted():
         return future.exception() if future.done() else None
 
@@ -315,7 +316,7 @@ _INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generat
 
 
 def generator_lock() -> Any:
-    """The lock that a thread must hold to use the CPU random generator of torch."""
+    """Return the lock that a thread must hold to use the CPU random generator of torch."""
     return _INSIDE.get() or _CPU_GENERATOR
 
 
@@ -338,7 +339,7 @@ def generator_alone(timeout: float = -1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def generator_kept(timeout: float = -1) -> Iterator[None]:
-    """Reserve the CPU random generator of torch in the block, and restore its state afterwards."""
+    """Reserve the CPU random generator of torch in the with block, and restore the generator's state afterwards."""
     # Without the lock, the restored state could be that of a layer in another thread.
     with generator_alone(timeout), torch.random.fork_rng(devices=[]):
         yield

@@ -43,7 +43,8 @@ class DeviceRates:
     def tokens_to_hide_transfers(self) -> float:
         """Return the number of tokens per step above which a forward takes longer than the upload of its parameters.
 
-        A token takes two operations for each parameter of 16 bits, which is uploaded once for all tokens of the step.
+        A forward takes two operations per token and parameter; each parameter has 16 bits and is uploaded once per
+        step.
 
         >>> rates = DeviceRates(50e9, 50e9, 1e11, 8e9, 8e9, 500e12, 1.0, 1.0)
         >>> rates.tokens_to_hide_transfers()
@@ -55,7 +56,7 @@ class DeviceRates:
 def measure_device(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, nbytes: int = _COPIED, rows: int = _ROWS
 ) -> DeviceRates:
-    """Takes about a second."""
+    """Measure the copy rates and matrix products of an accelerator, in about a second."""
     # dtype: dtype of the matrices. Default: bfloat16.
     # rows: rows and columns of the matrices. Default: 8,192.
     uploads, downloads, compute = (torch.Stream(device) for _ in range(3))
@@ -92,7 +93,6 @@ def measure_device(
 
 
 def _seconds(device: torch.device, *works: Work) -> float:
-    """The shortest time of several runs, by the events of the device."""
     return min(_once(device, works) for _ in range(_REPEATS))
 
 
@@ -119,7 +119,7 @@ _CALLS = 5
 
 
 def call_seconds() -> float:
-    """CPU seconds that a pipeline adds per layer and microbatch of a step; takes a fraction of a second."""
+    """Measure the CPU seconds that a pipeline adds per layer and microbatch of a step."""
     layers = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)])
     inputs = torch.ones(_MICROBATCHES, _WIDTH)
     last = _LAYERS - 4
@@ -165,7 +165,7 @@ class DiskRates(NamedTuple):
 
 
 def measure_disk(folder: pathlib.Path) -> DiskRates:
-    """Takes about a second, and up to 1 GB of temporary data."""
+    """Measure the rates of a disk, in about a second, with up to 1 GB of temporary data."""
     memory = DiskMemory(folder.absolute(), together=_PIECE)
     try:
         source = torch.randint(0, 256, (_PIECE,), dtype=torch.uint8)  # a disk may compress zeros

@@ -1,4 +1,4 @@
-"""Count the memory and operations of torch code; tensors on ``meta`` count with the sizes that devices need."""
+"""Count the memory and operations of torch code; a tensor on ``meta`` counts as much as on a device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ATEN = torch.ops.aten
 class Footprint(TorchDispatchMode):
     """Counts bytes and floating point operations of the code in its ``with`` block, in this thread.
 
-    A storage is counted once for all its views, from the operation that creates the storage until it is freed.
+    A storage is counted once for all its views, from the operation that creates the storage until the storage is freed.
 
     >>> with Footprint() as found:
     ...     a = torch.empty(4, 8, device="meta")
@@ -44,16 +44,16 @@ class Footprint(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These tensors existed before the measurement."""
+        """Do not count the given tensors, which existed before the measurement."""
         for tensor in tensors:
             self._note(tensor, counted=False)
 
     def count(self, tensor: torch.Tensor) -> None:
-        """The tensor was created outside of the block; the memory counts until the tensor is freed."""
+        """Count a tensor that was created outside of the with block, until the tensor is freed."""
         self._note(tensor, counted=True)
 
     def restart(self) -> int:
-        """Bytes alive now, from which a new measurement of the peak starts."""
+        """Start a new measurement of the peak, and return the bytes that are allocated now."""
         self.peak = self.alive
         return self.alive
 
@@ -92,7 +92,7 @@ class Footprint(TorchDispatchMode):
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the total bytes of these tensors, counting each tensor once.
+    """Return the total bytes of tensors, counting repeated tensors once.
 
     >>> rows = torch.empty(4, 8)
     >>> storage_bytes([rows, rows, torch.empty(2)])
@@ -105,7 +105,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _grouped(args: Any) -> int:
-    """Each row is multiplied by the matrix of its group."""
+    """Return the operations of a grouped product, in which each row is multiplied by the matrix of its group."""
     first: torch.Size = args[0].shape
     second: torch.Size = args[1].shape
     if len(first) == 2:  # rows times a matrix per group, or times other rows, for the gradients of the matrices
@@ -132,7 +132,7 @@ def _repeated(shape: torch.Size, groups: int) -> tuple[int, ...]:
 
 
 def _product_of_four_bits(args: Any) -> int:
-    """The shape of a 4-bit matrix of bitsandbytes is an argument."""
+    """Return the operations of a product of bitsandbytes, to which the shape of the 4-bit matrix is passed."""
     rows, (outputs, _) = args[0], args[2]
     return 2 * int(rows.numel()) * int(outputs)
 
@@ -279,7 +279,7 @@ class MetaResults:
 
 
 def _makes_new(func: Any) -> bool:
-    """By the schema, the operation returns one tensor that shares no memory with an argument."""
+    """Return whether, by its schema, an operation returns one tensor that shares no memory with an argument."""
     schema = func._schema
     return (
         schema.name.startswith("aten::")
@@ -302,7 +302,7 @@ def _form(value: Any) -> Hashable:
 
 
 def _is_new(out: torch.Tensor, given: Sequence[Any]) -> bool:
-    """Whether the tensor fills its memory, and shares it with no argument."""
+    """Return whether a result uses all of its storage, and shares the storage with no argument."""
     if not (type(out) is torch.Tensor and out.is_meta and out.layout == torch.strided) or out.dtype.is_complex:
         return False
     storage = out.untyped_storage()

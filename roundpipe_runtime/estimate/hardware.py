@@ -1,4 +1,4 @@
-"""Describe the devices and the host of a training, measured or assumed, also as a JSON file."""
+"""Describe the devices and the host of a training by measured or assumed rates, and store them as JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Hardware:
         down: bytes per second from one device to the host (default: ``link``).
         call: seconds that the host needs to call a layer once, without the layer's computation (default: 0).
         disk_read: bytes per second that the disk of ``host="disk:DIR"`` reads (default: not known).
-        disk_write: bytes per second that this disk writes (default: not known).
+        disk_write: bytes per second that the disk of ``host="disk:DIR"`` writes (default: not known).
     """
 
     names: tuple[str, ...]
@@ -81,9 +81,9 @@ def describe_hardware(
     """Describe devices by given values, and measure missing values if the devices are present.
 
     Args:
-        devices: ``"virtual:2"``, or names with commas, ``"cuda:0,cuda:1"``, which this machine may lack (default: all
-            accelerators of the machine, else ``"virtual:2"``).
-        memory: bytes of one device.
+        devices: ``"virtual:2"``, or device names separated by commas, such as ``"cuda:0,cuda:1"``, which may be absent
+            here (default: all accelerators of the machine, else ``"virtual:2"``).
+        memory: bytes of memory of one device.
         link: bytes per second between host and device.
         flops: operations per second of one device.
         dtype: dtype of the matrix products that are measured.
@@ -92,7 +92,7 @@ def describe_hardware(
         The devices and the host.
 
     Raises:
-        ConfigError: a name is not the name of a device.
+        ConfigError: ``devices`` contains a name that is not a device name.
     """
     names = device_names(devices)
     kind = device_kind(names)
@@ -125,7 +125,7 @@ def describe_hardware(
 
 
 def device_names(devices: str | None = None) -> tuple[str, ...]:
-    """The single names, such as cuda:0; this machine need not have these devices."""
+    """Return the names of the single devices, such as ``cuda:0``, which need not exist on this machine."""
     if devices is None or devices.startswith("virtual"):
         found = parse_devices(devices)
         names = tuple(device.name for device in found)
@@ -153,7 +153,7 @@ def device_kind(names: tuple[str, ...]) -> str:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
-    """Operations per second, measured in a fraction of a second."""
+    """Measure the operations per second of a matrix product."""
     for size in _ROWS[:1] if device.type == "cpu" else _ROWS:
         a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
         seconds = _seconds(functools.partial(torch.matmul, a, b), device)
@@ -163,21 +163,20 @@ def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> flo
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second from the host to a device; for accelerators, from pinned memory."""
+    """Measure the bytes per second of a copy from the host to a device, for accelerators from pinned memory."""
     source = torch.zeros(_COPIED, dtype=torch.uint8, pin_memory=device.type != "cpu")
     target = torch.empty_like(source, device=device)
     return _COPIED / _seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
 def host_memory_rate() -> float:
-    """Bytes per second that the host reads and writes in total while it copies memory."""
+    """Measure the bytes per second that the host reads and writes in total while it copies memory."""
     source = torch.zeros(_COPIED, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * _COPIED / _seconds(lambda: target.copy_(source), torch.device("cpu"))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest time of several calls, after an untimed call."""
 
     def timed() -> float:
         start = time.perf_counter()
@@ -198,7 +197,7 @@ def cores() -> int:
 
 
 def host_memory_available() -> int:
-    """Within the limit of a container, if there is one."""
+    """Return the bytes of available host memory, within the limit of a container if there is one."""
     import psutil
 
     available = int(psutil.virtual_memory().available)
@@ -224,7 +223,7 @@ def save_machine(machine: Hardware, path: str | os.PathLike[str]) -> None:
     """Write a machine profile to a JSON file.
 
     Args:
-        machine: devices and host.
+        machine: description of the devices and the host.
         path: file to write.
     """
     write_text(path, json.dumps(dataclasses.asdict(machine), indent=1) + "\n")
@@ -237,12 +236,12 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
 
         {"names": ["cuda:0", "cuda:1"], "flops": 150e12, "link": 25e9, "memory": 24e9, "host": 256e9, "host_rate": 60e9}
 
-    ``down`` is the rate from the device if it differs from the rate to it, and ``call`` the host's seconds per layer
-    and microbatch; ``disk_read`` and ``disk_write`` are the rates of a disk with the state of a training
-    (``host="disk:DIR"``). What is missing of ``memory`` and ``host`` is unknown.
+    ``down`` is the rate from a device to the host if it differs from ``link``; ``call`` is the time of the host per
+    layer and microbatch, in seconds; ``disk_read`` and ``disk_write`` are the rates of the disk that stores the
+    training state (``host="disk:DIR"``). A missing ``memory`` or ``host`` is unknown.
 
     Args:
-        path: file of JSON.
+        path: JSON file.
 
     Returns:
         The machine.

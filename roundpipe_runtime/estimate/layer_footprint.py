@@ -1,7 +1,7 @@
 """Measure the memory and operations of each layer of a pipeline on one microbatch.
 
 Layers are called one by one, forward and backward, as a stage calls them. Parameters and batch may be on ``meta``,
-where tensors use no memory, so the time does not depend on the size of a layer.
+where tensors use no memory, so the time of a measurement does not depend on the size of a layer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class LayerFootprint:
         backward_flops: number of operations of a backward, without the recomputed forward.
         frozen_bytes: size of the frozen parameters, which ``param_bytes`` includes (default: 0).
         trained_bytes: size of the trained parameters, which ``param_bytes`` includes (default: 0).
-        slice_bytes: size of the table slices on a device at one time, which ``param_bytes`` includes.
+        slice_bytes: size of the slices of large embedding or head matrices (tables) on a device at one time, which
+            ``param_bytes`` includes.
         parts_forward: size of the table rows and slices that are copied to the device for a forward (default: 0).
         parts_backward: size of the table rows and slices that a backward copies in addition (default: 0).
         parts_down: size of the gradients of table rows and slices, which are copied to the host (default: 0).
@@ -81,7 +82,7 @@ class LayerFootprint:
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the buffers; a layer that has buffers is copied to the device again for its backward."""
+        """Size of the layer's buffers; a layer that has buffers is copied to the device again for its backward."""
         return self.param_bytes - self.frozen_bytes - self.trained_bytes - self.slice_bytes
 
 
@@ -100,15 +101,15 @@ def measure_layers(
     """Measure memory and operations of each layer on one microbatch, forward and backward.
 
     Args:
-        layers: the layers of a pipeline, in order, in the mode in which they are trained.
-        args: positional arguments of the first layer; each other layer gets the previous output.
+        layers: the layers of a pipeline in order, each in the mode (train or eval) that the training uses.
+        args: positional arguments of the first layer; each later layer gets the output of the previous layer.
         kwargs: keyword arguments of the first layer.
         names: the names of the layers (default: index and class of each layer).
         gradient_dtype: the dtype in which gradients of a parameter are summed.
         last_call: function that calls the last layer (default: ``layer(value)``).
         kind: device type of the planned machine, such as ``"cuda"``; ``"cpu"`` for virtual devices.
         start: index of the first layer that is measured; earlier layers are only called (default: 0, all layers).
-        rule: decides which tables are copied in parts (default: no table).
+        rule: rule by which large embedding and head matrices are copied in parts (default: none).
 
     Returns:
         The memory and operations of each layer that is measured.
@@ -146,7 +147,7 @@ def _invoke(module: nn.Module, index: int, value: Any) -> Any:
 
 
 def _called(contents: LayerContents, call: Callable[[Any], Any], given: Values) -> tuple[LayerGraph, Values]:
-    """The autograd graph of the call, and the inputs of the next layer."""
+    """Call a layer; return the autograd graph of the call, and the inputs of the next layer."""
     entries, entered = enter(given, as_leaves=False)
     structure, exits = flatten_value(call(given.structure.rebuild(entered)), what=f"the output of {contents.title}")
     results = Values(structure, [plain(tensor) for tensor in exits], [exit_.requires_grad for exit_ in exits])
@@ -161,7 +162,6 @@ def _measure(
     gradient_dtype: Callable[[nn.Parameter], torch.dtype],
     parts: Parts,
 ) -> tuple[LayerFootprint, Values]:
-    """The footprint of a layer, and the inputs of the next layer."""
     held_here = [parameter for parameter in contents.parameters() if id(parameter) not in contents.tables]
     trained = [parameter for parameter in held_here if parameter.requires_grad]
     tables = [parameter for parameter in contents.parameters() if id(parameter) in contents.tables]
@@ -224,7 +224,7 @@ def _measure(
 
 
 class Parts:
-    """A device that copies nothing and counts the bytes of the table parts that a real device would copy."""
+    """A device that copies nothing and counts the bytes of table rows and slices that a real device would copy."""
 
     torch_device = torch.device("meta")
 
@@ -246,14 +246,14 @@ class Parts:
 
 
 class _NoSum(HostSum):
-    """A gradient sum that uses no memory."""
+    """A gradient sum that ignores all gradients, so that it uses no memory."""
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None: ...
 
 
 @contextlib.contextmanager
 def standing_tables(contents: LayerContents) -> Iterator[Parts]:
-    """Replace large tables by placeholders in the block; yield the counter of bytes to copy."""
+    """Replace large embedding and head matrices by placeholders in the with block; yield a counter of copied bytes."""
     parts, places = Parts(), []
     made: dict[int, nn.Parameter] = {}
     for slot in contents.slots:

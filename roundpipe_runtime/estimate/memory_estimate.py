@@ -5,14 +5,14 @@
     # a device, while stage k computes                       the host
     #   parameters of stage k                                  parameters and buffers
     #   parameters that stay from step to step
-    #   sums of their gradients          (backward, fused)     gradients, master weights, what the optimizer keeps
-    #   a microbatch on its way through, at its highest        inputs of the stages that go back, all microbatches
-    #   an accelerator also:                                   what is on its way between stages
-    #     parameters of the next stage, which arrive meanwhile
-    #     copies of other microbatches, on their way
+    #   sums of their gradients          (backward, fused)     gradients, master weights, optimizer state
+    #   peak of the activations of a microbatch                inputs of backward stages, of all microbatches
+    #   an accelerator also:                                   tensors in transit between stages
+    #     parameters of the next stage, in transit
+    #     copies of other microbatches, in transit
 
-What a layer allocates is measured (:mod:`roundpipe_runtime.estimate.layer_footprint`); here it is put together in the
-order in which a stage does it.
+The memory of each layer is measured (:mod:`roundpipe_runtime.estimate.layer_footprint`) and added up in the order in
+which a stage calls the layers.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .layer_footprint import LayerFootprint
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Peak memory of a device in bytes, and the parts of which it consists.
+    """Peak memory of a device in bytes, by purpose.
 
     Attributes:
         stage: index of the stage in which the peak is reached.
         parameters: bytes of the stage's parameters, except parameters that stay on the device from step to step.
-        gradients: bytes of the stage's summed gradients; in copies of the last stage, also microbatches' gradients.
+        gradients: bytes of the stage's summed gradients; in copies of the last stage, also gradients of microbatches.
         activations: bytes of the activations of the current microbatch.
         staying: bytes of layers of earlier stages, which stay on the device until their backward.
         arriving: bytes of the parameters of the next stage, which are already being copied.
@@ -58,14 +58,14 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """The peak memory of a device: the sum of all its parts, in bytes."""
+        """The peak memory of a device: the sum over all purposes, in bytes."""
         of_stage = self.parameters + self.gradients + self.activations
         return of_stage + self.staying + self.arriving + self.copies + self.kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Memory of the host in bytes, and the parts of which it consists.
+    """Memory of the host in bytes, by purpose.
 
     Attributes:
         parameters: bytes of the model's parameters and buffers; the optimizer updates the parameters themselves unless
@@ -87,20 +87,20 @@ class HostMemory:
 
     @property
     def total(self) -> int:
-        """The memory of the host: the sum of all its parts, in bytes."""
+        """The memory of the host: the sum over all purposes, in bytes."""
         trained = self.parameters + self.gradients + self.masters + self.optimizer
         return trained + self.activations + self.reference
 
 
 def share_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    """Gradients that copies of a stage send each other per microbatch, in the dtype of the parameters."""
+    """Return the bytes of gradients that copies of a stage send each other per microbatch, in the parameters' dtype."""
     if stage.copies == 1:
         return 0
     return sum(min(layers[index].grad_bytes, layers[index].param_bytes) for index in stage.layers)
 
 
 def visit_bytes(stage: Stage, layers: Sequence[LayerFootprint]) -> int:
-    """Peak memory of one microbatch, in addition to parameters and sums of gradients."""
+    """Return the peak memory of one microbatch in a stage, without parameters and sums of gradients."""
     mine = [layers[index] for index in stage.layers]
     if stage.kind == "forward":
         # the graph of a layer is freed before the next one begins
@@ -181,8 +181,8 @@ def _moment(
 def _gradients(stage: Stage, layers: Sequence[LayerFootprint], prefetches: bool) -> int:
     """Return the bytes of gradient sums, and of gradients that copies of the last stage wait to send or add.
 
-    The last copy has the gradients of its own last microbatch and of another copy. Gradients of the current
-    microbatch are part of its backward, except those of the layers after the current layer.
+    The last copy of the stage stores the gradients of its own previous microbatch and of another copy. The peak of a
+    backward includes gradients of the current layer, but not of later layers of the stage.
     """
     sums = sum(layers[i].grad_bytes for i in stage.layers) if stage.is_last_copy else 0
     waiting = 2 if stage.is_last_copy else int(prefetches)
@@ -238,12 +238,12 @@ class KeptBytes(NamedTuple):
     trained: int  # bytes of parameters that train. They stay from the first stage of a step that needs them to its end.
 
     def of(self, *, was_here: bool) -> int:
-        """Bytes that are already on a device when a stage starts there."""
+        """Return the bytes of the layer that are on a device before a stage copies parameters there."""
         return self.frozen + (self.trained if was_here else 0)
 
 
 def kept_bytes(layers: Sequence[LayerFootprint], room: float) -> list[KeptBytes]:
-    """Return how many bytes of each layer's parameters stay in ``room`` bytes of a device, frozen parameters first.
+    """Return how many bytes of each layer's parameters fit into ``room`` bytes of a device, frozen parameters first.
 
     >>> layer = LayerFootprint("", 300, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, frozen_bytes=250, trained_bytes=50)
     >>> [tuple(kept) for kept in kept_bytes([layer, layer], 520)]
@@ -262,7 +262,7 @@ def room_to_keep(
     *,
     fits: bool,
 ) -> float:
-    """Bytes of parameters that may stay on each device, computed as the runtime computes them."""
+    """Return the bytes of parameters that may stay on each device, by the same rule as the runtime."""
     # wanted: `keep_parameters` of `RoundPipeRunConfig`
     # memory: bytes of a device, `None` if not known
     # fits: whether there is room for all parameters and gradients at once
@@ -276,7 +276,7 @@ def room_to_keep(
 
 
 def _filled(sizes: Sequence[int], room: float) -> tuple[list[int], float]:
-    """Fill room with items in order; return the used bytes of each item, and the rest."""
+    """Return how many bytes of each item fit into ``room`` bytes if items are placed in order, and the bytes left."""
     found = []
     for size in sizes:
         here = size if size <= room else int(room)

@@ -69,7 +69,7 @@ class PlanReport:
 
     @property
     def disk(self) -> DiskUse | None:
-        """None if the training state is in host memory."""
+        """Bytes of a step on the disk; ``None`` if the training state is in host memory."""
         return self.simulated.disk
 
     @property
@@ -90,14 +90,14 @@ class PlanReport:
 
     @property
     def fits_devices(self) -> bool | None:
-        """None if the memory of a device is not known."""
+        """Whether the training fits into the memory of each device; ``None`` if that memory is not known."""
         if self.hardware.memory is None:
             return None
         return not self.too_large and max(m.total for m in self.device_memory) <= self.hardware.memory
 
     @property
     def fits_host(self) -> bool | None:
-        """None if the memory of the host is not known."""
+        """Whether the training fits into the memory of the host; ``None`` if that memory is not known."""
         return None if self.hardware.host is None else self.host_bytes <= self.hardware.host
 
 
@@ -174,7 +174,7 @@ def _plans(
     last_stage_copies: int | Literal["auto"],
     num_microbatch: int,
 ) -> tuple[list[ModelExecutePlan], str]:
-    """Plans by the number of copies of the last stage; if none fits, plans without the limit and the reason."""
+    """Return a plan per number of copies of the last stage; if none fits, ignore the limit and return the reason."""
     too_large = ""
     try:
         _plan(costs, hardware, limit, 1, num_microbatch)
@@ -188,7 +188,7 @@ def _plans(
 def _plan(
     costs: list[LayerCost], hardware: Hardware, limit: float | None, copies: int, num_microbatch: int
 ) -> ModelExecutePlan:
-    """The plan that the runtime makes with these layer times."""
+    """Return the execution plan that the runtime makes from the given layer times."""
     found = ModelExecutePlan.auto(
         "fused",
         costs,
@@ -201,7 +201,7 @@ def _plan(
 
 
 def _fewest_copies(simulated: Sequence[StepSimulation], memory: int | None) -> int:
-    """Index of the first step that fits the memory and is about as fast as the fastest."""
+    """Return the index of the first simulated step that fits the memory and is about as fast as the fastest step."""
     peaks = [max(device.total for device in one.device_memory) for one in simulated]
     fitting = [number for number, peak in enumerate(peaks) if memory is None or peak <= memory] or [0]
     least = min(simulated[number].seconds for number in fitting)
@@ -211,7 +211,7 @@ def _fewest_copies(simulated: Sequence[StepSimulation], memory: int | None) -> i
 def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware) -> float:
     """Return the tokens of a step whose computation takes as long as its copies.
 
-    The time of a stage grows with the tokens, and the time to copy its parameters and gradients does not.
+    The compute time of a stage grows with the tokens; the time to copy parameters and gradients does not.
     """
     compute = sum(load.compute for load in loads)
     down = machine.down or machine.link
@@ -224,7 +224,7 @@ def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """Cost of a frozen reference model. Its stages run after all stages of the trained model, without extra memory."""
+    """Cost of a frozen reference model, which runs after the trained model and needs no further device memory."""
 
     host_bytes: int  # its weights on the host; 0 if it is the model without its adapters
     seconds: float  # its forward
@@ -233,7 +233,7 @@ class Reference:
 def with_reference(
     report: PlanReport, tensors: Iterable[torch.Tensor], *, shares_weights: bool
 ) -> tuple[PlanReport, Reference]:
-    """Add a frozen reference model of the same size."""
+    """Add the cost of a frozen reference model of the same size to a report; return the report and the cost."""
     # tensors: parameters and buffers of the model; those of the reference have the same sizes
     # shares_weights: whether the reference is the model without its adapters
     size = 0 if shares_weights else sum(tensor.numel() * tensor.element_size() for tensor in tensors)

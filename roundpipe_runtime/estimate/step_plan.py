@@ -1,4 +1,4 @@
-"""Describe a training step independent of the machine: stages, layers, optimizer traffic."""
+"""Describe a training step independently of the machine: stages, layers, and traffic of the optimizer."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StepPlan:
         return share_bytes(stage, self.layers)
 
     def part_bytes(self, stage: Stage) -> tuple[int, int]:
-        """Return the bytes of parts of large tables that a microbatch copies in, and of gradients that it copies back.
+        """Return the bytes of rows and slices of tables that a microbatch uploads, and of gradients that it downloads.
 
         Args:
             stage: stage of this plan.
@@ -101,8 +101,8 @@ class StepPlan:
             machine: devices and host.
 
         Returns:
-            The seconds, including the host's calls of the layers. Virtual devices compute after each call, accelerators
-            during the call.
+            The seconds, including the time in which the host calls the layers. Only accelerators compute during the
+            calls.
         """
         called = len(stage.layers) * _SHARE[stage.kind] * machine.call
         computed = sum(self._seconds(layer, stage.kind, machine) for layer in stage.layers)
@@ -129,11 +129,11 @@ def step_plan(
     """Describe the stages, memory and operations of a training step of a model.
 
     Args:
-        plan: layers of each stage, as for ``"fused"`` runs.
+        plan: execution plan of a ``"fused"`` run, with the layers of each stage.
         layers: memory and operations of each layer on one microbatch, as :func:`measure_layers` returns them.
-        model: model whose parameters the host holds; they can be on ``meta``.
+        model: model whose parameters are in host memory; the parameters can be on ``meta``.
         num_microbatch: number of microbatches.
-        tokens: number of tokens of a step, all microbatches.
+        tokens: number of tokens in all microbatches of a step.
         optim_dtype: dtype in which the optimizer works (default: the dtype of each parameter).
         measured: seconds of each layer, as ``RoundPipe.layer_costs()`` returns them after some steps (default: computed
             from the operations).
@@ -143,7 +143,7 @@ def step_plan(
         The description.
 
     Raises:
-        PlanError: the plan does not fit these layers.
+        PlanError: ``plan`` does not match ``layers``.
     """
     parameters = list({id(p): p for p in model.parameters()}.values())
     stages = plan.stages("fused", len(layers), most_copies=num_microbatch)
@@ -158,7 +158,7 @@ def step_plan(
 
 
 def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep: float = 0.0) -> list[StageLoad]:
-    """Parameters that stay on a device are not copied again."""
+    """Return the load of each stage; parameters that stay on a device are not copied again."""
     # room_to_keep: bytes of each device for parameters that stay between steps. Default: 0.
     there: set[tuple[int, int]] = set()
     came: set[tuple[int, int]] = set()
@@ -207,8 +207,8 @@ MOST_READ = 0.75
 def expected_share(experts: int, per_token: float, tokens: float) -> float:
     """Return the expected share of a layer's experts that tokens are routed to, if routing is even.
 
-    Routing that prefers some experts reaches fewer experts on average, so the share is an upper bound of averages. A
-    single batch may reach more experts.
+    Uneven routing reaches fewer experts on average, so the result is an upper bound of the average share. A single
+    batch may reach more experts than expected.
 
     Args:
         experts: number of experts of the layer.
@@ -216,7 +216,7 @@ def expected_share(experts: int, per_token: float, tokens: float) -> float:
         tokens: number of tokens.
 
     Returns:
-        The share, from 0 to 1.
+        The expected share, from 0 to 1.
 
     >>> expected_share(8, 2, 1), round(expected_share(8, 2, 4), 2), round(expected_share(128, 8, 16), 2)
     (0.25, 0.68, 0.64)
@@ -225,7 +225,7 @@ def expected_share(experts: int, per_token: float, tokens: float) -> float:
 
 
 def unread_bytes(layer: LayerFootprint, tokens: int, num_microbatch: int) -> tuple[float, float]:
-    """Expected bytes of a layer's experts that a step does not upload, and of their gradients."""
+    """Return the expected bytes of a layer's experts that a step does not upload, and the bytes of their gradients."""
     # tokens: tokens of the step, all microbatches
     if not (layer.experts and tokens):
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Simulate a training step: seconds, bubbles, traffic of links and disk, peak memory, and what the step waits for.
+"""Simulate a training step: seconds, bubbles, traffic of links and disk, peak memory, and the bottleneck.
 
 ::
 
@@ -6,7 +6,7 @@
     is_async="exact"      optimizer | backward                           or the run alone, whichever is longer
     a state on a disk     each part takes at least as long as the disk needs for its bytes
 
-:func:`roundpipe_runtime.schedule.simulate` runs the schedule; this module provides its loads and sums up its result.
+:func:`roundpipe_runtime.schedule.simulate` simulates the schedule, with the loads of the stages from this module.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class StepSimulation:
     """A simulated training step.
 
     Attributes:
-        seconds: time from one step to the next.
+        seconds: seconds from the start of a step to the start of the next step.
         run: simulated forward and backward, with bytes of each link and every stage's times.
-        unhindered: the same simulation with transfers and an optimizer that take no time.
+        unhindered: simulation of the step if copies and the optimizer took no time.
         loads: time and traffic of each stage, in the order of dispatch.
         optimizer_seconds: time of AdamW on the host.
         exposed_optimizer: seconds of the optimizer in which the devices wait.
@@ -100,14 +100,15 @@ def simulate(
 
     Args:
         plan: training step, from :func:`step_plan`, or ``step`` of a :class:`PlanReport`.
-        machine: devices and host: :func:`describe_hardware`, or :func:`load_machine` for a file.
-        is_async: when the optimizer runs, as in ``RoundPipe.step``. ``False``, after the run; ``"exact"``, layer by
-            layer during the next run; ``True``, during a next run that uses the old weights.
-        stays: whether layers stay on a device from their forward to their backward (default: if there is memory).
+        machine: devices and host, from :func:`describe_hardware` or :func:`load_machine`.
+        is_async: when the optimizer runs, as in ``RoundPipe.step``. ``False``: after the run; ``"exact"``: layer by
+            layer during the next run; ``True``: during the next run, which uses the old weights.
+        stays: whether layers stay on a device from their forward to their backward (default: if the device has enough
+            memory).
         keep_parameters: GB of each device for parameters that stay from step to step, as in :class:`RoundPipeRunConfig`
-            (default: 0). In the simulated step, frozen parameters that stay are on the devices already.
-        host: ``"disk"``: the state is on a disk with the rates of the machine, as with ``RoundPipe(host="disk:DIR")``,
-            and gradients are clipped to a norm (default: ``"memory"``).
+            (default: 0). Frozen parameters that stay are not copied in the simulated step.
+        host: ``"disk"``: the training state is on a disk with the rates of the machine, as with
+            ``RoundPipe(host="disk:DIR")``, and gradients are clipped to a norm (default: ``"memory"``).
 
     Returns:
         The simulated step.
@@ -182,7 +183,7 @@ def _check_disk(machine: Hardware) -> None:
 
 
 def machine_of(machine: Hardware, *, linked: bool) -> Machine:
-    """With linked=False, copies take no time."""
+    """Return the machine for the simulation of a schedule; with ``linked=False``, copies take no time."""
     count, overlaps = len(machine.names), not machine.is_virtual
     if not linked:
         return Machine(count, overlaps=overlaps)
@@ -190,7 +191,7 @@ def machine_of(machine: Hardware, *, linked: bool) -> Machine:
 
 
 def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: DiskUse | None) -> dict[str, float]:
-    """Seconds in which each resource is busy, as the mean over all devices."""
+    """Return the seconds in which each resource is busy, as the mean over all devices."""
     devices, microbatches = len(machine.names), plan.num_microbatch
     without_calls = dataclasses.replace(machine, call=0.0)
     # a copy of the last stage runs some of the microbatches
@@ -225,7 +226,7 @@ _AT_HAND = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DiskUse:
-    """The bytes that a training step stores on a disk, reads from it and writes to it."""
+    """The bytes that a training step stores on, reads from and writes to a disk."""
 
     nbytes: int  # parameters, gradients, master weights and optimizer state, which are on the disk
     resident: int  # bytes in host memory: a few layers, and activations
@@ -246,7 +247,7 @@ class DiskUse:
         return self.written_in_run + self.written_in_step
 
     def seconds(self, machine: Hardware, read: int, written: int) -> float:
-        """Return the seconds that the disk needs for the bytes of a step, reading and writing at the same time.
+        """Return the seconds that the disk needs for the bytes of a step if it reads and writes at the same time.
 
         Args:
             machine: devices and host, with the rates of the disk.

@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT, described by a text such as ``8,16,q_proj``, and quantization-aware training."""
+"""Add LoRA adapters of PEFT, described by a text such as ``8,16,q_proj``, and train quantization-aware."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Lora:
 
     @classmethod
     def parse(cls, text: str) -> Lora:
-        """Read ``rank[,alpha[,target,...]]``; alpha is twice the rank unless it is given.
+        """Read ``rank[,alpha[,target,...]]``; alpha is twice the rank unless alpha is given.
 
         Raises:
             FineTuneError: the text does not have the form ``rank[,alpha[,target,...]]``.
@@ -56,7 +56,7 @@ class Lora:
 
 
 def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
-    """Add LoRA adapters to a model, and return PEFT's wrapper of it; all other weights are frozen.
+    """Add LoRA adapters to a model, freeze all other weights, and return PEFT's wrapper of the model.
 
     Args:
         model: Hugging Face model.
@@ -68,7 +68,7 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
 
     Raises:
         MissingDependencyError: PEFT is not installed.
-        FineTuneError: no module has the name of a target.
+        FineTuneError: no module has a name that a target matches.
     """
     require("peft", purpose="add_lora", extra="lora")
     import peft
@@ -95,7 +95,7 @@ def check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Context manager that hides warnings of PEFT 0.21 that do not matter here."""
+    """Context manager that hides harmless warnings of PEFT 0.21."""
     # PEFT reads an attribute of transformers 5.23 by its old name, cannot merge into weights of torchao, and searches
     # for the configuration of a GGUF file in a folder and on the Hub.
     of_gguf = "Could not find a config file|Unable to fetch remote file"
@@ -128,7 +128,7 @@ class Grid:
     bits: int
 
     def integers(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks of integers, and the scale of each block; both float32."""
+        """Return blocks of integers and the scale of each block, both in float32."""
         blocks = weight.detach().float().unflatten(1, (-1, _BLOCK))
         half = 2 ** (self.bits - 1)
         scales = blocks.abs().amax(2, keepdim=True).div_(half - 0.5).half().float().clamp_min_(_LEAST)
@@ -165,7 +165,7 @@ class RoundedLinear(nn.Linear):
             nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     def merged(self) -> torch.Tensor:
-        """The weight before rounding, plus its LoRA adapter if there is one."""
+        """Return the weight before rounding, plus its LoRA adapter if there is one."""
         if self.lora_a is None or self.lora_b is None:
             return self.weight
         return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.scaling)
@@ -176,16 +176,17 @@ class RoundedLinear(nn.Linear):
 
 
 def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | None = None, seed: int = 0) -> nn.Module:
-    """Replace the linear layers of a model, in place, by layers that multiply their weights as integers with scales.
+    """Replace the linear layers of a model, in place, by layers that round weights to scaled integers.
 
-    Only linear layers in lists of modules are replaced. The embedding and the head are rounded to 8 bits once, and are
-    not trained. A folder written by :func:`save_model` contains the integers, and ``quantize="keep"`` exports them.
+    Only linear layers in the model's lists of layers are replaced. The embedding and the head are rounded to 8 bits,
+    and are not trained. A folder written by :func:`save_model` contains the integers, and ``quantize="keep"`` exports
+    them.
 
     Args:
         model: Hugging Face causal language model in float32.
-        kind: ``"int4"`` or ``"int8"``, with a scale for 32 weights of a row.
-        lora: LoRA adapters, added to the weights before rounding; then only the adapters are trained. Without adapters,
-            the weights of the layers are trained.
+        kind: ``"int4"`` or ``"int8"``, with one scale per 32 weights of a row.
+        lora: LoRA adapters, which are added to the weights before rounding, and are trained instead of the weights
+            (default: the weights of the layers are trained).
         seed: seed of the initial adapters.
 
     Returns:
@@ -193,7 +194,7 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
 
     Raises:
         ConfigError: ``kind`` is unknown, a weight is not in float32, or no layer has a multiple of 32 inputs.
-        FineTuneError: no module has the name of a target of the adapters.
+        FineTuneError: no module has a name that a target of the adapters matches.
     """
     if kind not in get_args(AwareBits):
         raise ConfigError(f"quantize_aware: kind must be int4 or int8, found {kind!r}.")
@@ -233,7 +234,7 @@ def rounded_layers(model: nn.Module) -> dict[str, RoundedLinear]:
 
 
 def packed_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The weights in the format of compressed-tensors, and the matching quantization configuration."""
+    """Return the weights in the format of compressed-tensors, and the matching quantization configuration."""
     layers, state = rounded_layers(model), model.state_dict()
     for name, layer in layers.items():
         for part in ("weight", "lora_a", "lora_b"):
@@ -258,7 +259,7 @@ def packed_state(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, A
 
 
 def unrounded_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The quantized weights in floating point, under their original names."""
+    """Return the rounded weights in floating point, under the names that they have in the model without rounding."""
     layers, state = rounded_layers(model), model.state_dict()
     for name, layer in layers.items():
         for part in ("lora_a", "lora_b"):

@@ -1,10 +1,10 @@
-"""Conversations as rows of tokens: one per row, of different lengths, or several per row of fixed length.
+"""Put tokenized conversations into rows: one conversation per row, or several in a row of fixed length.
 
 ::
 
     one per row    A A A A A         padded on the right to the longest row of the batch
                    B B B . .
-    packed         A A A A A B B B   each sees itself alone: positions begin at 0 again
+    packed         A A A A A B B B   A and B do not attend to each other
     positions      0 1 2 3 4 0 1 2
 """
 
@@ -41,10 +41,10 @@ class ChatRows:
         held_out: indices of the rows that only evaluation reads.
         length: largest number of tokens that a row can have.
         conversations: number of conversations.
-        left_out: number of conversations without an answer in their first ``length`` tokens.
+        left_out: number of conversations that were left out, without an answer in ``length`` tokens.
         cut: number of conversations that were cut to ``length`` tokens.
-        digest: digest that is equal for the same rows.
-        pads_alike: whether all batches are padded to the longest row of all.
+        digest: hash of the rows, which is equal for equal rows.
+        pads_alike: whether all batches are padded to the longest row of the data set.
     """
 
     ids: list[torch.Tensor]
@@ -114,12 +114,13 @@ def read_chats(
     seed: int = 0,
     vocab_size: int | None = None,
 ) -> ChatRows:
-    """Read conversations and return them in rows of tokens, of which only the answers are trained.
+    """Read conversations and return rows of tokens, in which only the tokens of answers count for the loss.
 
     Args:
-        names: JSON lines, JSON files with a list, folders of such or of the library datasets, and patterns.
+        names: JSON lines files, JSON files with a list, folders of JSON files or saved by the library datasets, and
+            patterns.
         tokenizer: tokenizer of a model with a chat template.
-        length: largest number of tokens of a row; conversations are cut there.
+        length: largest number of tokens of a row; longer conversations are cut.
         template: file with a chat template. Default: the tokenizer's chat template.
         ignored: fields of rows and messages that are ignored. Any other unknown field is an error.
         packed: whether a row holds as many conversations as fit.
@@ -131,8 +132,8 @@ def read_chats(
         The rows, split into training rows and held-out rows.
 
     Raises:
-        FineTuneError: a row of a file is not a conversation, it has a field or a message that the template does not
-            read, or nothing is left to learn.
+        FineTuneError: a row of a file is not a conversation, or has a field or a message that the template does not
+            read, or no answer is left to train on.
     """
     encode = Encoder(tokenizer, template)
     found = [encode(conversation) for conversation in read_conversations(find_texts(names), ignored)]
@@ -149,7 +150,7 @@ def make_chat_rows(
 
     Args:
         conversations: tokens of each conversation.
-        length: largest number of tokens of a row; conversations are cut there.
+        length: largest number of tokens of a row; longer conversations are cut.
         packed: whether a row holds as many conversations as fit.
         eval_share: share of held-out rows, from 0 to 1.
         seed: seed for the choice of the held-out rows.
@@ -158,7 +159,8 @@ def make_chat_rows(
         The rows, split into training rows and held-out rows.
 
     Raises:
-        FineTuneError: no conversation has an answer in its first ``length`` tokens, or one row cannot be held out.
+        FineTuneError: no conversation has an answer in its first ``length`` tokens, or there are too few rows to hold
+            one out.
 
     >>> chats = [ChatTokens([1, 2, 3], [False, True, True]), ChatTokens([4, 5], [False, True])]
     >>> rows = make_chat_rows(chats, length=5, packed=True)
@@ -210,7 +212,7 @@ def _joined(parts: Iterable[Iterable[int]]) -> torch.Tensor:
 
 
 def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
-    """Return the conversations of each row: the longest first, each in the fullest row that has room for it."""
+    """Assign conversations to rows: the longest first, each to the fullest row that has space for the conversation."""
     rows_with_room: dict[int, list[list[int]]] = collections.defaultdict(list)
     rows: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
@@ -227,7 +229,7 @@ def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
 
 
 def check_packing(model: nn.Module) -> None:
-    """Refuse a model in which a conversation attends to the previous one in its row."""
+    """Raise an error for a model in which a conversation attends to the previous conversation of its row."""
     if not keeps_texts_apart(model):  # the model would train on other contexts
         raise FineTuneError(
             f"{type(model).__name__} lets a conversation see the previous one in its row, so conversations cannot be "

@@ -5,11 +5,11 @@ r"""Read conversations in four common forms, tokenize them with a chat template,
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
     ...................................................^^^^^^^^^^^^^^^^^ count
 
-A template with ``{% generation %}`` blocks marks the answers itself. Without them an answer is what the template adds
-for its message to the messages before it, with the beginning of an answer.
+A template with ``{% generation %}`` blocks marks the answers itself. Without ``{% generation %}`` blocks, an answer is
+the text that its message adds to the rendered earlier messages with a generation prompt.
 
-Everything in a conversation is learnt or refused: each text and each field has to change what the template writes, or
-be read by it.
+Each text and each field of a conversation must change the output of the template or be read by the template; otherwise
+the conversation is refused.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Encoder:
             raise self._refused(place, unread)
 
     def _is_alike(self, conversation: Conversation, number: int, message: Message, whole: str) -> bool:
-        """Whether the text stays the same if ``message`` replaces message ``number``."""
+        """Return whether the rendered text stays the same if ``message`` replaces message ``number``."""
         messages = [*conversation.messages[:number], message, *conversation.messages[number + 1 :]]
         other = dataclasses.replace(conversation, messages=messages)
         return result_or(lambda: self._rendered(other, len(messages)), lambda error: None) == whole
@@ -135,7 +135,7 @@ class Encoder:
         )
 
     def _text(self, prompt: str, completion: str) -> ChatTokens:
-        """The completion and the end token count for the loss."""
+        """Tokenize a prompt with its completion; only the completion and the end token count for the loss."""
         with readable(self.name, FineTuneError):
             before = self._inner(prompt)["input_ids"]
             ids = self._inner(prompt + completion)["input_ids"]
@@ -194,7 +194,7 @@ class Encoder:
 
 
 def _read_by(templates: Iterable[str]) -> tuple[set[str], set[object]]:
-    """Variables that templates read, and the message fields that templates read together with the role."""
+    """Return the variables that templates read, and the fields that templates read of messages."""
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -234,7 +234,6 @@ def _reads(tree: nodes.Template) -> Iterator[tuple[str, object]]:
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Length of the common prefix."""
     for place, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return place
@@ -348,14 +347,14 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
 
 
 def _is_empty(value: Any) -> bool:
-    """The library ``datasets`` stores missing fields as empty fields."""
+    """Return whether a field counts as missing, because the library ``datasets`` stores missing fields as empty."""
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
 def _form_of(
     row: Mapping[str, Any], place: str, ignored: Collection[str]
 ) -> tuple[Sequence[str], list[Message], list[Message] | None]:
-    """Fields of the form, the messages of its prompt, and the later messages; None for plain text."""
+    """Return a row's conversation fields, the messages of its prompt, and the later messages or ``None`` for text."""
     for name in _LISTS:
         if isinstance(row.get(name), list):
             return [name], [], _messages(row[name], place, ignored)
@@ -378,7 +377,7 @@ def _form_of(
 
 
 def _taken(fields: dict[str, Any], name: str, kind: type[T], place: str) -> T | None:
-    """Remove a field from ``fields``, and check its type."""
+    """Remove a field from ``fields``, check its type, and return its value."""
     value = fields.pop(name, None)
     if value is not None and not isinstance(value, kind):
         wanted = "text" if kind is str else "an object"

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Job:
-    """The processes of one training; a new object joins the processes that torchrun has started.
+    """The processes of one training; creating a ``Job`` joins the process group of torchrun.
 
     Attributes:
         rank: rank of this process.
@@ -66,8 +66,8 @@ class Job:
             work: work of this process, without collective calls.
 
         Raises:
-            FineTuneError: a request cannot be served in one of the processes.
-            DistributedError: one of the processes failed with a different error.
+            FineTuneError: one of the processes failed with an error of these packages or an ``OSError``.
+            DistributedError: one of the processes failed with any other error.
             Exception: all processes failed with the same error.
         """
         if self.size == 1:
@@ -130,7 +130,7 @@ def named_error(rank: int, error: Exception) -> Exception:
 
 
 def _described(error: Exception | None) -> tuple[bool, str] | None:
-    """Whether the error is a request that cannot be served, and its text."""
+    """Return whether an error is an ``OSError`` or of these packages, and its text; ``None`` without an error."""
     if error is None:
         return None
     is_request = isinstance(error, (FlattenError, RoundPipeError, OSError))
@@ -157,7 +157,7 @@ class Interruption:
             while not interruption.status:
                 step()
 
-    Outside of the main thread, the only one that gets signals, the block does nothing.
+    Outside of the main thread, which alone receives signals, the context manager has no effect.
     """
 
     # is_silent: whether a first signal is recorded without a message, in one of several processes

@@ -1,4 +1,4 @@
-"""The model to train and its tokenizer: a folder with weights, or a configuration with random weights."""
+"""Load the model to train and its tokenizer, from a folder, a GGUF file, or a configuration with random weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModelSource:
     """The source of a model that is not loaded yet: a folder, a GGUF file, or only a configuration.
 
     Attributes:
-        name: name that the user gave.
+        name: name of the model, as the user passed it.
         config: configuration of transformers.
         folder: folder of the tokenizer and the weights; ``None`` for a GGUF file or a configuration.
         has_weights: whether the folder or GGUF file contains weights; otherwise the weights are random.
@@ -85,8 +85,8 @@ class ModelSource:
         """Load the model with its stored weights, or initialize it with random weights.
 
         Args:
-            dtype: dtype of the weights. Default: the stored dtype, but bfloat16 for float16 weights, whose gradients
-                vanish; float32 for random weights and for weights of a GGUF file.
+            dtype: dtype of the weights. Default: the stored dtype, but bfloat16 for float16 weights, because gradients
+                underflow in float16; float32 for random weights and for weights of a GGUF file.
             seed: seed of random weights.
             quantize: quantization of the linear layers, as for :func:`quantize_frozen`. Weights in safetensors files
                 are read one after the other; weights in other files are all loaded before quantization.
@@ -139,7 +139,7 @@ class ModelSource:
         return _module(loaded)
 
     def _unread(self, dtype: torch.dtype | None) -> tuple[nn.Module, Mapping[str, Callable[[], torch.Tensor]]] | None:
-        """The model without weights, and their readers; None if weights cannot be read one by one."""
+        """Return the model without weights, and a reader of each weight; ``None`` if weights must be read together."""
         checkpoint = open_checkpoint(self.folder) if self.folder is not None and self.has_weights else None
         if checkpoint is None:
             return None
@@ -161,7 +161,7 @@ class ModelSource:
 def _read_to_disk(
     model: nn.Module, readers: Mapping[str, Callable[[], torch.Tensor]], dtype: torch.dtype, home: pathlib.Path
 ) -> nn.Module:
-    """Read parameters into a file on a disk, one at a time, since memory may not hold them all."""
+    """Read parameters into a file on a disk, one at a time, because they may not all fit into memory."""
     memory = DiskMemory(home)
     made: dict[int, nn.Parameter] = {}
     for path, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -188,7 +188,7 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
         The source, from which :meth:`ModelSource.load` loads the model.
 
     Raises:
-        FineTuneError: ``name`` is not a model, or the model is not a causal language model.
+        FineTuneError: ``name`` is not the path of a model, or the model is not a causal language model.
         ModelSourceError: a GGUF file cannot be read.
     """
     path = pathlib.Path(name)
@@ -292,14 +292,14 @@ def load_tokenizer(source: ModelSource, name: str | os.PathLike[str] | None = No
 
     Args:
         source: source of the model.
-        name: folder with a tokenizer, or ``"bytes"``. Default: the model's folder or GGUF file; bytes, if the
-            folder has no tokenizer and the weights are random.
+        name: folder with a tokenizer, or ``"bytes"``. Default: the tokenizer in the model's folder or GGUF file, or a
+            byte tokenizer if there is none and the weights are random.
 
     Returns:
         The tokenizer.
 
     Raises:
-        FineTuneError: there is no tokenizer, it cannot be read, or the model's vocabulary is too small for it.
+        FineTuneError: the tokenizer is missing, cannot be read, or has more tokens than the vocabulary of the model.
     """
     if name is not None and str(name) != "bytes":
         return _from_folder(pathlib.Path(name))
@@ -343,9 +343,9 @@ class ByteTokenizer:
     """A tokenizer without a vocabulary: one token per byte of UTF-8.
 
     Attributes:
-        vocab_size: number of tokens; every token is below it.
-        eos_token_id: token after each document.
-        pad_token_id: token of padding, stored for other programs; this package does not use the token.
+        vocab_size: number of different tokens; every token id is smaller than this number.
+        eos_token_id: id of the token after each document.
+        pad_token_id: id of the padding token, which is stored for other programs and not used by this package.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode(["né"])

@@ -1,4 +1,4 @@
-"""Records of steps and evaluations, checks of the places of results, the trained model, its card and its losses.
+"""Write the results of a training: metrics, the model, its card and a plot of losses; check the paths before.
 
 ::
 
@@ -48,7 +48,7 @@ class StepRecord:
 
     Attributes:
         step: number of the step, counted from 1.
-        loss: mean over the tokens of the step, before the update.
+        loss: mean loss over the tokens of the step, before the update.
         tokens: number of tokens of the step.
         tokens_per_s: tokens per second of this step, including copies and optimizer.
         lr: learning rate.
@@ -75,8 +75,8 @@ class EvalRecord:
 
     Attributes:
         step: number of training steps before the evaluation.
-        eval_loss: mean over the tokens of the held-out rows.
-        eval_tokens: number of tokens of these rows.
+        eval_loss: mean loss over the tokens of the held-out rows.
+        eval_tokens: number of tokens of the held-out rows.
         seconds: duration of the evaluation.
     """
 
@@ -110,10 +110,7 @@ def process_memory() -> int:
 
 
 def device_peak(devices: Iterable[Device]) -> int | None:
-    """Return the highest peak of tensor bytes among the accelerators; ``None`` without accelerators.
-
-    Virtual devices use memory of the process.
-    """
+    """Return the highest peak of tensor bytes among the accelerators; ``None`` without accelerators."""
     accelerators = [device.torch_device for device in devices if isinstance(device, AcceleratorDevice)]
     return max((torch.accelerator.max_memory_allocated(device) for device in accelerators), default=None)
 
@@ -173,7 +170,7 @@ def check_output(folder: str | os.PathLike[str], *, overwrite: bool = False) -> 
 
 
 def check_place(path: str | os.PathLike[str], option: str, *, in_parent: bool = True) -> None:
-    """Check before a training that a file or folder can be written at ``path``, without leaving anything there.
+    """Check before a training that a file or folder can be written at ``path``, without creating the file or folder.
 
     Args:
         path: file or folder.
@@ -196,13 +193,13 @@ def check_disk(
 
     Args:
         model: model that is trained.
-        settings: settings of the training; checkpoints hold moments and master weights in ``optim_dtype``.
+        settings: settings of the training; checkpoints contain moments and master weights in ``optim_dtype``.
         output: folder in which the model is saved.
         checkpoints: folder of the checkpoints.
         kept: number of checkpoints that exist at the same time.
 
     Raises:
-        FineTuneError: the disk is too small; names the folder, the needed and the free space.
+        FineTuneError: the disk is too small; the message states the folder, the needed space and the free space.
     """
     # only the adapters of a model with adapters are saved
     parameters = [p for p in model.parameters() if p.requires_grad or not is_adapted(model)]
@@ -243,13 +240,13 @@ def save_model(
     overwrite: bool = False,
     card: str | None = None,
 ) -> pathlib.Path:
-    """Save a trained model with its tokenizer, and check that it loads bitwise identical.
+    """Save a trained model with its tokenizer, and check that the loaded model is bitwise identical.
 
     Args:
-        model: Hugging Face model, or PEFT's model around one; then only the adapters are saved.
+        model: Hugging Face model, or PEFT's wrapper of a model, of which only the adapters are saved.
         tokenizer: tokenizer, saved with the model.
-        folder: folder that appears when it is complete and the model loaded from it is bitwise identical.
-        source: source of the model, into which adapters are loaded for the check.
+        folder: new folder, which appears only if the model loaded from its files is bitwise identical.
+        source: source of the base model, into which the saved adapters are loaded for the check.
         overwrite: whether to replace an existing folder.
         card: text of ``README.md``. Default: no card, or for adapters the card that PEFT writes.
 
@@ -257,8 +254,8 @@ def save_model(
         The folder.
 
     Raises:
-        FineTuneError: the folder exists, or the loaded model differs.
-        OSError: the folder could not be written; what was there before is unchanged.
+        FineTuneError: the folder exists and ``overwrite`` is false, or the loaded model differs from the saved model.
+        OSError: the folder could not be written; an existing folder is unchanged.
     """
     path = pathlib.Path(folder)
     check_output(path, overwrite=overwrite)
@@ -277,7 +274,7 @@ def save_model(
 
 
 def _write_weights(model: Any, folder: pathlib.Path) -> None:
-    """A model that was trained quantization-aware is saved as integers."""
+    """Save the weights of a model, as integers if the model was trained quantization-aware."""
     if not rounded_layers(model):
         model.save_pretrained(folder)
         return
@@ -341,7 +338,7 @@ def model_card(
         is_adapter: whether only adapters were saved.
 
     Returns:
-        Markdown, with the metadata that hubs read.
+        The card in Markdown, with the metadata that model hubs read.
     """
     base = pathlib.Path(source.name).name  # readers of the card do not have this path
     steps = [record for record in records if isinstance(record, StepRecord)]
@@ -401,7 +398,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
         width: largest number of characters.
 
     Returns:
-        One character for each value, or for the mean of several; empty without values.
+        A string of one character for each value or mean of neighbours; an empty string if there are no values.
 
     >>> sparkline([4.0, 3.0, 2.0, 1.0])
     '█▆▃▁'
@@ -415,7 +412,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def check_curve(path: str | os.PathLike[str]) -> None:
-    """Check before a training that its losses can be drawn.
+    """Check before a training that its losses can be plotted.
 
     Args:
         path: path of the image.
@@ -430,7 +427,7 @@ def check_curve(path: str | os.PathLike[str]) -> None:
 
 
 def save_curve(records: Sequence[StepRecord | EvalRecord], path: str | os.PathLike[str]) -> None:
-    """Draw the losses of steps and evaluations into an image file.
+    """Plot the losses of steps and evaluations into an image file.
 
     Args:
         records: records of a training, as :func:`run` passes them to ``show``.

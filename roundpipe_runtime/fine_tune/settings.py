@@ -22,10 +22,11 @@ class BatchSettings:
 
     Attributes:
         batch: number of rows per batch, of all processes together.
-        microbatches: number of microbatches per batch, or per group of rows (default: number of devices + 1, but at
-            most the number of rows).
+        microbatches: number of microbatches per batch, or per group if ``replicas`` splits batches into groups
+            (default: number of devices + 1, but at most the number of rows).
         replicas: number of groups into which a batch is split; process ``g % N`` of ``N`` processes trains group ``g``,
-            and results do not depend on ``N``. Default: number of processes; no groups in one process.
+            and results do not depend on ``N``. Default: the number of processes; a single process does not split
+            batches.
         accumulate: number of batches per step; their gradients are averaged.
         steps: number of steps; ``None`` to use ``epochs``.
         epochs: number of passes over all rows, if ``steps`` is not given.
@@ -62,7 +63,7 @@ class BatchSettings:
             )
 
     def rows_of_group(self, replicas: int) -> int:
-        """Return the rows of the largest group of a batch.
+        """Return the number of rows in the largest group of a batch.
 
         Args:
             replicas: number of groups.
@@ -87,7 +88,7 @@ class LearningSettings:
 
     Attributes:
         lr: peak learning rate.
-        warmup: number of steps until the peak. Default: a tenth of all steps, at most 100.
+        warmup: number of steps until the learning rate reaches its peak. Default: a tenth of all steps, at most 100.
         schedule: learning rate after the warmup: decay to zero along half a cosine or a line, or constant.
         weight_decay: weight decay of AdamW, for parameters with two axes or more.
         clip: largest norm of the gradients, to which they are scaled down; 0 for no clipping.
@@ -151,14 +152,15 @@ class Settings(BatchSettings, LearningSettings):
     Attributes:
         devices: devices, as for :class:`RoundPipe`.
         optim_dtype: dtype of gradients, moments and master weights. Default: float32.
-        keep_parameters: parameters that stay on devices between steps, as in :class:`RoundPipeRunConfig`; results are
-            the same.
-        large_tables: how tables of large vocabularies are copied, as in :class:`RoundPipe`.
+        keep_parameters: parameters that stay on devices between steps, as in :class:`RoundPipeRunConfig`; results do
+            not depend on this setting.
+        large_tables: how large embedding and head matrices are copied, as in :class:`RoundPipe`.
         host: where parameters, gradients, master weights and moments live: ``"memory"``, or ``"disk:DIR"``, as for
-            :class:`RoundPipe`; the numbers are the same.
-        update: which weights the optimizer updates, and when, as in :class:`RoundPipe`; results are the same.
+            :class:`RoundPipe`; results do not depend on this setting.
+        update: which weights the optimizer updates, and when, as in :class:`RoundPipe`; results do not depend on this
+            setting.
         eval_every: number of steps between two evaluations; ``None`` evaluates only at the end.
-        check: whether to compare the cut model with the reference model first.
+        check: whether to compare the model cut into layers with the original model before the training.
         report_to: additional targets of the Trainer's logs: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and others.
 
     Raises:

@@ -1,11 +1,11 @@
-"""Read text files, JSON lines and folders of `datasets`, and tokenize them into rows of one length.
+"""Read text files, JSON lines and folders saved by `datasets`, and tokenize them into rows of equal length.
 
 ::
 
     notes.txt           one document
     mails.jsonl         one document per line, its text in the field "text"
     saved/              written by save_to_disk of the library datasets: one document per row
-    corpus/, "*.md"     the files in there, in the order of their names
+    corpus/, "*.md"     the files in the folder, in the order of their names
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PIECE = 2**16  # characters that are read at a time
 
 
 def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    """Files, and folders that the library ``datasets`` saved, without duplicates."""
+    """Return the named files, and folders that the library ``datasets`` saved, without duplicates."""
     # names: files, folders and patterns such as `texts/**/*.txt`
     found = [path for name in names for path in _named(os.fspath(name))]
     if not found:
@@ -54,7 +54,7 @@ def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
 
 
 def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterator[str | None]:
-    """Yield documents in pieces, with ``END`` after each document."""
+    """Yield the text of documents in several strings each, with ``END`` after each document."""
     # field: field of JSON lines, and of folders of `datasets`, that holds the text
     for path in paths:
         if path.is_dir():
@@ -134,7 +134,7 @@ def _plain(path: pathlib.Path) -> Iterator[str | None]:
 
 
 def json_lines(path: pathlib.Path, wanted: str) -> Iterator[tuple[str, Any]]:
-    """Yield FILE:LINE and the value of each line."""
+    """Yield the place (``FILE:LINE``) and the JSON value of each line."""
     check_encoding(path)
     with open_regular(path, failure=FineTuneError) as file:
         for number, line in enumerate(file, 1):
@@ -182,7 +182,7 @@ def is_saved(folder: pathlib.Path) -> bool:
 
 
 def _saved_folder(folder: pathlib.Path) -> pathlib.Path:
-    """The only data set in the folder, or the data set ``train``."""
+    """Return the folder of the only saved data set, or of the data set ``train``."""
     if not (folder / "dataset_dict.json").is_file():
         return folder
     if is_saved(folder / "train"):
@@ -229,12 +229,12 @@ class Rows(Protocol):
 
     @property
     def lengths(self) -> torch.Tensor | None:
-        """Number of tokens of each row, for batches of similar rows; ``None`` if all rows have the same length."""
+        """Number of tokens of each row, to batch rows of similar length; ``None`` if all rows have the same length."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        """The arguments of the model for a row."""
+        """Return the arguments of the model for a row."""
 
     def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Return the arguments of the model for a batch."""
@@ -268,14 +268,14 @@ _CHARACTERS, _TEXTS = 2**20, 1000
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """A tokenized text in rows of one length.
+    """A tokenized text in rows of equal length.
 
     Attributes:
         tokens: tokens, of shape (rows, length), int32.
         training: indices of the training rows, of shape (rows,).
         held_out: indices of the rows that only evaluation reads.
         left_over: number of tokens at the end that do not fill a row.
-        digest: digest that is equal for the same tokens in rows of the same length.
+        digest: hash that is equal for equal tokens in rows of equal length.
     """
 
     tokens: torch.Tensor
@@ -322,9 +322,9 @@ def read_blocks(
     """Read and tokenize texts, and return their tokens in rows.
 
     Args:
-        names: files of text or JSON lines, folders of such files or of the library datasets, and patterns.
+        names: files of text or JSON lines, folders of such files or saved by the library datasets, and patterns.
         tokenizer: tokenizer from :func:`load_tokenizer`.
-        length: tokens of a row.
+        length: number of tokens per row.
         field: field of JSON lines, and of folders of ``datasets``, that holds the text.
         eval_share: share of the rows that is held out for evaluation, from 0 to 1.
         seed: seed for the choice of the held-out rows.
@@ -334,7 +334,7 @@ def read_blocks(
         The rows, split into training rows and held-out rows.
 
     Raises:
-        FineTuneError: a text cannot be read, the tokens do not fill a row, or a token is too large.
+        FineTuneError: a text cannot be read, the tokens do not fill a row, or a token id is not below ``vocab_size``.
     """
     paths = find_texts(names)
     tokens = pack(read_texts(paths, field=field), tokenizer)
@@ -353,7 +353,7 @@ def check_vocabulary(largest: int, vocab_size: int | None, tokenizer: Tokenizer)
 
 
 def pack(pieces: Iterable[str | None], tokenizer: Tokenizer) -> torch.Tensor:
-    """All documents in one sequence, with an end-of-text token after each non-empty document."""
+    """Tokenize all documents into one sequence, with an end-of-text token after each non-empty document."""
     # pieces: pieces of documents, and `END` after each document
     # tokenizer: tokenizer whose `eos_token_id` ends a document; `None` adds no such token
     store = bytearray()
@@ -389,7 +389,7 @@ def make_blocks(tokens: torch.Tensor, *, length: int, eval_share: float = 0.0, s
 
     Args:
         tokens: sequence of tokens, of shape (tokens,).
-        length: tokens of a row.
+        length: number of tokens per row.
         eval_share: share of held-out rows, from 0 to 1; above 0, at least one row is held out, and at least one row is
             left for training.
         seed: seed for the choice of the held-out rows.

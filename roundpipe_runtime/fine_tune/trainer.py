@@ -1,4 +1,4 @@
-"""The Trainer of a training on text, and its callbacks. Loading this file imports transformers."""
+"""Define the Trainer of transformers for fine-tuning on text, and its callbacks."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TextTrainer(RoundPipeTrainer):
         )
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
-        """Logs of steps get the loss in double precision, tokens and seconds."""
+        """Add the loss in double precision, the tokens and the seconds to the log of a step."""
         if "loss" in logs:
             size = self.settings.accumulate * self.settings.batch
             end = self.state.global_step * size
@@ -137,7 +137,7 @@ class TextTrainer(RoundPipeTrainer):
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     def get_eval_dataloader(self, eval_dataset: object = None) -> DataLoader[Any]:
-        """Batches of this process; all processes together always have the same batches."""
+        """Return the evaluation batches of this process; all processes together evaluate all held-out rows."""
         size: int = self.args.per_device_eval_batch_size
         batches = list(BatchSampler(self.rows.held_out.tolist(), size, drop_last=False))
         return DataLoader(
@@ -147,7 +147,7 @@ class TextTrainer(RoundPipeTrainer):
     def evaluation_loop(
         self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **options: Any
     ) -> EvalLoopOutput:
-        """The loss is the mean over tokens, not over rows as in the Trainer."""
+        """Compute the mean loss over tokens; the Trainer of transformers computes the mean over rows."""
         self.pipeline.synchronize()
         self.callback_handler.eval_dataloader = dataloader
         found = self.job.exchange(self.job.together(lambda: [self._loss_of(batch) for batch in dataloader]))
@@ -160,7 +160,7 @@ class TextTrainer(RoundPipeTrainer):
 
     @torch.no_grad()
     def _loss_of(self, batch: dict[str, torch.Tensor]) -> tuple[float, int]:
-        """Mean loss of a batch, and the number of tokens that count; the logits stay on the devices."""
+        """Return the mean loss of a batch, and the number of tokens that count; the logits stay on the devices."""
         options = {CALL_OPTIONS: CallOptions(loss_only=True)}
         was_training = self.pipeline.training
         self.pipeline.eval()
@@ -194,7 +194,7 @@ class TextTrainer(RoundPipeTrainer):
 
 
 def read_notes(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """Settings stored in a checkpoint; empty for a checkpoint of another script."""
+    """Return the settings stored in a checkpoint; ``{}`` for a checkpoint of another script."""
     path = checkpoint / _NOTES
     return read_document(path, dict[str, Any], failure=DamagedCheckpointError, finite=False) if path.exists() else {}
 
@@ -262,7 +262,7 @@ class Order(Sampler[int]):
         return (self[place] for place in range(self.count))
 
     def __getitem__(self, place: int) -> int:
-        """The row at a place in the sequence; place 0 is the first row of the first epoch."""
+        """Return the row at an index of the sequence of all epochs; index 0 is the first row of the first epoch."""
         epoch, number = divmod(place, len(self.rows))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed((self.seed + _STRIDE * (epoch + 1)) % 2**63)
@@ -278,14 +278,13 @@ class Order(Sampler[int]):
 
 
 class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
-    """Decides after each step what the Trainer does next, and forwards its logs.
+    """Decides after each step whether the Trainer logs, evaluates and saves, and forwards the logs.
 
     ::
 
-        step_end   log? evaluate? save?
-        log        the record of the step   a signal: save, and stop
-        log        that of the evaluation   likewise
-        save       where
+        on_step_end   decides whether to log, evaluate and save
+        on_log        forwards the record of a step or an evaluation; after a signal, requests a checkpoint and the end
+        on_save       remembers the path of the checkpoint
     """
 
     # every: steps between two checkpoints; `None` for none

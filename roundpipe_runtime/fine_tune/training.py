@@ -1,4 +1,4 @@
-"""A training of a model on text: its pipeline, AdamW on the host, its Trainer, checkpoints, and a run to its end."""
+"""Train a causal language model on text through a pipeline, with AdamW on the host, a Trainer and checkpoints."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Training:
 
     The same rows, settings, number of groups and number of microbatches give bitwise identical results, on any number
     of devices and processes, and across :meth:`save` and :meth:`restore`. Under torchrun each process trains a part of
-    each batch; all of them call the same methods.
+    each batch; all processes call the same methods.
 
     Args:
-        model: Hugging Face causal language model, or PEFT's model around one; it is trained in place.
+        model: Hugging Face causal language model, or PEFT's wrapper of one; the model is trained in place.
         blocks: tokenized text from :func:`read_blocks`, or conversations from :func:`read_chats`.
         settings: settings of the training.
 
@@ -63,7 +63,7 @@ class Training:
     Raises:
         ConfigError: the devices do not exist, or there are fewer groups than processes.
         DistributedError: the processes have different texts, models or settings.
-        FineTuneError: the model is not causal, or rows are longer than it can take.
+        FineTuneError: the model is not causal, or rows are longer than the model supports.
         MissingDependencyError: transformers or accelerate is not installed.
     """
 
@@ -134,7 +134,7 @@ class Training:
 
         Raises:
             FineTuneError: the loss or a gradient is not finite; the parameters are unchanged, except with
-                ``update="in_backward"``. The error is also raised if the training was stopped before.
+                ``update="in_backward"``. ``FineTuneError`` is also raised if an earlier call was stopped.
         """
         found, self._checkpoint = self._checkpoint, None
         if found is None and self.step == self.steps:
@@ -148,7 +148,7 @@ class Training:
 
     @contextlib.contextmanager
     def first_dtypes(self) -> Iterator[None]:
-        """Context manager in which the parameters have the dtypes from before the training, in which they are saved."""
+        """Context manager in which the parameters have their dtypes from before the training, to be saved."""
         wide = {parameter: parameter.data for parameter, dtype in self._dtypes.items() if parameter.dtype != dtype}
         try:
             for parameter in wide:
@@ -160,7 +160,7 @@ class Training:
 
     @property
     def history(self) -> list[StepRecord | EvalRecord]:
-        """Records of all steps and evaluations, including those before :meth:`restore`."""
+        """Records of all steps and evaluations, including records from before :meth:`restore`."""
         found = (record_of(logs, logs["step"]) for logs in self.trainer.state.log_history)
         return [record for record in found if record is not None]
 
@@ -189,7 +189,7 @@ class Training:
             The folder of the checkpoint.
 
         Raises:
-            CheckpointError: something cannot be stored.
+            CheckpointError: a value cannot be stored.
             OSError: the checkpoint could not be written.
         """
         self.save_into(folder, keep=keep)
@@ -249,14 +249,14 @@ class Training:
         return True
 
     def _stated(self) -> dict[str, object]:
-        """Values that must be equal in all processes, by name."""
+        """Return the values that must be equal in all processes, by name."""
         settings = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
         named = {name.replace("_", "-"): str(value) for name, value in settings.items() if name not in _OF_PROCESS}
         rows = f"{len(self.blocks):,} rows of {self.blocks.length} tokens, {self.blocks.digest[:8]}"
         return {**named, "the text": rows, "the model": _names_and_shapes(self.model)[:8]}
 
     def _same(self) -> dict[str, Any]:
-        """Values that must equal those of a checkpoint, so that each step reads the same rows."""
+        """Return the values that must equal the values in a checkpoint, so that each step reads the same rows."""
         settings = self.settings
         return {
             "length": self.blocks.length,
@@ -287,7 +287,7 @@ class Training:
                 )
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Parameters with one axis, norms and biases, have no weight decay."""
+        """Return parameter groups, in which parameters with one axis (norms and biases) have no weight decay."""
         trainable = [p for p in self.pipeline.optim_parameters() if p.requires_grad]
         decaying = [p for p in trainable if p.dim() > 1]
         others = [p for p in trainable if p.dim() <= 1]
@@ -295,13 +295,13 @@ class Training:
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
     def _is_fused(self) -> bool:
-        """With groups, only if the rounding of fused AdamW does not depend on boundaries of shards."""
+        """Whether to use fused AdamW: with groups, only if its rounding does not depend on boundaries of shards."""
         cut = [p for p in self.pipeline.optim_parameters() if p.requires_grad and p.dim() > 1]
         return not self._has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
 
 
 def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
-    """Return into how many groups the newest checkpoint in a folder splits batches; ``None`` without groups.
+    """Return the number of groups per batch that the newest checkpoint states; ``None`` if it states no groups.
 
     Args:
         folder: folder that was passed to :meth:`Training.save`.
@@ -314,7 +314,7 @@ def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
 
 
 def _check_groups(settings: Settings, size: int) -> None:
-    """Each process needs a group, and rows."""
+    """Raise an error unless each process has a group of rows to train."""
     replicas = settings.replicas or size
     if settings.update != "masters" and (size > 1 or settings.replicas is not None):
         raise ConfigError(f"--update {settings.update} trains in one process and one group. Use: --update masters")
@@ -349,7 +349,7 @@ def _names_and_shapes(model: nn.Module) -> str:
 
 
 def _check_causal(model: nn.Module) -> None:
-    """In encoders, tokens attend to the tokens to predict."""
+    """Refuse a model in which a token attends to later tokens, as in encoders."""
     one = torch.tensor([[3, 4, 5, 6]])
     other = torch.tensor([[3, 4, 5, 7]])
     with torch.no_grad(), evaluating(model):
@@ -374,7 +374,7 @@ class Outcome:
     Attributes:
         status: exit status: 0 for a complete training, 130 after Ctrl-C, 143 after SIGTERM.
         checkpoint: last checkpoint that was written.
-        recorded: step of the timeline; after an interruption this step may not have run.
+        recorded: number of the step that the timeline records; after an interruption, the step may not have run.
     """
 
     status: int
@@ -397,25 +397,25 @@ def run(
 ) -> Outcome:
     """Run all remaining steps of a training.
 
-    After an error, the steps before it are saved in a checkpoint, which a note of the error names, unless the optimizer
-    failed in the middle of its step. Ctrl-C and SIGTERM finish the step, with its evaluation, and write a checkpoint,
-    from which the training continues bitwise identically; a second signal ends the process at once. Of several
-    processes, the first process writes metrics, and each process writes its own timeline.
+    After an error, the completed steps are saved in a checkpoint, which a note of the error names, unless the optimizer
+    failed in the middle of its step. After Ctrl-C or SIGTERM, the current step and its evaluation are completed, and a
+    checkpoint is written, from which the training continues bitwise identically; a second signal ends the process at
+    once. Of several processes, the first process writes metrics, and each process writes its own timeline.
 
     Args:
-        training: training to run; after :meth:`Training.restore`, it continues.
-        checkpoints: folder of the checkpoints; without a folder, none is written.
-        every: steps between two checkpoints; ``None`` writes one only when the training is stopped.
+        training: training to run, which continues from a checkpoint after :meth:`Training.restore`.
+        checkpoints: folder of the checkpoints (default: no checkpoint is written).
+        every: steps between two checkpoints; ``None`` writes a checkpoint only when the training is stopped.
         keep: number of checkpoints to keep; ``None`` keeps all.
         at_end: whether to write a checkpoint after the last step.
         metrics: file with a line of JSON per step and evaluation; after a restore, lines are appended.
         timeline: file for the timeline of one step. With ``step.json``, process 2 writes ``step.2.json``.
-        show: function that is called with each record, in each process.
+        show: function that is called with the record of each step and evaluation, in each process.
         show_evaluation: function that is called after each batch of an evaluation, with the batch number and count.
         save_model: function that saves the model, called in each process right after the last step.
 
     Returns:
-        How the training ended.
+        The exit status, the last checkpoint and the step of the timeline.
 
     Raises:
         FineTuneError: the training cannot continue.
@@ -457,7 +457,7 @@ def run(
 
 
 def _train(training: Training, callback: RunCallback, *, has_checkpoints: bool) -> None:
-    """A note on an error names the checkpoint that was saved."""
+    """Run a training; after an error, save the completed steps and name the checkpoint in a note on the error."""
     first = training.step
 
     def note_saved(error: BaseException) -> None:
@@ -475,7 +475,7 @@ def _train(training: Training, callback: RunCallback, *, has_checkpoints: bool) 
 
 
 def _save_after_error(training: Training, saved: str | None) -> str | None:
-    """Save the completed steps after an error, and return a note; an error of this save is only noted."""
+    """Save the completed steps after an error, and return a note, which also states an error of the save."""
     trainer = training.trainer
     # other processes may have completed a step that failed here, and a step that began to write cannot be undone
     can_undo = training.job.size == 1 and training.settings.update != "in_backward"

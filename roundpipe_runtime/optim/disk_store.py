@@ -6,7 +6,7 @@
     # step    layer 0: all that its update needs is read, the update runs, all is written | layer 1 ...
 
 The optimizer steps layer by layer, bitwise identical to a whole step (:mod:`roundpipe_runtime.optim.parts`). An
-optimizer that does not allow this is refused.
+optimizer that cannot step layer by layer raises an error.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DiskStore(ParameterStore):
         _STORES.add(self)
 
     def _move(self) -> None:
-        """Move parameters to the disk that are not there yet, or were replaced."""
+        """Move parameters to the disk that are still in memory, or were replaced."""
         for name, parameter in self.model.named_parameters():
             if _can_move(parameter) and not self.memory.holds(parameter):
                 parameter.data = self.memory.copy(("weight", name), parameter)
@@ -88,7 +88,7 @@ class DiskStore(ParameterStore):
         return LayersAtHand(self.memory, order, lambda layer: _on_host(contents[layer]), written=False)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Start to write gradients to the disk; return their places there, with events for their completion."""
+        """Start to write gradients to the disk; return the tensors on the disk, with events for their completion."""
         moves: collections.deque[tuple[torch.Tensor, Event, torch.Tensor]] = collections.deque()
         places: dict[nn.Parameter, torch.Tensor] = {}
         found: Landed = {}
@@ -137,7 +137,7 @@ class DiskStore(ParameterStore):
         return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """Step layer by layer; return an optimizer whose step does nothing."""
+        """Run the optimizer step layer by layer; return an optimizer whose step does nothing."""
         if not self.owns(optimizer):
             return super().take_step(optimizer, args, kwargs)
         reason = ""
@@ -223,7 +223,7 @@ class DiskStore(ParameterStore):
             page_out(value)
 
     def freeze(self) -> None:
-        """Refuse a copy of all parameters, which would fill the memory."""
+        """Raise an error, because a copy of all parameters would not fit into memory."""
         raise ConfigError(
             f'step(..., is_async=True) needs a copy of all parameters, but host="disk:{self.memory.folder}" has no '
             'memory for the copy. Run the step layer by layer:\n    model.step(step_fn, is_async="exact")'
@@ -247,7 +247,7 @@ def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
-    """Move optimizer state, for example after loading, to the disk if the parameter is there."""
+    """Move the optimizer state of a parameter on a disk to the disk, for example after loading a checkpoint."""
     state = getattr(optimizer, "state", {}).get(target)
     for store in list(_STORES):
         if state and store.memory.holds(target):
@@ -259,7 +259,7 @@ def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
 
 
 def _copy_to(memory: DiskMemory, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """Copy a parameter to the disk; an empty parameter is copied in memory."""
+    """Copy a parameter to the disk; a parameter that cannot be on a disk, such as an empty one, is copied in memory."""
     if not _can_move(parameter):
         return parameter.detach().to(dtype, copy=True)
     made = memory.copy(("master", id(parameter)), parameter, dtype)
@@ -287,7 +287,7 @@ def _paged(nbytes: int) -> int:
 
 @functools.cache
 def clip_by_parts() -> None:
-    """Let ``clip_grad_norm_`` of torch read gradients on a disk in groups, with bitwise identical results."""
+    """Let ``clip_grad_norm_`` of torch read gradients on a disk a few at a time, with bitwise identical results."""
     found = norm_and_scaling()
     if found is None:  # an older torch, which reads all gradients into memory at once
         return
@@ -346,7 +346,7 @@ def _scaling_by_parts(whole: Callable[..., None]) -> Callable[..., None]:
 
 
 class LayersAtHand:
-    """Loads the tensors of each layer from the disk for their use, and reads the next layer ahead."""
+    """Loads the tensors of a layer from the disk before the layer is used, and reads the next layer ahead."""
 
     # order: indices of the layers in the order of their use
     # written: whether the tensors may be changed while they are used

@@ -6,8 +6,9 @@
     gradients            g3 --->      g2 --->       g1 --->      g0      float32, two layers at a time
     this thread             step L3    |  step L2    |  step L1    | step L0
 
-Memory for the gradients of all layers is never needed. A run does not read a layer after its backward, so results equal
-those of a step after the run. A parameter of several layers is stepped after the last backward of these layers.
+Only the gradients of a few layers are in memory at one time. A run does not read a layer's parameters after the layer's
+backward, so the results equal those of an optimizer step after the run. A parameter that several layers share is
+updated after the backward of all layers that use the parameter.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _IN_PLACE = 'RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bf
 
 
 class InBackwardStore(ParameterStore):
-    """A store for ``update="in_backward"``: the optimizer updates each layer during the backward of a run."""
+    """A parameter store for ``update="in_backward"``: the optimizer updates each layer during the backward of a run."""
 
     is_in_place = True
 
@@ -123,7 +124,7 @@ class InBackwardStore(ParameterStore):
             check_shapes(optimizer, (), {})
 
     def land(self, layer: int, gradients: Landed) -> Landed:
-        """Start to update the layer; no gradients are returned, because none are kept."""
+        """Start the optimizer step of a layer; return no gradients, because the step uses them up."""
         steps = self._current
         if steps is None:
             raise StageError(
@@ -161,7 +162,6 @@ class InBackwardStore(ParameterStore):
             add_note_once(error, self._damage())
 
     def end_run(self) -> None:
-        """Finish the optimizer step of a successful run."""
         steps, self._current = self._current, None
         if steps is not None:
             steps.finish()
@@ -174,7 +174,7 @@ class InBackwardStore(ParameterStore):
             raise StageError(self._damage())
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Also forget that an earlier run has updated only some of the layers."""
+        """Set the master weights, and forget that an earlier run has updated only some of the layers."""
         super().load_masters(masters)
         self._stepped.clear()
         self._not_called.clear()
@@ -193,7 +193,7 @@ class InBackwardStore(ParameterStore):
 
 
 class _Steps:
-    """The optimizer steps of one run, and gradients of shared parameters to which other layers are not added yet."""
+    """The optimizer steps of one run, and gradients of shared parameters that wait for gradients of other layers."""
 
     def __init__(self, optimizers: Sequence[Optimizer], contents: Sequence[LayerContents]) -> None:
         self.has_failed = False
@@ -204,7 +204,7 @@ class _Steps:
         self._found: dict[nn.Parameter, dict[int, torch.Tensor]] = {}
 
     def complete(self, layer: int, gradients: Landed) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the parameters that no remaining layer uses, with gradients summed over all layers."""
+        """Return the parameters whose gradients are complete, with gradients summed over the layers that use them."""
         for parameter, (gradient, _) in gradients.items():
             self._found.setdefault(parameter, {})[layer] = gradient.to(dtype_of_gradient(parameter))
         found = {}
@@ -234,7 +234,7 @@ _STORES: weakref.WeakSet[InBackwardStore] = weakref.WeakSet()
 
 @functools.cache
 def _watch_scalers() -> None:
-    """Make ``GradScaler.scale`` raise an error during a run, which steps before a scaler could divide gradients."""
+    """Make ``GradScaler.scale`` raise an error during a run, whose updates precede the division by the scale."""
     plain: Callable[..., Any] = torch.amp.GradScaler.scale
 
     @functools.wraps(plain)

@@ -1,12 +1,13 @@
-"""Parameters and buffers of each layer, and the tables of large vocabularies that are not copied to a device whole.
+"""List the parameters and buffers of each layer, and large embedding and head matrices (tables) to copy in parts.
 
 ::
 
     embedding   copies the rows that occur in a microbatch, and their gradients back
     head        copies slices of the vocabulary one after the other, and their gradients back
 
-Copying only rows changes no bit of a result, so large embeddings always send rows. Slices are summed in another order
-than a whole product, so slices are used only if a table does not fit, or if the user requests them.
+Copying only the needed rows changes no bit of a result, so large embeddings always copy rows. Products with slices of a
+head are summed in another order than with the whole head, so slices are used only if the head does not fit on a device,
+or if the user requests slices.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class BufferSlot:
     tensor: torch.Tensor
 
     def store(self, value: torch.Tensor) -> None:
-        """In place where possible, so that other references to the tensor see the value."""
+        """Store a value in the buffer, in place if possible, so that other references to the tensor see the value."""
         same = value.shape == self.tensor.shape and value.dtype == self.tensor.dtype
         if same and self.owner._buffers.get(self.name) is self.tensor:
             with torch.no_grad():
@@ -60,7 +61,7 @@ class BufferSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """The rule by which a large matrix of a layer is copied to a device in parts."""
+    """The rule by which a large embedding or head matrix of a layer is copied to a device in parts."""
 
     slice_rows: int | None  # rows of a slice; `None` if products are computed with the whole matrix
     is_head: bool = False  # whether the layer computes products with the matrix; otherwise it looks up rows
@@ -93,7 +94,7 @@ class LayerContents:
         return any(p.requires_grad for p in self.parameters() if id(p) in self.tables)
 
     def parts(self) -> list[torch.Tensor]:
-        """Plain parameters, and the tensors of quantized parameters."""
+        """Return the plain parameters of the layer, and the tensors in its quantized parameters."""
         return parts_of([*self.parameters(), *(state.value for state in self.states)])
 
     def nbytes(self) -> int:
@@ -101,7 +102,7 @@ class LayerContents:
         return sum(map(self.nbytes_of, self.parts())) + buffers
 
     def nbytes_of(self, part: torch.Tensor) -> int:
-        """Bytes on a device; of a large table, only the bytes of the slices in use."""
+        """Return the bytes of a tensor on a device; of a large table, only the bytes of the slices in use."""
         table = self.tables.get(id(part))
         if table is None:
             return sent_nbytes(part)
@@ -117,7 +118,7 @@ if hasattr(os, "register_at_fork"):  # a thread of the parent process may have h
 
 
 def scan(layers: Sequence[nn.Module]) -> list[LayerContents]:
-    """Contents of the layers as they are now: parameters may have been replaced since the last run."""
+    """Return the current parameters and buffers of the layers, which may have been replaced since the last run."""
     seen: dict[int, int] = {}  # the first layer of each module that holds tensors, by the ``id()`` of the module
     first = list(range(len(layers)))
     found = []
@@ -210,7 +211,7 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 
 
 def _looks_up(slot: ParameterSlot) -> bool:
-    """Whether the parameter is the table of an embedding that only looks up rows."""
+    """Return whether the parameter is the weight of an embedding that only looks up rows."""
     owner = slot.owner
     if not isinstance(owner, nn.Embedding) or slot.name != "weight":
         return False
@@ -250,7 +251,7 @@ def rule_for(
 def needed_bytes(
     layer: LayerContents, gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype
 ) -> tuple[int, int]:
-    """Bytes that plans count for a layer on a device, and for the gradients of the layer."""
+    """Return the bytes that the planner counts for a layer on a device, and for the gradients of the layer."""
     trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     summed = [p for p in trained if id(p) not in layer.tables and gradient_dtype(p) != sent_dtype(p)]
     sums = sum(p.numel() * gradient_dtype(p).itemsize for p in summed)

@@ -1,11 +1,11 @@
 """Parameters on the host, their gradients, and their master weights in the optimizer's dtype.
 
 The user's ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer works in
-another dtype. Then the parameter has a *master weight* of that dtype: gradients are added to the master weight, the
-optimizer updates it, and :meth:`ParameterStore.publish` rounds it into the parameter. If the parameter itself was
-changed (``load_state_dict``, an in-place edit, ``.data``), the master weight is copied from the parameter. A master
-weight takes no memory while its parameter is frozen. The ``grad`` of the parameter is the gradient of its master
-weight, for training loops that read, clip or clear gradients.
+another dtype. If the optimizer works in another dtype, the parameter has a *master weight* of the optimizer's dtype:
+gradients are added to the master weight, the optimizer updates it, and :meth:`ParameterStore.publish` rounds it into
+the parameter. If the parameter itself was changed (``load_state_dict``, an in-place edit, ``.data``), the master weight
+is copied from the parameter. A master weight takes no memory while its parameter is frozen. The ``grad`` of a parameter
+is the gradient of its master weight, so that training loops can read, clip or clear it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def resized_late() -> ConfigError:
 
 
 class ParameterStore:
-    """Holds master weights and gradients of a model's parameters, and the copies that stages read during a step."""
+    """Holds master weights and gradients of a model's parameters, and the copies that stages read while a step runs."""
 
     # optim_dtype: dtype in which the optimizer works; `None` for the dtype of each parameter
     # kept_dtype: dtype of the gradients of master weights between a run and the step; `None` for the same as the weight
@@ -110,16 +110,15 @@ class ParameterStore:
                 self._masters[name].show(parameter)
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Dtype in which gradients are summed."""
         return self._dtype(parameter)
 
     def dtype_between(self, parameter: nn.Parameter) -> torch.dtype:
-        """Dtype in which a gradient is stored between the backward and the optimizer step."""
+        """Return the dtype in which a gradient is stored between the backward and the optimizer step."""
         summed = self._dtype(parameter)
         return summed if summed == sent_dtype(parameter) else self.kept_dtype or summed
 
     def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Dtype in which a gradient is copied from a device."""
+        """Return the dtype in which a gradient is copied from a device to the host."""
         return self.dtype_between(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -132,7 +131,7 @@ class ParameterStore:
                 tensor.grad = tensor.grad.detach().zero_()
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Copy master weights into their parameters, but copy a changed parameter into its master weight."""
+        """Copy master weights into their parameters, but copy a parameter that was changed into its master weight."""
         # stepped: whether an optimizer has just stepped; steps of torch's optimizers are also detected
         stepped = self.note_published() or stepped
         self.take_gradients()
@@ -151,8 +150,8 @@ class ParameterStore:
     def adopt(self) -> None:
         """Copy each parameter that was changed outside of an optimizer into its master weight.
 
-        To detect writes by way of ``data``, some values of each parameter are compared. All values are compared at
-        calls 1, 2, 4, 8, ..., and at all calls after such a write was detected.
+        Writes through ``Tensor.data`` are detected by comparing some values of each parameter. All values are compared
+        at calls 1, 2, 4, 8, ..., and at all calls after a write through ``data`` was detected.
         """
         is_ahead = self._steps != number_of_steps()  # a step was not copied to the parameters yet
         compares_all = not is_ahead and (self._is_written_by_data or self._looks & (self._looks - 1) == 0)
@@ -174,7 +173,7 @@ class ParameterStore:
             self._masters[name].show(parameter, copies=True)
 
     def masters(self) -> dict[str, torch.Tensor]:
-        """Master weights by name, except those of parameters that were always frozen."""
+        """Return the master weights by name, except of parameters that were always frozen."""
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
@@ -188,7 +187,7 @@ class ParameterStore:
         self.add_gradients([{p: gradients[name] for name, p in self.model.named_parameters() if name in gradients}])
 
     def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
-        """Return a function that makes the copy for a master weight, and does not refer to this store."""
+        """Return a function that copies a parameter for a master weight, and does not refer to this store."""
         return _copy_in_memory
 
     # -- other stores have another memory, or another time of the step ----------------------------------------------
@@ -202,10 +201,10 @@ class ParameterStore:
         return lambda layer: nullcontext()
 
     def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
-        """Move optimizer state to the memory in which this store keeps such state."""
+        """Move the optimizer state of a parameter to where this store keeps it; by default, do nothing."""
 
     def take_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        """Update the parameters of this store; return an optimizer whose step updates the rest."""
+        """Update the parameters of this store; return an optimizer whose step updates all other parameters."""
         return widened(optimizer, args, kwargs)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
@@ -232,7 +231,7 @@ class ParameterStore:
     # -- copies that stages read during an asynchronous step ----------------------------------------------------------
 
     def source(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The tensor that stages copy to devices: the parameter, or its copy while a step changes the parameter."""
+        """Return the tensor that stages copy to devices: the parameter, or its copy while a step changes it."""
         return self._shadows.get(id(parameter), parameter)
 
     def freeze(self) -> None:
@@ -250,17 +249,17 @@ class ParameterStore:
             self._shadows[key] = tensor.clone() if place is None else place.copy_(tensor)
 
     def note_names(self) -> None:
-        """Remember the parameters until :meth:`thaw`, because modules hold device copies during a run."""
+        """Remember the host parameters until :meth:`thaw`, because modules contain device copies during a run."""
         self.take_gradients(hides=True)  # a background step frees each gradient after its use
         self._before = list(self.model.named_parameters(remove_duplicate=False))
 
     def targets(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """The tensors that the optimizer updates."""
+        """Return the tensor that the optimizer updates for each parameter: its master weight, or the parameter."""
         names = self._names()
         return [self._target(names[id(p)], p) if id(p) in names else p for p in parameters]
 
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """After a step, update parameters from their master weights, and the copies that stages read."""
+        """After a step, copy master weights to parameters, or parameters to the copies that stages read."""
         names = self._names()
         for parameter in parameters:
             name = names.get(id(parameter), "")
@@ -270,7 +269,7 @@ class ParameterStore:
                 self._shadows[id(parameter)].copy_(parameter.detach())
 
     def thaw(self) -> None:
-        """Delete the copies, so that stages read the parameters themselves again."""
+        """Delete the copies of parameters, so that stages read the parameters themselves again."""
         self._shadows.clear()
         self._before = []
 
@@ -278,11 +277,11 @@ class ParameterStore:
         return name not in self._masters
 
     def _listed(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the named parameters; during a run, those from before, because modules may contain device copies."""
+        """Return the named host parameters, from :meth:`note_names` while modules may contain device copies."""
         return self._before or list(self.model.named_parameters(remove_duplicate=False))
 
     def _names(self) -> dict[int, str]:
-        """First name of each parameter, by ``id()``."""
+        """Return the first name of each parameter, by the ``id()`` of the parameter."""
         return {id(parameter): name for name, parameter in reversed(self._listed())}
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
@@ -326,11 +325,11 @@ def _copy_in_memory(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor
 
 
 class _Master:
-    """The master weight of a parameter, and the versions of both tensors when they last had the same values.
+    """The master weight of a parameter, and the version counters of both when their values were last equal.
 
-    The version of a tensor does not show all writes, because torch's fused optimizers write without a new version. So
-    the master weight also counts as changed after a step. While the parameter is frozen, the master weight is one NaN,
-    expanded to the shape of the parameter, because an optimizer may already hold the master weight.
+    A master weight counts as changed after every optimizer step, because torch's fused optimizers write without
+    incrementing the version counter. While a parameter is frozen, its master weight is one NaN, expanded to the shape
+    of the parameter, because an optimizer may already refer to the master weight.
     """
 
     # shown: the gradient that each parameter shows, with its master weight; `None` for copies
@@ -357,7 +356,7 @@ class _Master:
         self.wake(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Freeze or unfreeze the master weight like the parameter, and copy the values of a trainable parameter."""
+        """Freeze or unfreeze the master weight like its parameter, and give an unfrozen one the parameter's values."""
         if parameter.requires_grad and not self.is_filled:
             self._fill(parameter)
         if self.tensor.requires_grad != parameter.requires_grad:
@@ -369,7 +368,7 @@ class _Master:
         self._note(parameter)
 
     def show(self, parameter: nn.Parameter, *, copies: bool = False) -> None:
-        """Set ``parameter.grad`` to the master weight's, or with ``copies`` to a copy in the parameter's dtype."""
+        """Set ``parameter.grad`` to the master weight's ``grad``, or to a copy of it in the parameter's dtype."""
         gradient = self.tensor.grad
         if gradient is not None and gradient.shape == parameter.shape and parameter.is_leaf:
             shown = gradient.to(parameter.dtype, copy=True) if copies else gradient
@@ -437,12 +436,12 @@ def _accumulate(target: nn.Parameter, gradient: torch.Tensor) -> None:
 
 
 def added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The sum of two gradients, in the memory of one of them."""
+    """Return the sum of two gradients, in the memory of one of the two."""
     if total.layout != torch.strided and gradient.layout == torch.strided:
         return gradient.add_(total)  # torch adds sparse to dense tensors, but not dense to sparse
     return total.add_(gradient)
 
 
 def is_watched(target: torch.Tensor) -> bool:
-    """Whether autograd must accumulate the gradient, because the tensor has hooks or a graph."""
+    """Return whether autograd must accumulate the gradient, because the tensor has hooks or a graph."""
     return not target.is_leaf or bool(target._backward_hooks) or bool(target._post_accumulate_grad_hooks)

@@ -1,8 +1,8 @@
-"""Run an optimizer's step in parts, bitwise identical to the whole step.
+"""Run an optimizer step for a few parameters at a time, bitwise identical to one step for all parameters.
 
-Most optimizers update each parameter from its value, its gradient and its own state only. Then updating parts of the
-parameters, in any order, equals one step of all parameters. Each part is run by an optimizer of the same class, with
-the options of the groups, that shares the state.
+Most optimizers update each parameter from its value, its gradient and its own state only, so updating a few parameters
+at a time, in any order, equals one step for all parameters. Each of the updates is run by a temporary optimizer of the
+same class, which has the same options and shares the state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerParts:
-    """Runs one step of an optimizer in parts, with the options and gradients that it had when the step began."""
+    """Runs an optimizer step for a few parameters at a time, with the options and gradients from its beginning."""
 
     # hold_state: function that gets a parameter and its state after each update, and may move the tensors of the state.
     # Default: the tensors stay where the optimizer created them.
@@ -56,12 +56,12 @@ class OptimizerParts:
         self.parameters: list[torch.Tensor] = list(dict.fromkeys(itertools.chain.from_iterable(self._gradients)))
 
     def give(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Add gradients that did not exist yet when the step began."""
+        """Add gradients that were computed after the step had begun."""
         for group, known in zip(self._optimizer.param_groups, self._gradients, strict=True):
             known.update({p: (gradients[p], gradients[p]._version) for p in group["params"] if p in gradients})
 
     def step(self, parameters: Collection[int]) -> None:
-        """Update the parameters with these ids, and drop the references to their gradients."""
+        """Update the parameters with the given ids, and drop the references to their gradients."""
         part, owners = self._part(parameters)
         if not owners:
             return
@@ -75,7 +75,7 @@ class OptimizerParts:
         self._attributes_after = _attributes(part)
 
     def finish(self) -> Optimizer:
-        """Write back what the step changed; return an optimizer whose step does nothing."""
+        """Write changed options and attributes back to the optimizer; return an optimizer whose step does nothing."""
         for group, before, after in zip(self._optimizer.param_groups, self._before, self._after, strict=False):
             group.update(_changed(before, after))
         self._optimizer.__dict__.update(_changed(self._attributes, self._attributes_after))
@@ -131,7 +131,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Without parameters, states and hooks."""
+    """Return the attributes of an optimizer without parameters, states and hooks."""
     return {k: v for k, v in optimizer.__dict__.items() if k not in ("state", "param_groups", PART, *_HOOKS)}
 
 
@@ -142,7 +142,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 
 def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-    """Step with gradients in the dtype of their parameters; return an optimizer that does the rest of the step."""
+    """Step with gradients converted to the dtypes of the parameters; return an optimizer for the rest of the step."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if all(dtype_of_gradient(p) == p.dtype for p in held):
         return optimizer
@@ -175,7 +175,7 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Report whether updating parameters one by one equals a whole step bitwise, by a trial on small tensors.
 
     The small tensors have the options and the states of the optimizer's parameters. An update that depends on several
-    parameters, on their order, or on random numbers, gives other bits in parts.
+    parameters, on their order, or on random numbers, gives other bits if parameters are updated one by one.
     """
     found = _FOUND.get(optimizer)
     if found is None or found[0] != len(optimizer.param_groups):
@@ -188,7 +188,7 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
 
 
 def state_share(optimizer: Optimizer) -> float:
-    """Bytes of the optimizer state per byte of a parameter, measured on small placeholders."""
+    """Return the bytes of optimizer state per byte of a parameter, measured on small placeholders."""
     return result_or(lambda: _state_share(optimizer), lambda error: 0.0)
 
 
@@ -218,7 +218,7 @@ def _has_same_bits(optimizer: Optimizer) -> bool:
 
 @contextlib.contextmanager
 def _trial() -> Iterator[None]:
-    """For steps of small tensors: nothing is compiled, and the random generator is restored."""
+    """Prepare trial steps on small tensors: disable compilation, and restore the random generator at the end."""
     # Compilation for the shapes of the trial would take seconds. Layers draw from the generator in parallel. The wait
     # for the generator is limited, because the layer that holds it may wait for this step.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
@@ -252,7 +252,7 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
 
 
 def _small(value: Any, parameter: torch.Tensor) -> Any:
-    """The state of the first elements along each axis."""
+    """Return the optimizer state of a parameter's first elements along each axis."""
     if isinstance(value, torch.Tensor) and value.ndim == parameter.ndim:
         return value[tuple(slice(0, _WIDEST) for _ in value.shape)].clone()
     return copy.deepcopy(value)
@@ -295,7 +295,7 @@ LANDING = 2
 
 
 class LandingQueue:
-    """Runs a task for the gradients of each layer in a thread, and limits how many layers are in transit."""
+    """Runs a task for the gradients of each layer in a thread, and limits the number of unfinished tasks."""
 
     def __init__(self, name: str) -> None:
         self._worker = Worker(name)
@@ -313,7 +313,7 @@ class LandingQueue:
         return started
 
     def wait(self) -> None:
-        """Raise the error of a failed task."""
+        """Wait for all unfinished tasks; raise the error of a failed task."""
         with self._lock:
             left = list(self._left)
             self._left.clear()
@@ -330,7 +330,7 @@ _SAMPLE = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mark:
-    """The state of a tensor at one moment, to detect later writes, also by ``tensor.data``, which torch does not count.
+    """A snapshot of a tensor to detect later writes, including writes by ``tensor.data``, which torch does not count.
 
     >>> tensor = torch.zeros(100)
     >>> mark = Mark.of(tensor)
@@ -350,16 +350,16 @@ class Mark:
         return cls(weakref.ref(tensor), tensor._version, tensor.data_ptr(), _sample(tensor) if with_numbers else None)
 
     def is_counted(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is another tensor, or torch has counted an in-place write since the mark."""
+        """Return whether ``tensor`` is not the tensor of the snapshot, or torch has counted an in-place write since."""
         return self.source() is not tensor or self.version != tensor._version
 
     def has_numbers(self, tensor: torch.Tensor) -> bool:
-        """Whether the stored values, spread over the tensor, are unchanged."""
+        """Return whether the sampled values of the tensor are unchanged since the snapshot."""
         return self.sample is None or torch.equal(self.sample, _sample(tensor))
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether torch counts in-place writes; not for tensors that wrap other tensors."""
+    """Return whether torch counts in-place writes to a tensor, which is not the case for wrapper subclasses."""
     is_itself = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
     return is_itself and not tensor.is_inference()  # an inference tensor has no version
 

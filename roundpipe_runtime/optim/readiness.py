@@ -21,7 +21,7 @@ from ..errors import StageError
 
 @dataclasses.dataclass(slots=True)
 class LayerReadiness:
-    """The version of one layer's parameters, their readers, and whether they are being replaced.
+    """The version of one layer's parameters, the number of readers, and whether a step is replacing the parameters.
 
     >>> layer = LayerReadiness()
     >>> layer.start_read(0); layer.can_write(1); layer.end_read(); layer.can_write(1)
@@ -47,7 +47,7 @@ class LayerReadiness:
         self.readers -= 1
 
     def can_write(self, version: int) -> bool:
-        """Whether ``version`` is the next version, and no run reads the current version now or later."""
+        """Return whether ``version`` is the next version, and no run reads the current version now or later."""
         free = not self.writing and not self.readers and not self.holds.get(self.version)
         return free and self.version + 1 == version
 
@@ -56,13 +56,13 @@ class LayerReadiness:
         self.writing = True
 
     def end_write(self, *, done: bool = True) -> None:
-        """End the write; if the write is not ``done``, the previous version stays current."""
+        """End the write of the next version; unless ``done`` is true, the previous version stays current."""
         _require(self.writing, "no step writes it", self)
         self.writing = False
         self.version += done
 
     def hold(self, version: int) -> None:
-        """Count a run that needs this version, now or later."""
+        """Count a run that reads the given version of the parameters, now or later."""
         _require(version >= self.version, f"version {version} is gone", self)
         self.holds[version] = self.holds.get(version, 0) + 1
 
@@ -79,7 +79,7 @@ def _require(allowed: bool, problem: str, layer: LayerReadiness) -> None:
 
 
 class ReadinessTable:
-    """Lets a stage wait for its version of a layer, and an optimizer step for the stages that read a layer."""
+    """Lets a stage wait for a version of a layer's parameters, and a step wait for stages that read the layer."""
 
     def __init__(self, num_layers: int) -> None:
         self._layers = [LayerReadiness() for _ in range(num_layers)]
@@ -89,11 +89,11 @@ class ReadinessTable:
 
     @property
     def latest(self) -> int:
-        """Version that a run starting now reads; some layers may get the version only later."""
+        """Version of the parameters that a run reads if it starts now; some layers may get the version only later."""
         return self._latest
 
     def advance(self) -> int:
-        """Start the next version, which all later runs wait for."""
+        """Increment the latest version, for which all later runs wait, and return the version."""
         with self._changed:
             self._failure = None
             self._latest += 1
@@ -111,7 +111,7 @@ class ReadinessTable:
             return self._layers[layer].can_read(version)
 
     def start_read(self, layer: int, version: int, *, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until this version can be read, and count a reader."""
+        """Wait until the given version of a layer can be read, and count a reader."""
         # check: function that is called ten times a second while waiting; it may raise to give up
         with self._changed:
             while not self._layers[layer].can_read(version):
@@ -138,13 +138,13 @@ class ReadinessTable:
             self._each([layer], lambda state: state.end_write(done=filled and done))
 
     def fail(self, error: BaseException | None) -> None:
-        """Raise an error in the threads that wait for a version that will not come; ``None`` clears the error."""
+        """Raise an error in threads that wait for a version that will not be written; ``None`` clears the error."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def hold(self, version: int) -> None:
-        """Count a run that needs this version of all layers, until :meth:`let_go`."""
+        """Count a run that needs the given version of all layers, until :meth:`let_go`."""
         self._each(range(len(self)), lambda state: state.hold(version))
 
     def hold_latest(self) -> int:

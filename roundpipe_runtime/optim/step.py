@@ -47,8 +47,8 @@ class GradScaler(_GradScaler):
 
     Args:
         init_scale: initial scale.
-        growth_factor: factor after ``growth_interval`` steps without infinities.
-        backoff_factor: factor after a step with infinities.
+        growth_factor: factor of the scale after ``growth_interval`` steps without infinite gradients.
+        backoff_factor: factor of the scale after a step with infinite gradients.
         growth_interval: number of steps between two growths.
         enabled: whether to scale; ``False`` makes everything except ``step`` do nothing.
 
@@ -172,7 +172,7 @@ class StepRunner:
             self._update = self._worker.submit(_in_ctx, step)
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
-        """Step layer by layer in the background, and return when the caller may continue."""
+        """Start a step that runs layer by layer in the background, and return when the caller may continue."""
         self.synchronize()
 
         def not_begun(error: BaseException) -> None:
@@ -201,12 +201,12 @@ class StepRunner:
 
     @property
     def pending(self) -> bool:
-        """Whether the calling thread does not see the result of a background step in the parameters yet."""
+        """Whether the parameters, as the calling thread sees them, lack the result of a background step."""
         ahead = self._ahead is not None and (self._ahead.is_ahead or not self.is_here())
         return self._unpublished or self._publication is not None or ahead
 
     def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether a background step may change one of these parameters before the next run reads it."""
+        """Return whether a background step may change one of the parameters before the next run reads it."""
         ahead = self._ahead
         return ahead is not None and ahead.is_ahead and ahead.writes(parameters)
 
@@ -217,7 +217,7 @@ class StepRunner:
         return ahead is not None and ahead.is_ahead
 
     def run_ended(self) -> None:
-        """Start to publish the result of the background step, because the run during the step has succeeded."""
+        """Start to write the result of the background step to the parameters, after the run during it succeeded."""
         self.wait_update()
         if self._unpublished:
             with Uninterrupted():
@@ -227,7 +227,7 @@ class StepRunner:
                 self._unpublished = False
 
     def wait_cleared(self) -> None:
-        """Wait for the end of a step that updates layers during this run, as it may clear gradients at its end."""
+        """Wait for a step that updates layers during the current run, because it may clear gradients at its end."""
         ahead = self._ahead
         if ahead is not None and ahead.is_ahead:
             ahead.ended.wait()
@@ -237,12 +237,12 @@ class StepRunner:
         return self._worker.is_here()
 
     def check_not_here(self) -> None:
-        """Refuse a step function that runs in the background layer by layer."""
+        """Raise an error if the caller is a step function that runs in the background layer by layer."""
         if self._ahead is not None and self._ahead.is_ahead and self.is_here():
             self.wait_update()
 
     def wait_update(self) -> None:
-        """Raise the error of the background step."""
+        """Wait for the background step, and raise the error of a failed step."""
         update, ahead = self._update, self._ahead
         if self.is_here():  # `_update` may not be set yet
             if ahead is not None and not ahead.is_ahead:
@@ -267,7 +267,7 @@ class StepRunner:
         return "step(..., is_async=True)" if self._ahead is None else 'step(..., is_async="exact")'
 
     def _end_exact(self) -> None:
-        """Forget a finished step, even a failed one; the next run reads its result."""
+        """Forget a step that has finished or failed; the next run reads the result of the step."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             if ahead.is_ahead:
@@ -277,7 +277,7 @@ class StepRunner:
             self._store.thaw()
 
     def note_raised(self, error: BaseException) -> None:
-        """An error of a background step that a run has raised is not raised again."""
+        """Forget an error of a background step that a run has raised, so that the error is not raised again."""
         update = self._update
         if self._ahead is not None and update is not None and not self.is_here():
             with contextlib.suppress(BaseException):
@@ -287,7 +287,7 @@ class StepRunner:
                 self._end_exact()
 
     def resume(self) -> None:
-        """Continue to publish after a failure, for the layers that do not have the result yet."""
+        """After a failure, continue to write the result of a step to the layers that do not have it yet."""
         update = self._update
         if self.is_exact and update is not None and is_done(update) and error_of(update) is None:
             self.wait_update()
@@ -311,14 +311,14 @@ class StepRunner:
             self._publication = None
 
     def wait_written(self) -> None:
-        """Wait until no thread writes parameters; the result of a background step may be unpublished."""
+        """Wait until no thread writes parameters; the parameters may still lack the result of a background step."""
         self.resume()
         self.wait_update()
         if not self.is_here():
             self._wait_publication()
 
     def synchronize(self) -> None:
-        """Publish the result of the background step, so that stages read the parameters themselves."""
+        """Write the result of the background step to the parameters, and let stages read the parameters themselves."""
         self.finish()
         if not self.is_here():
             self._store.thaw()
@@ -350,7 +350,7 @@ _LOG = logging.getLogger("roundpipe_runtime")
 
 @atexit.register
 def _report_failures() -> None:
-    """Log an error of the last step that no call has raised, so that the failure is visible."""
+    """Log an error of the last background step that no call has raised."""
     for runner in list(_RUNNERS):
         for what, future in (("function given to", runner._update), ("publication of", runner._publication)):
             error = None if future is None else error_of(future)
@@ -400,7 +400,7 @@ class LayerSteps:
         self._released: dict[int, list[int]] = {}
 
     def run(self, step: Callable[[], Any]) -> None:
-        """After the end of the step function, the next run can read every layer."""
+        """Run the step function, after which the next run can read every layer."""
         try:
             with on_error(self._fail):
                 with taking_over(self._take):
@@ -414,7 +414,6 @@ class LayerSteps:
                 self.has_begun.set_result(None)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise the error in the run that waits for layers."""
         if self.is_ahead:
             self._table.fail(error)
 

@@ -1,7 +1,7 @@
-"""Adam for the host; optimizer steps are counted, taken over, or refused for parameters with master weights.
+"""Provide Adam for the host, and hooks that count optimizer steps, run them in parts, or refuse them.
 
-torch calls global hooks around the step of every optimizer. The first pipeline registers these hooks, because an import
-must not change torch.
+The first pipeline registers the hooks, which torch calls around the step of every optimizer. An import does not
+register the hooks, because an import must not change torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ Hook: TypeAlias = Callable[[Optimizer, Any, Any], None]
 class Adam(torch.optim.Adam):
     """Adam on the CPU with torch's fused kernel, and with the arguments of ``Adam`` in the RoundPipe package.
 
-    The kernel does not support complex numbers, so torch's loop over parameters steps a group with a complex parameter.
+    A group with a complex parameter is updated by torch's loop over parameters, because the fused kernel does not
+    support complex numbers.
 
     Args:
         params: parameters or groups, from :meth:`RoundPipe.optim_parameters`.
         lr: learning rate.
-        betas: coefficients of the two averages.
+        betas: coefficients of the running averages of the gradient and of its square.
         eps: term added to the denominator.
-        weight_decay: factor of the L2 penalty, or of the decay of weights if ``decoupled_weight_decay``.
+        weight_decay: factor of the L2 penalty, or of the weight decay if ``decoupled_weight_decay`` is true.
         amsgrad: whether to use the AMSGrad variant.
         foreach: no effect here; if given, it is ignored with a warning.
         maximize: whether to maximize instead of minimize.
@@ -93,7 +94,7 @@ class Adam(torch.optim.Adam):
 
 
 def check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """The fused kernel would write outside of the moments of a resized parameter."""
+    """Raise an error for a resized parameter, because the fused kernel would write outside of its moments."""
     for one in [one for group in optimizer.param_groups for one in group["params"]]:
         moments = optimizer.state.get(one, {}).get("exp_avg", one)
         gradient = one if one.grad is None else one.grad
@@ -103,7 +104,7 @@ def check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
 
 
 class _Taking(threading.local):
-    """The function that takes over the steps of this thread, and its hooks."""
+    """The function that runs the optimizer steps of the current thread, and the hooks that call the function."""
 
     def __init__(self) -> None:
         self.taker: Taker | None = None
@@ -127,18 +128,18 @@ _OTHERWISE: list[Taker] = []
 
 
 def number_of_steps() -> int:
-    """Optimizer steps of this process that have ended since :func:`install`."""
+    """Return the number of optimizer steps of this process that have ended since :func:`install`."""
     return _counted
 
 
 def count_step() -> None:
-    """For a step that the hooks of torch did not see."""
+    """Count an optimizer step that the hooks of torch did not see."""
     global _counted
     _counted += 1
 
 
 def dtype_of_gradient(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype that torch accepts for ``tensor.grad``."""
+    """Return the dtype that torch accepts for ``tensor.grad``."""
     chosen: torch.dtype | None = getattr(tensor, "grad_dtype", None) if tensor.is_leaf else None
     return chosen or tensor.dtype
 
@@ -153,14 +154,14 @@ def install() -> None:
 
 
 def hear_steps(before: Hook, after: Hook) -> None:
-    """The functions belong to this package, and read no gradient."""
+    """Call functions of this package, which read no gradient, before and after every optimizer step."""
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     _OWN.add(after)
 
 
 def take_over_always(taker: Taker, *, first: bool = False) -> None:
-    """For the steps of all threads, except those in a ``taking_over`` block."""
+    """Let ``taker`` run the optimizer steps of all threads, except in a ``taking_over`` block."""
     # first: whether the function is called before functions that are already registered
     if taker not in _OTHERWISE:
         _OTHERWISE.insert(0 if first else len(_OTHERWISE), taker)
@@ -168,7 +169,7 @@ def take_over_always(taker: Taker, *, first: bool = False) -> None:
 
 @contextlib.contextmanager
 def taking_over(taker: Taker | None) -> Iterator[None]:
-    """Let ``taker`` run the steps of this thread, after the hooks of the optimizers."""
+    """Let ``taker`` run the optimizer steps of the current thread, after the hooks of the optimizers."""
     # taker: function that runs the steps; `None`: optimizers step normally
     before, _TAKING.taker = _TAKING.taker, taker
     try:
@@ -183,7 +184,7 @@ def taking_over(taker: Taker | None) -> Iterator[None]:
 
 
 def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
-    """Make other threads wait for the end of a step before they step this optimizer, or read or load its state."""
+    """Make other threads wait for the end of a step before they step the optimizer, or read or load its state."""
     if optimizer not in _WATCHED:
         _WATCHED.add(optimizer)
         optimizer.register_state_dict_pre_hook(_wait)
@@ -238,20 +239,20 @@ class HasMasters(Protocol):
     """A store that knows the master weights of a model's parameters."""
 
     def originals(self) -> dict[int, torch.Tensor]:
-        """Master weights by the ``id()`` of the parameters."""
+        """Return the master weights, by the ``id()`` of their parameters."""
 
     def take_gradients(self) -> None:
         """Copy changes that user code made to ``grad`` of parameters into the gradients of master weights."""
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Why gradients of these parameters cannot be clipped; ``None`` if clipping works."""
+        """Return why gradients of the parameters cannot be clipped; ``None`` if the gradients can be clipped."""
 
 
 _STORES: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch_originals(store: HasMasters) -> None:
-    """Raise an error, from now on, if code clips or steps parameters that have a master weight in the store."""
+    """Make clipping or stepping a parameter raise an error if the parameter has a master weight in the store."""
     _STORES.add(store)
     _install()
 
@@ -274,7 +275,7 @@ def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_clipped(parameters: Iterable[torch.Tensor]) -> None:
-    """Clipping has no effect on gradients that were already used."""
+    """Raise an error if gradients of the parameters were already used, so that clipping would have no effect."""
     given = list(parameters)
     for store in list(_STORES):
         if reason := store.why_not_clipped(given):

@@ -1,4 +1,4 @@
-"""Read and write safetensors files named as by transformers, and nested states as JSON files beside their tensors.
+"""Read and write safetensors files named as by transformers, and nested states as JSON files next to their tensors.
 
 ::
 
@@ -78,7 +78,7 @@ def open_tensors(folder: pathlib.Path, stem: str) -> Iterator[Mapping[str, torch
 
 
 def names_in_parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Split tensor names in order into lists of at most ``limit`` bytes; a larger tensor has a list of its own."""
+    """Split tensor names in order into lists of at most ``limit`` bytes; a larger tensor gets a separate list."""
     parts: list[list[str]] = [[]]
     filled = 0
     for name, nbytes in sizes.items():

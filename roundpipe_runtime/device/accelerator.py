@@ -9,7 +9,7 @@
     # downloads                 ▪    ▪    ▪                 ▪   ▪
     # gradients                          ██████████                   of one stage, while the next one computes
 
-``Tensor.record_stream`` tells the allocator which streams read a tensor, so the tensor's memory is reused only after
+``Tensor.record_stream`` notifies the allocator which streams read a tensor, so the tensor's memory is reused only after
 the reads. Torch's allocator does not reuse pinned host memory before copies from the memory are complete. The host may
 change the source of a copy, such as a parameter, only after :meth:`synchronize`, which the engine calls at the end of
 every run.

@@ -224,7 +224,7 @@ def _flattened(tensor: torch.Tensor) -> _Opened:
 
 
 def _opened(value: Any) -> _Opened | None:
-    """Return the values in a container and a function that rebuilds it; ``None`` if ``value`` is no container."""
+    """Return the values in a container and a function that rebuilds it; ``None`` if ``value`` is not a container."""
     kind = type(value)
     if kind is dict:
         keys = list(value)

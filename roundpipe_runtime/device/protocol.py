@@ -51,7 +51,7 @@ class Device(Protocol):
             parameter: whether the copy is large and not urgent, so that it must not delay activations.
 
         Returns:
-            The copy, on the device.
+            The copy in device memory.
         """
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:

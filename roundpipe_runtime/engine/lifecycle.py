@@ -71,9 +71,9 @@ class PipelineProgress:
     """The training progress of a pipeline, which a checkpoint stores with its parameters and buffers.
 
     Attributes:
-        runs: Number of completed runs, from which the seeds of random layers are derived.
-        masters: Master weights: copies of parameters in the optimizer's dtype, by parameter name (default: none).
         runs: Number of completed runs; execution plans are computed again after 1, 2, 4, 8, ... runs.
+        masters: Master weights: copies of parameters in the optimizer's dtype, by parameter name (default: none).
+        gradients: Accumulated gradients that no optimizer step has used yet, by parameter name (default: none).
         replicas: Number of groups that batches were split into (default: not known).
     """
 

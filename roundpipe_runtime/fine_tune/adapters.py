@@ -179,8 +179,8 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
     """Replace the linear layers of a model, in place, by layers that round weights to scaled integers.
 
     Only linear layers in the model's lists of layers are replaced. The embedding and the head are rounded to 8 bits,
-    and are not trained. A folder written by :func:`save_model` contains the integers, and ``quantize="keep"`` exports
-    them.
+    and are not trained. A folder written by :func:`save_model` contains the integers of the weights, and
+    ``export_folder(folder, quantize="keep")`` stores the same integers in the exported file.
 
     Args:
         model: Hugging Face causal language model in float32.

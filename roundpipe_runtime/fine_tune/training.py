@@ -295,7 +295,7 @@ class Training:
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
     def _is_fused(self) -> bool:
-        """Whether to use fused AdamW: with groups, only if its rounding does not depend on boundaries of shards."""
+        """Whether AdamW can be fused: with ``replicas=``, its results must not depend on how weights are sharded."""
         cut = [p for p in self.pipeline.optim_parameters() if p.requires_grad and p.dim() > 1]
         return not self._has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
 

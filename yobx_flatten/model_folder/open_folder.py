@@ -47,7 +47,7 @@ def open_generator(
         providers: execution providers in the form that onnxruntime takes, as an alternative to ``device``.
 
     Returns:
-        A generator whose ``generate`` returns the same tokens as ``model.generate``.
+        A generator: its ``generate`` returns the same tokens as ``model.generate``.
 
     Raises:
         InvalidArgumentError: when ``runtime`` is unknown.

@@ -337,12 +337,12 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             :class:`RoundPipeRunConfig`. Useful when adapters are trained. Default: 0.
         optim_dtype: dtype in which the optimizer works, as for :class:`RoundPipe`; ``torch.float32`` for a model in 16
             bits.
-        example: example for the split, as for :func:`wrap_model_to_roundpipe`. Default: a few tokens; or the first two
-            rows of the training data, if the model reads images or sounds or does not run on tokens.
+        example: example batch with which the model is split, as for :func:`wrap_model_to_roundpipe`. Default: a few
+            tokens; or two rows of the training data, if the model reads images or sounds or does not run on tokens.
         use_sequential_preset: as for :func:`wrap_model_to_roundpipe`. ``True``: raise an error if the model cannot be
             split. ``False``: do not split the model. Default: split the model if possible.
         replicas: number of groups of ``per_device_train_batch_size`` rows in a batch. Process ``g % N`` of ``N``
-            processes trains group ``g``, so results do not depend on ``N``. Default: number of processes.
+            processes trains rows of group ``g``, so results do not depend on ``N``. Default: number of processes.
         host: where the host stores the training state, as for :class:`RoundPipe`: ``"memory"``, or ``"disk:DIR"``.
         update: which weights the optimizer updates, and when, as for :class:`RoundPipe`. ``"in_backward"`` requires
             ``max_grad_norm=0`` and ``gradient_accumulation_steps=1``.

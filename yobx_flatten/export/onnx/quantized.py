@@ -56,7 +56,7 @@ _FLOATS = {
 def quantize_file(
     file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport
 ) -> Quality | None:
-    """Quantize a checked file inside ``register_flattening_functions``; return the :class:`Quality` of the new file."""
+    """Quantize the weights of an ONNX file that has passed its checks; return the :class:`Quality` of the new file."""
     import onnx_ir as ir
 
     grids = Grids()

@@ -174,7 +174,7 @@ RoundedMatrices: TypeAlias = dict[tuple[str, bool], WeightGrid]
 def round_by_text(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source, grids: Grids
 ) -> RoundedMatrices:
-    """Round the matrices of a file with a calibration text, inside ``register_flattening_functions``."""
+    """Quantize the weight matrices of an ONNX file; a calibration text decides how each number is rounded."""
     # products: see `products_of`
     if not source.cases or quantization.weights == "keep":
         return {}

@@ -490,7 +490,7 @@ class Padding:
         return kept
 
     def _hidden(self, name: str, value: object) -> tuple[torch.Tensor | None, int]:
-        """Return the padded positions of shape (batch, positions), and the axis of the positions in ``value``."""
+        """Return a mask of the padding of shape (batch, tokens), and the axis of the tokens in ``value``."""
         if self._new is None or self._all is None or not isinstance(value, torch.Tensor):
             return None, 0
         if value.dim() == 3 and value.shape[:2] == self._new.shape:

@@ -199,7 +199,7 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return a result in which outputs that exceed the tolerance may differ by the rounding error of float32.
+        """Return a result that allows the rounding error of float32 in outputs that exceed the usual tolerance.
 
         Args:
             found: result of the test case.

@@ -145,7 +145,8 @@ def _seeded(
         known.draws[training] = known.draws.get(training, False) or drew
         if place is None:
             return result, set()
-        place.draws.has_drawn |= drew
+        if drew:
+            place.draws.has_drawn = True
         if before.others != after.others and _shared_keys().isdisjoint(one.key for one in generators):
             return result, None
         return result, {one.key for one, state in begun if place.end(one, state)}
@@ -163,8 +164,7 @@ class VisitGenerator:
     """The random generator of an accelerator during a stage: seeded for each call, and restored after the stage."""
 
     # draws: draws of the run, which records whether a call drew from the device's generator
-    # cpu_state: state of the CPU's generator after the last call, if the next call follows at once. The stage sets it
-    # to `None` if other user code runs in between.
+    # cpu_state: state of the CPU's generator after the last call; the stage sets it to `None` before other user code
 
     def __init__(self, device: torch.device, draws: Draws | None = None) -> None:
         self._device, self._draws = device, draws
@@ -181,15 +181,15 @@ class VisitGenerator:
             self._outside = self._generator.get_state()
         self._look()
         self._generator.manual_seed(seed())
-        if self._draws is not None and not self._draws.has_drawn:
-            self._seeded = self._generator.get_state()
+        self._seeded = None if self._draws is None or self._draws.has_drawn else self._generator.get_state()
 
     def of_device(self) -> Any:
         return None if self._device.type == "cpu" else _generator_of(self._device)
 
     def _look(self) -> None:
-        if self._draws is not None and self._seeded is not None and not self._draws.has_drawn:
-            self._draws.has_drawn = not torch.equal(self._seeded, self._generator.get_state())
+        draws, seeded = self._draws, self._seeded
+        if draws is not None and seeded is not None and not torch.equal(seeded, self._generator.get_state()):
+            draws.has_drawn = True  # never set to False here: another device may have drawn during the comparison
         self._seeded = None
 
     def restore(self) -> None:

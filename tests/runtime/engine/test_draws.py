@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import roundpipe_runtime
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, StageError, doing_recompute
-from roundpipe_runtime.engine.draws import move_generator
+from roundpipe_runtime.engine import recomputed
+from roundpipe_runtime.engine.draws import Draws, move_generator
 from roundpipe_runtime.engine.recomputed import VisitGenerator, run_seeded
 from tests.runtime.small import near_gradients
 
@@ -299,6 +300,34 @@ def test_a_run_that_ends_meanwhile_is_not_taken_for_a_draw():
         assert not torch.equal(before, torch.get_rng_state())
         layer.meanwhile = lambda: None
     assert again == []
+
+
+def test_a_draw_on_another_device_during_the_comparison_counts(monkeypatch):
+    """Otherwise torch's generator would stay where it is, and the next run would drop the same entries."""
+    draws = Draws(base=1, tag="", in_order=False)
+
+    class Device:
+        is_compared = False
+
+        def get_state(self):
+            if self.is_compared:
+                draws.has_drawn = True  # as the thread of the other device sets it
+            return torch.zeros(1)
+
+        def manual_seed(self, seed): ...
+
+        def set_state(self, state): ...
+
+    device = Device()
+    monkeypatch.setattr(recomputed, "_generator_of", lambda _: device)
+    generator = VisitGenerator(torch.device("cuda:0"), draws)
+    generator.seed(lambda: 1)
+    device.is_compared = True
+    generator.restore()
+    assert draws.has_drawn
+    before = torch.get_rng_state()
+    draws.commit()
+    assert not torch.equal(before, torch.get_rng_state())
 
 
 def test_only_the_module_of_the_lock_puts_the_generator_back():

@@ -14,7 +14,6 @@ _WITH_ENDS = bytes([dis.opmap["LOAD_CONST"]]) * 3
 
 
 def press() -> None:
-    """Press Ctrl-C, in this thread."""
     signal.raise_signal(signal.SIGINT)
 
 

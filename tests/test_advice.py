@@ -57,8 +57,6 @@ SHELL = ("pip", "apt", "export", "mkdir", "torchrun", "TORCH_DISABLE_SHARE_RDZV_
 
 
 class Advice(NamedTuple):
-    """Lines of a message, and where the message is written."""
-
     place: str
     lines: str
 
@@ -89,7 +87,6 @@ def is_shell(line: str) -> bool:
 
 
 def parsed(lines: str) -> ast.Module | None:
-    """The lines as Python; the options of an option of the command line after them are left out."""
     whole = re.sub(r":$", ": ...", lines, flags=re.MULTILINE)
     for text in (lines, re.sub(r"\s+\([^()]*\)$", "", lines), whole, f"f({lines})", f"f({lines}\n)"):
         try:
@@ -110,7 +107,6 @@ def of_name(name: str) -> Any:
 
 
 def called(node: ast.Call) -> Any:
-    """The function or class that a call names; ``None`` for a name of the user."""
     if isinstance(node.func, ast.Name):
         return of_name(node.func.id) or _method(node.func.id)
     return _method(node.func.attr) if isinstance(node.func, ast.Attribute) else None
@@ -131,7 +127,6 @@ def test_the_lines_of_messages_are_found():
 
 @pytest.mark.parametrize("one", ADVICE, ids=[one.place for one in ADVICE])
 def test_a_line_can_be_typed(one):
-    """Python that parses, calls of what is public with arguments that are there; a command with options that are."""
     shell = [line for line in one.lines.splitlines() if line.strip() and is_shell(line.strip())]
     for line in shell:
         check_command(shlex.split(line.replace("...", "")))
@@ -162,7 +157,6 @@ USERS = ("model", "module", "pipeline", "loss_fn", "tokenizer", "write", "range"
 
 
 def check_command(words: list[str]) -> None:
-    """Check a line of a shell: the command of ours is there, and so are its options."""
     if words[0] not in COMMANDS:
         return
     command = typer.main.get_command(COMMANDS[words[0]]).commands[words[1]]  # type: ignore[attr-defined]

@@ -14,7 +14,6 @@ WORD = re.compile(r"(?:past_key_values|cache_params)(?!\.(?:\d|length\b|\*|N\b))
 
 
 def lines_with_a_word(source):
-    """The numbers of the lines that hold one of the words other than as the name of a file's input."""
     return [number for number, line in enumerate(source.splitlines(), 1) if WORD.search(line)]
 
 
@@ -32,6 +31,5 @@ def test_the_words_stand_in_one_module(package):
 
 
 def test_the_rule_tells_names_of_files_from_names_of_arguments():
-    """What it would find, and what it would not."""
     source = 'f"{name}.past_key_values"\npast_key_values=cache\n"past_key_values.0.key"\ncache_params.layers\n'
     assert lines_with_a_word(source) == [1, 2, 4]

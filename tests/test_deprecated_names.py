@@ -48,7 +48,6 @@ def function(cache=None):
 
 
 def test_tests_with_an_old_name_fail_and_others_pass(tmp_path):
-    """The fixture fails the tests with an old name, each of them, and neither one that means it nor one without."""
     path = tmp_path / "test_made.py"
     path.write_text(WITH_AN_OLD_NAME)
     options = ["-q", "-n", "0", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
@@ -60,7 +59,6 @@ def test_tests_with_an_old_name_fail_and_others_pass(tmp_path):
 
 
 def test_a_warning_in_another_thread_is_heard(old_names_said):
-    """A warning is heard where its error ends in another thread, without a word."""
 
     def run():
         with contextlib.suppress(FutureWarning):
@@ -73,7 +71,6 @@ def test_a_warning_in_another_thread_is_heard(old_names_said):
 
 
 def test_a_heard_warning_names_the_line_that_calls(old_names_said):
-    """The place of a warning is still that of the call with the old name."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         function(old=1)
@@ -82,7 +79,6 @@ def test_a_heard_warning_names_the_line_that_calls(old_names_said):
 
 
 def test_what_a_program_writes_is_heard(old_names_said):
-    """A program in a process of its own that writes such a line to stderr is heard at its end."""
     fresh_process.run("-c", f"import sys; print({LINE!r}, file=sys.stderr)")
     assert old_names_said == [LINE]
 

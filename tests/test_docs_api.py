@@ -32,7 +32,6 @@ def documented() -> Counter[str]:
 
 
 def test_the_package_has_few_names():
-    """What fits on a page; the names that a function hands out are in its folder."""
     assert len(yobx_flatten.__all__) <= 58
 
 
@@ -43,7 +42,6 @@ def test_a_folder_lists_only_names_of_its_own():
 
 
 def test_names_that_moved_are_still_names_of_the_package():
-    """Each one is the object that its folder has, and `dir` lists it."""
     homes = {name: folder for folder in FOLDERS for name in folder.__all__}
     for name in old_names.__all__:
         assert getattr(old_names, name) is getattr(homes[name], name)
@@ -51,18 +49,15 @@ def test_names_that_moved_are_still_names_of_the_package():
 
 
 def test_a_name_that_never_was_is_an_attribute_error():
-    """With the message that Python gives for other modules."""
     with pytest.raises(AttributeError, match="module 'yobx_flatten' has no attribute 'Undoo'"):
         yobx_flatten.Undoo  # noqa: B018 # the lookup is the test
 
 
 def test_every_public_name_is_in_the_reference():
-    """The missing ones are in the message."""
     assert not PUBLIC - set(documented())
 
 
 def test_the_reference_lists_no_other_name():
-    """A name that went away goes away here, too."""
     assert not set(documented()) - PUBLIC
 
 
@@ -71,7 +66,6 @@ def test_no_name_is_listed_twice():
 
 
 def test_the_reference_of_the_runtime_lists_every_public_name_once():
-    """Those of the package, of its Trainers, and what `huggingface` has in addition; `optim` is a folder."""
     text = "\n".join(page.read_text(encoding="utf-8") for page in API.glob("runtime_*.md"))
     listed = Counter(re.findall(r"^\.\. auto\w+:: roundpipe_runtime\.(\S+)$", text, re.MULTILINE))
     more = [f"huggingface.{name}" for name in huggingface.__all__ if name not in roundpipe_runtime.__all__]
@@ -81,7 +75,6 @@ def test_the_reference_of_the_runtime_lists_every_public_name_once():
 
 
 def test_the_guide_lists_every_error_and_warning_of_the_runtime():
-    """On the page about errors, by name; the bases are what it says of all of them."""
     text = (API.parent / "guide" / "errors.md").read_text(encoding="utf-8")
     assert [name for name in roundpipe_runtime.__all__ if name.endswith("Error") and f"`{name}`" not in text] == []
     warnings = [name for name in roundpipe_runtime.__all__ if name.endswith("Warning") and name != "RoundPipeWarning"]

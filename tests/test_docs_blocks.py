@@ -42,7 +42,6 @@ class Block(NamedTuple):
 
 
 def blocks(*kinds: str) -> list[Block]:
-    """Blocks of these kinds on all pages; a block at the beginning of a line, as all of them are."""
     return [
         Block(f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, found.start()) + 1}", found[1], found[2])
         for page in PAGES
@@ -74,7 +73,6 @@ def test_programs_stand_where_a_test_runs_them(kind):
 
 
 def public(name: str) -> object:
-    """The object that a page means with a name, where it is one of ours."""
     for package in (yobx_flatten, roundpipe_runtime):
         if name in package.__all__:
             return getattr(package, name)
@@ -91,7 +89,6 @@ def calls(source: str) -> Iterator[tuple[str, object, ast.Call]]:
 
 
 def shown_blocks(language: str) -> list[Block]:
-    """Blocks that are only shown, in one language."""
     fence = re.compile(rf"^```\{{code-block\}} {language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     return [
         Block(f"{page.relative_to(ROOT)}:{text.count(chr(10), 0, found.start()) + 1}", language, found[1])
@@ -102,12 +99,10 @@ def shown_blocks(language: str) -> list[Block]:
 
 
 def test_blocks_that_are_shown_are_python_or_lines_of_a_shell():
-    """Those two are read here."""
     assert len(blocks("{code-block}")) == len(shown_blocks("python")) + len(shown_blocks("shell"))
 
 
 def test_calls_that_are_shown_fit_the_signatures():
-    """Each argument of ours is there, under its name; names that are imported exist."""
     shown = shown_blocks("python")
     assert len(shown) > 5
     wrong, checked = [], 0
@@ -129,7 +124,6 @@ def test_calls_that_are_shown_fit_the_signatures():
 
 
 def test_profiles_of_machines_are_read(tmp_path):
-    """As `roundpipe plan --machine` reads a file with that text."""
     shown = blocks("json")
     assert len(shown) == 1
     for block in shown:
@@ -147,7 +141,6 @@ def option_names(command) -> set[str]:
 
 
 def unknown_options(words: list[str]) -> list[str]:
-    """Options and commands among the words that the command line does not have."""
     command, named = COMMANDS[words[0]], [word for word in words[1:] if not word.startswith("-")]
     known = {"--help", "--version", "--debug", "--install-completion", *option_names(command)}
     if named:
@@ -158,7 +151,6 @@ def unknown_options(words: list[str]) -> list[str]:
 
 
 def pip_mistakes(words: list[str]) -> list[str]:
-    """Extras and groups that pyproject.toml does not have."""
     asked = [extra for word in words for extra in re.findall(r"\[([\w,]+)\]", word)]
     wrong = [extra for some in asked for extra in some.split(",") if extra not in EXTRAS]
     groups = [after for word, after in itertools.pairwise(words) if word == "--group"]
@@ -168,7 +160,6 @@ def pip_mistakes(words: list[str]) -> list[str]:
 
 
 def torchrun_mistakes(words: list[str]) -> list[str]:
-    """Options that torchrun does not have, and its own refusal."""
     try:
         get_args_parser().parse_args(words)
     except SystemExit:
@@ -198,7 +189,6 @@ def lines_of(block: Block) -> list[str]:
 
 
 def test_lines_for_a_shell_name_what_there_is():
-    """Commands and their options, targets of make, extras, groups and the version of the wheel."""
     typed = [
         (block.place, line)
         for block in [*blocks("bash", "console"), *shown_blocks("shell")]
@@ -209,7 +199,6 @@ def test_lines_for_a_shell_name_what_there_is():
 
 
 def test_commands_within_the_text_name_what_there_is():
-    """Also in tables: the options that a page names between backticks are those of the command."""
     found = [
         (page.name, line)
         for page in PAGES
@@ -244,7 +233,6 @@ def test_pip_lines_within_the_text_name_extras_that_there_are():
     ],
 )
 def test_a_mistake_is_found(line, wrong):
-    """What the tests above would report."""
     assert mistakes(line) == wrong
 
 

@@ -30,7 +30,6 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs/guide/coming_from.md"
 
 
 def _rows():
-    """The rows of all tables, by the cell of the other library."""
     found = {}
     others, _, _ = PAGE.read_text(encoding="utf-8").partition("## RoundPipe")  # tests/runtime/test_roundpipe_names.py
     for line in others.splitlines():
@@ -54,7 +53,6 @@ def _row_of(words):
 
 
 def test_every_name_of_the_right_column_is_there():
-    """Every function and class that a cell calls."""
     homes = (yobx_flatten, roundpipe_runtime, roundpipe_runtime.schedule, configuration)
     codes = [code for here in ROWS.values() for code in re.findall(r"`([^`]+)`", re.sub(r"\]\([^)]*\)", "", here))]
     called = [name for code in codes for name in re.findall(r"(?<![\w.])([A-Za-z_]\w*)\(", code)]
@@ -72,7 +70,6 @@ def test_yobx_a_value_of_the_enum_registers_as_true_does():
 
 
 def test_yobx_names_that_are_kept_are_there_and_do_what_they_did():
-    """The printed form of `string_type`, and the order of keys and values."""
     layers, cache = _cache()
     assert yobx_flatten.string_type(torch.zeros(2, 3), with_shape=True) == "T1s2x3"
     flat, _ = yobx_flatten.flatten_dynamic_cache(cache)

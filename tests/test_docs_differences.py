@@ -15,14 +15,12 @@ def fresh(code):
 
 
 def test_every_section_has_a_program_that_prints():
-    """A statement without a program is not on the page."""
     sections = re.split(r"^## ", (GUIDE / "torch_and_jax.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
     without = [text.splitlines()[0] for text in sections if "```python" not in text or "```text" not in text]
     assert not without
 
 
 def test_torch_hands_unflatten_a_list_and_jax_a_tuple():
-    """Functions of torch and of JAX are called differently in more than the order."""
     pytest.importorskip("jax", reason="one of the two")
     assert (
         fresh(
@@ -39,7 +37,6 @@ def test_torch_hands_unflatten_a_list_and_jax_a_tuple():
 
 
 def test_optree_and_jax_pickle_their_specs():
-    """They write no text; torch writes JSON."""
     pytest.importorskip("jax", reason="one of the two")
     pytest.importorskip("optree", reason="the other one")
     assert (
@@ -67,7 +64,6 @@ def test_torch_does_not_look_at_what_is_registered_for_a_named_tuple():
 
 
 def test_a_named_tuple_is_saved_under_the_name_that_torch_is_given():
-    """Without one its spec cannot be stored."""
     assert (
         fresh(
             "import collections, torch.utils._pytree as pytree\n"

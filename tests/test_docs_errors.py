@@ -23,13 +23,11 @@ def longest_words(pattern: str) -> list[str]:
 
 @pytest.mark.parametrize("pattern", [pattern for pattern, _ in _TABLE])
 def test_a_message_that_is_explained_is_on_the_page(pattern):
-    """In the words of torch, for which a user searches."""
     assert any(words in TEXT for words in longest_words(pattern)), longest_words(pattern)
 
 
 @pytest.mark.parametrize("pattern", [pattern for pattern, _ in _TABLE])
 def test_a_message_of_the_index_is_one_that_is_found(pattern):
-    """What the index shows of a pattern matches it, with a name where it shows dots, in one line."""
     spec = importlib.util.spec_from_file_location("error_index", DOCS / "error_index.py")
     error_index = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(error_index)

@@ -82,7 +82,6 @@ def run(program: Program, page: str, namespace: dict[str, Any]) -> str:
 
 
 def commands_of(program: Program) -> list[tuple[str, str]]:
-    """What is typed, and what is shown of it: ```console blocks show both, ```bash blocks what is typed."""
     if program.kind == "bash":
         # torchrun is typed in tests/tasks, and a clone has an address once there is a public one
         elsewhere = ("pip ", "torchrun ", "git clone ")
@@ -126,7 +125,6 @@ NUMBER = re.compile(r"\d[\d,.]*(e[-+]\d+)?")
 
 
 def comparable(typed: str, text: str) -> str:
-    """What is the same on every machine: of a plan and a training the words, of what is measured the names."""
     command = typed.split()[1]
     if command == "doctor":
         return "\n".join(sorted(set(re.findall(r"^\w+ +(.+?):", text, re.MULTILINE)) - {"accelerators"}))
@@ -158,7 +156,6 @@ LONG = ["block", "command_line", "export", "from_optimum", "generate", "lora", "
     "page", cases(PAGES, quick=[page for page in PAGES if page.stem not in LONG]), ids=lambda path: path.stem
 )
 def test_page_prints_what_it_says(page, tmp_path, monkeypatch):
-    """Each block prints the text block behind it, and nothing if there is none."""
     text = page.read_text(encoding="utf-8")
     for library in ("jax", "optree", "onnxruntime_genai"):
         if f"import {library}" in text:
@@ -199,7 +196,6 @@ def test_a_text_block_belongs_to_the_program_right_before_it():
 
 
 def test_no_text_block_shows_input():
-    """It would not be run: what is typed stands in ```python, ```console or ```bash."""
     shown = re.compile(r"^(\$ |>>> |import \w|from \w+ import |def \w+\()", re.MULTILINE)
     found = [
         f"{path.name}: {block[2].splitlines()[0]}"

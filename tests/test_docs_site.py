@@ -29,7 +29,6 @@ def moved():
 
 
 def entries(page: Path) -> list[str]:
-    """What the tables of contents of a page list."""
     found = re.findall(r"^```\{toctree\}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     return [line for text in found for line in text.splitlines() if line and not line.startswith(":")]
 
@@ -47,7 +46,6 @@ def test_the_guide_and_the_sidebar_are_short():
 
 
 def test_every_page_of_the_guide_is_in_the_sidebar_and_in_its_index():
-    """Each with a line that describes it."""
     names = {page.stem for page in GUIDE.glob("*.md")}
     assert {entry.removeprefix("guide/") for entry in entries(DOCS / "index.md") if "guide/" in entry} == names
     assert {*re.findall(r"\]\((\w+)\.md\)", (GUIDE / "index.md").read_text(encoding="utf-8"))} == names - {"index"}
@@ -85,7 +83,6 @@ LINKED = {
     "page", sorted({*LINKED, *GUIDE.glob("*.md")} - {DOCS / "index.md"}), ids=lambda page: page.stem
 )
 def test_a_page_of_the_guide_or_the_readme_reads_well_on_a_code_host(page):
-    """Links in Markdown, to files and headings that are there; no roles. The first page of the site is cards."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"\{(?:doc|ref|func|class|meth)\}`", text) == []
     assert re.findall(r"^\([\w-]+\)=$", text, re.MULTILINE) == []
@@ -110,7 +107,6 @@ WITHOUT_WORDS = {DOCS / "index.md", GUIDE / "index.md", GUIDE / "words.md"}
 
 @pytest.mark.parametrize("section", OWN_WORDS)
 def test_a_page_links_to_the_glossary_where_it_first_uses_one_of_our_own_words(section):
-    """The paragraph, or one before it, has a link to the section that explains the word. Headings have no links."""
     late = []
     for page in sorted({*LINKED, *GUIDE.glob("*.md")} - WITHOUT_WORDS):
         text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
@@ -128,7 +124,6 @@ def test_a_page_links_to_the_glossary_where_it_first_uses_one_of_our_own_words(s
     "word", ["proof", "case", "block", "leaf", "row", "cut", "piece", "stage", "phase", "microbatch", "static"]
 )
 def test_our_own_words_are_in_the_glossary(word):
-    """Each is explained where it stands in bold or italics."""
     glossary = (GUIDE / "words.md").read_text(encoding="utf-8")
     assert re.search(rf"\*+[^*\n]*\b{word}(?:es)?\b[^*\n]*\*", glossary.replace("leaves", "leaf"))
 

@@ -20,8 +20,6 @@ MADE_BY_US = {"Call", "Checkpoint", "RecordedCalls", "WrappedModel"}
 
 
 class Documented(NamedTuple):
-    """A function or method that a user calls, and the docstring that describes it."""
-
     path: str
     function: Any
     doc: str
@@ -33,7 +31,6 @@ class Documented(NamedTuple):
 
 
 def folders() -> list[Any]:
-    """The packages, and those of their folders that list public names."""
     names = [package.__name__ for package in PACKAGES]
     for package in PACKAGES:
         names += [found.name for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.") if found.ispkg]
@@ -57,7 +54,6 @@ def functions() -> Iterator[Documented]:
 
 
 def methods() -> Iterator[Documented]:
-    """Methods and constructors of public classes; a dataclass lists its fields as attributes."""
     for path, cls in public().items():
         if not inspect.isclass(cls) or getattr(cls, "_is_protocol", False) or issubclass(cls, Exception):
             continue
@@ -70,7 +66,6 @@ def methods() -> Iterator[Documented]:
 
 
 def sections(doc: str) -> dict[str, str]:
-    """The text below each heading of a docstring, in the style of Google."""
     _, *parts = SECTION.split(doc)
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
@@ -83,14 +78,12 @@ def undescribed(documented: Documented) -> list[str]:
 
 @pytest.mark.parametrize("documented", [*functions(), *methods()], ids=lambda found: found.path)
 def test_every_parameter_is_described(documented):
-    """One that stands alone may be described by the first line."""
     assert documented.doc
     assert len(documented.parameters) < 2 or undescribed(documented) == []
 
 
 @pytest.mark.parametrize("documented", [*functions()], ids=lambda found: found.path)
 def test_what_a_function_returns_is_described(documented):
-    """In a section of its own where there are several parameters, otherwise at least in words."""
     if inspect.signature(documented.function).return_annotation in NOTHING:
         return
     has_section = bool({"Returns", "Yields"} & set(sections(documented.doc)))
@@ -107,13 +100,11 @@ def test_what_a_function_returns_is_described(documented):
     ],
 )
 def test_the_names_at_the_top_have_an_example(name):
-    """`make doctest` runs it."""
     package, _, name = name.rpartition(".")
     assert ">>> " in (inspect.getdoc(getattr(importlib.import_module(package), name)) or "")
 
 
 def test_the_reader_of_sections_knows_the_headings():
-    """The text before the first is not a section."""
     assert sections("First.\n\nArgs:\n    a: one.\n\nReturns:\n    Two.\n") == {
         "Args": "\n    a: one.\n\n",
         "Returns": "\n    Two.\n",

@@ -11,12 +11,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def short_form(name, steps):
-    """The losses, plain and through the pipeline, of a few steps of a script."""
     return runpy.run_path(str(EXAMPLES / name))["main"](steps=steps)
 
 
 def test_byte_text_is_learnt_alike(capsys):
-    """Every loss of the transformer is the plain one, and falls."""
     plain, piped = short_form("byte_text.py", steps=6)
     assert piped == pytest.approx(plain, rel=1e-5)
     assert len(piped) == 6
@@ -27,7 +25,6 @@ def test_byte_text_is_learnt_alike(capsys):
 
 
 def test_digits_are_learnt_alike(capsys):
-    """Every loss of the ResNet is that of a loop over the same microbatches; so are its running statistics."""
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
     plain, piped = short_form("digits_resnet.py", steps=6)
     assert piped == pytest.approx(plain, rel=1e-5)
@@ -37,7 +34,6 @@ def test_digits_are_learnt_alike(capsys):
 
 
 def test_a_chat_is_trained_and_shipped_in_4_bits(tmp_path, capsys):
-    """The files hold integers of 4 bits, where a browser looks for them, and give the answer that was learnt."""
     for name in ("typer", "transformers", "accelerate", "onnxruntime"):
         pytest.importorskip(name, reason="the example runs both commands")
     out = runpy.run_path(str(EXAMPLES / "chat_in_4_bits.py"))["main"](folder=tmp_path)
@@ -48,6 +44,5 @@ def test_a_chat_is_trained_and_shipped_in_4_bits(tmp_path, capsys):
 
 
 def test_every_example_has_a_test():
-    """A script that nobody runs is soon wrong."""
     tested = Path(__file__).read_text(encoding="utf-8")
     assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.name}"' not in tested] == []

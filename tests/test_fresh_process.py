@@ -25,7 +25,6 @@ sys.exit(3)
 
 
 def test_a_program_finds_what_a_new_interpreter_gives_it(monkeypatch):
-    """Its name, arguments, folder, environment and search path, both outputs and the exit status."""
     monkeypatch.setenv("SAID", "so")
     command = ["-c", LOOKS, "one", "two words"]
     expected = subprocess.run([sys.executable, *command], cwd=fresh_process.ROOT, capture_output=True, text=True)
@@ -35,14 +34,12 @@ def test_a_program_finds_what_a_new_interpreter_gives_it(monkeypatch):
 
 
 def test_only_torch_is_imported():
-    """Nothing of ours, and no framework beside torch; no thread runs."""
     names = ["torch", "yobx_flatten", "roundpipe_runtime", "tests", "transformers", "optree", "jax", "onnx", "pytest"]
     program = f"import sys, threading; print(*(name in sys.modules for name in {names}), threading.active_count())"
     assert fresh_process.run("-c", program).stdout.split() == ["True", *["False"] * 8, "1"]
 
 
 def test_what_the_trainer_needs_is_imported_where_that_is_asked_for():
-    """Nothing of ours there, either; no thread runs."""
     names = ["transformers.trainer", "yobx_flatten", "roundpipe_runtime", "tests", "pytest"]
     program = f"import sys, threading; print(*(name in sys.modules for name in {names}), threading.active_count())"
     done = fresh_process.run("-c", program, imported=fresh_process.TRAINER)
@@ -50,7 +47,6 @@ def test_what_the_trainer_needs_is_imported_where_that_is_asked_for():
 
 
 def test_a_program_that_was_started_gets_signals():
-    """What it has written is there while it runs; how it ended is what `subprocess` states."""
     program = "import time; print('here', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('there')"
     with fresh_process.start("-c", program) as started:
         started.wait_for(lambda: started.stdout == "here\n")
@@ -77,14 +73,12 @@ def test_a_program_runs_no_longer_than_it_is_needed():
 
 
 def test_a_module_runs_as_main():
-    """`-m` as Python's own."""
     command = ["-m", "calendar", "2026"]
     expected = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
     assert fresh_process.run(*command).stdout == expected.stdout
 
 
 def test_an_error_of_a_program_is_shown():
-    """A traceback on stderr and the status 1, which fail the test unless it asks for them."""
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         fresh_process.run("-c", "1 / 0")
     assert fresh_process.run("-c", "1 / 0", check=False).returncode == 1
@@ -92,7 +86,6 @@ def test_an_error_of_a_program_is_shown():
 
 
 def test_a_program_that_hangs_is_killed(tmp_path):
-    """It writes no more; the next one runs."""
     program = "import time\nwhile True: print(end='.', file=open('written', 'a')); time.sleep(0.01)"
     with pytest.raises(TimeoutError):
         fresh_process.run("-c", program, cwd=tmp_path, timeout=3)

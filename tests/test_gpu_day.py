@@ -53,7 +53,6 @@ def day(tmp_path, monkeypatch):
 @pytest.mark.slow  # each program is a process of its own
 @pytest.mark.parametrize("part", cases(["1.7B", "8B", "lora", "long"], quick=["1.7B"]))
 def test_a_part_measures_every_program_of_its_rows(day, part, capfd):
-    """Losses agree, the plan is written before the row, and the same line again runs nothing."""
     assert day("profile", part) == 0
     found = day.records.of("row")
     for row in rows_of(part, tiny=True):
@@ -79,7 +78,6 @@ def test_a_part_measures_every_program_of_its_rows(day, part, capfd):
 
 
 def test_time_that_is_over_ends_the_call_before_the_next_program(day, capfd):
-    """With a status of its own, and the line that goes on."""
     assert day("profile", "1.7B", "--minutes", "0") == gpu_day.UNFINISHED
     assert not day.records.of("row")
     assert "run the same line again to continue" in capfd.readouterr().out
@@ -94,7 +92,6 @@ def made(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("printed", ['{"losses": [1.0], "seconds": [2.0], "tokens per second": 5.0}\n', ""])
 def test_a_program_that_is_ended_keeps_what_it_printed(made, monkeypatch, printed):
-    """And one that printed nothing runs again in the next call, unless it had the time that everyone has."""
     monkeypatch.setattr(gpu_day, "run_apart", lambda command, environment, limit: Done(printed, "at line 3", None))
     row = rows_of("1.7B", tiny=True)[0]
     whole = made._apart(OURS[0], row)
@@ -166,7 +163,6 @@ day.run("long")
 
 
 def test_a_day_that_is_killed_keeps_its_rows_and_goes_on(made, monkeypatch, tmp_path):
-    """The program that ran then ends with the day, with what it started: it keeps no GPU from the next call."""
     bytes_of = dict.fromkeys(("device peak", "host taken", "host resident"), 1)
     printed = json.dumps({"losses": [1.0, 0.9], "seconds": [2.0], "tokens per second": 5.0, "TFLOPS": 1.0, **bytes_of})
     started = tmp_path / "started"
@@ -200,7 +196,6 @@ def test_a_day_that_is_killed_keeps_its_rows_and_goes_on(made, monkeypatch, tmp_
 
 
 def test_a_program_that_fails_is_named_and_the_others_run(made, monkeypatch, capfd):
-    """As is a machine that was not measured: then there is no plan."""
     (row,) = rows_of("long", tiny=True)
     seen = []
 
@@ -230,7 +225,6 @@ def test_a_program_that_fails_is_named_and_the_others_run(made, monkeypatch, cap
 
 @pytest.mark.parametrize("left", [540, 60])
 def test_a_plan_that_takes_too_long_is_ended(made, monkeypatch, left):
-    """The rows run then; where it had less time than others have, it is made in the next call."""
     first, second = rows_of("lora", tiny=True)
     printed = json.dumps({"row": first.name, "seconds": {}})
     limits = []
@@ -260,7 +254,6 @@ def test_a_profile_that_takes_too_long_is_ended(made, monkeypatch, capfd):
 
 
 def test_a_profile_that_breaks_keeps_what_it_found(made, monkeypatch, capfd):
-    """The page shows it, with the reason; the next call measures again."""
     begun = {"machine": "NVIDIA H100; AMD", "device": "cuda", "driver": None, "versions": {"CUDA": "13.0"}}
     error = "RuntimeError: no memory can be pinned"
     calls = []
@@ -309,7 +302,6 @@ time.sleep(600)
 
 
 def test_output_goes_to_a_log_and_a_status_comes_back(tmp_path):
-    """Both kinds of output, after what is there."""
     log = tmp_path / "log"
     log.write_text("before\n")
     command = [sys.executable, "-S", "-c", "import sys; print('out'); sys.stdout.flush(); sys.exit('error')"]
@@ -331,7 +323,6 @@ def test_what_ended_a_process_is_named(made, status, expected):
 
 
 def test_a_kernel_that_has_no_memory_ends_what_was_started_first():
-    """And not the process that writes the records."""
     program = "print(open('/proc/self/oom_score_adj').read())"
     done = run_apart([sys.executable, "-S", "-c", program], dict(os.environ), 60.0)
     assert done.out.strip() == "1000"
@@ -380,7 +371,6 @@ def test_b():
 
 
 def test_a_test_that_ends_its_process_hides_no_other(made, monkeypatch, tmp_path, capfd):
-    """Nor does one that breaks the device, on which all further tests of the process would fail."""
     (tmp_path / "test_some.py").write_text(_TESTS)
     calls = []
 
@@ -405,7 +395,6 @@ def test_a_test_that_ends_its_process_hides_no_other(made, monkeypatch, tmp_path
 
 
 def test_of_several_parts_the_programs_that_decide_run_first(tmp_path, monkeypatch):
-    """A day that is over after half of them has a table of every row."""
     seen = []
     monkeypatch.setattr(gpu_day.Day, "run", lambda self, part, programs=None: seen.append((part, programs)) or True)
     for parts in (["8B"], ["tests", "8B", "long"]):
@@ -436,7 +425,6 @@ def test_operators_are_compiled_once_and_before_a_program_has_its_time(made, mon
 
 
 def test_other_losses_are_named(made):
-    """The first one of everyone; those after it where no step is late."""
     row = ROWS[0]
     made.records.add("row", "first", {"row": row.name, "program": OURS[0], "losses": [2.0, 1.0, 0.5]})
     assert not made._disagreement(row, {"program": "FSDP2, CPU offload", "losses": [2.01, 1.0, 0.5]})
@@ -481,7 +469,6 @@ def test_copies_of_a_profile_are_added_up():
 
 
 def test_wheels_are_unpacked_without_pip(tmp_path, monkeypatch):
-    """Once, with what belongs into the folder of pure Python; a group without wheels adds no folder."""
     monkeypatch.setattr(wheels, "CACHE", tmp_path / "cache")
     (tmp_path / "base").mkdir()
     with zipfile.ZipFile(tmp_path / "base" / "thing-1-py3-none-any.whl", "w") as archive:
@@ -495,7 +482,6 @@ def test_wheels_are_unpacked_without_pip(tmp_path, monkeypatch):
 
 
 def test_libraries_of_other_platforms_are_left_out(tmp_path):
-    """Of a wheel with kernels for many, those for one CUDA and the CPU stay."""
     wheel = tmp_path / "kernels.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in ("b/libbitsandbytes_cuda130.so", "b/libbitsandbytes_cuda118.so", "b/nn.py"):
@@ -512,7 +498,6 @@ def stored():
 
 
 def test_the_page_and_the_lines_of_others_are_those_of_the_records():
-    """`python benchmarks/gpu_day.py --page` writes them."""
     assert (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8") == page.page(stored())
     for name in ("README.md", "docs/guide/install.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
@@ -520,7 +505,6 @@ def test_the_page_and_the_lines_of_others_are_those_of_the_records():
 
 
 def test_records_of_a_dry_run_are_not_those_of_a_gpu():
-    """A virtual device, also where torch was built for CUDA."""
     profile = {"cpu": {"versions": {"CUDA": "13.0"}, "device": "cpu", "machine": "virtual device"}}
     assert page.state({"profile": profile}) == page.state({})
     assert "**has not run on a GPU yet**" in page.page({"profile": profile})

@@ -18,7 +18,6 @@ MOST_FILES_IN_A_FOLDER = 25
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_folder_has_more_files_than_a_reader_takes_in(package):
-    """A folder with more files than that holds several subjects, and each is a folder of its own."""
     folders = [folder for folder in (ROOT / package).rglob("*") if folder.is_dir()]
     files = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
     assert {name: count for name, count in files.items() if count > MOST_FILES_IN_A_FOLDER} == {}
@@ -87,7 +86,6 @@ def with_sections(path, public):
 
 
 def test_a_docstring_of_what_is_internal_has_no_list_of_arguments():
-    """Its name, its types and one sentence are enough; what they cannot hold is a comment where it matters."""
     public = documented()
     assert len(public) > 200
     found = [f"{path.relative_to(ROOT)}: {name}" for path in FILES for name in with_sections(path, public)]

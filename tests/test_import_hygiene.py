@@ -28,7 +28,6 @@ print(json.dumps({{{{
 
 @pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
 def test_an_import_brings_nothing_but_the_package_and_torch(package):
-    """In a fresh process the import loads no optional framework, starts no thread and touches no accelerator."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM.format(package=package)],
         capture_output=True,
@@ -59,7 +58,6 @@ def test_every_name_is_there_without_the_library_that_checks_files(package):
 
 @pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
 def test_names_are_imported_when_they_are_asked_for(package):
-    """The package itself is there at once; every name, every folder and `dir` find what there is."""
     program = f"""
 import sys
 import {package} as package
@@ -93,7 +91,6 @@ sys.exit(main(["env"] if "{package}" == "yobx_flatten" else ["doctor"]))
 @pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
 @pytest.mark.parametrize("module", ["typing", "yobx_flatten.terminal.running", "typer", "torch", "torch.nn.functional"])
 def test_ctrl_c_during_imports_is_one_line(package, module):
-    """And the exit status of what Ctrl-C ends, from the first library on, also where a library catches it."""
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED.format(package=package), module], capture_output=True, text=True, check=False
     )
@@ -152,7 +149,6 @@ for name in ("RoundPipeTrainer", "RoundPipeSeq2SeqTrainer"):
     ],
 )
 def test_a_trainer_says_what_it_needs(missing, named, found):
-    """Without transformers or accelerate, the error is ours and has the line to type."""
     program = WITHOUT.format(missing=missing, found=found)
     are = "is" if len(missing) == 1 else "are"
     assert fresh_process.run("-c", program).stdout.splitlines() == [

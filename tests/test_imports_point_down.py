@@ -32,8 +32,6 @@ MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
 
 
 class Import(NamedTuple):
-    """One imported name: who imports it, where, and whether that happens when the file is loaded."""
-
     importer: str
     target: str
     line: int
@@ -42,7 +40,6 @@ class Import(NamedTuple):
 
 @cache
 def modules() -> dict[str, Path]:
-    """The modules of both packages, by dotted name; a package is named like its directory."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -78,7 +75,6 @@ def _imports(importer: str, node: ast.AST, at_the_top: bool) -> Iterator[Import]
 
 
 def _is_for_types(node: ast.AST) -> bool:
-    """Whether a type checker alone reads what is below: nothing of it is imported."""
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
@@ -138,7 +134,6 @@ def test_packages_depend_in_one_direction(module):
 
 
 def test_the_reader_sees_every_way_to_write_an_import(monkeypatch, tmp_path):
-    """Absolute, relative, climbing, of a submodule, and inside a function: each is resolved."""
     source = tmp_path / "known.py"
     source.write_text(
         "import transformers.cache_utils\n"

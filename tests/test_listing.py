@@ -14,7 +14,6 @@ def rows(kind):
 
 
 def test_every_layer_of_transformers_is_listed_with_its_letter():
-    """As far as the installed version has it."""
     letters = {name: letter for name, letter in (LETTERS | OTHER_LETTERS).items() if hasattr(cache_utils, name)}
     letters = {getattr(cache_utils, name).__name__: letter for name, letter in letters.items()}
     found = {name: row.code for name, row in rows("layer").items() if row.since}
@@ -23,7 +22,6 @@ def test_every_layer_of_transformers_is_listed_with_its_letter():
 
 @pytest.mark.parametrize("code", ["D", "W8", "S16", "X8"])
 def test_the_leaves_of_a_layer_are_those_that_it_comes_apart_into(code):
-    """The words of the list are the names of the leaves."""
     import torch
 
     kind, parameter = kind_of_code(code)
@@ -37,7 +35,6 @@ def test_the_leaves_of_a_layer_are_those_that_it_comes_apart_into(code):
 
 
 def test_every_class_that_the_block_registers_is_listed():
-    """With who registers it."""
     listed = {row.cls: row.registered_by for row in flattening_list() if row.kind != "layer"}
     with register_flattening_functions(patch_transformers=True) as undo:
         for cls, ours in undo.items():
@@ -47,11 +44,9 @@ def test_every_class_that_the_block_registers_is_listed():
 
 
 def test_the_code_of_a_node_is_its_stored_name():
-    """What a saved program finds its class by."""
     stored = {f"{c.__module__}.{c.__qualname__}": recipe.name for c, recipe in transformers_recipes().items() if recipe}
     assert {row.cls: row.code for row in flattening_list() if row.registered_by == "yobx_flatten"} == stored
 
 
 def test_the_list_is_the_same_every_time():
-    """A page is generated from it."""
     assert flattening_list() == flattening_list()

@@ -32,14 +32,12 @@ def runner():
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_small_model_is_built_of_every_kind(name):
-    """Each has fewer than five million weights, and the layers its configuration promises."""
     model = make_model(name)
     assert sum(weight.numel() for weight in model.parameters()) < 5e6
     assert layer_classes(name)
 
 
 def test_the_sample_of_types_covers_all_layer_classes_first():
-    """No kind comes twice before every kind has come once."""
     chosen = sample([*SAMPLE, "phi3", "qwen2"], layer_classes, len(SAMPLE))
     kinds = [layer_classes(name) for name in chosen]
     assert len(set(kinds)) == len({layer_classes(name) for name in [*SAMPLE, "phi3", "qwen2"]})
@@ -67,7 +65,6 @@ def test_a_type_that_works_has_a_result_per_column(runner):
     ],
 )
 def test_what_ends_a_process_is_recorded_where_it_happened(runner, name, why):
-    """The column before it keeps its result."""
     results = runner.run_type(name, COLUMNS, {})
     assert results["built"]["ok"] is True
     assert results["round trip"]["ok"] is False
@@ -156,7 +153,6 @@ def test_failures_that_differ_in_a_number_only_come_together(results):
 
 
 def test_what_passed_before_and_fails_now_is_named(results, tmp_path):
-    """A column that failed before, or a type that was not there, is not."""
     recorded = Results(tmp_path / "recorded.json", {}, "yobx_flatten")
     recorded.record("llama", {"built": {"ok": True}, "export": {"ok": True}, "onnx": {"ok": False, "why": "x"}}, "s")
     results.record("llama", {"built": {"ok": True}, "export": {"ok": False, "why": "guard"}}, "s")
@@ -175,7 +171,6 @@ def test_a_cut_into_larger_pieces_than_before_is_named(results, tmp_path):
 
 
 def test_the_page_groups_types_by_the_operators_of_their_files(results):
-    """Those whose result states them; a page of older results has no such table."""
     assert "## Operators" not in page_of(results, [*COLUMNS, "onnx"], [], "matrix.json")
     fused, spelled = {"Attention": 2, "RMSNormalization": 5}, {"Softmax": 2, "LayerNormalization": 5}
     for name, operators in (("llama", fused), ("mistral", fused), ("bloom", spelled), ("mamba", {})):
@@ -192,7 +187,6 @@ def test_an_unknown_column_is_refused_with_the_known_ones(capsys):
 
 
 def test_deferred_checks_are_a_way_of_their_own_with_results_of_their_own(capsys):
-    """Beside the other results, and not among the peers that the page compares."""
     options = command_line.parse(["--deferred"])
     assert (options.way, WAYS[options.way].deferred) == ("yobx_flatten-deferred", True)
     assert options.output.stem == f"matrix-deferred-{transformers.__version__}"

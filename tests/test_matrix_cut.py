@@ -17,7 +17,6 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_batch_has_padding_and_labels_that_are_ignored():
-    """Padding is ignored by the labels, and some tokens are."""
     made = batch_of("llama", make_model("llama"), 3, 0)
     assert set(made) == {"input_ids", "attention_mask", "labels"}
     assert made["attention_mask"].sum(1).tolist() == [9, 12, 12]
@@ -25,7 +24,6 @@ def test_a_batch_has_padding_and_labels_that_are_ignored():
 
 
 def test_pictures_come_with_their_places():
-    """A batch of a vision-language model has a picture per row, and the tokens that stand for it."""
     model = make_model("image:qwen2_5_vl")
     made = batch_of("image:qwen2_5_vl", model, 2, 0)
     assert made["image_grid_thw"].shape[0] == 2
@@ -33,7 +31,6 @@ def test_pictures_come_with_their_places():
 
 
 def test_one_type_passes_all_columns():
-    """Each column is announced and answered, and llama passes them all."""
     events = io.StringIO()
     run_type("llama", "", list(COLUMNS), {}, None, events)
     lines = [json.loads(line) for line in events.getvalue().splitlines()]
@@ -44,7 +41,6 @@ def test_one_type_passes_all_columns():
 
 
 def test_a_wrong_gradient_fails():
-    """A pipeline that forgets a microbatch is found by the column that compares."""
     trial = CutTrial("llama")
     made = CutTrial.wrapped
 
@@ -62,7 +58,6 @@ def test_a_wrong_gradient_fails():
 
 
 def test_options_choose_the_types():
-    """Causal language models, unless others are named."""
     assert choose(parse(["--only", "llama,seq2seq:t5"])) == ["llama", "seq2seq:t5"]
     assert not any(":" in name for name in choose(parse([])))
     with pytest.raises(SystemExit, match="nonsense is not among the"):
@@ -70,7 +65,6 @@ def test_options_choose_the_types():
 
 
 def test_the_committed_page_is_the_one_of_the_committed_results():
-    """`python -m matrix.cut --page docs/cut_matrix.md` writes it."""
     docs = Path(__file__).parent.parent / "docs"
     recorded = sorted((docs / "data").glob("cut-*.json"))[-1]
     page = page_of(Results.read(recorded), recorded.name)

@@ -12,7 +12,6 @@ def _say(events, **event):
 
 
 def run_fake(name, way, columns, known, folder, events):
-    """Stand in for `worker.run_type`: the name says what happens in the second column."""
     for index, column in enumerate(columns):
         _say(events, start=column)
         if index == 1 and name == "crashes":

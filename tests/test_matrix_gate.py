@@ -41,7 +41,6 @@ def before(tmp_path):
 
 @pytest.fixture(params=TABLES)
 def table(request):
-    """The options of each table, and one of its columns."""
     if request.param == "genai":
         pytest.importorskip("onnxruntime_genai")
     parse, column = TABLES[request.param]
@@ -58,7 +57,6 @@ def table(request):
     ],
 )
 def test_only_passed_is_as_good_as_passed(table, result, said, now, before):
-    """In all tables; a reason is stated for what failed and for what was not tried."""
     parse, column = table
     options = parse("--only", "llama") if column != "OpenVINO folder" else parse()
     options.only = ["llama"]
@@ -68,14 +66,12 @@ def test_only_passed_is_as_good_as_passed(table, result, said, now, before):
 
 @pytest.mark.parametrize("result", [FAILED, NOT_TRIED])
 def test_what_did_not_pass_before_may_fail_or_not_be_tried(result, now, before):
-    """A reason is all that is asked of it."""
     recorded = before(llama={"built": OK, "onnx": FAILED, "picture": NOT_TRIED})
     found = now(llama={"built": OK, "onnx": result, "picture": result})
     assert regressions(found, recorded, ["llama"]) == []
 
 
 def test_a_column_that_is_not_tried_states_why(now, before):
-    """It cannot be recorded without a reason, and one in a file counts as worse, whatever it was before."""
     found = now(llama={"built": OK, "onnx": {"ok": None}})
     recorded = before(llama={"built": OK, "onnx": FAILED})
     assert regressions(found, recorded, ["llama"]) == ["llama, onnx: was not tried: no reason is recorded"]
@@ -85,7 +81,6 @@ def test_a_column_that_is_not_tried_states_why(now, before):
 
 
 def test_a_chosen_column_and_type_without_a_result_are_worse(now, before):
-    """What was chosen must have been run."""
     recorded = before(llama={"built": OK, "onnx": OK}, gpt2={"built": OK})
     found = now(llama={"built": OK})
     assert regressions(found, recorded, ["llama", "gpt2"]) == ["llama, onnx: was not run", "gpt2, built: was not run"]
@@ -122,7 +117,6 @@ def test_a_type_that_transformers_has_not_any_more_is_named_and_no_fault(now, be
     ],
 )
 def test_only_the_chosen_types_are_compared(typed, worse, now, before):
-    """By name, by family, or a sample of all, which names none in particular."""
     recorded = before(llama={"built": OK}, gpt2={"built": OK}, **{"image:llava": {"built": OK}})
     options = whole.parse([*typed, "--columns", "built"])
     verdict = judge(now(llama={"built": OK}), recorded, ["llama"], options)
@@ -130,7 +124,6 @@ def test_only_the_chosen_types_are_compared(typed, worse, now, before):
 
 
 def test_the_cut_matrix_chooses_causal_types_unless_all_are_asked_for(now, before):
-    """Without `--all`, types of other families are not missed."""
     recorded = before(llama={"built": OK}, **{"seq2seq:t5": {"built": OK}})
     found = now(llama={"built": OK})
     few, every = cut.parse(["--columns", "built"]), cut.parse(["--columns", "built", "--all"])
@@ -151,7 +144,6 @@ def test_a_runtime_that_is_not_installed_is_worse_unless_its_columns_are_left_ou
 
 
 def test_a_comparison_with_nothing_is_worse(now, before):
-    """A file of other types, or of results that all failed, shows nothing of this run."""
     options = whole.parse(["--only", "llama", "--columns", "built"])
     found = now(llama={"built": OK})
     said = ["none of the 1 types of this run passed there: nothing was compared"]
@@ -160,7 +152,6 @@ def test_a_comparison_with_nothing_is_worse(now, before):
 
 
 def test_a_run_that_tried_nothing_is_worse_than_any(now):
-    """Also where there is nothing to compare with, and where no type was chosen."""
     options = whole.parse(["--columns", "built"])
     assert judge(now(llama={"built": NOT_TRIED}), None, ["llama"], options).worse == [
         "nothing was tried, of 1 types: NoCacheError: takes no cache"

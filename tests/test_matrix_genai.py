@@ -10,7 +10,6 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def test_the_page_is_that_of_the_recorded_results():
-    """Written by `make genai`, and not by hand."""
     (path,) = (DOCS / "data").glob("genai-*.json")
     assert (DOCS / "genai.md").read_text(encoding="utf-8") == page_of(Results.read(path), path.name)
 

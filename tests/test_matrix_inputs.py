@@ -30,7 +30,6 @@ SIZES = DecodeSizes(2, 5, 3)
     ],
 )
 def test_a_model_goes_on_from_its_decode_inputs(name):
-    """Three calls of the loop, and four greedy tokens."""
     model = known_model(name)
     kwargs = decode(model, SIZES)
     assert len(loop(model, kwargs, 3)) == 3
@@ -38,7 +37,6 @@ def test_a_model_goes_on_from_its_decode_inputs(name):
 
 
 def test_a_prompt_begins_with_a_picture():
-    """The cache has seen one token for each of its parts, and knows another picture from it."""
     model = make_model("image:llava")
     _, length = picture_of(model, 2, torch.Generator().manual_seed(1))
     kwargs = decode(model, SIZES)

@@ -28,7 +28,6 @@ RECORDED = Path(__file__).parent.parent / "docs" / "data" / "cut-5.24.0.json"
     ],
 )
 def test_a_kind_is_read_off_the_configuration(name, kind):
-    """Family, experts, recurrent states, keys that layers share."""
     assert kind_of(name) == kind
 
 
@@ -47,7 +46,6 @@ def test_the_phases_of_a_recorded_cut_are_part_of_the_kind(tmp_path):
 
 
 def test_the_logger_is_as_before_after_a_sample():
-    """Configurations that are made to know their kind say nothing, also when one of them fails."""
     before = logging.root.manager.disable
     assert quiet_sample(["a1", "a2", "b1"], lambda name: name[0], 2) == ["a1", "b1"]
     with pytest.raises(ZeroDivisionError):
@@ -56,7 +54,6 @@ def test_the_logger_is_as_before_after_a_sample():
 
 
 def test_twenty_five_types_stand_for_every_kind_that_passed():
-    """The sample that CI runs: each kind once, and nothing that is not recorded as passed."""
     chosen = choose(parse(["--all", "--sample", "25", "--against", str(RECORDED)]))
     recorded = Results.read(RECORDED)
     assert len(chosen) == 25

@@ -24,7 +24,6 @@ def _named(name):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of torch's own TransformerEncoder
 def test_each_operator_has_a_name_of_its_own_and_runs():
-    """With its example; most have values unlike it, which differ from it."""
     every = operators()
     assert len({one.name for one in every}) == len(every) >= 134
     for one in every:
@@ -35,7 +34,6 @@ def test_each_operator_has_a_name_of_its_own_and_runs():
 
 @pytest.mark.parametrize("name", SAMPLE)
 def test_operators_that_were_repaired_are_right(name):
-    """At zeros, infinities, ties, near points, masks that see nothing, sizes that vary."""
     found = search.measured(_named(name))
     assert (found["verdict"], found["why"]) == ("right", "")
 
@@ -48,7 +46,6 @@ def test_a_file_that_is_wrong_is_found():
 
 
 def test_values_that_eager_refuses_are_left_out():
-    """What PyTorch itself does not compute has no right value."""
     table = torch.rand(3, 2)
     outside = Values("outside", (table, torch.tensor([7])))
     one = Operator("index_select", "of indices", lambda x, i: x.index_select(0, i), (table, torch.tensor([1, 2])), ())
@@ -56,7 +53,6 @@ def test_values_that_eager_refuses_are_left_out():
 
 
 def test_what_is_recorded_is_not_run_again(tmp_path, monkeypatch):
-    """The file of results is written after each operator."""
     path, ran = tmp_path / "operators.json", []
     measured = {"ok": True, "verdict": "right", "why": "", "seconds": 0.1}
     monkeypatch.setattr(search, "measured", lambda one: ran.append(one.name) or measured)
@@ -68,7 +64,6 @@ def test_what_is_recorded_is_not_run_again(tmp_path, monkeypatch):
 
 
 def test_the_page_is_that_of_the_recorded_results():
-    """All operators are recorded, and `docs/operators.md` was written from them."""
     (path,) = (search.ROOT / "docs" / "data").glob("operators-*.json")
     held = json.loads(path.read_text())["types"]
     assert held.keys() == {one.name for one in operators()}

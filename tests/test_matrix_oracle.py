@@ -25,13 +25,11 @@ def recorded():
 
 
 def test_the_page_and_the_guide_are_those_of_the_recorded_results(recorded):
-    """Written by `make oracle` and `make tables`, and not by hand."""
     assert (DOCS / "oracle.md").read_text(encoding="utf-8") == page_of(*recorded)
     assert (DOCS / "tables" / "oracle.md").read_text(encoding="utf-8") == small_table(recorded[0]) + "\n"
 
 
 def test_no_cell_of_ours_is_worse_than_one_of_another_exporter(recorded):
-    """Where ours was not run, no cell of that type counts."""
     results, _ = recorded
     assert set(results.types) <= set(TYPES)
     ranks = [*RANKS, NOT_RUN]
@@ -53,7 +51,6 @@ def test_a_file_is_called_wrong_only_next_to_two_computations(recorded):
 
 
 def found(*cases, remarks=()):
-    """What `verify_file` returns of cases: a name, a difference, an error."""
     report = ExportReport("Model", tolerance=1e-4)
     report.cases += [CaseResult(name, "onnxruntime", 1, {"y": off}, 0.0, error) for name, off, error in cases]
     report.remark(*remarks)
@@ -76,7 +73,6 @@ def test_the_verdict_follows_from_the_cases(verdict):
 
 
 def test_shapes_and_fixed_sizes_count():
-    """Another shape is another result; a size that is fixed is right there alone, but for one token in a call."""
     assert judged(found(RIGHT, ("batch 3", 0.0, "step 0, output 'y': expected shape (3, 2)")))[0] == "wrong values"
     other_head = "step 0, output 'y': expected shape (3, 2)"
     assert judged(found(("the example", 0.0, other_head), ("batch 3", 0.0, other_head)))[0] == "not judged"
@@ -87,7 +83,6 @@ def test_shapes_and_fixed_sizes_count():
 
 
 def test_cells_are_processes_of_their_own_and_what_is_recorded_is_not_run_again(tmp_path):
-    """Exporters whose libraries are not there are left out, and stated."""
     options = parse(["--only", "bert", "--output", str(tmp_path / "oracle.json")])
     assert options.apart
     results = Results(options.output, {}, "oracle")
@@ -100,7 +95,6 @@ def test_cells_are_processes_of_their_own_and_what_is_recorded_is_not_run_again(
 
 @pytest.mark.slow
 def test_two_cells_of_two_exporters_are_as_recorded(recorded):
-    """A sample: each cell exports and verifies in a process; no library of a peer is needed."""
     runner = Runner("oracle", Limits(seconds=900.0, gigabytes=32.0), run_type, preload=("matrix.preload_oracle",))
     for name in ("llama", "qwen2"):
         for exporter in ("yobx-flatten", "torch.onnx"):

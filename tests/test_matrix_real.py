@@ -26,13 +26,11 @@ RECORDED = sorted((DOCS / "data").glob("real-*.json"))
 
 
 def test_the_page_is_that_of_the_recorded_results():
-    """Written by `make real`, and not by hand."""
     (path,) = RECORDED
     assert (DOCS / "real.md").read_text(encoding="utf-8") == page_of(Results.read(path), path.name)
 
 
 def test_every_form_is_recorded_and_the_forms_of_this_package_pass():
-    """A peer's form may be further from the model; ours may not."""
     (path,) = RECORDED
     types = Results.read(path).types
     assert sorted(types) == sorted(FORMS)
@@ -55,7 +53,6 @@ def test_perplexity_and_divergence_are_those_of_known_distributions():
 
 
 def test_a_form_whose_tokens_are_too_far_from_the_model_fails(tmp_path):
-    """At the bound it passes, below it does not."""
     trial = RealTrial("other weights int4 fused", tmp_path)
     assert trial.near({"tokens": 0.95, "compared": 100})["tokens"] == 0.95
     with pytest.raises(DifferenceError, match=r"94\.0% of 100 tokens are the model's; at least 95%"):
@@ -63,7 +60,6 @@ def test_a_form_whose_tokens_are_too_far_from_the_model_fails(tmp_path):
 
 
 def test_every_training_is_recorded_and_passes():
-    """Losses of the plain trainers within 1e-5; both trainings on conversations were killed, resumed and exported."""
     types = Results.read(recorded_file(STEM)).types
     assert sorted(types) == sorted(TASKS)
     for name, entry in types.items():
@@ -77,7 +73,6 @@ def test_every_training_is_recorded_and_passes():
 
 
 def test_every_form_of_the_encoder_is_recorded_near_enough_and_small():
-    """In int8 at most 24 MB, nearer than onnxruntime's own quantizer, and in less time than float32."""
     forms = json.loads(recorded_file("embeddings").read_text(encoding="utf-8"))["forms"]
     assert {*EMBEDDING_FORMS} < {*forms}
     assert all(forms[name]["least"] >= least for name, (_, least) in EMBEDDING_FORMS.items())
@@ -93,7 +88,6 @@ def test_the_sentences_are_as_many_as_the_page_states():
 
 
 def test_conversations_made_of_a_text_have_a_question_and_an_answer(tmp_path):
-    """Each asks for a help topic, and is answered by the beginning of its first paragraph."""
     write_chats(tmp_path / "chats.jsonl")
     rows = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(rows) > 40
@@ -103,7 +97,6 @@ def test_conversations_made_of_a_text_have_a_question_and_an_answer(tmp_path):
 
 
 def test_two_files_are_timed_by_turns_and_shown_with_their_ratio(tmp_path):
-    """The same file twice; the page has both times and the first divided by the second."""
     export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime")
     path = tmp_path / "folder" / "model.onnx"
     calls = {"a token": (2, 1, 6), "a prompt": (1, 5, 0)}
@@ -115,7 +108,6 @@ def test_two_files_are_timed_by_turns_and_shown_with_their_ratio(tmp_path):
 
 
 def test_the_page_has_llama_cpp_next_to_ours_where_it_was_timed():
-    """Both times and their ratio, with what was timed; nothing where it was not."""
     calls = {"token at 128": [9.0, 12.0], "prompt of 1,000": [50.0, 100.0]}
     held = {"calls": calls, "release": "b1", "processor": "AVX2", "package": "3.22.1", "rounds": 4, "versions": {}}
     pairs = {name: {"token at 128": times} for name, times in (("int4", [18.0, 9.0]), ("int8", [10.0, 9.0]))}
@@ -133,7 +125,6 @@ def test_the_page_has_llama_cpp_next_to_ours_where_it_was_timed():
 
 
 def test_folders_take_turns_in_processes_of_their_own(tmp_path):
-    """The same folder twice: milliseconds for each number of tokens in the cache, and what was installed there."""
     export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime")
     folders = {name: real_runtimes.opened(tmp_path / "folder") for name in ("one", "other")}
     found = real_runtimes.measured(folders, [4, 9], rounds=1)
@@ -144,7 +135,6 @@ def test_folders_take_turns_in_processes_of_their_own(tmp_path):
 
 
 def test_the_page_has_runtimes_next_to_onnxruntime_where_they_were_timed():
-    """Milliseconds of each, divided by onnxruntime's; nothing where they were not timed."""
     times = {real_runtimes.BASE: {"128": 20.0, "4096": 40.0}, "OpenVINO": {"128": 22.0, "4096": 44.0}}
     shown = real_runtimes.section_of(
         {real_runtimes.KEY: {"milliseconds": times, "tokens": 3, "rounds": 8, "versions": {}}}, "speed.json"
@@ -156,7 +146,6 @@ def test_the_page_has_runtimes_next_to_onnxruntime_where_they_were_timed():
 
 
 def test_a_folder_of_genai_is_timed_in_its_own_loop(tmp_path):
-    """Its process answers as those of this package do, after a prompt of so many tokens."""
     pytest.importorskip("onnxruntime_genai")
     export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime", layout="genai")
     folder = real_runtimes.opened(tmp_path / "folder", module="matrix.real_loops")
@@ -168,7 +157,6 @@ def test_a_folder_of_genai_is_timed_in_its_own_loop(tmp_path):
 
 
 def test_the_page_has_both_loops_where_they_were_timed():
-    """Milliseconds of both and their ratio; nothing where they were not timed."""
     times = [{"128": 10.0, "1024": 20.0, "4096": 40.0}, {"128": 8.0, "1024": 20.0, "4096": 50.0}]
     shown = real_loops.section_of({real_loops.KEY: {"milliseconds": {"int8": times}, "versions": {}}}, "speed.json")
     assert "| int8 | 10, 8: 1.25 | 20, 20: 1.00 | 40, 50: 0.80 |" in shown
@@ -176,7 +164,6 @@ def test_the_page_has_both_loops_where_they_were_timed():
 
 
 def test_llama_cpp_is_timed_where_npm_is(tmp_path, monkeypatch):
-    """Without npm the command ends with a line that says so, and writes nothing."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="needs npm"):
         real_llama_cpp.install(tmp_path / "packages")
@@ -184,7 +171,6 @@ def test_llama_cpp_is_timed_where_npm_is(tmp_path, monkeypatch):
 
 
 def test_every_form_of_the_whisper_writes_the_model_s_text():
-    """Equal tokens in float32, and the share that a form in 8 bits promises."""
     found = json.loads(recorded_file("whisper").read_text(encoding="utf-8"))
     assert set(found["forms"]) <= set(SOUND_FORMS)
     assert "float32" in found["forms"]

@@ -26,14 +26,12 @@ WRONG = {"ok": False, "why": "ReplayError: off | by 0.5"}
 
 
 def recorded(types):
-    """Results that are not from a file."""
     results = Results(Path("unused.json"), {"torch": "2.13"}, "runtimes")
     results.types = {name: {"columns": columns} for name, columns in types.items()}
     return results
 
 
 def test_the_page_is_that_of_the_recorded_results():
-    """Written by `make runtimes`, and not by hand."""
     (path,) = (DOCS / "data").glob("runtimes-*.json")
     results = Results.read(path)
     folders = {name for name, entry in results.types.items() if set(entry["columns"]) & set(OF_FOLDERS)}
@@ -43,7 +41,6 @@ def test_the_page_is_that_of_the_recorded_results():
 
 
 def test_a_cause_that_is_known_is_stated_in_place_of_the_error(monkeypatch):
-    """By runtime, text of the error and type; another one states its own error."""
     known = {("OpenVINO", "no rule for f", ("llama",)): "it has no f", ("Execu", "0x1", ()): "always"}
     monkeypatch.setattr("matrix.runtimes_causes.RUNTIME_CAUSES", known)
     assert cause_of("llama", "OpenVINO", "RuntimeError: no rule for f (x)") == "it has no f"
@@ -53,7 +50,6 @@ def test_a_cause_that_is_known_is_stated_in_place_of_the_error(monkeypatch):
 
 
 def test_columns_are_those_of_the_libraries_that_are_installed(monkeypatch):
-    """So that a later run with the library finds the column not recorded; `program` is what files are made of."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "executorch" else name)
     assert parse([]).columns == ["program", "OpenVINO", "AOTInductor"]
     assert parse(["--columns", "AOTInductor"]).columns == ["program", "AOTInductor"]
@@ -61,19 +57,16 @@ def test_columns_are_those_of_the_libraries_that_are_installed(monkeypatch):
 
 
 def test_the_first_types_stand_for_all_kinds_of_cache_layers(monkeypatch):
-    """The order of `--sample` and of a run that is stopped; other families have no program here."""
     monkeypatch.setattr("matrix.runtimes.type_names", lambda: ["llama", "qwen2", "mistral", "mamba", "seq2seq:t5"])
     assert causal_types() == ["llama", "mistral", "mamba", "qwen2"]
 
 
 @pytest.fixture(scope="module")
 def trial(tmp_path_factory):
-    """A small Gemma 2, one of whose layers slides."""
     return ProgramTrial("gemma2", tmp_path_factory.mktemp("gemma2"))
 
 
 def test_a_program_is_replayed_in_every_size(trial):
-    """One sample among others, one token, a padded row, more tokens than the window of eight holds."""
     events = io.StringIO()
     run_columns(trial, ["program"], {}, events, (COLUMNS, NEEDS))
     result = json.loads(events.getvalue().splitlines()[-1])["result"]
@@ -121,7 +114,6 @@ class IgnoresTheMask:
     ],
 )
 def test_a_file_that_is_wrong_about_one_input_does_not_pass(wrong, said, trial, monkeypatch):
-    """Each case is run with moved inputs, and compared with the eager model."""
     file = wrong(trial.free._runner)
     monkeypatch.setattr("yobx_flatten.runners.open.open_runner", lambda *args, **options: file)
     with pytest.raises(DifferenceError, match=said):
@@ -138,7 +130,6 @@ def test_a_file_that_takes_what_the_model_refuses_does_not_pass(trial):
 
 
 def test_moved_inputs_have_the_same_values():
-    """Twice: as slices, and transposed; neither is contiguous."""
     given = {"x": torch.arange(12.0).reshape(3, 4)}
     moved = list(strided(given))
     assert [torch.equal(one["x"], given["x"]) for one in moved] == [True, True]

@@ -26,14 +26,12 @@ TOKENS = "token_classification:BertForTokenClassification"
 
 
 def test_every_class_with_a_head_is_a_row_once():
-    """Classes that several tables list are one row, and none of a table of heads is missing."""
     listed = {one for task, table in tables_of().items() for held in table.values() for one in held
               if task not in ("backbone", "image", "text_encoding")}  # fmt: skip
     assert sorted(name.partition(":")[2] for name in head_names()) == sorted(listed)
 
 
 def test_names_can_be_typed():
-    """`--only` takes several names between commas, and a task by its name and a colon."""
     assert not any("," in name for name in kind_names())
     assert choose(parse(["--only", f"{TOKENS},own_loss:focal"])) == ["own_loss:focal", TOKENS]
     assert len(choose(parse(["--only", "own_loss:"]))) > 20
@@ -58,14 +56,12 @@ def test_one_answer_lies_outside_of_the_text():
 
 @pytest.mark.parametrize("rows", [2, 5])
 def test_objects_of_a_picture_are_few_or_many(rows):
-    """A detector reads a list of labels, with another number of boxes in each row."""
     name = "object_detection:YolosForObjectDetection"
     labels = batch_for(name, make_head(name)).make(rows, 1)["labels"]
     assert [len(one["boxes"]) for one in labels] == [2, 1, 3, 1, 2][:rows]
 
 
 def test_nothing_in_a_head_is_random_in_training():
-    """Two runs in training mode have the same loss, whatever the seed."""
     model = make_head("ctc:Wav2Vec2ForCTC").train()
     batch = batch_for("ctc:Wav2Vec2ForCTC", model).make(3, 1)
     losses = set()
@@ -76,7 +72,6 @@ def test_nothing_in_a_head_is_random_in_training():
 
 
 def test_one_head_is_equal_in_all_columns():
-    """Each column is announced and answered, with the largest difference."""
     events = io.StringIO()
     run_type(TOKENS, "", list(COLUMNS), {}, None, events)
     lines = [json.loads(line) for line in events.getvalue().splitlines()]
@@ -87,7 +82,6 @@ def test_one_head_is_equal_in_all_columns():
 
 
 def test_a_wrong_gradient_is_found():
-    """A pipeline that leaves out a row is wrong in the column that compares."""
     trial = HeadTrial(TOKENS)
     run = trial.fused
     trial.fused = lambda pipeline, batch, count: run(pipeline, {
@@ -106,7 +100,6 @@ def test_rows_that_depend_on_each_other_are_named():
 
 
 def test_an_error_of_the_package_is_a_refusal():
-    """Where the package refuses to train, there is no number, and the row is listed as refused."""
     from roundpipe_runtime.errors import SplitError
 
     trial = HeadTrial(TOKENS)
@@ -115,7 +108,6 @@ def test_an_error_of_the_package_is_a_refusal():
 
 
 def test_a_class_without_a_batch_says_what_was_tried():
-    """The reasons of the last attempts are part of the error."""
     model = make_head(TOKENS)
 
     def forward(input_ids=None, labels=None):
@@ -164,7 +156,6 @@ def test_the_command_ends_with_1_for_a_wrong_number(tmp_path, monkeypatch):
 
 
 def test_the_committed_page_is_the_one_of_the_committed_results():
-    """`python -m matrix.trainings --page docs/trainings.md` writes it."""
     docs = Path(__file__).parent.parent / "docs"
     recorded = sorted((docs / "data").glob("trainings-*.json"))[-1]
     page = page_of(Results.read(recorded), recorded.name)

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parent.parent
 
 
 def program(source, **options):
-    """A step that runs a line of Python."""
     return Step("a step", (sys.executable, "-S", "-c", source), **options)
 
 
@@ -34,14 +33,12 @@ def program(source, **options):
     ],
 )
 def test_a_step_is_ok_if_it_ended_with_0_and_shows_what_it_did(source, result, reason, tmp_path):
-    """Otherwise the reason is what it printed of a failure, or its last line."""
     found = run_step(program(source, shows=r"^ok "), tmp_path / "log", timeout=1.0 if "sleep" in source else 60.0)
     assert (found.result, found.reason, found.ok) == (result, reason, result == "ok")
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes are looked for in /proc")
 def test_a_step_leaves_no_process_behind(tmp_path):
-    """What it started ends with it."""
     source = "import subprocess, sys; print('ok', subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1).pid)"
     assert run_step(program(source), tmp_path / "log", timeout=60.0).ok
     pid = (tmp_path / "log").read_text(encoding="utf-8").split()[1]
@@ -52,7 +49,6 @@ def test_a_step_leaves_no_process_behind(tmp_path):
 
 
 def is_running(pid):
-    """Whether a process is there that has not ended."""
     try:
         return Path("/proc", pid, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
@@ -60,7 +56,6 @@ def is_running(pid):
 
 
 def test_what_a_step_writes_where_it_runs_is_gone_afterwards(tmp_path):
-    """The checkout stays as it is; what it holds is imported from there."""
     source = "import os, matrix; open('made', 'w').close(); print('ok', os.getcwd(), matrix.__file__)"
     assert run_step(program(source), tmp_path / "log", timeout=60.0).ok
     place, imported = (tmp_path / "log").read_text(encoding="utf-8").split()[1:]
@@ -82,7 +77,6 @@ def test_what_is_missing_is_recorded_and_a_fault_unless_it_may_be(optional, resu
 
 
 def test_the_steps_are_those_that_people_run(tmp_path):
-    """Further cases run where their folder is."""
     planned = {step.name: step for step in steps(tmp_path)}
     assert list(planned) == [
         *("the programs of the README", "yobx-flatten demo", "roundpipe demo", "signatures of replaced functions"),
@@ -104,7 +98,6 @@ def test_the_samples_are_compared_with_the_newest_recorded_results():
 
 
 def test_the_newest_recorded_results_are_those_of_the_highest_version(tmp_path):
-    """By number, and not those of other ways of exporting."""
     for name in ("matrix-5.9.0", "matrix-5.23.0", "matrix-5.30.0-executorch", "matrix-deferred-5.40.0"):
         (tmp_path / f"{name}.json").write_text("{}", encoding="utf-8")
     assert recorded_file("matrix", tmp_path).name == "matrix-5.23.0.json"
@@ -112,7 +105,6 @@ def test_the_newest_recorded_results_are_those_of_the_highest_version(tmp_path):
 
 @pytest.fixture
 def few(monkeypatch, tmp_path):
-    """Two steps in place of all, and a file in place of the one in docs/."""
     unknown = program('print(\'{"model types": ["x"]}\')', shows=r"^\{")
     planned = [program("print(1)"), Step(newest.UNKNOWN, unknown.command, unknown.shows)]
     monkeypatch.setattr(newest, "steps", lambda cases: planned)
@@ -122,7 +114,6 @@ def few(monkeypatch, tmp_path):
 
 
 def test_all_steps_are_recorded_with_versions_and_what_no_table_knows(few, capsys):
-    """With a line for the begin and the end of each."""
     _, path = few
     assert newest.main([]) == 0
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -147,7 +138,6 @@ def test_a_failed_step_ends_the_run_with_1_and_stops_no_other(few, capsys):
 
 
 def test_some_of_the_steps_record_nothing(few, capsys):
-    """They are no record of the versions; an unknown name is refused."""
     _, path = few
     assert newest.main(["--only", "step"]) == 0
     assert not path.exists()
@@ -165,7 +155,6 @@ def test_the_programs_of_the_readme_are_all_that_it_shows():
 
 
 def test_programs_of_a_page_share_their_names_and_one_that_fails_stops_no_other(capsys, monkeypatch, tmp_path):
-    """As if they were pasted, in a folder that is gone afterwards."""
     monkeypatch.chdir(tmp_path)
     page = "".join(
         f"## {name}\n\n```python\n{source}\n```\n\n"
@@ -182,7 +171,6 @@ def test_programs_of_a_page_share_their_names_and_one_that_fails_stops_no_other(
 
 
 def test_tokens_that_differ_from_those_of_the_model_fail(monkeypatch, capsys):
-    """Of each model, whatever came of the others."""
 
     class Generator:
         def __init__(self, wrong):
@@ -202,7 +190,6 @@ def test_tokens_that_differ_from_those_of_the_model_fail(monkeypatch, capsys):
 
 
 def test_a_class_that_is_not_flattened_is_listed_by_its_kind():
-    """As if the table had no row for it."""
     known = {row.cls for row in flattening_list()}
     assert {"transformers.cache_utils.DynamicLayer", "transformers.cache_utils.StaticCache"} <= known
     before = newest_unknown.unknown_classes(known)

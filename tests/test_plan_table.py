@@ -15,7 +15,6 @@ STORED = json.loads((DOCS / "data" / "plans.json").read_text(encoding="utf-8"))
 
 
 def test_the_table_has_every_model_and_training():
-    """And counts the parameters that the names of the models state."""
     assert STORED.keys() == plan_table.MODELS.keys()
     assert all(tuple(trainings) == plan_table.TRAININGS for trainings in STORED.values())
     for name, trainings in STORED.items():
@@ -32,7 +31,6 @@ def test_all_weights_need_eighteen_bytes_each_on_the_host_and_their_activations(
 
 
 def test_a_faster_machine_takes_less_time_and_a_larger_one_holds_what_a_smaller_one_does():
-    """In the order of the columns; four GPUs take less time than one."""
     for trainings in STORED.values():
         for found in trainings.values():
             machines = [found["machines"][size] for size in plan_table.MACHINES]
@@ -45,7 +43,6 @@ def test_a_faster_machine_takes_less_time_and_a_larger_one_holds_what_a_smaller_
 
 @pytest.mark.slow  # seconds: a model of 28 layers is measured
 def test_two_layers_stand_for_all_of_them():
-    """The smallest model, planned with all of its layers as `roundpipe plan` does, is the stored one."""
     import torch
 
     from roundpipe_runtime.estimate import Hardware

@@ -16,7 +16,6 @@ HOME = "private_names"
 
 
 def is_private(path):
-    """Whether a dotted path of one of the libraries has a private part; operators are named by their namespace."""
     parts = path.split(".")
     private = [part for part in parts[1:] if part.startswith("_") and not part.startswith("__")]
     return parts[0] in LIBRARIES and bool(private) and parts[1] != "ops" and path not in PUBLIC
@@ -59,7 +58,6 @@ def test_they_are_imported_in_one_file_per_library(package):
 
 
 def test_the_rule_sees_imports_and_attributes():
-    """And lets documented names and operators pass."""
     source = (
         "import torch\nimport torch._dynamo.config as c\nfrom torch.export._trace import _export\n"
         "torch._C._functorch\npytree._get_node_type\ntorch._check(True)\ntorch.ops.aten._assert_scalar\n"
@@ -69,7 +67,6 @@ def test_the_rule_sees_imports_and_attributes():
 
 @pytest.mark.parametrize("module", [of_torch, of_transformers], ids=lambda module: module.__name__)
 def test_every_name_is_in_the_installed_release(module):
-    """A name that a release drops is named here; those of parts that are not installed are left out."""
     if module is of_transformers:
         pytest.importorskip("transformers.exporters", reason="transformers before 5.17 has no exporters")
     missing = []
@@ -82,7 +79,6 @@ def test_every_name_is_in_the_installed_release(module):
 
 
 def test_a_name_that_is_gone_states_what_to_use():
-    """With the version, the place, and the file to change."""
     names = {"tracer": Private("torch.fx", "_no_such_tracer", "torch.fx.Tracer")}
     find = lookup_in("torch", names)
     with pytest.raises(ImportError, match=r"torch 2\.\S+ has no torch\.fx\._no_such_tracer(.|\n)*torch\.fx\.Tracer"):

@@ -34,7 +34,6 @@ PHRASES = {
 
 
 def texts() -> list[Path]:
-    """The pages, and the source of both packages with its docstrings, comments and messages."""
     folders = [
         "yobx_flatten", "roundpipe_runtime", "docs", "examples", "matrix", "benchmarks", "notebooks", "README.md",
     ]  # fmt: skip
@@ -44,7 +43,6 @@ def texts() -> list[Path]:
 
 
 def everything() -> list[Path]:
-    """All texts that a user or a contributor reads."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     read = (".py", ".md", ".ipynb", ".rst", ".yml", ".toml", ".cff", ".html", ".js", ".mjs", "Makefile")
     names = [name for name in listed if name.endswith(read) or name.startswith(".ci/")]
@@ -55,7 +53,6 @@ PLAIN = tomllib.loads((ROOT / "tests" / "plain_english.toml").read_text(encoding
 
 
 def readable(path: Path) -> str:
-    """The text of a file; of a notebook that of its cells."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
         return text
@@ -65,7 +62,6 @@ def readable(path: Path) -> str:
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the files are listed by git")
 @pytest.mark.parametrize(("phrase", "instead"), PHRASES.items())
 def test_a_phrase_is_avoided(phrase, instead):
-    """Also where a line ends inside it."""
     found = places(phrase, texts())
     assert not found, f"write {instead!r}:\n" + "\n".join(found)
 
@@ -104,7 +100,6 @@ def test_an_idiom_of_our_own_is_avoided(phrase, instead):
     ],
 )
 def test_an_idiom_is_found_where_it_is_written(phrase, text, is_found, tmp_path, monkeypatch):
-    """And words that only look like one are not."""
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     (tmp_path / "page.md").write_text(text, encoding="utf-8")
     found = [place for one in PLAIN["instead"] for place in places(rf"\b(?:{one})", [tmp_path / "page.md"])]
@@ -112,7 +107,6 @@ def test_an_idiom_is_found_where_it_is_written(phrase, text, is_found, tmp_path,
 
 
 def test_the_pages_name_files_that_are_there():
-    """Each `folder/file` of this repository in a page is one of its files or folders, with or without `.py`."""
     named = re.compile(r"`((?:tests|benchmarks|examples|matrix|yobx_flatten|roundpipe_runtime)/[\w./-]+)`")
     pages = [path for path in (ROOT / "docs").rglob("*.md") if "tables" not in path.parts]
     gone = [

@@ -28,7 +28,6 @@ def readme_of_index(monkeypatch):
 
 
 def test_the_readme_of_the_index_has_links_to_the_repository(readme_of_index):
-    """Each leads to a file that is there, below the address."""
     text = readme_of_index(README, "https://example.org/flatten")
     assert re.findall(r"\]\((?!https?:)[^)]+\)", text) == []
     paths = re.findall(r"https://example.org/flatten/(?:blob|raw)/main/([^)\"#]+)", text)
@@ -37,7 +36,6 @@ def test_the_readme_of_the_index_has_links_to_the_repository(readme_of_index):
 
 
 def test_without_an_address_its_links_are_words(readme_of_index):
-    """And there is no picture that nothing can load; links to other sites stay."""
     text = readme_of_index(README, None)
     assert "<img" not in text
     assert "[FAQ]" not in text

@@ -64,7 +64,6 @@ WRITING = {"write_text", "write_bytes", "savefig", "print_figure", "rename"}
 
 
 def reads(name, owner, call):
-    """Whether a call opens a file to read it."""
     modes = modes_of(call)
     if name == "open" and not any(mode & set("wax") for mode in modes):
         # a method of another object takes no mode
@@ -76,7 +75,6 @@ def reads(name, owner, call):
 
 
 def writes(name, owner, call):
-    """Whether a call writes a file, or gives one its name."""
     if name == "open":
         return any(mode & set("wax+") for mode in modes_of(call))
     if name in ("replace", "save"):
@@ -85,14 +83,12 @@ def writes(name, owner, call):
 
 
 def modes_of(call):
-    """The arguments of a call that can be modes of `open`."""
     given = [*call.args, *(keyword.value for keyword in call.keywords)]
     texts = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
     return [set(text) for text in texts if set(text) <= set("rwaxbt+")]
 
 
 def finds(rule, source):
-    """Whether a rule finds a call in a source."""
     for call in ast.walk(ast.parse(source)):
         if isinstance(call, ast.Call):
             function = call.func

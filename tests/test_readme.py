@@ -28,7 +28,6 @@ def without_numbers(report):
 
 @pytest.fixture(scope="module", params=range(len(blocks("python"))))
 def pasted(request, tmp_path_factory):
-    """Each Python block, pasted alone into a process of its own in an empty folder."""
     folder = tmp_path_factory.mktemp("pasted")
     (folder / "pasted.py").write_text(blocks("python")[request.param], encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -54,7 +53,6 @@ def test_it_is_read_in_a_minute():
 
 
 def test_its_links_lead_to_files():
-    """A reader of the repository clicks on them; the index of packages: `test_public_address.py`."""
     linked = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
     assert len(linked) > 20
     assert [path for path in linked if not (ROOT / path).is_file()] == []
@@ -77,7 +75,6 @@ def test_its_numbers_are_those_of_the_last_measurements():
 
 
 def test_the_changelog_has_a_section_for_the_version_with_highlights():
-    """The newest release is that of the package, and its public names exist."""
     import roundpipe_runtime
 
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
@@ -90,7 +87,6 @@ def test_the_changelog_has_a_section_for_the_version_with_highlights():
 
 
 def test_the_source_archive_holds_what_make_calls():
-    """And every folder that is in the repository for users."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     included = pyproject["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     called = set(re.findall(r"(?<![\w/])(\.ci)/\w+", (ROOT / "Makefile").read_text(encoding="utf-8")))

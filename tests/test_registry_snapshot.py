@@ -12,8 +12,6 @@ from tests import fresh_process, registry_snapshot
 
 
 class Point:
-    """A class that nobody registers but these tests."""
-
     def __init__(self, x: object) -> None:
         self.x = x
 
@@ -31,7 +29,6 @@ def register(name: str | None = None) -> None:
 
 
 def remove() -> None:
-    """Take `Point` out of every table that `register` wrote."""
     pytree.SUPPORTED_NODES.pop(Point, None)
     node = pytree.SUPPORTED_SERIALIZED_TYPES.pop(Point, None)
     if node is not None and node.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
@@ -47,7 +44,6 @@ def remove() -> None:
 
 @pytest.fixture
 def before() -> Iterator[registry_snapshot.Snapshot]:
-    """The state that the test starts from; what it registers for `Point` is taken out again."""
     snapshot = registry_snapshot.take()
     yield snapshot
     remove()
@@ -58,7 +54,6 @@ def changes_since(before: registry_snapshot.Snapshot) -> list[str]:
 
 
 def test_a_class_left_registered_is_found_in_every_table_it_reached(before):
-    """A registration through torch shows in the Python tables and on the C++ side."""
     register("tests.Point")
     point = f"{Point.__module__}.Point"
     cpp = registry_snapshot.OPTREE if "torch.utils._cxx_pytree" in sys.modules else registry_snapshot.PENDING
@@ -71,7 +66,6 @@ def test_a_class_left_registered_is_found_in_every_table_it_reached(before):
 
 
 def test_a_cleanup_that_forgets_the_cpp_side_is_found(before):
-    """`_deregister_pytree_node` leaves the class on the C++ side, and the picture shows it."""
     register("tests.Point")
     pytree._deregister_pytree_node(Point)
     (change,) = changes_since(before)
@@ -101,7 +95,6 @@ def test_a_class_put_back_at_the_end_is_found(before, table):
 
 
 def test_a_removed_class_is_found(before):
-    """Less than before is a change too."""
     found = dict(fx_pytree.SUPPORTED_NODES_EXACT_MATCH)
     try:
         del fx_pytree.SUPPORTED_NODES_EXACT_MATCH[tuple]
@@ -121,14 +114,12 @@ def test_a_constant_is_found(before):
 
 
 def test_a_setting_left_changed_is_found(before):
-    """`use_duck_shape` belongs to the state that tracing borrows."""
     with fx_config.patch(use_duck_shape=False):
         changes = changes_since(before)
     assert changes == ["torch.fx.experimental._config.use_duck_shape: was True, is False"]
 
 
 def in_a_fresh_process(*lines: str) -> str:
-    """Run the lines between two pictures, in a process where nothing is imported yet; return what differs."""
     program = [
         "from tests import registry_snapshot",
         "from tests.test_registry_snapshot import Point, flatten, unflatten",
@@ -200,7 +191,6 @@ def test_an_output_whose_module_was_imported_in_a_trace_is_registered_by_its_fir
 
 
 def test_the_fixture_fails_the_test_that_leaks(tmp_path):
-    """A leaking test is reported with the table and the class; its neighbour is not."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import registries_left_as_found  # noqa: F401\n")
     (tmp_path / "test_leak.py").write_text(
         "import torch.utils._pytree as pytree\n"
@@ -223,7 +213,6 @@ def keep(before) -> Callable[[], None]:
 
 
 def test_what_a_fixture_undoes_is_no_leak(keep):
-    """The check comes last, after the fixtures of the test have cleaned up."""
     assert Point in pytree.SUPPORTED_NODES
 
 
@@ -243,7 +232,6 @@ OURS = "import yobx_flatten, yobx_flatten.registry.claims"
     ids=["waiting", "delivered", "waiting and delivered", "taken back", "delivered by an import"],
 )
 def test_a_class_left_with_optree_or_jax_is_found(lines, found):
-    """Whether it waits for the library or was delivered; the delivery itself is no change."""
     for library in ("optree", "jax"):
         pytest.importorskip(library, reason=f"{library} is not installed")
     changes = in_a_fresh_process(*lines).splitlines()

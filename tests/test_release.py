@@ -18,7 +18,6 @@ METADATA = (
 
 
 def test_a_complete_wheel_and_source_archive_pass():
-    """The files of the packages, the licence and the metadata."""
     assert wrong_in_wheel([*SOURCES, *INFO], SOURCES) == []
     assert wrong_in_sdist(SDIST, SOURCES) == []
     assert wrong_in_metadata(METADATA) == []
@@ -37,7 +36,6 @@ def test_a_complete_wheel_and_source_archive_pass():
     ],
 )
 def test_a_wheel_with_other_files_is_refused(names, reason):
-    """Each file is named."""
     assert wrong_in_wheel(names, SOURCES) == [reason]
 
 
@@ -51,12 +49,10 @@ def test_a_wheel_without_the_mark_of_types_is_refused():
     "name", ["tests/__pycache__/a.pyc", ".pytest_cache/x", "docs/build/index.html", "model.onnx.data"]
 )
 def test_a_source_archive_with_leftovers_is_refused(name):
-    """What a tool or a program wrote, by name."""
     assert wrong_in_sdist([*SDIST, name], SOURCES) == [f"leftover: {name}"]
 
 
 def test_a_source_archive_that_cannot_be_built_is_refused():
-    """The hook of the build belongs to it."""
     names = [name for name in SDIST if name != "hatch_build.py"]
     assert wrong_in_sdist(names, SOURCES) == ["missing: hatch_build.py"]
 
@@ -71,19 +67,16 @@ def test_a_source_archive_that_cannot_be_built_is_refused():
     ],
 )
 def test_metadata_that_an_index_cannot_show_are_refused(text, reason):
-    """A link or a picture of the repository leads nowhere there."""
     assert wrong_in_metadata(text) == [reason]
 
 
 def test_a_command_that_fails_ends_the_check_with_what_it_printed(tmp_path):
-    """And one that passes returns that."""
     assert release_check.run("echo", "done", cwd=tmp_path) == "done\n"
     with pytest.raises(SystemExit, match=r"ls no-such-file failed:\n.*no-such-file"):
         release_check.run("ls", "no-such-file", cwd=tmp_path)
 
 
 def test_a_python_that_is_missing_is_not_found():
-    """So `make release-check` ends with an error that names it."""
     assert release_check.interpreter("3.999") is None
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     found = release_check.interpreter(version)
@@ -91,7 +84,6 @@ def test_a_python_that_is_missing_is_not_found():
 
 
 def test_the_programs_that_run_are_all_of_the_readme():
-    """There are two: an export and a training."""
     found = release_check.programs((ROOT / "README.md").read_text(encoding="utf-8"))
     assert ["export_folder" in source for source in found] == [True, False]
     assert "forward_backward" in found[1]

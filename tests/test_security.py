@@ -41,8 +41,6 @@ ATTACK = {
 
 
 class Payload:
-    """Makes a folder when it is unpickled."""
-
     def __reduce__(self):
         return os.mkdir, ("marker",)
 
@@ -56,7 +54,6 @@ def _no_code_runs(tmp_path, monkeypatch):
 
 
 def good(name, folder):
-    """A folder as this package writes it, which is read."""
     folder.mkdir()
     DOORS[name].write(folder)
     DOORS[name].read(folder)

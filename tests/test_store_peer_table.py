@@ -9,7 +9,6 @@ GUIDE = (DOCS / "dev" / "store_format.md").read_text(encoding="utf-8")
 
 
 def test_the_table_of_the_guide_is_the_measured_one():
-    """Row by row, and nothing else."""
     rows = GUIDE.partition("| value | onnx-diagnostic | yobx_flatten |\n|---|---|---|\n")[2].splitlines()
     expected = [
         f"| {name} | {row['onnx-diagnostic']} | {row['yobx_flatten']} |" for name, row in FOUND["values"].items()
@@ -23,6 +22,5 @@ def test_the_guide_names_the_versions():
 
 
 def test_ours_gives_all_of_them_back_and_the_other_fails_on_more_than_ten():
-    """Fails: with an error, not with another value."""
     assert {row["yobx_flatten"] for row in FOUND["values"].values()} == {"the same"}
     assert sum(row["onnx-diagnostic"].startswith("not ") for row in FOUND["values"].values()) > 10

@@ -33,7 +33,6 @@ def test_bounds_are_shown_in_words(line, words):
 
 
 def test_the_newest_versions_and_their_results_are_shown():
-    """A build of a version is that version; a failure has its reason, in one cell."""
     shown = list(tried_table.lines(RECORDED))
     held = tried_table.development()
     assert f"| torch |  | {held['torch']} | 2.15.0 | 2.11 and newer |" in shown

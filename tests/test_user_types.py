@@ -13,7 +13,6 @@ SCRIPT = Path(__file__).with_name("user_types.py")
 
 
 def test_it_runs():
-    """What it states about types is also what it gets."""
     pytest.importorskip("onnx")
     fresh_process.run("-m", "tests.user_types")
 

@@ -96,7 +96,6 @@ def here(tmp_path, monkeypatch):
     ],
 )
 def test_a_wrong_argument_is_refused_by_an_error_of_the_package(call, words):
-    """No error of Python, of torch or of transformers, and before an export begins."""
     with pytest.raises(FlattenError, match=f"(?s){words}"):
         call()
     assert sorted(os.listdir()) == ["a.txt", "empty"]
@@ -136,7 +135,6 @@ WRONG_SETTINGS = [
 
 @pytest.mark.slow
 def test_tokens_of_another_kind_are_converted_by_the_line_of_the_message():
-    """A list, nested or not, an array, and what a tokenizer returns."""
     export_folder("llama", "out", to="program", proof="none", dtype=torch.float32)
     lists = ([[5, 6, 7]], [5, 6, 7], numpy.array([[5, 6, 7]]), numpy.array([5, 6, 7]))
     tensors = (torch.tensor([5, 6, 7]), torch.tensor([[5.0, 6.0, 7.0]]))
@@ -245,7 +243,6 @@ def test_a_loss_that_is_no_function_is_refused_with_what_to_pass(loss, words):
 
 
 def test_a_device_that_is_not_there_names_one_that_is():
-    """The line is followed."""
     with pytest.raises(RoundPipeError, match=r"'cuda:0' was asked for.*Use 'virtual:2'") as refused:
         RoundPipe(torch.nn.Sequential(*LAYERS), devices="cuda:0")
     devices = re.search(r"Use '(.*)'", str(refused.value))[1]
@@ -271,7 +268,6 @@ def test_a_device_that_is_not_there_names_one_that_is():
     ],
 )
 def test_a_wrong_command_is_one_line_and_status_2(command, words, capsys):
-    """Nothing is written."""
     assert flatten(command) == 2
     shown = capsys.readouterr().err
     assert words in shown
@@ -294,7 +290,6 @@ def test_a_wrong_command_is_one_line_and_status_2(command, words, capsys):
     ],
 )
 def test_a_wrong_training_is_one_line_and_status_2(command, words, capsys):
-    """Nothing is written."""
     assert roundpipe(command) == 2
     shown = capsys.readouterr().err
     assert words in shown

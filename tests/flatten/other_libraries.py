@@ -39,7 +39,6 @@ def register(cls: type, *, name: str | None = None, fx: bool = False) -> None:
 
 
 def forget(*classes: type) -> None:
-    """Remove the classes from every table, whoever registered them."""
     for cls in classes:
         serial = pytree.SUPPORTED_SERIALIZED_TYPES.pop(cls, None)
         pytree.SUPPORTED_NODES.pop(cls, None)
@@ -59,7 +58,6 @@ def forget(*classes: type) -> None:
 
 @contextlib.contextmanager
 def forgotten_afterwards(*classes: type) -> Iterator[None]:
-    """Whatever the body does to these classes, which nobody has registered yet, is gone afterwards."""
     # The one key that all unnamed classes share points to the last of them.
     shared = pytree.NO_SERIALIZED_TYPE_NAME_FOUND
     owner = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(shared)

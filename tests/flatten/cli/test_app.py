@@ -25,7 +25,6 @@ COMMANDS = [
 
 
 def run(*arguments, **options):
-    """The command in a process of its own, as a shell starts it."""
     return fresh_process.run("-m", "yobx_flatten", *arguments, check=False, **options)
 
 
@@ -55,7 +54,6 @@ def test_the_terminal_breaks_the_lines_of_the_help():
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, words, capsys, tmp_path, monkeypatch):
-    """No stack trace, nothing on standard output, nothing written."""
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     shown = capsys.readouterr()
@@ -67,7 +65,6 @@ def test_a_mistake_is_one_line_and_status_2(arguments, words, capsys, tmp_path, 
 
 
 def test_debug_shows_the_stack_trace_wherever_it_stands(capsys):
-    """Before the command or at the end."""
     for arguments in (["--debug", "explain", "nowhere"], ["explain", "nowhere", "--debug"]):
         assert main(arguments) == 2
         assert "Traceback (most recent call last)" in capsys.readouterr().err
@@ -88,7 +85,6 @@ def test_debug_shows_the_stack_trace_wherever_it_stands(capsys):
     ],
 )
 def test_every_error_has_a_line_and_a_status(error, status, words, capsys):
-    """Also those that nobody foresaw."""
     assert explain_failure(error, debug=False) == status
     assert words in capsys.readouterr().err
 
@@ -102,7 +98,6 @@ def test_without_typer_the_line_that_installs_it_is_shown(monkeypatch, capsys):
 
 
 def test_env_knows_what_is_installed(capsys):
-    """As text and as JSON; what is missing is not an error."""
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["yobx-flatten"] == __version__
@@ -112,7 +107,6 @@ def test_env_knows_what_is_installed(capsys):
 
 
 def test_list_is_the_flattening_list(capsys):
-    """One row for each class; as JSON with everything that is known."""
     assert main(["list", "--kind", "layer", "--json"]) == 0
     rows = {row["cls"].rpartition(".")[2]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["DynamicSlidingWindowLayer"]["code"] == "W"
@@ -122,7 +116,6 @@ def test_list_is_the_flattening_list(capsys):
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_list_breaks_no_word(width, capsys, monkeypatch):
-    """On any terminal: every class and every leaf is there in one piece."""
     monkeypatch.setenv("COLUMNS", str(width))
     assert main(["list"]) == 0
     shown = capsys.readouterr().out
@@ -135,7 +128,6 @@ def test_list_breaks_no_word(width, capsys, monkeypatch):
 
 
 def test_bench_lists_what_there_is(capsys):
-    """Without a name."""
     assert main(["bench"]) == 0
     names = capsys.readouterr().out.split()
     assert "generate" in names
@@ -154,21 +146,18 @@ def test_the_help_of_an_installed_copy_leaves_them_out(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["bench", "matrix"])
 def test_an_installed_copy_says_that_the_repository_is_needed(name, monkeypatch, capsys, tmp_path):
-    """These two are not in the wheel."""
     monkeypatch.setattr(app_file, "__file__", str(tmp_path / "site-packages" / "yobx_flatten" / "cli" / "x.py"))
     assert main([name]) == 2
     assert "is part of the repository, not of the installed package" in capsys.readouterr().err
 
 
 def test_the_module_is_the_command_in_a_fresh_process():
-    """`python -m yobx_flatten`: version, and the help of a missing command with status 2."""
     shown = run("--version")
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, f"yobx_flatten {__version__}\n", "")
     assert run().returncode == 2
 
 
 def test_the_guide_has_every_command_and_option():
-    """The reference of the guide is written from the help; each option has a word of explanation."""
     written = reference(app)
     assert [line.removeprefix("### ") for line in written.splitlines() if line.startswith("### ")] == COMMANDS
     rows = [line.split("|")[1:3] for line in written.splitlines() if line.startswith("| `")]
@@ -177,14 +166,12 @@ def test_the_guide_has_every_command_and_option():
 
 
 def test_matrix_hands_its_arguments_on():
-    """Its own parser answers."""
     shown = run("matrix", "--columns", "no_such_column")
     assert shown.returncode == 2
     assert "no_such_column" in shown.stderr
 
 
 def test_a_reader_that_goes_away_is_no_error():
-    """`yobx-flatten list | head`."""
     root = pathlib.Path(__file__).parent
     command = f"{sys.executable} -m yobx_flatten list --json | head -n 1"
     shown = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=root, timeout=240)
@@ -192,7 +179,6 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 def test_completion_is_offered():
-    """What a shell asks for is answered with the names of the commands."""
     asked = {"_YOBX_FLATTEN_COMPLETE": "complete_bash", "COMP_WORDS": "yobx-flatten e", "COMP_CWORD": "1"}
     import os
 

@@ -25,7 +25,6 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory):
-    """A small model, and its folder with a tokenizer that has a chat template."""
     model, source = exported("llama")
     folder = tmp_path_factory.mktemp("chat") / "out"
     shutil.copytree(source, folder)
@@ -36,7 +35,6 @@ def talks(tmp_path_factory):
 
 
 def reply(talks, text, tokens):
-    """What the model itself answers to a prompt that is written by hand."""
     model, _, tokenizer = talks
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
     found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
@@ -44,7 +42,6 @@ def reply(talks, text, tokens):
 
 
 def test_a_conversation_of_two_turns_with_a_system_prompt_is_that_of_the_model(talks, capsys):
-    """The second prompt holds the first reply; JSON has all messages."""
     _, folder, _ = talks
     asked = ["--system", "S", "--message", "hi", "--message", "yo", "--tokens", "6", "--greedy", "--json"]
     assert main(["chat", str(folder), *asked]) == 0
@@ -56,7 +53,6 @@ def test_a_conversation_of_two_turns_with_a_system_prompt_is_that_of_the_model(t
 
 
 def test_lines_of_the_input_are_turns_until_an_empty_one(talks, capsys, monkeypatch):
-    """Each reply is printed as it grows, and ends its line."""
     _, folder, _ = talks
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nnever read\n"))
     assert main(["chat", str(folder), "--tokens", "5", "--greedy"]) == 0
@@ -64,7 +60,6 @@ def test_lines_of_the_input_are_turns_until_an_empty_one(talks, capsys, monkeypa
 
 
 def test_one_message_is_answered_by_generate_and_in_python(talks, capsys):
-    """The same reply by three ways."""
     _, folder, _ = talks
     expected = reply(talks, "u:hi;a:", 5)
     assert main(["generate", str(folder), "--chat", "--prompt", "hi", "--tokens", "5", "--json"]) == 0
@@ -79,7 +74,6 @@ def test_one_message_is_answered_by_generate_and_in_python(talks, capsys):
 
 
 def test_a_tokenizer_without_a_template_is_named(capsys):
-    """With the command that works."""
     folder = exported("llama")[1]
     assert main(["chat", str(folder), "--message", "hi"]) == 2
     assert "has no chat template" in capsys.readouterr().err

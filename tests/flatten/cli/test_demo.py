@@ -18,7 +18,6 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_demo_exports_replays_and_prints_one_table(tmp_path, capsys):
-    """One model from end to end: exit status 0, the file, its row, what to do next; plain text outside a terminal."""
     assert main(["demo", "--models", "mistral", "--output", str(tmp_path / "made")]) == 0
     assert [path.name for path in (tmp_path / "made").iterdir()] == ["mistral.onnx"]
     shown = capsys.readouterr()
@@ -33,7 +32,6 @@ def test_the_demo_exports_replays_and_prints_one_table(tmp_path, capsys):
 
 
 def test_the_demo_prints_json_and_its_stages_elsewhere(tmp_path, capsys):
-    """A model that reads first: its layers are those of both caches."""
     assert main(["demo", "--models", "t5", "--output", str(tmp_path / "made"), "--json"]) == 0
     shown = capsys.readouterr()
     (row,) = json.loads(shown.out)
@@ -43,7 +41,6 @@ def test_the_demo_prints_json_and_its_stages_elsewhere(tmp_path, capsys):
 
 
 def test_a_program_that_differs_ends_the_demo_with_1_and_its_report(tmp_path, capsys, monkeypatch):
-    """The table marks the model, and the report names case and output."""
     # without the conversion to ONNX, which this is not about
     monkeypatch.setattr(
         demo, "export_onnx", lambda model, args, kwargs, path, **how: export_program(model, args, kwargs, **how)
@@ -58,7 +55,6 @@ def test_a_program_that_differs_ends_the_demo_with_1_and_its_report(tmp_path, ca
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, capsys, monkeypatch):
-    """Without an extra: exit status 2, one line, nothing written."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else name)
     assert main(["demo", "--output", str(tmp_path / "made")]) == 2
     shown = capsys.readouterr().err
@@ -69,7 +65,6 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(tmp_path, 
 
 
 def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, capsys):
-    """A file in the place of the folder: exit status 2, and the path."""
     (tmp_path / "taken").touch()
     assert main(["demo", "--output", str(tmp_path / "taken")]) == 2
     assert f"{tmp_path / 'taken'}: it cannot be written: taken is not a folder" in capsys.readouterr().err
@@ -77,7 +72,6 @@ def test_an_output_that_cannot_be_a_folder_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize(("made", "left"), [(0, "nothing was written"), (1, "llama.onnx in {} is complete")])
 def test_ctrl_c_says_what_is_there(made, left, tmp_path, capsys, monkeypatch):
-    """Exit status 130; a folder that was made for nothing is gone again."""
     calls = []
 
     def export(name, text, output):
@@ -97,7 +91,6 @@ def test_ctrl_c_says_what_is_there(made, left, tmp_path, capsys, monkeypatch):
 
 
 def test_decode_inputs_are_made_of_the_tokens_given():
-    """The new tokens are the last of those given, and the cache is what the model makes of those before."""
     model, tokens = make_model("mistral"), torch.arange(10).reshape(2, 5)
     made = decode_inputs(model, DecodeSizes(batch=2, past=3, new=2), tokens=tokens)
     assert made["input_ids"].tolist() == [[3, 4], [8, 9]]
@@ -107,6 +100,5 @@ def test_decode_inputs_are_made_of_the_tokens_given():
 
 
 def test_tokens_of_another_shape_are_refused():
-    """The message holds both shapes."""
     with pytest.raises(FlattenError, match=r"tokens has shape \(2, 4\), but batch 2, past 3, new 2 needs \(2, 5\)"):
         decode_inputs(make_model("mistral"), DecodeSizes(batch=2, past=3, new=2), tokens=torch.zeros(2, 4))

@@ -28,13 +28,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folder():
-    """An exported folder that no test changes."""
     return exported("mistral")[1]
 
 
 @pytest.fixture
 def copied(folder, tmp_path):
-    """One that a test may damage."""
     return shutil.copytree(folder, tmp_path / "copied")
 
 
@@ -53,7 +51,6 @@ def no_export(folder, monkeypatch):
 
 
 def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path, capsys):
-    """The folder that `save_pretrained` wrote, with a tokenizer: export for the last scores only, verify, generate."""
     _, source = saved("gpt2")
     from transformers import ByT5Tokenizer
 
@@ -97,7 +94,6 @@ def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path,
     ],
 )
 def test_an_export_that_cannot_be_leaves_nothing(arguments, words, tmp_path, monkeypatch, capsys):
-    """One line, status 2, no folder."""
     monkeypatch.chdir(tmp_path)
     assert main(["export", *arguments, "-o", "out"]) == 2
     shown = capsys.readouterr().err.splitlines()
@@ -107,7 +103,6 @@ def test_an_export_that_cannot_be_leaves_nothing(arguments, words, tmp_path, mon
 
 @pytest.mark.slow
 def test_a_quantised_folder_states_its_quality(tmp_path, capsys):
-    """In the table and as JSON, with onnxruntime's attention, and the ratio that is asked for."""
     out = tmp_path / "out"
     arguments = ["--quantize", "int4", "--perplexity-ratio", "1.3", "--optimize", "onnxruntime", "--json"]
     assert main(["export", "llama", "-o", str(out), *arguments]) == 0
@@ -120,7 +115,6 @@ def test_a_quantised_folder_states_its_quality(tmp_path, capsys):
 
 
 def test_every_way_to_name_a_model_is_known_here_too(tmp_path, capsys, monkeypatch):
-    """A config.json, and a folder without weights: random ones, which is said; a folder with weights has its own."""
     model, source = saved("llama")
     bare = tmp_path / "bare"
     model.config.save_pretrained(bare)
@@ -159,7 +153,6 @@ def test_an_export_says_that_weights_are_random(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_model_of_the_hub_that_does_not_come_is_one_line(error, words, tmp_path, monkeypatch, capsys):
-    """Without a network, or without such a model."""
     import huggingface_hub
 
     def refused(*args, **kwargs):
@@ -175,7 +168,6 @@ def test_a_model_of_the_hub_that_does_not_come_is_one_line(error, words, tmp_pat
 
 
 def test_a_damaged_model_is_named(tmp_path, capsys):
-    """Truncated weights, and a configuration that is no JSON."""
     _, source = saved("llama")
     copy = shutil.copytree(source, tmp_path / "copy")
     weights = copy / "model.safetensors"
@@ -199,7 +191,6 @@ def test_a_damaged_model_is_named(tmp_path, capsys):
     ids=["a full disk", "Ctrl-C"],
 )
 def test_an_export_that_ends_half_way_leaves_nothing(error, status, words, no_export, tmp_path, monkeypatch, capsys):
-    """The first file is written, the second is not."""
 
     def ending(*args, **kwargs):
         raise error
@@ -246,7 +237,6 @@ def test_a_file_that_differs_is_status_1_and_leaves_nothing(tmp_path, monkeypatc
 
 
 def test_verify_tells_a_changed_file(copied, capsys):
-    """The file of another model in its place: status 1, and which cases differ."""
     model = onnx.load(copied / "model.onnx")
     weights = max(model.graph.initializer, key=lambda tensor: len(tensor.raw_data))
     weights.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weights) * 1.5, weights.name))
@@ -261,7 +251,6 @@ def test_verify_tells_a_changed_file(copied, capsys):
 
 
 def test_verify_tells_a_damaged_file(copied, capsys):
-    """A truncated model, case, or list of cases cannot be checked at all: one line."""
     whole = (copied / "model.onnx").read_bytes()
     (copied / "model.onnx").write_bytes(whole[:1000])
     assert main(["verify", str(copied)]) == 2
@@ -280,7 +269,6 @@ def test_verify_tells_a_damaged_file(copied, capsys):
 
 
 def test_generate_prints_the_text_that_the_model_writes(folder, capsys):
-    """In a process of its own, read from a pipe: the prompt, then what the model itself says."""
     model, _ = exported("mistral")
     from transformers import ByT5Tokenizer
 
@@ -316,12 +304,10 @@ class Utf8:
 
 @pytest.fixture
 def utf8(monkeypatch):
-    """Folders have this tokenizer."""
     monkeypatch.setattr(folder_commands, "open_tokenizer", lambda folder, **how: Utf8())
 
 
 def continued(prompts):
-    """What the model itself writes after the prompts, twelve tokens each."""
     model, _ = exported("mistral")
     tokenizer = Utf8()
     tokenizer.pad_token = tokenizer.eos_token
@@ -331,7 +317,6 @@ def continued(prompts):
 
 
 def test_generate_streams_whole_characters(folder, utf8, capsys):
-    """Random weights write bytes that are no text: what is shown in pieces is what all of them decode to."""
     assert main(["generate", str(folder), "--prompt", "Grüße", "--tokens", "12"]) == 0
     (text,) = continued(["Grüße"])
     assert "\N{REPLACEMENT CHARACTER}" in text
@@ -348,13 +333,11 @@ def test_generate_prints_each_of_several_prompts_with_its_text(folder, utf8, cap
 
 
 def test_a_prompt_without_tokens_is_refused(folder, utf8, capsys):
-    """A tokenizer that adds nothing makes nothing of an empty text."""
     assert main(["generate", str(folder), "--prompt", ""]) == 2
     assert "the prompt has no tokens" in capsys.readouterr().err
 
 
 def test_generate_without_a_tokenizer_says_so(copied, capsys):
-    """And leaves out what transformers says at length."""
     (copied / "tokenizer_config.json").unlink()
     (copied / "config.json").unlink()
     assert main(["generate", str(copied), "--prompt", "Hello"]) == 2
@@ -365,7 +348,6 @@ def test_generate_without_a_tokenizer_says_so(copied, capsys):
 
 
 def test_explain_names_the_inputs_of_a_model(folder, capsys):
-    """A folder is its files; the cache has the names of other tools, and no counter."""
     assert main(["explain", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert "past_key_values.1.value: float[" in shown
@@ -373,7 +355,6 @@ def test_explain_names_the_inputs_of_a_model(folder, capsys):
 
 
 def test_explain_draws_stored_inputs_and_cases(folder, tmp_path, capsys):
-    """Both kinds of our own files."""
     save_nested(tmp_path / "inputs.onnx", {"x": torch.zeros(2, 3), "flags": [True, None]})
     assert main(["explain", str(tmp_path / "inputs.onnx")]) == 0
     assert "['x']: float32[2, 3]" in capsys.readouterr().out
@@ -382,7 +363,6 @@ def test_explain_draws_stored_inputs_and_cases(folder, tmp_path, capsys):
 
 
 def test_explain_describes_recorded_calls(tmp_path, capsys):
-    """A folder of calls, and one file of it."""
     model = torch.nn.Linear(3, 2)
     with record_calls(model, to=tmp_path / "calls"):
         model(torch.ones(2, 3))
@@ -395,8 +375,6 @@ def test_explain_describes_recorded_calls(tmp_path, capsys):
 
 
 class Sum(torch.nn.Module):
-    """Arguments of every kind."""
-
     def forward(self, x, pair, *rest, scale):
         return {"total": (x + pair[0] + pair[1] + sum(rest)) * scale}
 
@@ -450,7 +428,6 @@ def test_explain_calls_a_function_of_the_current_folder(tmp_path, monkeypatch, c
 
 
 def test_explain_refuses_what_is_no_model(tmp_path, capsys):
-    """A file of something else, and a folder of nothing."""
     (tmp_path / "text.onnx").write_text("no model", encoding="utf-8")
     assert main(["explain", str(tmp_path / "text.onnx")]) == 2
     assert "text.onnx" in capsys.readouterr().err
@@ -460,7 +437,6 @@ def test_explain_refuses_what_is_no_model(tmp_path, capsys):
 
 
 def test_check_finds_errors_in_a_call(tmp_path, monkeypatch, capsys):
-    """Status 1 for an unknown argument, 0 for a model whose inputs are right, 2 for a function of another kind."""
     source = (
         "import torch\n"
         "def wrong():\n    return torch.nn.Linear(2, 2), {'inputs': torch.zeros(3, 2)}\n"

@@ -21,7 +21,6 @@ def obeyed(text):
 
 
 def test_names_in_a_file_are_spelled_out(tmp_path):
-    """As a key, as the name of a leaf, and as JSON, which stays JSON."""
     save_nested(tmp_path / "a.onnx", {ATTACK: torch.ones(2), "b": {ATTACK: 3}})
     drawn = CliRunner().invoke(app, ["explain", str(tmp_path / "a.onnx")])
     assert drawn.exit_code == 0
@@ -34,7 +33,6 @@ def test_names_in_a_file_are_spelled_out(tmp_path):
 
 @pytest.mark.parametrize("error", [UserError(ATTACK), ValueError(ATTACK), FileNotFoundError(2, "no file", ATTACK)])
 def test_errors_are_spelled_out(error, capsys):
-    """Also their notes."""
     error.add_note(ATTACK)
     explain_failure(error, debug=False)
     shown = capsys.readouterr().err
@@ -43,7 +41,6 @@ def test_errors_are_spelled_out(error, capsys):
 
 
 def test_tables_and_json_are_spelled_out(capsys):
-    """JSON says what the text was."""
     table(["name", "value"], [[ATTACK, "1"]])
     assert obeyed(capsys.readouterr().out) == []
     say_json({"name": ATTACK})
@@ -53,7 +50,6 @@ def test_tables_and_json_are_spelled_out(capsys):
 
 
 def test_other_text_stays():
-    """Of every language, with lines and tabs; a carriage return before a line feed is part of it."""
     text = "Grüße\t日本語\nไทย 🙂\u200d\u200f"
     assert printable(text) == text
     assert printable("a\r\nb") == "a\nb"
@@ -61,7 +57,6 @@ def test_other_text_stays():
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_a_model_writes_is_spelled_out_on_a_terminal_only(capsys, monkeypatch, is_terminal):
-    """A file gets every character."""
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     say(ATTACK, is_result=True)
     assert capsys.readouterr().out == (SHOWN if is_terminal else ATTACK) + "\n"

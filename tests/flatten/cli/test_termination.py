@@ -49,7 +49,6 @@ def contents(folder):
 
 @pytest.mark.slow
 def test_an_export_that_is_terminated_leaves_the_old_folder_alone(tmp_path):
-    """One line, and no hidden folder, near the beginning, in the middle and near the end."""
     folder = tmp_path / "out"
     folder.mkdir()
     done = export(folder, 0)

@@ -51,19 +51,16 @@ def BYTE(value):  # noqa: N802 # stands in tables, beside T
     ],
 )  # fmt: skip
 def test_the_difference_is_that_of_the_worst_element(expected, found, difference):
-    """Real and imaginary parts, integers exactly, NaN like NaN."""
     assert largest_difference(expected, found) == difference
 
 
 def test_components_of_nested_tensors_are_compared():
-    """One by one."""
     one = torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)], layout=torch.jagged)
     other = torch.nested.nested_tensor([torch.zeros(2), torch.full((3,), 3.0)], layout=torch.jagged)
     assert largest_difference(one, other) == 2.0
 
 
 def test_nested_tensors_of_other_components_are_refused():
-    """A plain tensor next to a nested one, and one component more."""
     one = torch.nested.nested_tensor([torch.zeros(2), torch.ones(2)], layout=torch.jagged)
     more = torch.nested.nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)
     with pytest.raises(ReplayError, match="only the expected tensor is a nested tensor"):
@@ -77,7 +74,6 @@ def test_nested_tensors_of_other_components_are_refused():
 # torch is about to leave the type out, and warns of its constructor
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning", "ignore:.*TypedStorage:UserWarning")
 def test_quantized_tensors_are_compared_by_what_they_stand_for():
-    """One step of a scale of 0.5."""
     one, other = (torch.quantize_per_tensor(T([1.0, value]), 0.5, 0, torch.qint8) for value in (2.0, 2.5))
     assert largest_difference(one, other) == 0.5
 
@@ -96,7 +92,6 @@ def test_quantized_tensors_are_compared_by_what_they_stand_for():
     ],
 )
 def test_what_has_no_difference_is_an_error(expected, found, message):
-    """Another type, another shape, something and nothing, other text."""
     with pytest.raises(ReplayError, match=message):
         largest_difference(expected, found)
 
@@ -118,7 +113,6 @@ def test_what_has_no_difference_is_an_error(expected, found, message):
     ],
 )
 def test_outputs_are_of_one_structure_and_of_the_same_kinds(expected, found, message):
-    """Classes included, down to bool and int."""
     names = ["y"]
     if message is None:
         assert compare_outputs(expected, found, names) == {"y": 1.0}
@@ -130,7 +124,6 @@ def test_outputs_are_of_one_structure_and_of_the_same_kinds(expected, found, mes
 @pytest.mark.parametrize("kind", ["file", "layers", "gradients", "sums", "kernels"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_rounding_of_a_dtype_passes_and_twice_as_much_does_not(kind, dtype):
-    """Numbers that one rounding moved are the same for each kind of comparison; numbers that are doubled are not."""
     expected = torch.linspace(0.5, 1.5, 64, dtype=torch.float64).to(dtype)
     rounded = (expected.double() * (1 + torch.finfo(dtype).eps)).to(dtype)
     assert not torch.equal(rounded, expected)
@@ -150,7 +143,6 @@ def test_rounding_depends_on_the_coarsest_dtype():
 
 @pytest.mark.parametrize("kind", ["layers", "sums", "kernels"])
 def test_numbers_that_are_not_finite_are_equal_only_to_themselves(kind):
-    """NaN is NaN, an infinity has a sign; a shape that differs is infinitely far."""
     expected = torch.tensor([1.0, torch.nan])
     assert compare(expected, expected.clone(), kind)
     assert not compare(expected, torch.tensor([1.0, 2.0]), kind)

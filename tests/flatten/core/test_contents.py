@@ -16,7 +16,6 @@ X = torch.zeros(2, 3)
 
 
 def held(obj):
-    """What one object holds, by step."""
     return dict(Layouts()(type(obj)).children(obj))
 
 
@@ -44,12 +43,10 @@ class Items(dict):
 
 
 def test_slots_are_read_also_of_bases_and_only_where_set():
-    """A private slot has the name that Python gives it."""
     assert held(Both(1, 2)) == {".key": 1, "._Slotted__hidden": 1, ".more": 2}
 
 
 def test_items_of_built_in_containers_are_read():
-    """Also of their subclasses, whose attributes count too."""
     items = Items(a=1)
     items.note = 2
     assert held(items) == {".note": 2, "['a']": 1}
@@ -59,7 +56,6 @@ def test_items_of_built_in_containers_are_read():
 
 
 def test_the_arguments_of_a_partial_are_data():
-    """The function is not looked into."""
     assert held(functools.partial(print, X))[".args"] == (X,)
 
 
@@ -74,8 +70,6 @@ def test_code_and_plain_values_are_not_looked_into(closed):
 
 
 class Trap:
-    """Raises whatever it is asked."""
-
     def __init__(self):
         vars(self)["x"] = X
 
@@ -92,7 +86,6 @@ class TrapDict(dict):
 
 
 def test_no_code_of_an_object_runs():
-    """Neither properties nor overridden methods."""
     (found,) = Layouts()(Trap).children(Trap())
     assert found[0] == ".x"
     assert found[1] is X
@@ -117,12 +110,10 @@ def test_an_attribute_called_dict_is_not_asked():
     [("a", "'a'"), (1, "1"), ((1, ("b",)), "(1, ('b',))"), (Plain(), "<Plain>"), (Plain, "<Plain>"), (None, "None")],
 )
 def test_keys_are_spelled_without_asking_them(key, spelled):
-    """What could have a `__repr__` of its own is spelled by its class."""
     assert format_key(key) == spelled
 
 
 def test_sizes_are_those_of_the_elements():
-    """Of torch, of numpy, of a subclass that has functions of its own."""
 
     class Own(torch.Tensor):
         @classmethod
@@ -135,6 +126,5 @@ def test_sizes_are_those_of_the_elements():
 
 
 def test_a_tensor_that_knows_no_size_counts_nothing():
-    """A nested tensor raises when it is asked."""
     ragged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
     assert size_in_bytes(ragged) in (0, 20)

@@ -105,7 +105,6 @@ def attribute_is_removed(state):
     ids=lambda one: getattr(one, "__name__", ""),
 )
 def test_a_change_has_its_key_path_and_is_undone(act, expected):
-    """Each kind is named once, at its place; objects, values and versions are as before, also after an exception."""
     state = _state()
     tensor, version = state.keys, state.keys._version
     held, alone = dict(vars(state)), Snapshot.of(state=state)
@@ -144,7 +143,6 @@ def test_a_write_without_a_version_is_seen_in_buffers():
 
 
 def test_the_objects_before_and_after_are_known():
-    """An effect says which tensor stood where before, and which does now."""
     state = _state()
     first, before = state.keys, Snapshot.of(state=state)
     longer(state)
@@ -154,7 +152,6 @@ def test_the_objects_before_and_after_are_known():
 
 
 def test_a_read_changes_nothing():
-    """A forward in evaluation mode, with a cache that is only read, has no effects."""
     model, state = Counting().eval(), _state()
     before = Snapshot.of(model=model, state=state)
     with torch.no_grad():
@@ -163,7 +160,6 @@ def test_a_read_changes_nothing():
 
 
 def test_state_of_a_module_is_named_as_users_name_it():
-    """Buffers, parameters and attributes of submodules have the path that Python takes."""
     model = Counting().train()
     before = Snapshot.of(model=model)
     model.inner[1](torch.randn(4, 2))
@@ -182,7 +178,6 @@ def test_state_of_a_module_is_named_as_users_name_it():
 
 
 def test_gradients_are_effects():
-    """A backward inside of a call leaves gradients, and says so."""
     layer = nn.Linear(2, 1)
     before = Snapshot.of(layer=layer)
     layer(torch.ones(1, 2)).sum().backward()
@@ -240,7 +235,6 @@ def _with_default(value, seen=[]):  # noqa: B006 # the state that is looked for
     ids=["closure", "globals", "class", "method", "default"],
 )
 def test_python_state_of_a_function_is_seen_and_undone(loss, expected):
-    """Closures, globals, class attributes, slots and defaults: all that a loss may count in."""
     with undisturbed(loss=loss) as before:
         loss(2.0)
         assert before.changes() == expected
@@ -248,7 +242,6 @@ def test_python_state_of_a_function_is_seen_and_undone(loss, expected):
 
 
 def test_generators_of_random_numbers_are_state():
-    """A draw moves a generator; afterwards it is where it was."""
     held = {"torch": torch.Generator(), "python": random.Random(1), "numpy": np.random.default_rng(1)}
     first = copy.deepcopy(held["numpy"]).random(), copy.deepcopy(held["python"]).random()
     with undisturbed(held=held) as before:
@@ -261,7 +254,6 @@ def test_generators_of_random_numbers_are_state():
 
 
 def test_the_process_draws_as_if_nothing_was_called():
-    """A block leaves the generators of the process alone, and draws the same with the same seed."""
     torch.manual_seed(3)
     expected = torch.rand(2), np.random.RandomState, random.getstate()
     torch.manual_seed(3)
@@ -276,7 +268,6 @@ def test_the_process_draws_as_if_nothing_was_called():
 
 
 def test_training_of_a_module_is_undone():
-    """Buffers, replaced parameters, modes and hooks of a module are as they were."""
     model = Counting().train()
     stored, hooks = copy.deepcopy(model.state_dict()), dict(model._forward_hooks)
     weight = model.inner[0].weight
@@ -315,7 +306,6 @@ def test_a_graph_that_saved_a_tensor_still_runs_backward():
 
 
 def test_views_and_expanded_tensors_are_restored():
-    """Memory is restored as a whole, so tensors that share elements agree afterwards."""
     base = torch.arange(6.0)
     held = {"base": base, "view": base[2:4], "wide": torch.zeros(1).expand(3)}
     with undisturbed(held=held) as before:
@@ -327,7 +317,6 @@ def test_views_and_expanded_tensors_are_restored():
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
 def test_each_dtype_is_seen_and_restored(dtype):
-    """Bits are compared, so no dtype needs arithmetic."""
     tensor = torch.zeros(4).to(dtype)
     bits = tensor.view(torch.uint8).clone()
     with undisturbed(tensor=tensor) as before:
@@ -337,7 +326,6 @@ def test_each_dtype_is_seen_and_restored(dtype):
 
 
 def test_tensors_of_inference_mode_have_no_version():
-    """Their values are compared, and put back."""
     with torch.inference_mode():
         tensor = torch.zeros(3)
     with undisturbed(tensor=tensor) as before:
@@ -348,7 +336,6 @@ def test_tensors_of_inference_mode_have_no_version():
 
 
 def test_arrays_are_seen_and_restored():
-    """An array of NumPy has no version at all."""
     array = np.zeros(3)
     with undisturbed(array=array) as before:
         array[1] = 2
@@ -357,7 +344,6 @@ def test_arrays_are_seen_and_restored():
 
 
 def test_objects_that_hold_each_other_end():
-    """A circle is walked once."""
     one, two = {}, []
     one["two"], one["self"] = two, one
     two.append(one)
@@ -367,7 +353,6 @@ def test_objects_that_hold_each_other_end():
 
 
 def test_rows_of_a_data_set_are_compared_and_not_entered():
-    """A list of a million numbers costs no walk through all of them."""
     rows = list(range(1_000_000))
     before = Snapshot.of(rows=rows)
     rows.append(1)
@@ -375,7 +360,6 @@ def test_rows_of_a_data_set_are_compared_and_not_entered():
 
 
 def test_locks_and_files_are_left_alone(tmp_path):
-    """What Python cannot copy is no obstacle."""
     held = {"lock": threading.Lock(), "file": (tmp_path / "a").open("w"), "list": []}
     with held["file"], undisturbed(held=held):
         held["list"].append(1)
@@ -383,7 +367,6 @@ def test_locks_and_files_are_left_alone(tmp_path):
 
 
 def test_defaultdict_and_ordered_dict_keep_their_order():
-    """Containers are restored by their own class."""
     held = {"a": collections.OrderedDict(x=1, y=2), "b": collections.defaultdict(list, k=[1]), "c": {3, 4}}
     with undisturbed(held=held):
         held["a"].move_to_end("x")
@@ -396,7 +379,6 @@ def test_defaultdict_and_ordered_dict_keep_their_order():
 
 
 def test_tensors_are_keys_of_what_is_put_back():
-    """Such as those of a table of moments by parameter, of any size."""
     weight, other = torch.ones(2), torch.ones(3)
     held = {"moments": collections.defaultdict(dict, {weight: {"count": 1}})}
     with undisturbed(held=held):
@@ -445,7 +427,6 @@ def test_what_a_function_remembers_of_a_call_is_forgotten():
 
 @pytest.mark.parametrize(("name", "draw"), [("random", random.random), ("numpy.random", np.random.rand)])
 def test_shared_generators_are_seeded_and_put_back(name, draw):
-    """As those of torch; a draw is seen under the name of the module."""
     with undisturbed(seed=3):
         first = draw()
     with undisturbed():
@@ -459,8 +440,6 @@ def test_shared_generators_are_seeded_and_put_back(name, draw):
 
 
 class Holds(nn.Module):
-    """A layer with a state in attributes of all kinds."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(2, 2)

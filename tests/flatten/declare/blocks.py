@@ -21,7 +21,6 @@ class SomethingWrongError(Exception):
 
 
 def in_force(cls: type = DynamicCache) -> Callable[..., Any] | None:
-    """The flatten function that torch would call."""
     node = pytree.SUPPORTED_NODES.get(cls)
     return None if node is None else node.flatten_fn
 
@@ -31,12 +30,10 @@ def block() -> contextlib.AbstractContextManager[Undo]:
 
 
 def enter() -> Undo:
-    """An open block, to be left by `unregister_cache_flattening` at any time, in any thread."""
     return register_cache_flattening(patch_transformers=True)
 
 
 def everything_patched() -> list[Any]:
-    """The attributes that a block or a trace replaces, by identity."""
     import torch.export._trace
 
     return [

@@ -12,13 +12,11 @@ from yobx_flatten import register_class_flattening, unregister_class_flattening
 
 @pytest.fixture
 def before() -> registry_snapshot.Snapshot:
-    """All tables before the test."""
     return registry_snapshot.take()
 
 
 @pytest.fixture
 def registered() -> Iterator[type[Pair]]:
-    """`Pair`, registered by the user."""
     register_class_flattening(Pair, *FUNCTIONS)
     yield Pair
     unregister_class_flattening(Pair)
@@ -26,7 +24,6 @@ def registered() -> Iterator[type[Pair]]:
 
 @pytest.fixture
 def registered_by_others() -> Iterator[type[Pair]]:
-    """`Pair`, registered through torch's public functions."""
     with other_libraries.forgotten_afterwards(Pair):
         other_libraries.register(Pair, name="theirs")
         yield Pair

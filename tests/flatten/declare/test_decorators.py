@@ -58,7 +58,6 @@ def paths(tree):
 
 @pytest.mark.parametrize("cls", [DenseParams, Dense])
 def test_functional_transforms_of_torch_pass_through(cls):
-    """`torch.func.grad` and `vmap` take the object in and give it back."""
     layer = cls(torch.ones(5, 3), torch.zeros(5), activation="gelu")
     grads = torch.func.grad(lambda dense: (dense.weights**2).sum() + dense.bias.sum())(layer)
     assert grads.weights.tolist() == [[2.0] * 3] * 5
@@ -86,7 +85,6 @@ def test_functional_transforms_of_torch_pass_through(cls):
     ids=lambda obj: type(obj).__name__,
 )
 def test_every_table_of_torch_takes_it_apart_alike(obj):
-    """Python, C++ and fx see the same leaves in the same order; the rebuilt object holds the same values."""
     leaves, spec = pytree.tree_flatten(obj)
     rebuilt = pytree.tree_unflatten(leaves, spec)
     assert type(rebuilt) is type(obj)
@@ -98,7 +96,6 @@ def test_every_table_of_torch_takes_it_apart_alike(obj):
 
 
 def test_paths_name_fields_and_keys():
-    """A dataclass has attributes, a keyed class its keys, any other class positions."""
     assert paths([Dense(1, 2), Keyed(3, 4), LinearParams(5, 6)]) == [
         "[0].weights", "[0].bias", "[1]['first']", "[1]['second']", "[2][0]", "[2][1]",
     ]  # fmt: skip
@@ -131,14 +128,12 @@ assert out["state"].params["x"].tolist() == [[1.0, 3.0, 0.0], [4.0, 6.0, 0.0]]
 
 
 def test_a_saved_program_is_loaded_by_a_process_that_imports_the_module(tmp_path):
-    """Inputs and outputs are objects of these classes; static data is in the file."""
     program = torch.export.export(Step(), example())
     torch.export.save(program, tmp_path / "program.pt2")
     fresh_process.run("-c", LOADING, tmp_path / "program.pt2")
 
 
 def test_a_program_refuses_other_static_data():
-    """Exported for relu, called with gelu."""
     program = torch.export.export(Step(), example())
     dense, state = example()
     with pytest.raises((ValueError, RuntimeError), match=r"relu[\s\S]*gelu"):
@@ -146,7 +141,6 @@ def test_a_program_refuses_other_static_data():
 
 
 def test_compiled_code_looks_through_flatten_and_unflatten():
-    """dynamo follows our functions without a break in the graph."""
 
     @torch.compile(backend="eager", fullgraph=True)
     def double(tree):
@@ -160,7 +154,6 @@ def test_compiled_code_looks_through_flatten_and_unflatten():
 
 
 def test_the_set_collects_the_classes_that_were_given_functions():
-    """`make_flattening_function_for_dataclass` adds a class to the set, and refuses one without fields."""
     supported: set[type] = set()
     make_flattening_function_for_dataclass(Dense, supported)
     with pytest.raises(InvalidRegistrationError, match="Pair does not declare its fields"):
@@ -173,7 +166,6 @@ def test_the_set_collects_the_classes_that_were_given_functions():
 
 @pytest.fixture
 def local():
-    """Classes that a test made, unregistered afterwards."""
     made: list[type] = []
 
     def keep(cls):
@@ -186,7 +178,6 @@ def local():
 
 
 def test_all_options_of_a_dataclass_are_passed_on(local):
-    """Frozen, slots and kw_only together: the object is rebuilt all the same."""
 
     @local
     @pytree_dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +193,6 @@ def test_all_options_of_a_dataclass_are_passed_on(local):
 
 
 def test_a_dataclass_can_be_decorated_again(local):
-    """`@pytree_dataclass` on top of `@dataclass` keeps the options of the latter."""
 
     @local
     @pytree_dataclass
@@ -215,7 +205,6 @@ def test_a_dataclass_can_be_decorated_again(local):
 
 
 def test_a_static_field_takes_the_options_of_a_field(local):
-    """Default factories and metadata of the user's own."""
 
     @local
     @pytree_dataclass
@@ -230,7 +219,6 @@ def test_a_static_field_takes_the_options_of_a_field(local):
 
 
 def test_a_subclass_is_a_leaf_until_it_is_decorated(local):
-    """Fields are inherited, the registration is not."""
 
     @local
     @pytree_dataclass
@@ -256,7 +244,6 @@ def test_a_subclass_is_a_leaf_until_it_is_decorated(local):
 
 
 def test_an_undecorated_subclass_inside_an_export_is_named_with_its_line(local):
-    """The message says that the registration of its base does not count, and gives the line."""
 
     class Sub(TrainState):
         pass
@@ -283,7 +270,6 @@ def test_the_same_functions_again_change_nothing_and_others_are_refused(pair_for
 
 
 def test_a_class_is_told_to_the_chosen_libraries_only():
-    """`backends=("torch",)` leaves optree's namespace alone."""
     optree = pytest.importorskip("optree", reason="optree is not installed")
     register_pytree_node(Pair, flatten, unflatten, backends=("torch",))
     pair = Pair(1, 2)
@@ -296,7 +282,6 @@ def test_a_class_is_told_to_the_chosen_libraries_only():
 
 @pytest.mark.parametrize("decorator", [register_pytree_node_class, register_pytree_with_keys_class])
 def test_a_decorator_tells_a_class_to_the_chosen_libraries_only(decorator, local):
-    """`@decorator(backends="optree")`: torch sees a leaf."""
     optree = pytest.importorskip("optree", reason="optree is not installed")
 
     @local
@@ -343,7 +328,6 @@ def test_a_decorator_tells_a_class_to_the_chosen_libraries_only(decorator, local
     ],
 )
 def test_bad_input_is_refused_by_name(register_it, message):
-    """Nothing is registered, and the message says what was found."""
     with pytest.raises(InvalidRegistrationError, match=message):
         register_it()
     assert len(pytree.tree_leaves(Pair(1, 2))) == 1
@@ -373,7 +357,6 @@ def test_an_unflatten_that_is_no_class_method_is_refused():
 
 @pytest.mark.parametrize("backends", ["numpy", ("torch", "numpy"), ()])
 def test_an_unknown_library_is_refused_with_those_that_are_known(backends):
-    """Every function that chooses says the same."""
     with pytest.raises(InvalidArgumentError, match="'all' or name libraries among 'torch', 'optree', 'jax'") as caught:
         register_class_flattening(Pair, flatten, lambda c, s: Pair(*c), None, backends=backends)
     assert "\n    register_class_flattening(..., backends=('torch',))" in str(caught.value)
@@ -382,7 +365,6 @@ def test_an_unknown_library_is_refused_with_those_that_are_known(backends):
 
 
 def test_a_class_with_keyed_methods_is_a_node(local):
-    """`tree_flatten` may be missing: the keys are dropped then."""
 
     @local
     @register_pytree_with_keys_class
@@ -453,8 +435,6 @@ def test_an_enum_is_refused_by_every_registration(name):
 
 
 class Memory:
-    """A class that states nothing by itself."""
-
     def __init__(self, key, value, window):
         self.key, self.value, self.window = key, value, window
 
@@ -464,8 +444,6 @@ class SlottedMemory(Memory):
 
 
 class MemoryOfItems(dict):
-    """Items, and attributes next to them."""
-
     def __init__(self, key, value, window):
         super().__init__(more=key)
         self.key, self.value, self.window = key, value, window
@@ -482,7 +460,6 @@ def _by_functions(cls):
 @pytest.mark.parametrize("cls", [Memory, SlottedMemory, MemoryOfItems], ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("way", [_by_names, _by_functions])
 def test_one_line_registers_a_class_by_its_attributes(cls, way):
-    """As the three functions do, given one by one in the order of torch."""
     obj = cls(torch.ones(2), torch.zeros(3), 4)
     flatten, flatten_with_keys, unflatten = functions_from_fields(cls, ["key", "value"], ["window"])
     register_class_flattening(cls, flatten, unflatten, flatten_with_keys)
@@ -500,7 +477,6 @@ def test_one_line_registers_a_class_by_its_attributes(cls, way):
 
 
 def test_names_that_are_registered_twice_change_nothing():
-    """Other names are an error, and so are static names alone, and one function given twice."""
     assert _by_names(Memory)
     assert not _by_names(Memory)
     with pytest.raises(AlreadyRegisteredError):

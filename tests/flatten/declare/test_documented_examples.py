@@ -169,6 +169,5 @@ else:
     ],
 )
 def test_an_example_of_the_documents_prints_what_they_print(example, printed, capsys):
-    """The documents' code runs as it stands there."""
     exec(compile(example, "<document>", "exec"), {"__name__": "document"})
     assert capsys.readouterr().out == printed

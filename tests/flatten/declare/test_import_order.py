@@ -26,7 +26,6 @@ def compiled(*args):
 
 
 def in_a_fresh_process(program):
-    """What the program prints, line by line."""
     return fresh_process.run("-c", PRELUDE + program).stdout.splitlines()
 
 
@@ -101,7 +100,6 @@ print(changes())
 
 
 def test_the_export_module_may_be_imported_inside_the_block():
-    """The first export of the process runs in a block: it is wrapped, and the module is as torch made it afterwards."""
     program = """
 import torch.fx.experimental._config as fx_config
 from torch.export import Dim, ExportedProgram, export

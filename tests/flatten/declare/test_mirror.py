@@ -63,7 +63,6 @@ def with_jax(cls, keys=None):
 
 @pytest.fixture
 def mirrored():
-    """Mirrors, and takes back behind the test."""
     held = []
 
     def call(cls, **options):
@@ -78,7 +77,6 @@ def mirrored():
 
 @pytest.fixture(params=["flax", "equinox", "chex"])
 def of_a_library(request):
-    """An object of a class that the library registered with JAX: `w` is a child, `size` static where it can be."""
     if request.param == "flax":
         struct = pytest.importorskip("flax.struct", reason="flax writes the class")
 
@@ -108,7 +106,6 @@ def of_a_library(request):
 
 @pytest.mark.parametrize("by", [mirror, register])
 def test_a_class_of_a_jax_library_is_a_node_of_torch(by, of_a_library):
-    """By the functions of JAX, or by its fields: leaves, key paths, and a rebuilt object, also of a stored spec."""
     cls = type(of_a_library)
     assert [by(cls), by(cls)] == [True, False]
     try:
@@ -175,7 +172,6 @@ def test_a_program_of_a_mirrored_class_runs_in_a_fresh_process(tmp_path):
     ids=["none", "attributes", "keys of a dict", "positions"],
 )
 def test_keys_of_jax_become_keys_of_torch(mirrored, keys, shown):
-    """Each of the four kinds, with the class that torch.export knows."""
     cls = with_jax(pair_class(), keys)
     mirrored(cls)
     pairs, spec = pytree.tree_flatten_with_path(cls(1, None))
@@ -185,7 +181,6 @@ def test_keys_of_jax_become_keys_of_torch(mirrored, keys, shown):
 
 
 def test_a_child_may_be_none_or_a_container(mirrored):
-    """One level is taken apart, and put together from whatever comes back."""
     cls = with_jax(pair_class())
     mirrored(cls)
     obj = cls(None, {"x": [1, cls(2, 3)]}, "outer")
@@ -196,7 +191,6 @@ def test_a_child_may_be_none_or_a_container(mirrored):
 
 
 def test_mirroring_twice_changes_nothing():
-    """A library more gets the same functions. One removal takes all back, and JAX goes on as before."""
     optree = pytest.importorskip("optree", reason="the other library")
     cls = with_jax(pair_class())
     both = ("torch", "optree")
@@ -233,7 +227,6 @@ def test_a_class_whose_fields_say_it_all_can_be_read_instead():
 
 
 def test_functions_of_your_own_are_not_replaced():
-    """Who registered the class with torch already keeps it that way."""
     cls = with_jax(pair_class())
     register_class_flattening(cls, lambda p: ([p.a], (p.b, p.name)), lambda c, s: cls(*c, *s), None)
     try:
@@ -245,7 +238,6 @@ def test_functions_of_your_own_are_not_replaced():
 
 
 def test_what_somebody_else_registered_with_torch_stays():
-    """`False`, and nothing is changed."""
     cls = with_jax(pair_class())
     other_libraries.register(cls, name="test_mirror.Pair")
     try:
@@ -256,7 +248,6 @@ def test_what_somebody_else_registered_with_torch_stays():
 
 
 def test_static_data_that_cannot_be_stored_is_refused_where_there_is_an_example():
-    """The message says where in the static part it stands; nothing is registered."""
     cls = pair_class()
     jax.tree_util.register_pytree_node(
         cls, lambda p: ((p.a,), {"b": [p.b]}), lambda static, children: cls(*children, static["b"][0])
@@ -287,7 +278,6 @@ def known_to_torch():
 
 
 def test_a_class_of_torch_is_a_node_of_jax(mirrored, known_to_torch):
-    """`jit`, `grad` and `vmap` pass through it; a static list is a key of compiled functions like any other."""
     assert mirrored(known_to_torch, source="torch", to="jax") is True
     step = known_to_torch(jnp.arange(3.0), [1, 2])
     traced = []
@@ -309,7 +299,6 @@ def test_a_class_of_torch_is_a_node_of_jax(mirrored, known_to_torch):
 
 @needs_transformers("5.17", "outputs are registered without keys")
 def test_a_model_output_is_a_node_of_jax_and_optree():
-    """transformers registers it with torch; its keys become those of the other two."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
     optree = pytest.importorskip("optree", reason="one of the two")
     cls = type("Output", (outputs.BaseModelOutput,), {})  # transformers registers it on the spot
@@ -333,7 +322,6 @@ def test_a_model_output_is_a_node_of_jax_and_optree():
     ],
 )
 def test_a_class_of_optree_is_a_node_of_torch_and_jax(mirrored, kind, entries, shown):
-    """From any namespace; each kind of its entries becomes its kind of keys."""
     optree = pytest.importorskip("optree", reason="mirrors optree")
     cls = pair_class()
     optree.register_pytree_node(
@@ -354,7 +342,6 @@ def test_a_class_of_optree_is_a_node_of_torch_and_jax(mirrored, kind, entries, s
 
 
 def test_what_is_registered_here_is_mirrored_as_it_is(mirrored):
-    """Our own recipe serves the other library, and one removal takes both back."""
     cls = dataclasses.make_dataclass("Made", ["x"])
     register(cls, backends="torch")
     mirrored(cls, source="torch", to="jax")
@@ -378,13 +365,11 @@ def test_what_is_registered_here_is_mirrored_as_it_is(mirrored):
     ],
 )
 def test_what_cannot_be_mirrored_is_refused(options, error, said):
-    """With what was found, and the line to type."""
     with pytest.raises(error, match=said):
         mirror(Step, **options)
 
 
 def test_a_library_that_is_not_installed_is_named(monkeypatch):
-    """With the line that installs it."""
     found = __import__("importlib.util", fromlist=["util"]).find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "optree" else found(name))
     with pytest.raises(MissingDependencyError, match="pip install optree"):
@@ -392,7 +377,6 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch):
 
 
 def test_mirroring_imports_neither_library():
-    """A class cannot be known to a library that nobody imported."""
     code = (
         "import sys, yobx_flatten\n"
         "try:\n    yobx_flatten.mirror(type('C', (), {}))\n"

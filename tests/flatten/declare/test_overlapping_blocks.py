@@ -18,7 +18,6 @@ from yobx_flatten.registry.patches import LOCK
 @pytest.mark.parametrize("error", [None, SomethingWrongError])
 @pytest.mark.parametrize("inner", [block, register_flattening_functions])
 def test_an_inner_block_leaves_the_outer_one_in_force(left_as_found, inner, error):
-    """Also one that is left by an exception that the outer one does not see, and one without transformers."""
     with block():
         with contextlib.suppress(SomethingWrongError), inner():
             if error is not None:
@@ -29,7 +28,6 @@ def test_an_inner_block_leaves_the_outer_one_in_force(left_as_found, inner, erro
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_blocks_may_be_left_in_any_order(cache_of_others, left_as_found, order):
-    """Ours are in force until the last of three is left; then theirs are back."""
     undos, seen = [enter() for _ in range(3)], []
     for index in order:
         unregister_cache_flattening(undos[index])
@@ -42,7 +40,6 @@ OVERLAPS = ["A+ B+ A- B-", "A+ B+ B- A-", "A+ A- B+ B-", "A+ B+ A- A+ B- A-"]
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_blocks_of_two_threads_may_overlap(cache_of_others, left_as_found, overlap):
-    """Each thread finds ours in force inside its block; theirs are back when the last one left."""
     with SteppingThread() as a, SteppingThread() as b:
         threads, blocks, seen = {"A": a, "B": b}, {}, []
         for thread, way in overlap.split():
@@ -57,7 +54,6 @@ def test_blocks_of_two_threads_may_overlap(cache_of_others, left_as_found, overl
 
 
 def test_a_block_may_be_undone_in_another_thread(left_as_found):
-    """What one thread registered another may undo."""
     with SteppingThread() as a, SteppingThread() as b:
         undo = a.do(enter)
         inside = in_force()
@@ -67,7 +63,6 @@ def test_a_block_may_be_undone_in_another_thread(left_as_found):
 
 
 def test_many_threads_at_once_leave_what_they_found(cache_of_others, left_as_found):
-    """Eight threads enter and leave as fast as they can; inside, each finds ours in force."""
 
     def enter_and_leave():
         for _ in range(20):
@@ -98,7 +93,6 @@ class Watched(type):
 
 
 def watched_cache():
-    """A user's cache class that no block knows yet."""
 
     class OwnCache(DynamicCache, metaclass=Watched):
         asked, at, then = 0, None, None

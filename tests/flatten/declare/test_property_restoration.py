@@ -75,8 +75,6 @@ def raise_drawn_error(*args):
 
 
 class Scene:
-    """What the threads did so far, and what has to be ended."""
-
     def __init__(self, workers):
         self.workers = workers
         self.blocks = [[] for _ in workers]
@@ -153,7 +151,6 @@ class Scene:
             self.workers[thread].do(self.traces[thread].pop().__exit__, None, None, None)
 
     def end(self):
-        """End whatever is still open, the last thread first."""
         for thread in reversed(range(THREADS)):
             while self.traces[thread]:
                 self.end_a_trace(thread)

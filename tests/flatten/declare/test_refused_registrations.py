@@ -29,7 +29,6 @@ from yobx_flatten.errors import (
     ids=["None", "an instance", "a name", "an alias"],
 )
 def test_what_is_no_class_is_refused(before, target, message):
-    """The message says what was found instead of a class."""
     with pytest.raises(InvalidRegistrationError) as caught:
         register_class_flattening(target, *FUNCTIONS)
     assert "register_class_flattening: expected a class" in str(caught.value)
@@ -46,7 +45,6 @@ def test_what_is_no_class_is_refused(before, target, message):
     ],
 )
 def test_what_cannot_be_called_is_refused(before, position, given, said):
-    """The message names the class, the argument and how it is called."""
     functions = list(FUNCTIONS)
     functions[position] = given
     with pytest.raises(InvalidRegistrationError) as caught:
@@ -64,7 +62,6 @@ def test_what_cannot_be_called_is_refused(before, position, given, said):
     ],
 )
 def test_a_function_of_another_signature_is_refused(before, position, argument, function):
-    """A function that cannot take what it will be called with is refused, and its signature shown."""
     functions = list(FUNCTIONS)
     functions[position] = function
     with pytest.raises(InvalidRegistrationError, match=rf"register_class_flattening\(Pair\): {argument} is called as"):
@@ -74,21 +71,18 @@ def test_a_function_of_another_signature_is_refused(before, position, argument, 
 
 @pytest.mark.parametrize("f_check", [3, lambda pair: pair], ids=["not callable", "takes an argument"])
 def test_a_check_that_cannot_be_called_is_refused(before, f_check):
-    """`f_check` is called without arguments; what cannot be is named."""
     with pytest.raises(InvalidRegistrationError, match=r"register_class_flattening\(Pair\): f_check"):
         register_class_flattening(Pair, *FUNCTIONS, f_check=f_check)
     assert changes_since(before) == []
 
 
 def test_what_is_no_class_cannot_be_unregistered(before):
-    """The message says what was found, and which call to make."""
     with pytest.raises(InvalidRegistrationError, match=r"\n    unregister_class_flattening\(MyClass, \.\.\.\)"):
         unregister_class_flattening("Pair")
     assert changes_since(before) == []
 
 
 def test_a_class_of_others_cannot_be_unregistered(registered_by_others, before):
-    """What was registered through torch is not ours to take away."""
     with pytest.raises(NotRegisteredError, match=r"Pair was registered by other code .* It stays registered"):
         unregister_class_flattening(Pair)
     assert changes_since(before) == []
@@ -96,14 +90,12 @@ def test_a_class_of_others_cannot_be_unregistered(registered_by_others, before):
 
 @pytest.mark.parametrize("undo", [None, {Pair: True}], ids=["None", "a dict"])
 def test_only_what_a_registration_returned_can_be_undone(registered, before, undo):
-    """The message shows the two lines that belong together, and nothing is undone."""
     with pytest.raises(InvalidRegistrationError, match=r"\n    undo = register_cache_flattening\("):
         unregister_cache_flattening(undo)
     assert changes_since(before) == []
 
 
 def test_a_registration_of_others_returns_false_and_stays(registered_by_others, before):
-    """A class that somebody registered through torch keeps her functions."""
     assert register_class_flattening(Pair, *FUNCTIONS) is False
     assert changes_since(before) == []
 
@@ -112,14 +104,12 @@ def test_a_registration_of_others_returns_false_and_stays(registered_by_others, 
     "functions", [(lambda pair: ([], None), unflatten), (flatten, unflatten, lambda pair: ([], None))]
 )
 def test_other_functions_are_refused(registered, before, functions):
-    """A class registered with other functions is named, with the line to type; the first registration stays."""
     with pytest.raises(AlreadyRegisteredError, match=r"pair\.Pair is already .*\n    unregister_class_flattening"):
         register_class_flattening(Pair, *functions)
     assert changes_since(before) == []
 
 
 def test_children_without_keys_are_numbered():
-    """`None` in place of the function with keys gives key paths by position."""
     register_class_flattening(Pair, flatten, unflatten, None)
     try:
         paths = [pytree.keystr(path) for path, _ in pytree.tree_leaves_with_path(Pair(1, 2))]
@@ -129,7 +119,6 @@ def test_children_without_keys_are_numbered():
 
 
 def test_a_registered_class_survives_storage():
-    """Tuples and integer keys in the static part come back from a stored spec as they were."""
     register_class_flattening(Pair, lambda pair: ([pair.a], (1, {2: pair.b})), lambda c, s: Pair(c[0], s[1][2]), None)
     try:
         spec = pytree.tree_structure(Pair(0, (True, None)))
@@ -141,7 +130,6 @@ def test_a_registered_class_survives_storage():
 
 
 def test_a_class_that_came_and_went_is_not_kept_alive():
-    """No table of any library holds on to a local class."""
     local = type("Local", (Pair,), {})
     reference = weakref.ref(local)
     register_class_flattening(local, flatten, lambda children, static: None, None)
@@ -158,14 +146,12 @@ def sample():
 
 @pytest.mark.parametrize("f_check", [sample, lambda: None, lambda: True], ids=["instance", "None", "True"])
 def test_a_check_that_passes_registers(f_check):
-    """An instance that comes back, `None` and `True` mean that all is well."""
     done = register_class_flattening(Pair, *FUNCTIONS, f_check=f_check)
     unregister_class_flattening(Pair)
     assert done is True
 
 
 def test_a_check_may_use_the_registration():
-    """The class is registered while its check runs."""
     seen = []
 
     def f_check():
@@ -177,7 +163,6 @@ def test_a_check_may_use_the_registration():
 
 
 def test_a_check_is_not_run_for_a_class_that_is_registered(registered):
-    """Only the call that registers checks."""
     assert register_class_flattening(Pair, *FUNCTIONS, f_check=lambda: False) is False
 
 
@@ -190,7 +175,6 @@ def raise_check_failed(*args):
 
 
 def test_a_check_that_returns_false_undoes_the_registration(before):
-    """`False` is a failed check."""
     with pytest.raises(RoundTripError, match="f_check of Pair returned False"):
         register_class_flattening(Pair, *FUNCTIONS, f_check=lambda: False)
     assert changes_since(before) == []
@@ -258,7 +242,6 @@ def unflatten_and_mark(children, static):
     ],
 )
 def test_a_wrong_function_is_found_and_undone(before, functions, message):
-    """The message names the class, the function and the difference; nothing is registered."""
     with pytest.raises(RoundTripError, match=message):
         register_class_flattening(Pair, *functions, f_check=sample)
     assert changes_since(before) == []

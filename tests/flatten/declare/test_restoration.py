@@ -37,7 +37,6 @@ from yobx_flatten.registry.torch_tables import TorchCpp, TorchFx, TorchPython
 
 
 def test_theirs_step_back_for_the_block(cache_of_others, left_as_found):
-    """Another library's functions are out of force inside, and back afterwards, in every library and in their place."""
     with block():
         assert in_force() is flatten_dynamic_cache
         assert fx_pytree.SUPPORTED_NODES[DynamicCache] is not other_libraries.their_fx_rule
@@ -45,7 +44,6 @@ def test_theirs_step_back_for_the_block(cache_of_others, left_as_found):
 
 
 def test_the_executorch_registration_of_transformers_comes_back(left_as_found):
-    """transformers' own `register_dynamic_cache_export_support`, with its rule for `torch.fx`."""
     from transformers.integrations.executorch import register_dynamic_cache_export_support
 
     with other_libraries.forgotten_afterwards(DynamicCache):
@@ -70,7 +68,6 @@ def test_a_registration_made_by_others_inside_stays(left_as_found):
 
 
 def test_a_class_that_the_user_registered_keeps_her_functions(left_as_found):
-    """Before, inside and after the block her functions are in force."""
     seen = []
     register_class_flattening(DynamicCache, flatten, unflatten, None)
     seen.append(in_force() is flatten)
@@ -105,7 +102,6 @@ def test_a_model_output_defined_inside_stays_registered():
 
 
 def test_a_class_taken_away_inside_by_torch_comes_back(cache_of_others):
-    """torch's own deregistration inside the block takes ours; theirs come back all the same."""
     with block():
         pytree._deregister_pytree_node(DynamicCache)
     assert in_force() is other_libraries.their_flatten
@@ -116,8 +112,6 @@ TAKES_POSITIONS = "cache_position" in DynamicLayer.get_mask_sizes.__code__.co_va
 
 
 class Attention(torch.nn.Module):
-    """Two layers of attention over a cache, one of them sliding."""
-
     def forward(self, x, cache):
         for index, layer in enumerate(cache.layers):
             new = x.shape[-2]
@@ -130,7 +124,6 @@ class Attention(torch.nn.Module):
 
 
 def generated():
-    """Twelve steps with a window of 8, the first of them on three tokens."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(1, 2, 3, 4, generator=generator)
     layers = ["DynamicLayer", "DynamicSlidingWindowLayer"]
@@ -150,7 +143,6 @@ def test_a_model_runs_inside_as_outside(left_as_found):
 
 
 def test_a_block_replaces_no_method_of_a_cache(left_as_found):
-    """Before a trace begins, every method is the original."""
     before = [vars(cls).copy() for cls in (DynamicLayer, DynamicSlidingWindowLayer, DynamicCache)]
     with block():
         inside = [vars(cls).copy() for cls in (DynamicLayer, DynamicSlidingWindowLayer, DynamicCache)]
@@ -158,7 +150,6 @@ def test_a_block_replaces_no_method_of_a_cache(left_as_found):
 
 
 def test_each_class_says_whether_this_call_put_ours_in_force():
-    """The first call registers the caches; a second one finds them."""
     expected = {DynamicCache, StaticCache, EncoderDecoderCache}
     if pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn is None:  # transformers < 5.17
         expected.add(BaseModelOutput)
@@ -173,7 +164,6 @@ def test_each_class_says_whether_this_call_put_ours_in_force():
 
 
 def test_the_four_documented_classes_come_apart_inside_the_block():
-    """`DynamicCache`, `StaticCache`, `EncoderDecoderCache` and `BaseModelOutput`; what was done can be read inside."""
     with register_flattening_functions(patch_transformers=True) as undo:
         nodes = {cls for cls in (DynamicCache, StaticCache, EncoderDecoderCache, BaseModelOutput) if is_node(cls)}
     assert nodes == {DynamicCache, StaticCache, EncoderDecoderCache, BaseModelOutput}
@@ -186,7 +176,6 @@ def is_node(cls):
 
 
 def test_a_block_without_options_registers_nothing(before):
-    """Nothing is asked for, so nothing is registered."""
     with register_flattening_functions() as undo:
         assert undo == {}
         assert changes_since(before) == []
@@ -194,7 +183,6 @@ def test_a_block_without_options_registers_nothing(before):
 
 @pytest.mark.skipif(importlib.util.find_spec("diffusers") is not None, reason="diffusers is installed")
 def test_a_library_that_is_missing_is_named(before):
-    """The message holds the line that installs it, and what was registered so far is undone."""
     with pytest.raises(MissingDependencyError, match=r"needs diffusers, .*\n    pip install diffusers"):
         register_cache_flattening(patch_transformers=True, patch_diffusers=True)
     assert changes_since(before) == []
@@ -202,7 +190,6 @@ def test_a_library_that_is_missing_is_named(before):
 
 @pytest.mark.parametrize("error", [SomethingWrongError, KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_an_exception_inside_is_passed_on_and_all_is_put_back(left_as_found, error):
-    """The block swallows nothing and leaves nothing."""
     with pytest.raises(error), block():
         raise error
     assert in_force() is None
@@ -210,7 +197,6 @@ def test_an_exception_inside_is_passed_on_and_all_is_put_back(left_as_found, err
 
 @contextlib.contextmanager
 def failing_write(backend, count):
-    """The library refuses the class whose turn is `count`."""
     write, calls = backend.write, itertools.count(1)
 
     def raise_for_one(self, recipe):
@@ -226,7 +212,6 @@ def failing_write(backend, count):
 @pytest.mark.parametrize("backend", [TorchPython, TorchCpp, TorchFx])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_a_failure_while_entering_leaves_nothing(left_as_found, backend, count):
-    """Whichever library refuses whichever class, the classes before it are let go, and the next block works."""
     with failing_write(backend, count), pytest.raises(SomethingWrongError):
         enter()
     assert [in_force(cls) for cls in CACHES] == [None, None, None]
@@ -236,7 +221,6 @@ def test_a_failure_while_entering_leaves_nothing(left_as_found, backend, count):
 
 @pytest.mark.parametrize("backend", [TorchPython, TorchCpp, TorchFx])
 def test_a_failure_while_entering_brings_theirs_back(cache_of_others, left_as_found, backend):
-    """The class that was taken over first goes back to the other library."""
     with failing_write(backend, 2), pytest.raises(SomethingWrongError):
         enter()
     assert in_force() is other_libraries.their_flatten
@@ -267,7 +251,6 @@ def test_leaving_a_block_that_was_not_entered_changes_nothing(left_as_found):
 
 
 def test_a_decorated_function_has_a_block_of_its_own_at_each_call(left_as_found):
-    """Also a call within a call: the inner one leaves the outer one registered."""
 
     @block()
     def registered(depth):

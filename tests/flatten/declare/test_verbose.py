@@ -9,7 +9,6 @@ from yobx_flatten import register_class_flattening, unregister_class_flattening
 
 
 def test_verbose_logs_the_call_and_nothing_after_it(caplog, capsys):
-    """`verbose=1` raises the level for one call, of either function; nothing is printed."""
     register_class_flattening(Pair, *FUNCTIONS, verbose=1)
     unregister_class_flattening(Pair)
     register_class_flattening(Pair, *FUNCTIONS)
@@ -20,7 +19,6 @@ def test_verbose_logs_the_call_and_nothing_after_it(caplog, capsys):
 
 
 def test_verbose_is_for_one_thread(caplog):
-    """What another thread does meanwhile is not logged, and the level of the logger is nobody's business."""
     logger = logging.getLogger("yobx_flatten")
     other = type("Other", (Pair,), {})
     levels = []
@@ -44,7 +42,6 @@ def test_verbose_is_for_one_thread(caplog):
 
 
 def test_verbose_is_seen_where_no_logging_is_configured():
-    """On stderr, and only what was asked for."""
     code = (
         "from yobx_flatten import register_flattening_functions\n"
         "with register_flattening_functions(verbose=1): pass\n"

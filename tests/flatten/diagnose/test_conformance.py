@@ -48,7 +48,6 @@ def problem(sample, flatten=flatten, unflatten=unflatten):
 
 
 def test_caches_pass():
-    """Ours, inside the block."""
     cache = transformers.DynamicCache()
     cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
     with register_flattening_functions(patch_transformers=True):
@@ -56,7 +55,6 @@ def test_caches_pass():
 
 
 def test_a_class_that_torch_does_not_know_is_named():
-    """With the line that registers it."""
     with pytest.raises(
         NotRegisteredError, match=r"does not know how to flatten .*Bag\. Register the class:\n    register"
     ):
@@ -64,7 +62,6 @@ def test_a_class_that_torch_does_not_know_is_named():
 
 
 def test_the_sample_must_be_of_the_class():
-    """A subclass has its own registration; what is no class has none."""
     with pytest.raises(InvalidArgumentError, match=r"expected an instance of builtins\.list, found the tuple"):
         check_recipe(list, (1,))
     with pytest.raises(InvalidRegistrationError, match="expected a class as first argument"):
@@ -72,7 +69,6 @@ def test_the_sample_must_be_of_the_class():
 
 
 def test_a_tensor_in_the_static_part_is_found():
-    """However deep."""
     assert problem(Bag([], (1, {"a": [X]}))).startswith(
         "Bag: its tree spec cannot be stored in a saved program: Static data holds the Tensor tensor([1., 1.])"
     )
@@ -106,7 +102,6 @@ def test_an_unflatten_that_looks_at_its_children_is_found():
 
 
 def test_containers_among_the_children_stay_what_they_are():
-    """Only leaves are replaced."""
 
     def unflatten_of_a_list(children, static):
         (children,) = children
@@ -140,13 +135,11 @@ test_recipes = recipe_tests([X, {"a": X}], (X,), collections.OrderedDict(a=X), c
 
 
 def test_one_test_is_made_for_each_sample_and_check():
-    """pytest shows the promise that is broken."""
     sizes = [len(mark.args[1]) for mark in test_recipes.pytestmark]
     assert sorted(sizes) == sorted([4, len(CHECKS)])
 
 
 def test_a_made_test_fails_like_the_check():
-    """On a class that nobody registered."""
     with pytest.raises(NotRegisteredError):
         recipe_tests(Bag([]))(sample=Bag([]), check="comes back the same")
 

@@ -38,7 +38,6 @@ def lines(text):
 
 
 def test_containers_tensors_arrays_and_values():
-    """One row each, with types and shapes; arrays with their library."""
     array = numpy.zeros((2, 2), dtype="int32")
     tree = {"w": array, "x": X.to(torch.bfloat16), "y": [1, None], "z": ("text", torch.float16)}
     assert drawn(tree, name="kwargs") == lines("""
@@ -55,7 +54,6 @@ def test_containers_tensors_arrays_and_values():
 
 
 def test_an_object_that_is_not_registered_is_marked_and_the_line_stands_below():
-    """Each line once."""
     assert drawn([Opaque(), X, Opaque()]) == lines("""
         tree: list of 3
         ├─ [0]: ✗ Opaque, not registered: 2 tensors, 72 bytes
@@ -68,7 +66,6 @@ def test_an_object_that_is_not_registered_is_marked_and_the_line_stands_below():
 
 
 def test_static_parts_are_shown():
-    """Without the names of the children, which stand below."""
     register(State, backends="torch")
     try:
         assert drawn(State(X, 7)) == lines("""
@@ -80,7 +77,6 @@ def test_static_parts_are_shown():
 
 
 def test_equal_layers_are_one_with_what_is_below():
-    """A list of 24 layers takes three rows; two equal siblings are two."""
     assert drawn({"a": [{"k": X, "v": X.long()} for _ in range(24)], "b": [X, X]}) == lines("""
         tree: dict of 2
         ├─ ['a']: list of 24
@@ -94,7 +90,6 @@ def test_equal_layers_are_one_with_what_is_below():
 
 
 def test_a_layer_that_differs_stands_alone():
-    """The rows around it are those before and behind."""
     layers = [X, X, X, X.long(), X, X, X, X]
     assert drawn(layers) == lines("""
         tree: list of 8
@@ -105,7 +100,6 @@ def test_a_layer_that_differs_stands_alone():
 
 
 def test_siblings_that_take_turns_are_one_row_each():
-    """As the keys and values of a cache do."""
     tree = {f"{kind}_{i}": X if kind == "key" else X[0] for i in range(3) for kind in ("key", "value")}
     assert drawn(tree) == lines("""
         tree: dict of 6
@@ -115,7 +109,6 @@ def test_siblings_that_take_turns_are_one_row_each():
 
 
 def test_a_cache_outside_and_inside_of_the_block():
-    """Marked outside, in rows inside."""
     cache = transformers.DynamicCache()
     for layer in range(4):
         cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), layer)
@@ -136,21 +129,18 @@ def test_a_cache_outside_and_inside_of_the_block():
 
 
 def test_rows_are_cut_at_the_width():
-    """A long text does not break the drawing."""
     text = drawn(["a" * 200], width=40)
     assert max(map(len, text.split("\n"))) == 40
     assert text.endswith("…")
 
 
 def test_an_object_that_holds_itself_ends():
-    """The second visit says so."""
     tree = [1]
     tree.append(tree)
     assert drawn(tree).endswith("└─ [1]: … (the same object again)")
 
 
 def test_a_repr_that_fails_is_named():
-    """A drawing never fails over one value."""
 
     class Shy:
         def __repr__(self):
@@ -165,7 +155,6 @@ def test_a_repr_that_fails_is_named():
 
 
 def test_rows_tell_what_they_are():
-    """For other pictures than text."""
     drawing = explain({"x": X, "o": [Opaque()], "n": 1})
     assert [(row.depth, row.label, row.kind) for row in drawing.rows] == [
         (0, "tree", "node"),

@@ -82,8 +82,6 @@ class ByItem(torch.nn.Module):
 
 @dataclasses.dataclass
 class Case:
-    """What is exported, and what the program is called with."""
-
     text: str
     module: torch.nn.Module
     args: Any
@@ -286,7 +284,6 @@ CASES = {
 
 
 def raised_by(case, strict):
-    """The error, and what `explain_error` is to know of it."""
     # an export that fails leaves its marks on the example (which axes vary), and the next one believes them
     case = copy.deepcopy(case)
     about = (case.module, case.args, case.kwargs, case.shapes)
@@ -303,7 +300,6 @@ def raised_by(case, strict):
 @pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_what_torch_says_is_explained(case, strict):
-    """The place, and the line to type."""
     error, about = raised_by(case, strict)
     explained = explain_error(error, *about)
     assert explained.known
@@ -313,7 +309,6 @@ def test_what_torch_says_is_explained(case, strict):
 
 @pytest.mark.parametrize("name", ["unregistered input", "unregistered output", "called with another structure"])
 def test_the_message_alone_is_explained_too(name):
-    """Without what it happened to, the class and the structure are known all the same."""
     error, _ = raised_by(CASES[name], strict=False)
     explained = explain_error(error)
     assert explained.known
@@ -358,14 +353,12 @@ def test_a_program_that_outlives_a_registration():
 
 
 def test_a_key_error_with_a_class_names_the_line():
-    """As torch raises it where it looks the class up."""
     explained = explain_error(KeyError(State))
     assert explained.text.startswith("The program takes or returns a State, which is not registered (any more)")
     assert explained.remedy == "register(State)"
 
 
 def test_a_cache_in_an_output():
-    """The place is found by calling the module."""
 
     class Fills(torch.nn.Module):
         def forward(self, x):
@@ -394,7 +387,6 @@ def test_the_block_is_named_for_a_cache_that_is_not_there_to_be_looked_at():
 
 
 def test_our_own_errors_explain_themselves():
-    """Their text is kept."""
     explained = explain_error(DynamicShapesError("x: no"))
     assert (explained.known, str(explained)) == (True, "x: no")
 
@@ -403,7 +395,6 @@ def test_our_own_errors_explain_themselves():
     "error", [OSError("no space\nleft"), KeyError("a"), ValueError(), TypeError("too many positional")]
 )
 def test_what_is_not_known_is_called_unknown(error):
-    """With the first line of the original, and nothing made up."""
     explained = explain_error(error, Takes(), (X,))
     assert not explained.known
     first = str(error).split("\n")[0]
@@ -427,13 +418,11 @@ FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 3, in <module>
     ],
 )
 def test_a_log_that_is_not_known_is_named_by_its_error(log, first):
-    """Not by the line that begins each traceback."""
     explained = explain_error(log)
     assert not explained.known
     assert explained.text.split("\n")[0] == f"This error is unknown. torch reports: {first}"
 
 
 def test_a_log_with_a_known_error_is_explained():
-    """The frames before it are no matter."""
     error, _ = raised_by(CASES["a Dim that the code fixes"], strict=False)
     assert str(explain_error(f"{FRAMES}{type(error).__name__}: {error}")) == str(explain_error(error))

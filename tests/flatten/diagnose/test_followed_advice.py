@@ -42,12 +42,10 @@ class Nested(torch.nn.Module):
 
 
 def rows(tree, count):
-    """The same values with another number of rows."""
     return pytree.tree_map_only(torch.Tensor, lambda t: torch.randn(count, *t.shape[1:]), tree)
 
 
 def exported(line, module, args, kwargs):
-    """The program that a line about `dynamic_shapes` leads to."""
     names = {"module": module, "args": args, "kwargs": kwargs, "dynamic_shapes": dynamic_shapes}
     if line.startswith("dynamic_shapes="):
         return export(module, args, kwargs, dynamic_shapes=eval(line.removeprefix("dynamic_shapes="), names)).module()
@@ -68,7 +66,6 @@ def exported(line, module, args, kwargs):
 )
 @pytest.mark.parametrize("knows", [True, False], ids=["with the call", "the error alone"])
 def test_shapes_that_do_not_fit_are_written(module, args, kwargs, knows):
-    """Also for what `forward` takes in its `**kwargs`, of which the shapes by name are refused by torch."""
     shapes = dynamic_shapes(kwargs) if kwargs else {"given": [{0: Dim.AUTO}]}
     if isinstance(module, (Adds, Both)) or args:
         shapes = {"z": {0: Dim.AUTO}}
@@ -81,14 +78,12 @@ def test_shapes_that_do_not_fit_are_written(module, args, kwargs, knows):
 
 
 def advice(name):
-    """What is printed for a case of the messages of torch."""
     error, about = raised_by(CASES[name], strict=False)
     return CASES[name], explain_error(error, *about).remedy
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "dynamic_shapes(" in case.remedy])
 def test_shapes_of_each_wrong_kind_are_written(name):
-    """Too few entries, another rank, and what is no `Dim`."""
     case, line = advice(name)  # which passes one tensor twice: torch takes both for one
     program = exported(line, case.module, rows(case.args, 2), rows(case.kwargs or {}, 2))
     args, kwargs = rows(case.args, 5), rows(case.kwargs or {}, 5)
@@ -108,7 +103,6 @@ SIZES = {
 
 @pytest.mark.parametrize(("name", "count"), SIZES.items(), ids=SIZES)
 def test_a_size_is_changed_as_the_line_writes_it(name, count):
-    """A `Dim` that is replaced, in a range, or that follows from another one."""
     case, line = advice(name)
     dims = [one for shape in case.shapes.values() for one in shape.values()]
     names = {dim.__name__: dim for dim in dims if dim is not Dim.DYNAMIC} | {"Dim": Dim}
@@ -127,7 +121,6 @@ def test_a_size_is_changed_as_the_line_writes_it(name, count):
 
 @pytest.mark.parametrize("name", ["unregistered input", "unregistered output"])
 def test_the_lines_that_register_a_class_register_it(name):
-    """As printed, with nothing but the package and the class."""
     case, lines = advice(name)
     try:
         exec(lines, {name: getattr(yobx_flatten, name) for name in yobx_flatten.__all__} | {"Opaque": Opaque})
@@ -139,7 +132,6 @@ def test_the_lines_that_register_a_class_register_it(name):
 
 
 def test_arguments_of_another_kind_are_converted():
-    """An array becomes a tensor, and what is no tuple becomes one."""
     case, line = advice("an array")
     program = export(case.module, (X, eval(line, {"torch": torch, "y": case.args[1]}))).module()
     torch.testing.assert_close(program(X, torch.zeros(2)), X * 2)
@@ -150,7 +142,6 @@ def test_arguments_of_another_kind_are_converted():
 
 @pytest.mark.parametrize("name", ["a missing argument", "an unknown argument"])
 def test_the_check_that_is_named_finds_the_argument(name):
-    """And names it as the message does."""
     case, line = advice(name)
     found = eval(line, {"check_inputs": check_inputs, "module": case.module, "args": case.args, "kwargs": case.kwargs})
     assert re.search(rf"\b{case.paths[0]}\b", str(found))
@@ -158,7 +149,6 @@ def test_the_check_that_is_named_finds_the_argument(name):
 
 @pytest.mark.parametrize("name", ["called with another size", "called with another number"])
 def test_what_was_fixed_by_the_example_varies(name):
-    """With the entry that is printed for the input."""
     case, line = advice(name)
     shapes = eval(line.removeprefix("dynamic_shapes=").replace(", ...", ""), {"Dim": Dim})
     shapes = dict.fromkeys(("x", "y")[: len(case.args)]) | shapes
@@ -188,7 +178,6 @@ class OfOneSize(torch.nn.Module):
     ids=["a dynamic axis", "a named axis", "a range without the size", "a range outside the limits"],
 )
 def test_a_size_that_contradicts_the_range_is_named_by_the_export(module, dim, count, text):
-    """In the words of `explain_error`, whose line exports the module."""
     x = {"a": torch.randn(2, 3)}
     with pytest.raises(FlattenError, match=text) as raised:
         export_program(module, (x,), dynamic_shapes={"x": {"a": {0: dim}}})
@@ -202,7 +191,6 @@ def test_a_size_that_contradicts_the_range_is_named_by_the_export(module, dim, c
 
 @pytest.mark.parametrize("line", CASES["a decision by value"].remedy.splitlines())
 def test_each_way_to_decide_by_a_value_exports(line):
-    """`torch.where`, `torch.cond` and, for a size, `torch._check`, in the place of the branch."""
 
     class Decides(torch.nn.Module):
         def forward(self, x):

@@ -43,7 +43,6 @@ def findings(*args):
 
 
 def test_good_inputs_give_nothing():
-    """No finding, and a sentence that says so."""
     found = check_inputs(Scale(), (X,), {"y": [torch.ones(2, 5)]}, {"x": {0: Dim.AUTO}, "y": [{0: Dim.AUTO}]})
     assert not found
     assert str(found) == "nothing found"
@@ -62,7 +61,6 @@ def test_good_inputs_give_nothing():
     ],
 )
 def test_arguments_that_forward_does_not_take_are_errors(args, kwargs, message):
-    """torch.export refuses them too."""
     found = check_inputs(Scale(), args, kwargs)
     with pytest.raises(InvalidArgumentError, match=message):
         found.raise_errors()
@@ -71,7 +69,6 @@ def test_arguments_that_forward_does_not_take_are_errors(args, kwargs, message):
 
 
 def test_a_class_instead_of_a_module_is_an_error():
-    """The line makes an instance."""
     with pytest.raises(InvalidArgumentError, match=r"Make an instance: Scale\("):
         check_inputs(Scale, (X,)).raise_errors()
 
@@ -87,7 +84,6 @@ def test_a_misspelt_name_that_disappears_in_kwargs_is_a_warning():
 
 
 def test_an_argument_that_forward_never_reads_is_a_warning_and_nothing_is_called():
-    """Read by an inner function counts as read."""
 
     class Reads(torch.nn.Module):
         def forward(self, a, b, c, *, d):
@@ -103,15 +99,11 @@ def test_an_argument_that_forward_never_reads_is_a_warning_and_nothing_is_called
 
 
 class ReadsAll(torch.nn.Module):
-    """By a function that sees every name."""
-
     def forward(self, x, scale=None):
         return sum(value for name, value in locals().items() if name in ("x", "scale") and value is not None)
 
 
 class Compiled(torch.nn.Module):
-    """Has a `forward` without code of Python."""
-
     forward = operator.itemgetter(0)
 
 
@@ -124,7 +116,6 @@ def test_what_a_function_reads_is_not_guessed():
 
 
 def test_unregistered_objects_are_errors_with_their_place():
-    """By the name that forward gives them, whether torch finds tensors in it or not."""
     found = check_inputs(Scale(), (X,), {"y": {"deep": [Opaque(), object()]}})
     assert [(one.severity, one.path) for one in found] == [("error", "y['deep'][0]"), ("error", "y['deep'][1]")]
     with pytest.raises(NotRegisteredError, match=r"y\['deep'\]\[0\] is a .*Opaque, (.|\n)*register\(Opaque, children="):
@@ -132,7 +123,6 @@ def test_unregistered_objects_are_errors_with_their_place():
 
 
 def test_a_cache_is_an_error_outside_the_block_only():
-    """So call it where you export."""
     cache = transformers.DynamicCache()
     cache.update(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3, 4), 0)
     assert findings(Scale(), (X,), {"y": cache}) == [("error", "y")]
@@ -144,7 +134,6 @@ def test_a_cache_is_an_error_outside_the_block_only():
     ("library", "make"), [("numpy", "ones"), ("numpy", "float32"), ("jax.numpy", "ones"), ("pandas", "Series")]
 )
 def test_the_line_for_an_array_makes_the_tensor(library, make):
-    """Of check_inputs, and of the export."""
     y = getattr(pytest.importorskip(library), make)([2.0, 3.0] if make == "Series" else 2)
     (found,) = check_inputs(Scale(), (X,), {"y": y})
     tensor = eval(found.remedy, {"torch": torch, "y": y})
@@ -208,13 +197,11 @@ def test_a_slice_is_a_warning_outside_the_block():
     ],
 )
 def test_dynamic_shapes_that_do_not_fit_are_errors(shapes, message):
-    """In the words of `check_dynamic_shapes`."""
     with pytest.raises(DynamicShapesError, match=message):
         check_inputs(Scale(), (X,), {"y": [X + 1]}, shapes).raise_errors()
 
 
 def test_a_size_of_one_that_may_vary_is_a_warning():
-    """The program refuses every other size."""
     (found,) = check_inputs(Scale(), (X[:1],), None, {"x": {0: Dim.AUTO}})
     assert found.message.startswith("x has size 1 along axis 0, which may vary")
     with pytest.raises(AssertionError, match=r"x\.size\(\)\[0\] == 1"):
@@ -245,7 +232,6 @@ def test_one_size_of_several_tensors_is_a_warning_where_their_dims_differ():
 
 
 def test_errors_stand_first_and_warnings_are_not_raised():
-    """`raise_errors` lists all errors."""
     found = check_inputs(Scale(), (X[:1],), {"y": [Opaque(), numpy.zeros(2)]}, {"x": {0: Dim.AUTO}, "y": None})
     assert [one.severity for one in found] == ["error", "error", "warning"]
     with pytest.raises(FlattenError) as raised:

@@ -76,8 +76,6 @@ MAKERS = {
 
 @dataclasses.dataclass
 class Planted:
-    """A nest, with the objects that have to be found."""
-
     tree: Any
     opaque: list[Any]
     holds_tensors: bool
@@ -85,7 +83,6 @@ class Planted:
 
 @st.composite
 def nests(draw, back_references=False, depth=4):
-    """Random nests; with `back_references` some objects know an object they are inside of."""
     opaque: list[Any] = []
     later: list[Any] = []
 
@@ -121,7 +118,6 @@ def test_all_that_is_planted_is_found_and_nothing_else(planted):
 
 @given(nests(back_references=True))
 def test_all_that_is_planted_is_found_in_nests_that_go_round(planted):
-    """Objects that know the tree they are in neither hang the search nor hide each other."""
     found = find_unregistered(planted.tree)
     reached = {id(eval(one.path, {"tree": planted.tree})) for one in found}
     assert {id(obj) for obj in planted.opaque} <= reached
@@ -131,14 +127,12 @@ def test_all_that_is_planted_is_found_in_nests_that_go_round(planted):
 
 
 def test_the_leaf_and_what_is_inside_it_are_told_apart():
-    """Once the outer one is registered, the inner one is the next to be refused."""
     outer, inner = find_unregistered({"s": [Plain([X, Slotted([X])])]}, name="kwargs")
     assert (outer.path, outer.cls, outer.tensors, outer.inside) == ("kwargs['s'][0]", Plain, 1, None)
     assert (inner.path, inner.cls, inner.inside) == ("kwargs['s'][0].b", Slotted, "kwargs['s'][0]")
 
 
 def test_the_text_names_place_class_size_and_line():
-    """This is what a user reads."""
     (found,) = find_unregistered([Plain([X, torch.zeros(500)])], name="args")
     assert str(found) == (
         "args[0] is a tests.flatten.diagnose.test_opaque.Plain, which torch does not know how to flatten. It holds "
@@ -148,7 +142,6 @@ def test_the_text_names_place_class_size_and_line():
 
 
 def test_a_cache_of_transformers_is_one_finding():
-    """Its layers come apart with it."""
     cache = DynamicCache()
     for layer in range(3):
         cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), layer)
@@ -158,13 +151,11 @@ def test_a_cache_of_transformers_is_one_finding():
 
 
 def test_what_torch_takes_apart_is_not_found():
-    """Nor are objects without tensors, numbers, and functions, whatever these close over."""
     tree = {"a": [X, (1, None)], "b": Pair(X, "s"), "c": Plain([1, [2]]), "d": print, "e": collections.deque([X])}
     assert paths({**tree, "f": [lambda: X, X.add_, Plain([lambda: X])]}) == []
 
 
 def test_a_registered_class_is_not_found_and_what_is_in_it_is():
-    """Its children are looked at under their keys."""
     flatten = lambda obj: ([obj.a], None)  # noqa: E731 # a function without a name is what many users write
     keyed = lambda obj: ([(torch.utils._pytree.GetAttrKey("a"), obj.a)], None)  # noqa: E731 # as above
     register_class_flattening(Plain, flatten, lambda children, _: Plain(list(children)), keyed)
@@ -175,7 +166,6 @@ def test_a_registered_class_is_not_found_and_what_is_in_it_is():
 
 
 def test_a_flatten_function_that_fails_says_where():
-    """The error is the function's own; a note names the place."""
 
     def flatten(obj):
         raise ArithmeticError("no")
@@ -190,19 +180,16 @@ def test_a_flatten_function_that_fails_says_where():
 
 
 def test_one_object_in_two_places_is_found_in_both():
-    """torch sees two leaves."""
     shared = Plain([X])
     assert paths([shared, {"again": shared}]) == ["tree[0]", "tree[1]['again']"]
 
 
 def test_a_tensor_that_a_leaf_holds_twice_counts_once():
-    """Memory is what it takes."""
     (found,) = find_unregistered(Plain([X, [X, X]]))
     assert (found.path, found.tensors, found.nbytes) == ("tree", 1, 24)
 
 
 def test_a_set_is_a_leaf_to_torch():
-    """No class to register: pass a list."""
     (found,) = find_unregistered([{X}])
     assert (found.cls, found.tensors) == (set, 1)
     assert "torch flattens lists, tuples and dicts: pass one of these" in str(found)
@@ -216,7 +203,6 @@ def test_a_module_counts_with_its_parameters():
 
 
 def test_nothing_of_the_object_runs():
-    """Not even in the text."""
     (found,) = find_unregistered([Trap()])
     assert found.path == "tree[0]"
     assert "It holds 1 tensor, 24 bytes" in str(found)
@@ -224,7 +210,6 @@ def test_nothing_of_the_object_runs():
 
 @pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: Plain([inner])], ids=["list", "object"])
 def test_deep_nests_are_walked(wrap):
-    """Far beyond the recursion limit of Python."""
     tree = Plain([X])
     for _ in range(3000):
         tree = wrap(tree)
@@ -249,14 +234,12 @@ def test_a_registered_cache_inside_an_object_is_left_alone():
 
 @pytest.mark.parametrize("library", ["numpy", "jax.numpy"])
 def test_arrays_count_inside_objects(library):
-    """They are data all the same; those of JAX count where somebody imported JAX."""
     arrays = pytest.importorskip(library, reason="JAX is optional")
     (found,) = find_unregistered(Plain([arrays.zeros(4, dtype="float32")]))
     assert (found.tensors, found.nbytes) == (1, 16)
 
 
 def test_no_framework_is_imported():
-    """In a process that imported none."""
     program = """
 import sys, torch
 from yobx_flatten import explain, find_unregistered

@@ -46,7 +46,6 @@ def pair_registered():
 
 
 def explained(call, *about):
-    """What an error means, raised with torch's warnings out of the way."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)  # one of torch 2.13 has a place too few, and pytest raises
@@ -63,7 +62,6 @@ def explained(call, *about):
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 @pytest.mark.parametrize("exporter", ["jit", "onnx"])
 def test_the_old_tracer_looks_at_no_registration(exporter, tmp_path, pair_registered):
-    """The line takes the other one, which does."""
     args = (Pair(X, X),)
 
     def call():
@@ -106,7 +104,6 @@ def test_a_memory_format_among_the_inputs_is_stored_with_a_newer_pickle(tmp_path
 
 
 def test_devices_that_differ_are_named():
-    """The inputs that are elsewhere; the line moves them."""
     module, args = torch.nn.Linear(3, 2), (torch.ones(2, 3, device="meta"),)
     explanation = explained(lambda: torch.export.export(module, args), module, args)
     assert (explanation.paths, explanation.text) == (
@@ -129,7 +126,6 @@ def test_devices_that_differ_are_named():
     "call", [lambda module: module.weight.sum().item(), lambda module: module.to("cpu")], ids=["item", "to"]
 )
 def test_weights_without_data_are_said_to_be_that(call):
-    """The line traces the module all the same."""
     module, args = torch.nn.Linear(3, 2, device="meta"), (torch.ones(4, 3, device="meta"),)
     explanation = explained(lambda: call(module), module, args)
     assert "have no data" in explanation.text
@@ -177,7 +173,6 @@ def test_an_enum_among_the_inputs_is_not_stored():
 
 
 def test_vmap_over_an_object_with_numbers(pair_registered):
-    """The line gives the axes, in the form of the input."""
     pair = Pair(X, 3)
     explanation = explained(lambda: torch.vmap(lambda p: p.a * p.b)(pair))
     in_dims = eval(explanation.remedy.removeprefix("in_dims="), {"torch": torch, "input": pair})
@@ -185,7 +180,6 @@ def test_vmap_over_an_object_with_numbers(pair_registered):
 
 
 def test_grad_by_an_object_with_none(pair_registered):
-    """The line differentiates by the tensor."""
     pair = Pair(X)
     explanation = explained(lambda: torch.func.grad(lambda p: p.a.square().sum())(pair))
     line = explanation.remedy.replace("x=x", "a=x").replace("obj.x", "obj.a")
@@ -194,7 +188,6 @@ def test_grad_by_an_object_with_none(pair_registered):
 
 
 def test_the_inputs_of_a_program_traced_strictly(pair_registered):
-    """A dtype is named, with the line that makes it static."""
     args = (X, torch.float32)
     explanation = explained(lambda: torch.export.export(Ignores(), args, strict=True), Ignores(), args)
     assert (explanation.paths, "static" in explanation.remedy) == (("y",), True)

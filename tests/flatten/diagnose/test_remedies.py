@@ -81,7 +81,6 @@ class Written:
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
 def test_the_line_registers_the_class(sample, lines):
-    """Written out, pasted, and checked by a round trip."""
     (found,) = find_unregistered(sample)
     assert found.remedy == lines
     cls = type(sample)
@@ -105,7 +104,6 @@ def test_the_block_registers_the_outputs_of_diffusers(monkeypatch):
 
 
 def test_a_class_that_jax_knows_is_mirrored():
-    """flax, equinox and hand-written ones: what JAX was told is told to torch."""
     jax = pytest.importorskip("jax", reason="JAX is optional")
 
     class Known:

@@ -61,14 +61,12 @@ DIFFERENCES = [
 
 @pytest.mark.parametrize(("first", "second", "expected"), DIFFERENCES)
 def test_each_difference_has_its_place(first, second, expected):
-    """The path, and what stands there in both; the texts of two specs give the same, as a message of torch has them."""
     texts = [str(pytree.tree_structure(tree)) for tree in (first, second)]
     for found in (compare_specs(first, second), compare_spec_texts(*texts, ("first", "second"))):
         assert [(one.path, one.first, one.second) for one in found] == expected
 
 
 def test_named_tuples_are_told_apart():
-    """Their fields are the steps."""
     (found,) = compare_specs(Pair(1, [2]), Pair(1, 2))
     assert (found.path, found.first, found.second) == ("tree.right", "list of 1", "a leaf")
 
@@ -83,13 +81,11 @@ def test_specs_differ_exactly_when_there_is_a_difference(planted):
 
 
 def test_the_text_shows_both_values_under_the_path():
-    """Under the names that one gives."""
     (found,) = compare_specs([1, 2], (1, 2), name="outputs", names=("exported", "called"))
     assert str(found) == "outputs\n    exported: list of 2\n    called:   tuple of 2"
 
 
 def test_a_program_is_compared_by_its_inputs():
-    """What it is called with is a pair of args and kwargs."""
 
     class Takes(torch.nn.Module):
         def forward(self, x, y):
@@ -103,7 +99,6 @@ def test_a_program_is_compared_by_its_inputs():
 
 
 def test_caches_of_other_layers_differ_in_the_names_of_their_leaves():
-    """Not in a wall of text."""
 
     def cache(layers):
         made = transformers.DynamicCache()
@@ -126,6 +121,5 @@ def test_a_text_that_is_no_spec_gives_none(text):
 
 
 def test_names_must_be_two():
-    """They stand before the two values."""
     with pytest.raises(InvalidArgumentError, match="names must be a pair"):
         compare_specs(1, 2, names=("one",))

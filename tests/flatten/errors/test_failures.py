@@ -13,7 +13,6 @@ def raising(error):
 
 
 def test_an_error_of_any_class_has_a_result():
-    """A function of others may raise a class that nobody knows; the caller decides what that means."""
 
     class NobodysError(Exception):
         pass
@@ -24,7 +23,6 @@ def test_an_error_of_any_class_has_a_result():
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, SystemExit])
 def test_the_end_of_a_process_is_not_a_result(ending):
-    """Ctrl-C and the end of the process come out of both ways to catch errors."""
     with pytest.raises(ending):
         result_or(raising(ending()), lambda error: None)
     with pytest.raises(ending), raised_as(lambda error: ValueError("ours")):
@@ -32,7 +30,6 @@ def test_the_end_of_a_process_is_not_a_result(ending):
 
 
 def test_an_error_of_ours_has_the_other_one_as_its_cause():
-    """A traceback shows both."""
     cause = KeyError("theirs")
     with pytest.raises(ValueError, match="ours") as found, raised_as(lambda error: ValueError(f"ours: {error}")):
         raising(cause)()
@@ -40,7 +37,6 @@ def test_an_error_of_ours_has_the_other_one_as_its_cause():
 
 
 def test_named_classes_come_out_as_they_are():
-    """What states the place already is not wrapped again."""
     own = KeyError("known")
     with pytest.raises(KeyError) as found, raised_as(lambda error: ValueError("ours"), LookupError):
         raising(own)()
@@ -48,7 +44,6 @@ def test_named_classes_come_out_as_they_are():
 
 
 def test_an_error_that_has_no_better_words_comes_out_as_it_is():
-    """Without a cause of its own, which a traceback would show twice."""
     theirs = KeyError("theirs")
     with pytest.raises(KeyError) as found, raised_as(lambda error: None):
         raising(theirs)()
@@ -68,7 +63,6 @@ def test_a_panic_of_a_library_in_rust_is_an_error():
 
 
 def test_a_note_is_added_to_the_error_itself():
-    """The same object comes out, and Ctrl-C without a note."""
     theirs, ending = KeyError("theirs"), KeyboardInterrupt()
     with pytest.raises(KeyError) as found, noted_on_failure(lambda error: f"of {type(error).__name__}"):
         raising(theirs)()
@@ -81,7 +75,6 @@ def test_a_note_is_added_to_the_error_itself():
 
 @pytest.mark.parametrize("ending", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_block_that_fails_is_undone_once(ending):
-    """Also after Ctrl-C; the error comes out. A block without an error is not undone."""
     undone = []
     with undone_on_failure(lambda: undone.append(0)):
         pass

@@ -15,7 +15,6 @@ require = dependencies.require
 
 
 def installed(monkeypatch, folder, came):
-    """As if the package was installed below a folder, with the note that pip makes of its origin."""
     monkeypatch.setattr(dependencies, "__file__", str(folder / "site-packages" / "yobx_flatten" / "errors" / "d.py"))
     noted = None if came is None else json.dumps({"url": came, "dir_info": {}})
     found = types.SimpleNamespace(read_text=lambda name: noted)
@@ -23,7 +22,6 @@ def installed(monkeypatch, folder, came):
 
 
 def source_of(extra):
-    """What pip is asked to install by the message, of an extra."""
     with pytest.raises(MissingDependencyError) as refused:
         require("no_such_library", purpose="a file", extra=extra)
     *words, source = shlex.split(str(refused.value).splitlines()[-1])
@@ -48,7 +46,6 @@ def test_it_names_the_package_where_no_folder_is_known(came, tmp_path, monkeypat
 
 
 def test_a_package_that_is_read_from_its_checkout_stays_so(tmp_path, monkeypatch):
-    """An editable installation, or a path that is set."""
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "pyproject.toml").touch()
     installed(monkeypatch, tmp_path, None)
@@ -56,7 +53,6 @@ def test_a_package_that_is_read_from_its_checkout_stays_so(tmp_path, monkeypatch
 
 
 def test_a_package_without_metadata_has_a_line(tmp_path, monkeypatch):
-    """On a path, without an installation."""
     installed(monkeypatch, tmp_path, None)
 
     def missing(name):

@@ -45,7 +45,6 @@ def install(monkeypatch):
 
 @pytest.fixture
 def newer(install):
-    """transformers in a version that nothing was tried with."""
     install(transformers="99.1.0")
 
 
@@ -63,7 +62,6 @@ def test_the_newest_tried_versions_are_those_of_development_or_of_make_newest():
     [("5.24.0", []), ("5.24.0+cpu", []), ("4.56.2", []), ("5.24.1", ["5.24.1"]), ("5.25.0.dev0", ["5.25.0.dev0"])],
 )
 def test_a_version_is_untried_if_it_is_newer_than_all_that_were_tried(install, version, found):
-    """A build of a version is that version, and an older one is a matter of what is declared."""
     install(transformers=version)
     assert [one.installed for one in untried_versions()] == found
 
@@ -95,7 +93,6 @@ DEPENDENT = {
 
 @pytest.mark.parametrize("name", errors.__all__)
 def test_errors_that_a_newer_version_may_cause_end_with_its_name(name, newer):
-    """And only those; the line is the last one."""
     error = getattr(errors, name)("no such thing")
     assert str(error) == (f"no such thing\n{LINE}" if name in DEPENDENT else "no such thing")
     assert without_cause(error) == "no such thing"
@@ -106,14 +103,12 @@ def test_with_tried_versions_no_error_has_such_a_line(install):
 
 
 def test_the_line_is_there_once_where_one_error_holds_another(newer):
-    """A comparison names the output around what was found there."""
     with pytest.raises(errors.ReplayError) as caught:
         compare_outputs({"logits": torch.zeros(2)}, {"logits": torch.zeros(3)}, ["logits"])
     assert str(caught.value) == f"output 'logits': expected shape (2,), found (3,)\n{LINE}"
 
 
 def test_the_report_of_a_failed_proof_has_the_line_at_its_end_only(newer):
-    """Each case states what differs."""
 
     class Counts(torch.nn.Module):
         calls = 0
@@ -143,7 +138,6 @@ class LeavesTorch(torch.nn.Module):
 
 
 def test_a_failed_export_has_the_line_as_a_note(newer):
-    """The error is torch's, whose text stays."""
     with pytest.raises(Exception, match="Cannot access data pointer") as caught:
         export_program(LeavesTorch(), (torch.ones(2),))
     assert caught.value.__notes__ == [LINE]
@@ -157,7 +151,6 @@ def test_a_note_is_added_once_and_not_to_errors_that_have_the_line(newer):
 
 
 def test_an_error_that_is_not_known_is_explained_with_the_line(newer):
-    """One that is known has its cause."""
     assert str(explain_error(RuntimeError("no idea"))).splitlines()[1:] == [LINE]
 
 
@@ -181,7 +174,6 @@ def test_the_command_line_names_no_version_for_what_was_typed_and_for_files(erro
 
 
 def test_env_names_the_newest_tried_versions(install, capsys):
-    """Next to the installed ones, and in JSON."""
     assert main(["env"]) == 0
     lines = {line.split()[0]: " ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines() if line}
     for name, tried in NEWEST_TRIED.items():
@@ -194,7 +186,6 @@ def test_env_names_the_newest_tried_versions(install, capsys):
 
 
 def test_env_states_that_a_version_is_newer_than_any_tried(newer, capsys):
-    """With the line that installs the one that was tried."""
     assert main(["env"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
         "transformers 99.1.0 is newer than the newest tried (5.24.0). If something fails: "

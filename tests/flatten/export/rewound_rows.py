@@ -33,7 +33,6 @@ def small_llama(seed: int = 0, **others: Any) -> Any:
 
 
 def small_mistral() -> Any:
-    """All of its layers slide."""
     torch.manual_seed(0)
     return MistralForCausalLM(MistralConfig(**SIZES, **HEADS, sliding_window=8)).eval()
 
@@ -46,7 +45,6 @@ def padded_prompt(rows: int = 3) -> dict[str, torch.Tensor]:
 
 
 def assert_a_call_is_right_without_a_loop(model: Any, runner: Any, file: str) -> None:
-    """The caller's tensors stay as they are, a second call does not see the first, and other rows are refused."""
     given = decode_inputs(model, DecodeSizes(batch=3, past=4, new=2))
     named = {name: given[name] for name in ("input_ids", "attention_mask")}
     named["position_ids"] = torch.arange(4, 6).expand(3, -1)
@@ -102,7 +100,6 @@ class WritesInPlace:
     calls = (100, 200)  # past the first buffers, which have room for 256 tokens
 
     def test_the_report_names_what_is_written_in_place(self, folder):
-        """Each case is a loop over the cache, next to the model; the manifest states the form of the cache."""
         report = folder.reports[self.file]
         assert report.in_place == LEAVES
         assert report.ok
@@ -111,14 +108,12 @@ class WritesInPlace:
 
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     def test_rows_with_padding_generate_what_the_model_does(self, model, folder, options):
-        """Greedily, with a prompt in pieces, and with beams, whose rows change places."""
         asked = {**padded_prompt(), "max_new_tokens": 20, **options}
         found = open_generator(folder.path, **self.opened).generate(**asked)
         assert torch.equal(found, model.generate(**asked, do_sample=False))
 
     @pytest.mark.parametrize("drafts", ["lookup", "assistant"])
     def test_refused_drafts_are_taken_back(self, model, folder, drafts):
-        """A draft of another model is refused at most places; what lies after the tokens that stay is written again."""
         ids, generator = torch.tensor([[5, 6, 7, 8] * 6]), open_generator(folder.path, **self.opened)
         assistant = {"assistant_model": small_llama(seed=1)}
         options = assistant if drafts == "assistant" else {"prompt_lookup_num_tokens": 4}
@@ -126,21 +121,16 @@ class WritesInPlace:
         assert torch.equal(found, model.generate(ids, do_sample=False, max_new_tokens=20))
 
     def test_a_cache_grows_is_cut_and_has_other_rows(self, model, folder):
-        """Two tokens fewer, and rows 1, 0 and 1, as in the model."""
         runner = open_runner(folder.path / self.file, **self.opened)
         assert_rows_go_on_after_a_rewind(model, runner, self.calls)
 
     def test_a_call_without_a_loop_leaves_its_inputs_as_they_are(self, model, folder):
-        """The tensors of the caller are copied; other rows are refused before the runtime sees them."""
         runner = open_runner(folder.path / self.file, **self.opened)
         assert_a_call_is_right_without_a_loop(model, runner, self.file)
 
 
 class WritesIntoBuffers(WritesInPlace):
-    """The tests of a runtime whose caller makes the buffers."""
-
     def test_each_number_of_tokens_fits_into_a_buffer(self, model, folder):
-        """Token by token through twenty sizes of the buffers; next to the model itself."""
         asked = {**padded_prompt(), "max_new_tokens": 520}
         found = open_generator(folder.path, **self.opened).generate(**asked)
         assert torch.equal(found, model.generate(**asked, do_sample=False))

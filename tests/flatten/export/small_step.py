@@ -9,8 +9,6 @@ BATCH, LENGTH = 4, 12
 
 
 class Step(torch.nn.Module):
-    """Attention of the new tokens to all tokens, whose keys are the cache."""
-
     def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(16, 8)

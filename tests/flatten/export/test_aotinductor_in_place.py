@@ -44,7 +44,6 @@ def test_layers_that_slide_keep_a_cache_that_is_returned(tmp_path):
 
 
 def test_a_package_that_computes_something_else_is_left_out(model, tmp_path, monkeypatch):
-    """The one that takes and returns the cache is written in its place, and the report states why; or on request."""
     exported = export_program(model, kwargs=decode_inputs(model, DecodeSizes()), cases=[])
 
     compiled = runtimes.write_package

@@ -81,7 +81,6 @@ def test_roles_stay_in_float_where_8_bits_are_not_enough_but_never_most_weights(
 
 
 def test_a_file_that_computes_nothing_is_not_searched():
-    """More bits do not repair what is not finite."""
     assert len(_search(1.01, worst=math.inf)[2]) == 1
 
 
@@ -93,7 +92,6 @@ def _exported(path, ratio):
 
 @pytest.mark.slow  # exports a model twice, and measures a file for each kind of matrix
 def test_a_small_ratio_gets_a_larger_file_and_no_error(tmp_path):
-    """A model that 4 bits alone cannot hold gets 8 bits for some matrices, and the report lists them."""
     loose = _exported(tmp_path / "loose.onnx", 1.5).report
     before = loose.quality.perplexity_ratio
     assert before > 1.0005
@@ -113,7 +111,6 @@ def test_a_small_ratio_gets_a_larger_file_and_no_error(tmp_path):
 
 
 def test_a_tied_table_is_in_the_file_once(tmp_path):
-    """The embedding returns what the head multiplies with, row by row, as onnxruntime itself computes both."""
 
     class Tied(torch.nn.Module):
         def __init__(self):

@@ -28,7 +28,6 @@ def exported():
 
 
 def test_every_leaf_has_its_bound(exported):
-    """Rows, tokens of the call, tokens of the cache: the program refuses one more, and takes as many."""
     fits = inputs(4, 7, 5)
     with torch.no_grad():
         expected = make_step()(**fits)
@@ -39,7 +38,6 @@ def test_every_leaf_has_its_bound(exported):
 
 
 def test_a_call_above_a_bound_is_explained(exported):
-    """With the input, its axis, and the argument of the export."""
     above = inputs(2, 11, 2)
     with pytest.raises(AssertionError) as caught:
         exported(**above)
@@ -49,7 +47,6 @@ def test_a_call_above_a_bound_is_explained(exported):
 
 
 def test_cases_above_the_bounds_are_left_out():
-    """The report states how many; a case counts with the tokens that its calls add to the cache."""
     larger = [Case("12 tokens", (), inputs(2, 10, 2), steps=2), Case("a row too many", (), inputs(5, 3, 2), steps=1)]
     fitting = Case("as long as can be", (), inputs(2, 8, 2), steps=2)
     report = export_program(make_step(), (), inputs(2, 3, 2), bounds=BOUNDS, cases=[*larger, fitting]).report
@@ -58,7 +55,6 @@ def test_cases_above_the_bounds_are_left_out():
 
 
 def test_caches_masks_and_tokens_have_bounds_of_their_own():
-    """By the registration of the cache; position ids and tokens are those of one call."""
     given = decode_inputs(make_model("llama"), DecodeSizes(2, 5, 3))
     specs = Bounds.of({"batch": 4, "length": 64, "new": 16}).on(given, dynamic_shapes(given))
     assert [dim.max for dim in specs["input_ids"].values()] == [4, 16]
@@ -67,7 +63,6 @@ def test_caches_masks_and_tokens_have_bounds_of_their_own():
 
 
 def test_calls_with_a_cache_are_measured_inside_and_outside_the_block():
-    """Its keys count with the tokens of the calls that follow."""
     model, bounds = make_model("llama"), Bounds.of({"batch": 4, "length": 12})
     given = decode_inputs(model, DecodeSizes(2, 5, 3))
     specs = bounds.on(given, dynamic_shapes(given))
@@ -81,13 +76,11 @@ def test_calls_with_a_cache_are_measured_inside_and_outside_the_block():
 
 @pytest.mark.parametrize("bounds", [{"rows": 4}, {"batch": 0}, {"length": 8.0}, {}])
 def test_what_is_not_a_bound_is_refused(bounds):
-    """Another name, no size, a number that is not an int."""
     with pytest.raises(InvalidArgumentError, match="bounds: expected a dict of ints, such as"):
         export_program(make_step(), (), inputs(2, 3, 2), bounds=bounds)
 
 
 def test_an_example_above_a_bound_is_refused_before_the_trace():
-    """With the place, the size and the line to type."""
     message = r"attention_mask\.axis 1: size 5 of the example is above the bound 4 of 'length'"
     with pytest.raises(DynamicShapesError, match=message) as caught:
         export_program(make_step(), (), inputs(2, 3, 2), bounds={"length": 4})
@@ -95,7 +88,6 @@ def test_an_example_above_a_bound_is_refused_before_the_trace():
 
 
 def test_a_length_above_the_positions_of_a_model_is_refused():
-    """With the number of positions; other bounds stay in the line to type."""
     model = make_model("llama")
     most = model.config.max_position_embeddings
     given = decode_inputs(model, DecodeSizes(2, 5, 3))
@@ -124,6 +116,5 @@ def test_a_fixed_axis_needs_no_room_below_the_bound():
 
 
 def test_an_axis_that_varies_above_the_bound_is_refused():
-    """Which the trace shows; the message is that of other inputs."""
     with pytest.raises(DynamicShapesError, match=r"features\.axis 2: size 9 of the example is above the bound 8"):
         export_program(Features(wide=False), (), {"features": torch.randn(2, 3, 9)}, bounds={"length": 8})

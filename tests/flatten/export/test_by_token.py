@@ -26,8 +26,6 @@ BY_TOKEN = Quantization("int8", activations="token")
 
 
 class _Layers(torch.nn.Module):
-    """A matrix, one that is turned and has a bias, and the first one again, on other inputs."""
-
     def __init__(self):
         super().__init__()
         self.inner = torch.nn.Linear(96, 96, bias=False)
@@ -143,7 +141,6 @@ def _embeddings(model, ids, mask):
 
 
 def test_a_folder_of_an_encoder_states_the_cosine_of_its_embeddings(tmp_path):
-    """In int8 each token has a scale; the cosine is that of the plain model, measured again in `verify_folder`."""
     (tmp_path / "bert").mkdir()
     model = _sentence_model(tmp_path / "bert")
     done = export_folder(tmp_path / "bert", tmp_path / "out", quantize="int8")
@@ -185,7 +182,6 @@ def test_a_tied_head_stays_in_blocks(tmp_path):
 
 
 def test_a_file_that_is_too_far_is_refused_with_what_to_type(tmp_path, monkeypatch):
-    """By a limit that no rounding keeps; nothing is written."""
     (tmp_path / "bert").mkdir()
     _sentence_model(tmp_path / "bert")
     monkeypatch.setattr(quality, "_COSINE", 1.0)

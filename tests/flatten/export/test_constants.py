@@ -85,7 +85,6 @@ class Scaled(torch.nn.Module):
     ids=["float", "dict", "enum", "nested", "dataclass"],
 )
 def test_the_report_names_each_number_text_and_enum_that_is_fixed(module, given, said, tmp_path):
-    """The file computes what the module does, and the report says with which values for good."""
     kwargs = {"x": X, **given}
     exported = export_onnx(module, kwargs=kwargs, path=tmp_path / "m.onnx")
     (note,) = [remark for remark in exported.report.remarks if "fixed in the program and the file" in remark]
@@ -95,7 +94,6 @@ def test_the_report_names_each_number_text_and_enum_that_is_fixed(module, given,
 
 
 def test_none_and_tensors_are_not_noted():
-    """What varies, or was left out, is no constant to know of."""
 
     class Masked(torch.nn.Module):
         def forward(self, x, mask=None):
@@ -120,7 +118,6 @@ def test_none_and_tensors_are_not_noted():
     ids=["tensor", "enum", "text"],
 )
 def test_a_call_with_another_constant_is_refused(module, given, other, message):
-    """The error names the argument, what the program holds and what it was given."""
     program = export_program(module, kwargs={"x": X, **given})
     with pytest.raises(SpecMismatchError, match=message):
         program(x=X, **other)
@@ -139,7 +136,6 @@ def test_a_constant_that_is_not_a_number_is_itself():
 
 
 def test_torch_export_takes_enums_inside_the_block(tmp_path):
-    """A program of torch.export is proven with members of the enum, and a stored one is called with them."""
     with register_flattening_functions():
         assert not check_inputs(Pool(), kwargs={"x": X, "mode": Mode.MEAN}).errors
         program = torch.export.export(Pool(), (X,), {"mode": Mode.MEAN})

@@ -48,7 +48,6 @@ def _converted(model):
 @pytest.mark.parametrize("convert", [_trained_and_converted, _converted])
 @pytest.mark.parametrize("quantize", ["keep", None])
 def test_the_folder_has_the_tokens_of_the_converted_model(convert, quantize, tmp_path):
-    """With ``"keep"`` in less than half of the bytes of float32; its own weights are integers as before."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.3, eos_token_id=2)
@@ -66,7 +65,6 @@ def test_the_folder_has_the_tokens_of_the_converted_model(convert, quantize, tmp
 
 
 def test_a_module_of_ones_own_keeps_its_integers(tmp_path):
-    """The file multiplies them, and gives the module's numbers for another batch."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 64)).eval()
     torchao.quantize_(module, _in_groups(torch.int8))

@@ -56,7 +56,6 @@ def _tensors(first, second):
 
 
 def test_a_variable_on_two_axes_makes_them_equal_within_its_range():
-    """A program for ``TensorSpec([B, STATIC])`` twice takes any B up to its bound, and no two different ones."""
     batch = ShapeVar("batch", max=64)
     spec = ParamsSpec({"x": TensorSpec([batch, STATIC]), "y": TensorSpec([batch, 4])})
     exported = export_program(Adds(), _tensors(3, 3), dynamic_shapes=spec, cases=[Case("7", _tensors(7, 7))])
@@ -68,7 +67,6 @@ def test_a_variable_on_two_axes_makes_them_equal_within_its_range():
 
 
 def test_a_shapes_spec_and_a_dict_of_tensor_specs_state_the_same():
-    """``ShapesSpec(params)``, ``ParamsSpec(params)`` and ``params`` make programs of equal ranges."""
     batch = ShapeVar("batch", min=3, max=9)
     params = {"x": TensorSpec([batch, None]), "y": TensorSpec([batch, None])}
     found = [
@@ -80,7 +78,6 @@ def test_a_shapes_spec_and_a_dict_of_tensor_specs_state_the_same():
 
 @pytest.mark.parametrize("strict", [False, True])  # a strict trace goes through dynamo
 def test_expressions_and_assumptions_are_asserted_by_the_program(strict):
-    """``B * 2 + 1`` rows and ``B % 2 == 0`` hold of every call, as torch states of them."""
     batch = ShapeVar("batch")
     spec = ShapesSpec(
         {"x": TensorSpec([batch, STATIC]), "y": TensorSpec([batch * 2 + 1, STATIC])}, assumptions=[batch % 2 == 0]
@@ -117,7 +114,6 @@ def _nested(a, b, c, d, n):
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_containers_numbers_and_varying_arguments_have_their_specs(by_name):
-    """``DictSpec``, ``SeqSpec``, ``IntVar``, ``"*args"`` and ``"**kwargs"`` fit, what has no entry stays as it is."""
     seq = SeqSpec([STATIC, TensorSpec([ShapeVar("b")])])
     named = {"z": TensorSpec([ShapeVar("d")])}
     spec = ParamsSpec(
@@ -146,7 +142,6 @@ def test_containers_numbers_and_varying_arguments_have_their_specs(by_name):
     [(False, True), (False, False), (True, False)],  # a window is shorter than the mask, past a certain length
 )
 def test_a_cache_has_a_spec_by_the_names_of_its_children(container, sliding, stated):
-    """A decoder with ``ObjectSpec({"key_0": ...})`` for its cache computes as the model at every size."""
     model = make_model("mistral" if sliding else "llama")
     inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
     batch, past, new = ShapeVar("batch", max=16), ShapeVar("past"), ShapeVar("new")
@@ -177,7 +172,6 @@ def test_a_cache_has_a_spec_by_the_names_of_its_children(container, sliding, sta
     ],
 )
 def test_a_spec_that_does_not_fit_a_cache_is_refused_with_its_children(entry, said):
-    """The message names the place, and what there is."""
     model = make_model("llama")
     inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
     with pytest.raises(DynamicShapesError, match=f"{WORD}.*{said}"):
@@ -198,7 +192,6 @@ def test_torch_export_inside_the_block_refuses_a_spec_for_a_cache_and_names_what
 
 @torch_takes_them
 def test_torch_export_inside_the_block_takes_a_spec_of_tensors():
-    """A spec without caches goes to torch as it is: a size of 1 in the example varies."""
     batch = ShapeVar("batch")
     spec = ParamsSpec({"x": TensorSpec([batch, STATIC]), "y": TensorSpec([batch, STATIC])})
     with register_flattening_functions():
@@ -223,7 +216,6 @@ X = _tensors(4, 4)
     ],
 )
 def test_a_spec_that_does_not_fit_says_where(make, said):
-    """Place, what was found and what fits."""
     for spec in (make(), ParamsSpec(make()), ShapesSpec(make())):
         with pytest.raises(DynamicShapesError, match=said):
             export_program(Adds(), X, dynamic_shapes=spec)
@@ -239,7 +231,6 @@ def test_an_example_in_which_one_variable_has_two_values_is_refused():
 
 
 def test_an_expression_or_assumption_that_the_example_breaks_is_refused():
-    """The values are named."""
     batch = ShapeVar("batch")
     params = {"x": TensorSpec([batch, None]), "y": TensorSpec([batch + 2, None])}
     with pytest.raises(DynamicShapesError, match=r"y: axis 0: batch \+ 2 is 6, but the size is 5, .*\{'batch': 4\}"):
@@ -266,7 +257,6 @@ def test_a_model_fixes_no_size_without_a_word():
 
 
 def test_entries_of_both_kinds_stand_next_to_each_other():
-    """A ``TensorSpec`` for one input, ``{axis: Dim}`` for another."""
     mixed = {"x": TensorSpec([ShapeVar("b"), None]), "y": {0: Dim.DYNAMIC}}
     exported = export_program(Adds(), _tensors(4, 5), dynamic_shapes=mixed)
     assert exported(*_tensors(6, 7)).tolist() == [13.0] * 4
@@ -274,7 +264,6 @@ def test_entries_of_both_kinds_stand_next_to_each_other():
 
 @torch_takes_them
 def test_the_decorator_is_followed_where_no_shapes_are_passed():
-    """``@dynamic_spec`` at ``forward`` is what ``dynamic_shapes="auto"`` takes; both at once are refused."""
 
     class Decorated(torch.nn.Module):
         @specs.dynamic_spec({"x": TensorSpec([ShapeVar("b", max=9), STATIC])})
@@ -291,7 +280,6 @@ def test_the_decorator_is_followed_where_no_shapes_are_passed():
 
 
 def test_a_file_has_the_names_of_the_variables_and_states_what_they_are(tmp_path):
-    """Axes in the file are called as the variables; of two variables with one name, the second has a number."""
     rows, width, other = ShapeVar("rows"), ShapeVar("width"), ShapeVar("width")
 
     class Sums(torch.nn.Module):

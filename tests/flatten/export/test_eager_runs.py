@@ -42,7 +42,6 @@ def module():
 
 
 def test_a_case_runs_once(module):
-    """Another case runs by itself, also one with equal inputs."""
     runs = EagerRuns(module)
     cases = [Case("one", (torch.ones(3),)), Case("one", (torch.ones(3),))]
     for case in (*cases, *cases):
@@ -52,7 +51,6 @@ def test_a_case_runs_once(module):
 
 
 def test_what_is_written_to_a_step_reaches_no_other(module):
-    """Inputs and outputs are copies."""
     runs, case = EagerRuns(module), Case("one", (), {"x": torch.ones(3)})
     for _ in range(3):
         (step,) = runs.steps(case)
@@ -64,7 +62,6 @@ def test_what_is_written_to_a_step_reaches_no_other(module):
 
 @pytest.mark.parametrize(("more", "calls"), [(0, 1), (1, 2)])
 def test_a_long_case_is_not_kept(module, monkeypatch, more, calls):
-    """Inputs by name and outputs, of 12 bytes each, up to the limit and one number past it."""
     monkeypatch.setattr(eager_runs, "KEPT_BYTES", 24)
     runs, case = EagerRuns(module), Case("one", (), {"x": torch.ones(3 + more)})
     runs.steps(case)
@@ -108,7 +105,6 @@ def test_what_python_draws_is_a_constant_and_refused(kind):
 
 
 def test_what_is_drawn_and_not_used_is_a_note():
-    """As a layer that is left out in training only; the generators are those of before."""
     random.seed(5)
     expected = random.random()
     random.seed(5)
@@ -190,7 +186,6 @@ class Adds(torch.nn.Module):
 
 @pytest.fixture
 def lossy():
-    """Registered with functions that drop an attribute."""
 
     def keyed(obj):
         return [(pytree.GetAttrKey("x"), obj.x)], None
@@ -225,7 +220,6 @@ class Spoils(torch.nn.Module):
 
 
 def test_the_objects_of_the_caller_are_afterwards_as_they_were():
-    """Tensors, lists and attributes; a lock, which cannot be copied, and one object that is given twice."""
     given = Given(torch.ones(2), [torch.ones(1)])
     given.lock, x, bias = threading.Lock(), given.x, given.bias
     (step,) = eager_steps(Spoils(), Case("spoils", (given,)))
@@ -239,7 +233,6 @@ def test_the_objects_of_the_caller_are_afterwards_as_they_were():
 
 
 def test_the_objects_of_the_caller_are_as_they_were_after_an_exception():
-    """A module that stops half-way has written something."""
 
     class Stops(Spoils):
         def forward(self, given):

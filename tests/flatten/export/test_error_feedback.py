@@ -94,7 +94,6 @@ def test_weights_near_a_lowest_weight_and_steps_keep_them():
     ids=["zeros", "all the same", "infinite", "tiny"],
 )
 def test_moments_without_an_inverse_give_finite_weights(moments):
-    """Inputs of zeros, all the same, or that overflow: no weight is further off than its block's range."""
     weights = _weights(32, 8)
     found = round_with_feedback(weights, moments, 32).weights().T
     assert bool((numpy.abs(found - weights.numpy()) <= numpy.ptp(weights.numpy(), 0)).all())

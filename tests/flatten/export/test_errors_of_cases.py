@@ -37,7 +37,6 @@ PLANTED = [Planted, Stacked, Multiplied, Viewed, Expanded]
 
 @pytest.mark.parametrize("kind", PLANTED)
 def test_a_case_at_which_the_module_stops_is_named_with_its_line(kind):
-    """The eager model raises torch's own error, which knows of no case; a size is fixed in the module's code."""
     cases = [Case("three rows", (torch.randn(3, 4),)), Case("bigger", (torch.randn(9, 4),))]
     with pytest.raises(InvalidArgumentError, match=rf"case 'bigger', step 0: {kind.__name__} itself fails") as caught:
         export_program(kind(), (torch.randn(3, 4),), cases=cases)
@@ -73,7 +72,6 @@ class Counts(torch.nn.Module):
 
 @pytest.mark.parametrize(("kind", "line"), [(Branches, "if x.sum() > 0:"), (Counts, "x[: int(x.max().item())]")])
 def test_a_branch_on_values_is_pointed_to(kind, line, capfd):
-    """In three lines, and without the graph that torch prints twice, or the line after the graph."""
     with pytest.raises(InvalidArgumentError, match=f"{kind.__name__} cannot be traced. The code branches on") as caught:
         export_program(kind(), (torch.ones(4, 3),))
     assert line in str(caught.value)
@@ -82,7 +80,6 @@ def test_a_branch_on_values_is_pointed_to(kind, line, capfd):
 
 
 def test_what_was_not_equal_is_in_the_first_line():
-    """Not a difference that is infinite."""
 
     class Grows(torch.nn.Module):
         def forward(self, x):
@@ -138,8 +135,6 @@ def test_what_a_trace_does_not_follow_has_a_cure(kind):
 
 
 class Differentiates(torch.nn.Module):
-    """The cure for the first two."""
-
     def forward(self, x):
         with torch.enable_grad():
             x = x.detach().requires_grad_()
@@ -148,6 +143,5 @@ class Differentiates(torch.nn.Module):
 
 
 def test_the_cure_is_exported():
-    """The derivative of a cube, at other sizes than the example's."""
     x = torch.randn(5, 3)
     assert torch.allclose(export_program(Differentiates(), (torch.ones(4, 3),))(x), 3 * x**2)

@@ -46,7 +46,6 @@ def exported(model):
 
 
 def _buffers(exported):
-    """A program for one row with buffers, and what a runner has to know of it."""
     traced = source_of(exported).traced
     presents = {name: present_of(name) for name in traced.input_names if present_of(name) in traced.output_names}
     with register_flattening_functions(patch_transformers=True):
@@ -57,7 +56,6 @@ def _buffers(exported):
 
 
 def test_a_program_for_one_row_returns_the_scores_alone(exported):
-    """Keys and values are buffers of heads, room and size, with one input more; attention is one operator per layer."""
     program, rows = _buffers(exported)
     inputs = dict.fromkeys(["input_ids", "attention_mask", *LEAVES], 0)
     assert rows == Rows(LEAVES, inputs, {"logits": 0})
@@ -97,7 +95,6 @@ TEXTS = ["{}", '{"in_place": 3, "inputs": {}, "outputs": {}}', '{"in_place": [],
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_damaged_rows_are_refused(text):
-    """The error names the file, and not a place in this package."""
     with pytest.raises(DamagedFileError, match=r"The list of rows in model\.pte is damaged"):
         Rows.from_json(text, "model.pte")
 
@@ -147,13 +144,11 @@ def test_the_first_form_that_replays_is_written(exported, written, tmp_path, dif
 
 
 def test_a_file_that_returns_its_cache_is_written_on_demand(exported, written, tmp_path):
-    """Then nothing is tried in place."""
     report = exported.to_executorch(tmp_path / "model.pte", cache="returned")
     assert (written[0], report.remarks, report.in_place) == ([("xnnpack", False)], [], [])
 
 
 def test_kernels_that_are_asked_for_have_none_in_their_place(exported, written, tmp_path):
-    """A file of them that differs is an error; without the argument, ExecuTorch's own kernels are in the file."""
     written[1].update(ORDER[:2])
     with pytest.raises(ReplayError, match="differs from the eager model"):
         exported.to_executorch(tmp_path / "model.pte", backend="xnnpack", cache="returned")
@@ -207,7 +202,6 @@ class TestFile(WritesIntoBuffers):
     file = "model.pte"
 
     def test_the_report_names_what_is_written_in_place(self, folder):
-        """In its first remark also."""
         super().test_the_report_names_what_is_written_in_place(folder)
         assert folder.reports[self.file].remarks[0] == IN_PLACE
 
@@ -228,7 +222,6 @@ def test_executorch_has_as_many_threads_as_are_asked_for(folder):
 
 @pytest.mark.slow
 def test_a_cache_is_filled_up_to_its_bound(model, folder):
-    """600 tokens in the cache and one after them; a token more is refused, and the bound is named."""
     runner = open_runner(folder.path / "model.pte")
     ids = torch.randint(3, 128, (1, 601), generator=torch.Generator().manual_seed(3))
     cache = runner.cache({name: torch.zeros(1, 2, 0, 16) for name in runner.in_place})

@@ -30,7 +30,6 @@ class Experts(torch.nn.Module):
 
 
 def test_a_mixture_without_its_operators_computes_the_same():
-    """For other numbers of rows, an expert without rows among them."""
     rows, experts = torch.randn(7, 5), torch.tensor([3, 0, 1, 0, 3, 3, 1])
     dynamic = {0: torch.export.Dim.DYNAMIC}
     program = torch.export.export(Experts(), (rows, experts), dynamic_shapes=(dynamic, dynamic)).run_decompositions({})
@@ -44,13 +43,11 @@ def test_a_mixture_without_its_operators_computes_the_same():
 
 
 def test_a_program_without_them_stays_as_it_is():
-    """Nothing is traced again."""
     program = torch.export.export(torch.nn.Linear(3, 2), (torch.zeros(4, 3),))
     assert written_out(program) is program
 
 
 def test_rows_after_the_last_expert_are_zeros():
-    """As in transformers' own product."""
     rows, weight, ends = torch.randn(6, 5), torch.randn(3, 5, 4), torch.tensor([2, 2, 5], dtype=torch.int32)
     expected = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
     torch.testing.assert_close(grouped_product(rows, weight, ends), expected)

@@ -18,8 +18,6 @@ pytestmark = pytest.mark.slow
 
 
 class Decay(torch.nn.Module):
-    """A state that fades from token to token, with an output of each; its weight can be trained."""
-
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 4))
@@ -39,7 +37,6 @@ def inputs(batch, tokens):
 
 
 def test_a_loop_of_executorch_computes_in_every_size(tmp_path):
-    """Fewer rows and tokens than the largest, also after a call of more: each is that of the module."""
     axes = {0: Dim.AUTO(max=4), 1: Dim.AUTO(max=8)}
     shapes = {"decay": axes, "added": axes, "state": {0: axes[0]}}
     exported = export_program(Decay(), (), inputs(2, 3), dynamic_shapes=shapes, cases=[])

@@ -35,7 +35,6 @@ class Loop(torch.nn.Module):
 # torch says so of the weights of an LSTM
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
 def test_the_length_of_an_lstm_is_stated_and_its_width_is_not():
-    """The model takes other lengths, and no other width; the program refuses both."""
     module = Reader().eval()
     exported = export_program(module, (torch.randn(2, 7, 8),), cases=[])
     assert "x.shape[1] is fixed at 7 by the trace: the model accepts other sizes;" in str(exported.report)
@@ -83,7 +82,6 @@ def test_sizes_that_belong_together_are_tried_together():
 
 
 def test_what_varies_or_was_fixed_by_the_caller_is_no_note():
-    """Sizes that stay dynamic, and sizes that the caller fixed, are not stated."""
     example = (torch.randn(4, 3), torch.randn(6))
     assert "x.shape[0] is fixed at 4" in str(export_program(Loop(), example, cases=[]).report)
     stated = ({1: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})

@@ -36,7 +36,6 @@ class Wrapper(torch.nn.Module):
         self.model, self.word = model, argument_of(model.forward)
 
     def called(self, input_ids, pairs):
-        """The scores, and keys and values by layer."""
         cache = transformers.DynamicCache(ddp_cache_data=pairs)
         out = self.model(input_ids=input_ids, use_cache=True, **{self.word: cache})
         return out.logits, [(layer.keys, layer.values) for layer in cache_of(out).layers]
@@ -72,7 +71,6 @@ def _example(kind):
 
 @pytest.mark.parametrize(("kind", "family"), [(Flat, "Qwen3"), (Legacy, "Llama"), (Stacked, "Llama")])
 def test_a_text_in_pieces_gives_the_scores_of_the_whole(kind, family, tmp_path):
-    """In pieces of 7, 1, 1 and 3 tokens, from an empty cache on, for one row and for two."""
     model = _model(family)
     report = export_onnx(kind(model).eval(), _example(kind), path=tmp_path / "flat.onnx").report
     assert not [remark for remark in report.remarks if "fixed as in the example" in remark]

@@ -39,7 +39,6 @@ class Masked(torch.nn.Module):
 
 @pytest.fixture(scope="module", params=[0, 5], ids=["text", "image"])
 def signature(request):
-    """Of a program for any number of rows and columns."""
     free = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
     given = {"x": torch.ones(2, 3), "mask": torch.ones(2, 4, dtype=torch.int64)}
     exported = export_program(Masked(request.param), (), given, dynamic_shapes={"x": free, "mask": free}, cases=[])
@@ -65,7 +64,6 @@ def test_a_mask_of_any_length_is_taken_where_it_is_padded(signature, columns):
 
 @pytest.mark.parametrize(("columns", "held"), [(5, 2), (9, 6), (10, 7), (30, 7)])
 def test_a_sliding_cache_holds_what_the_mask_states(columns, held):
-    """A window of eight keeps seven tokens, and fewer before they were seen; the text of a file states it."""
     sizes = [({"a": 1}, {"b": 1}), ({"a": 1}, {"c": 1}), ({"a": 1}, 2, {"d": 1}, 4)]
     key = "past_key_values.0.key"
     types = zip(("input_ids", "attention_mask", key), (torch.int64, torch.int64, torch.float32), sizes, strict=True)
@@ -105,7 +103,6 @@ def _call(rows, past, new, columns):
 
 @pytest.fixture(scope="module")
 def positions():
-    """The program with its proof."""
     free = dict.fromkeys(
         ("input_ids", "attention_mask", "past_key_values"), dict.fromkeys((0, 1), torch.export.Dim.AUTO)
     )

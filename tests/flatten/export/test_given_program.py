@@ -29,8 +29,6 @@ needs_exporters = pytest.mark.skipif(not HAS_EXPORTERS, reason="transformers bef
 
 
 class Scale(torch.nn.Module):
-    """Counts its calls."""
-
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.tensor([2.0, 3.0]))
@@ -53,7 +51,6 @@ def rows(count):
 
 
 def test_a_program_of_torch_export_is_replayed_and_called():
-    """The example it holds, and the cases that are passed; the module's buffers stay as they are."""
     module, program = export_scale()
     proven = prove_program(program, module, cases=[rows(7)])
     assert [(c.case, c.runtime, c.differences["scaled"]) for c in proven.report.cases] == [
@@ -67,7 +64,6 @@ def test_a_program_of_torch_export_is_replayed_and_called():
 
 
 def test_a_program_of_another_module_is_refused():
-    """The replay compares with the module that is named."""
     _, program = export_scale()
     other = Scale().eval()
     with torch.no_grad():
@@ -78,13 +74,11 @@ def test_a_program_of_another_module_is_refused():
 
 
 def test_what_is_no_program_is_refused_with_the_line_to_type():
-    """What transformers' exporters return holds the program."""
     with pytest.raises(InvalidArgumentError, match=r"prove_program\(exported\.program, model\)"):
         prove_program(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
 
 
 def test_a_program_without_an_example_is_refused():
-    """There is nothing to replay."""
     module, program = export_scale()
     program._example_inputs = None
     with pytest.raises(InvalidArgumentError, match="has no example inputs"):
@@ -149,7 +143,6 @@ def mistral(traced):
 
 @pytest.fixture
 def past_the_window():
-    """Inputs of Mistral past its window, and what the model returns for them."""
     kwargs = decode_inputs(make_model("mistral"), DecodeSizes(3, 2 * WINDOW + 1, 2))
     with torch.no_grad():
         return kwargs, make_model("mistral")(**copy.deepcopy(kwargs))
@@ -176,7 +169,6 @@ def test_a_file_is_made_of_the_given_program_as_it_is(mistral, tmp_path):
 @needs_exporters
 @pytest.mark.filterwarnings("ignore:.treespec.children_specs. is deprecated:FutureWarning")  # in their runner
 def test_transformers_saves_loads_and_calls_a_proven_program(mistral, past_the_window, tmp_path):
-    """As an ``ExportedModel`` of its own, inside the block."""
     from transformers.exporters import ExportedModel
 
     kwargs, expected = past_the_window
@@ -197,7 +189,6 @@ def test_transformers_saves_loads_and_calls_a_proven_program(mistral, past_the_w
 @pytest.mark.slow  # each exports a model
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_other_caches_are_proven_also(traced, name):
-    """Full layers, and a cache of encoder and decoder."""
     model = copy.deepcopy(make_model(name))
     proven = prove_program(traced(model, decode_inputs(model, DecodeSizes())), model)
     assert [case.steps for case in proven.report.cases] == [3] * 4
@@ -207,7 +198,6 @@ def test_other_caches_are_proven_also(traced, name):
 @needs_exporters
 @pytest.mark.slow  # exports two programs
 def test_parts_of_a_generation_are_proven_in_the_sizes_that_they_take(traced):
-    """A step of one token stays at one; other cases are named in the report. The prefill begins without tokens."""
     from transformers.exporters.utils import decompose_for_generation
 
     model = copy.deepcopy(make_model("llama"))
@@ -232,6 +222,5 @@ def test_parts_of_a_generation_are_proven_in_the_sizes_that_they_take(traced):
 
 @needs_exporters
 def test_positional_arguments_are_refused_for_transformers():
-    """Its exporters call by keyword."""
     with pytest.raises(InvalidArgumentError, match="positional"):
         export_program(torch.nn.Linear(2, 2), (torch.ones(2, 2),)).to_transformers()

@@ -82,7 +82,6 @@ def _written_of(monkeypatch, wrong, example):
 
 
 def test_what_the_type_costs_is_allowed(model, tmp_path):
-    """The file differs by more than 6e-2, as the model itself does from float32, and its attention is one operator."""
     report = export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=tmp_path / "m.onnx").report
     assert report.operators.get("Attention") == 3
     wide = copy.deepcopy(model).float()
@@ -99,7 +98,6 @@ def test_what_the_type_costs_is_allowed(model, tmp_path):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_file_in_float16_is_refused(model, fault, tmp_path, monkeypatch):
-    """Each of these is further off than five times what the type costs."""
     example = decode_inputs(model, DecodeSizes())
     _written_of(monkeypatch, fault(copy.deepcopy(model)), example)
     with pytest.raises(ReplayError, match="differs from the eager model"):
@@ -122,7 +120,6 @@ def test_a_wrong_file_of_a_model_with_small_scores_is_refused(fault, tmp_path, m
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_program_in_float16_is_refused(model, fault):
-    """By the same yardstick as a file; a program that is right differs by nothing, or by little."""
     example = decode_inputs(model, DecodeSizes())
     right = export_program(model, kwargs=example, proof="none").program
     report = prove_program(right, model).report
@@ -152,7 +149,6 @@ _WRITERS = [
 
 @pytest.mark.parametrize(("method", "writer", "suffix", "faults"), _WRITERS)
 def test_files_of_other_runtimes_have_the_same_yardstick(method, writer, suffix, faults, tmp_path, monkeypatch):
-    """A file in float16 differs by more than one in float32 may, and files of wrong programs by more than that."""
     model = _llama(layers=2)
     example = decode_inputs(model, DecodeSizes())
     exported = export_program(model, kwargs=example, proof="sample")
@@ -196,7 +192,6 @@ def test_scores_that_are_returned_in_float32_are_measured_too(model, tmp_path):
 
 
 def test_measuring_leaves_the_model_as_it_was(model):
-    """Its weights are float16 again, tied ones tied, with the same identity."""
     before = {name: (id(one), one.dtype, one._version) for name, one in model.named_parameters()}
     with register_flattening_functions(patch_transformers=True):
         case = Case("one", (), decode_inputs(model, DecodeSizes()), steps=2)
@@ -206,7 +201,6 @@ def test_measuring_leaves_the_model_as_it_was(model):
 
 
 def test_a_folder_in_float16_states_what_it_allows_and_a_stranger_cannot_state_more(model, tmp_path):
-    """The tolerances are in the manifest, and verify takes a tenth of an output's own range at most."""
     folder = tmp_path / "folder"
     export_folder(model, folder)
     manifest = json.loads((folder / "yobx_flatten.json").read_text())

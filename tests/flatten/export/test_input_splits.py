@@ -30,7 +30,6 @@ def _with_outliers(rows=48, width=128, seed=0):
 
 
 def _product(path, linear, x, how="int8", **options):
-    """What onnxruntime computes for a projection with quantized weights."""
     free = ({0: torch.export.Dim.DYNAMIC},)
     export_onnx(linear, (x,), path=path, cases=[], dynamic_shapes=free)
     model = ir.load(path)
@@ -59,7 +58,6 @@ def test_a_limit_brings_back_what_large_channels_cost_the_others(tmp_path):
 
 
 def test_a_limit_is_above_the_small_channels_and_below_the_large_ones():
-    """One token whose numbers are a thousand times as large decides nothing; where all are 0 there is no limit."""
     x = _with_outliers()
     x[0] *= 1000
     assert 1 < _split(x, 32).limit < 60
@@ -116,7 +114,6 @@ def _stored(bits, columns=40, width=576):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_large_channels_in_float_are_nearer_than_two_rows(tmp_path, bits):
-    """In onnxruntime, next to float64 with the same weights, also for a token above the text's."""
     text, x = _with_large_channels(), _with_large_channels(seed=2)
     x[0] *= 3
     linear, split = _stored(bits), _split(text, 32)
@@ -144,7 +141,6 @@ def test_large_channels_in_float_are_nearer_than_two_rows(tmp_path, bits):
 
 
 def test_products_of_the_same_inputs_share_the_parts(tmp_path):
-    """Queries, keys and values: one zeroed copy, one gather and one sum of blocks; a batch of none and of five."""
 
     class Three(torch.nn.Module):
         def __init__(self):
@@ -217,7 +213,6 @@ def _spoiled():
 
 
 def test_a_model_with_large_channels_is_written_with_inputs_in_two_parts(tmp_path):
-    """Its scores are several times nearer than with inputs in one part; the report names both."""
     model, losses, kinds = _spoiled(), {}, {}
     tokens = text_of(argparse)[:160].reshape(2, 80)
     kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
@@ -274,7 +269,6 @@ def _quality(divergence):
     ],
 )
 def test_inputs_are_as_near_as_the_weights_are_worth(tmp_path, monkeypatch, whole, parted, exact, kind):
-    """In one part, in two, or as they are."""
     measured = iter([_quality(one) for one in (whole, parted, exact) if one is not None])
     monkeypatch.setattr(quantized, "measure", lambda *_, **__: next(measured))
     monkeypatch.setattr(quantized, "input_splits", lambda *_, **__: {"input": InputSplit(0.5)})

@@ -56,7 +56,6 @@ def test_a_product_is_that_of_the_weights_for_inputs_of_any_size(tmp_path, bits,
 
 
 def test_the_batch_stays_dynamic_and_inputs_are_split_once_for_all_products(tmp_path):
-    """Queries, keys and values read the same inputs; a batch of another size, and of none."""
 
     class Three(torch.nn.Module):
         def __init__(self):
@@ -90,7 +89,6 @@ def test_half_precision_is_rounded_as_before(tmp_path):
 
 @pytest.mark.parametrize(("bits", "level", "is_split"), [(4, 1, False), (8, 4, True)])
 def test_where_integers_are_kept_nothing_is_rounded(tmp_path, bits, level, is_split):
-    """They promise the model's numbers; the report says what is faster."""
     x = (_inputs(4, COLUMNS),)
     done = export_onnx(_weights(bits), x, path=tmp_path / "m.onnx", quantize="keep", cases=[])
     assert [remark for remark in done.report.remarks if 'activations="split"' in remark]
@@ -114,7 +112,6 @@ def _quality(divergence):
 def test_inputs_are_kept_where_rounding_them_costs_more_than_rounding_weights(
     tmp_path, monkeypatch, rounded, kept, is_kept
 ):
-    """Both files are measured; the report says what was chosen, and how to choose the other."""
     measured = iter([_quality(rounded), _quality(kept)])
     monkeypatch.setattr(quantized, "measure", lambda *_, **__: next(measured))
     done = export_onnx(_weights(8), (_inputs(4, COLUMNS),), path=tmp_path / "m.onnx", quantize="int8", cases=[])
@@ -124,7 +121,6 @@ def test_inputs_are_kept_where_rounding_them_costs_more_than_rounding_weights(
 
 
 def test_a_language_model_is_nearer_with_inputs_of_full_precision(tmp_path):
-    """The divergence of a model that has learned something, on calls of it."""
     model, found = trained_model(), {}
     kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
     for kept in ("float", "int8"):
@@ -135,7 +131,6 @@ def test_a_language_model_is_nearer_with_inputs_of_full_precision(tmp_path):
 
 @pytest.mark.parametrize("activations", ["split", "token"])
 def test_float16_has_one_kernel_which_rounds_activations(tmp_path, activations):
-    """A promise that the file would not keep is refused; the line that is named works."""
     model, how = _weights(8).half(), Quantization("int8", activations=activations)
     with pytest.raises(InvalidArgumentError, match=rf'"{activations}" needs float32 weights, but Linear has float16'):
         export_onnx(model, (_inputs(4, COLUMNS).half(),), path=tmp_path / "m.onnx", cases=[], quantize=how)

@@ -55,7 +55,6 @@ def test_integers_take_the_room_of_their_bits(tmp_path, name):
 
 
 def test_a_product_with_a_bias_and_others_of_the_same_inputs(tmp_path):
-    """The sums of blocks are computed once for all products of an input."""
 
     class Three(torch.nn.Module):
         def __init__(self):
@@ -77,7 +76,6 @@ def test_a_product_with_a_bias_and_others_of_the_same_inputs(tmp_path):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_an_embedding_alone_is_kept_too(tmp_path, name):
-    """Its rows are gathered from the integers."""
 
     class Reader(torch.nn.Module):
         def __init__(self):
@@ -98,7 +96,6 @@ def test_an_embedding_alone_is_kept_too(tmp_path, name):
 
 
 def test_a_head_and_its_embedding_are_one_table_of_integers(tmp_path):
-    """Each in the form of llama.cpp: a lowest weight for each block, and none twice."""
 
     class Tied(torch.nn.Module):
         def __init__(self):
@@ -119,7 +116,6 @@ def test_a_head_and_its_embedding_are_one_table_of_integers(tmp_path):
 
 
 def test_half_precision_keeps_integers_too(tmp_path):
-    """Weights of float16 are these integers to the rounding of their type."""
     linear, path = _linear(**FORMS["a lowest weight"]).half(), tmp_path / "m.onnx"
     x = torch.from_numpy(numpy.random.default_rng(0).standard_normal((3, COLUMNS))).half()
     quality = export_onnx(linear, (x,), path=path, cases=[], quantize="keep").report.quality
@@ -128,7 +124,6 @@ def test_half_precision_keeps_integers_too(tmp_path):
 
 
 def test_int4_rounds_what_has_no_integers_and_keeps_the_rest(tmp_path):
-    """One of two matrices is of a checkpoint in 4 bits; the report states how many."""
     model = torch.nn.Sequential(torch.nn.Linear(64, COLUMNS), _linear(**FORMS["8 below"])).eval()
     report = export_onnx(model, (torch.randn(3, 64),), path=tmp_path / "m.onnx", cases=[], quantize="int4").report
     (note,) = [remark for remark in report.remarks if remark.startswith("already integers")]
@@ -164,7 +159,6 @@ def test_a_session_without_optimisation_computes_the_same(tmp_path, name, quanti
 
 
 def test_nothing_to_keep_is_said(tmp_path):
-    """With what to type instead; a file is not written."""
     with pytest.raises(InvalidArgumentError, match=r'no weight of Linear is stored as integers.*quantize="int4"'):
         export_onnx(torch.nn.Linear(64, 64), (torch.zeros(2, 64),), path=tmp_path / "m.onnx", cases=[], quantize="keep")
     assert not (tmp_path / "m.onnx").exists()

@@ -44,7 +44,6 @@ def _watched(monkeypatch, decoder):
 @pytest.mark.parametrize("optimize", [None, "onnxruntime"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_file_returns_the_scores_of_as_many_last_tokens_as_are_asked_for(tmp_path, family, optimize):
-    """Of none, one and three, for a batch with padding on the left: those of the model."""
     model = small_model(family)
     export_folder(model, tmp_path / "folder", optimize=optimize)
     session = _session(tmp_path / "folder" / "model.onnx")
@@ -69,7 +68,6 @@ def test_a_file_returns_the_scores_of_as_many_last_tokens_as_are_asked_for(tmp_p
 
 @pytest.mark.parametrize("options", [{"quantize": "int8"}, {"quantize": "int4", "optimize": "onnxruntime"}])
 def test_a_quantised_file_has_the_input_too(tmp_path, options):
-    """The last row of all scores is the one that is returned alone."""
     export_folder(small_model("llama"), tmp_path / "folder", **options)
     runner = open_runner(tmp_path / "folder" / "model.onnx")
     assert runner.has_kept_scores
@@ -102,7 +100,6 @@ def test_a_binding_does_not_remember_what_the_call_before_asked_for(tmp_path, op
 
 
 def test_the_loop_asks_for_the_last_scores_and_generates_the_tokens_of_the_model(tmp_path, monkeypatch):
-    """A batch with padding; each call returns one row of scores."""
     model = small_model("llama")
     export_folder(model, tmp_path / "folder", optimize="onnxruntime")
     generator = open_generator(tmp_path / "folder")
@@ -123,7 +120,6 @@ def test_a_decoder_with_an_encoder_has_no_such_input(tmp_path):
 
 
 def test_a_file_that_returns_other_scores_is_refused():
-    """The last row of all scores, and the only one that is asked for, are compared."""
 
     class Wrong:
         name, has_kept_scores, slots = "model.onnx", True, ()
@@ -142,7 +138,6 @@ def test_a_file_that_returns_other_scores_is_refused():
 
 
 def test_the_loops_of_transformers_ask_for_the_last_scores_too(tmp_path, monkeypatch):
-    """The model of a folder takes `logits_to_keep` as the exported one does; drafted tokens get the scores of all."""
     model = small_model("llama")
     export_folder(model, tmp_path / "folder")
     opened, (tokens, mask) = open_model(tmp_path / "folder"), _prompt()

@@ -37,8 +37,6 @@ class Slots:
 
 
 class Sliced(torch.nn.Module):
-    """Writes through views of tensors in a dataclass, and returns one tensor."""
-
     def forward(self, x, slots):
         slots.keys.index_copy_(1, torch.tensor([2, 0]), x)
         slots.keys[..., 1:].mul_(0.5)
@@ -47,8 +45,6 @@ class Sliced(torch.nn.Module):
 
 
 class Logged(torch.nn.Module):
-    """Appends to a list, and sets, replaces and removes entries of a dict."""
-
     def forward(self, x, log, state):
         log.append(x * 2)
         state["new"] = x + 1
@@ -63,8 +59,6 @@ class Memory:
 
 
 class Remembers(torch.nn.Module):
-    """Extends a cache of a class of its own, which nothing returns."""
-
     def forward(self, x, memory):
         memory.layers = [torch.cat([layer, x], dim=1) for layer in memory.layers]
         return {"y": sum(layer.sum(1) for layer in memory.layers)}
@@ -78,8 +72,6 @@ class RowsCache:
 
 
 class Counts(torch.nn.Module):
-    """Replaces the tensor of a cache."""
-
     def forward(self, x, memory):
         memory.rows = memory.rows + x
         return memory.rows.mean(-1)
@@ -119,7 +111,6 @@ def same(one, other):
 
 @pytest.mark.parametrize(("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"])
 def test_a_program_returns_what_the_module_does_and_leaves_the_same(module, make, present):
-    """Called like the module, it returns an object of its class, and the arguments are as the module leaves them."""
     model = module().eval()
     program = export_program(model, kwargs=make())
     (note,) = [remark for remark in program.report.remarks if "does not return the result" in remark]
@@ -139,7 +130,6 @@ def test_a_program_returns_what_the_module_does_and_leaves_the_same(module, make
 
 @pytest.mark.parametrize(("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"])
 def test_a_file_returns_what_the_module_leaves(module, make, present, tmp_path):
-    """Each output that is new has the name of its input, after `present.`, and the numbers that eager leaves there."""
     model = module().eval()
     report = export_onnx(model, kwargs=make(), path=tmp_path / "m.onnx").report
     assert [name for name in report.output_names if name.startswith("present.")] == present
@@ -169,7 +159,6 @@ def test_a_file_returns_what_the_module_leaves(module, make, present, tmp_path):
 
 
 def test_the_replay_is_a_loop_over_what_was_left(tmp_path):
-    """Three calls, each with the cache that the one before wrote to: by the module, the program and the file."""
     report = export_onnx(Written().eval(), kwargs=_written(), path=tmp_path / "m.onnx").report
     of_example = [(case.runtime, case.steps) for case in report.cases if case.case == "the example"]
     assert of_example == [("torch.export", 3), ("onnxruntime", 3)]
@@ -178,7 +167,6 @@ def test_the_replay_is_a_loop_over_what_was_left(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["to_aotinductor.pt2", "to_openvino.xml"])
 def test_files_of_other_runtimes_return_it_too(suffix, tmp_path):
-    """The mechanism stands before the targets."""
     method, _, ending = suffix.partition(".")
     if method == "to_openvino":
         pytest.importorskip("openvino")
@@ -188,7 +176,6 @@ def test_files_of_other_runtimes_return_it_too(suffix, tmp_path):
 
 
 def test_a_program_of_positional_arguments_leaves_the_same():
-    """The names of the arguments are those of forward."""
     model, given = Written().eval(), tuple(_written().values())
     program = export_program(model, copy.deepcopy(given))
     ours = copy.deepcopy(given)
@@ -198,7 +185,6 @@ def test_a_program_of_positional_arguments_leaves_the_same():
 
 
 def test_what_is_returned_anyway_is_not_returned_twice():
-    """A module that returns the tensor that it wrote to, or its list, needs no further output."""
 
     class Returns(torch.nn.Module):
         def forward(self, x, cache, log):
@@ -213,7 +199,6 @@ def test_what_is_returned_anyway_is_not_returned_twice():
 
 @pytest.mark.parametrize(("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"])
 def test_without_a_loop_the_report_says_what_is_lost(module, make, present, tmp_path):
-    """`loop=False`: the outputs are the module's own."""
     report = export_onnx(module().eval(), kwargs=make(), path=tmp_path / "m.onnx", loop=False).report
     assert not any(name.startswith("present.") for name in report.output_names)
     (note,) = [remark for remark in report.remarks if "does not return the change" in remark]
@@ -244,14 +229,11 @@ def test_an_attribute_that_no_field_holds_is_refused():
 
 
 class Reads(torch.nn.Module):
-    """Reads a cache, and returns a score."""
-
     def forward(self, x, past_key_values):
         return (x @ past_key_values[0]["key"].transpose(-1, -2)).amax(-1)
 
 
 def test_a_module_that_reads_a_cache_for_a_score_names_the_option(tmp_path):
-    """The error ends with what to add to the call, and with it the file is written."""
     given = {
         "x": torch.randn(2, 3, 4),
         "past_key_values": [{"key": torch.randn(2, 5, 4), "value": torch.randn(2, 5, 4)}],
@@ -270,8 +252,6 @@ def test_a_module_that_reads_a_cache_for_a_score_names_the_option(tmp_path):
 
 @pytest.mark.slow
 class TestCacheOfTransformers:
-    """A wrapper extends a DynamicCache and returns the scores alone."""
-
     @pytest.fixture
     def scores(self):
         class Scores(torch.nn.Module):
@@ -293,7 +273,6 @@ class TestCacheOfTransformers:
         return {"input_ids": torch.tensor([[5, 6], [7, 8]]), "past_key_values": cache}
 
     def test_a_program_extends_the_cache_of_its_caller(self, scores):
-        """Three calls with one object give the module's numbers."""
         program = export_program(scores, kwargs=self._given(scores))
         ours, theirs = self._given(scores), self._given(scores)
         for token in range(3):
@@ -305,7 +284,6 @@ class TestCacheOfTransformers:
         assert ours["past_key_values"].get_seq_length() == 8
 
     def test_a_file_returns_the_cache(self, scores, tmp_path):
-        """Under the names that tools for generation know; the replay goes on with it."""
         report = export_onnx(scores, kwargs=self._given(scores), path=tmp_path / "m.onnx").report
         presents = [f"present.{layer}.{leaf}" for layer in (0, 1) for leaf in ("key", "value")]
         assert report.output_names == ["y", *presents]
@@ -313,8 +291,6 @@ class TestCacheOfTransformers:
 
 
 class Queued(torch.nn.Module):
-    """Puts what it reads at the end of a queue."""
-
     def forward(self, x, queue):
         queue.append(x * 2)
         return sum(queue)
@@ -322,7 +298,6 @@ class Queued(torch.nn.Module):
 
 @pytest.mark.parametrize("make", [list, collections.deque, lambda items: collections.deque(items, maxlen=4)])
 def test_a_queue_grows_as_in_the_module(make):
-    """The program leaves in the caller's queue what the module leaves there."""
     exported = export_program(Queued(), (torch.ones(3), make([torch.ones(3)])))
     x, first = torch.randn(3), torch.randn(3)
     found, expected = make([first]), make([first])

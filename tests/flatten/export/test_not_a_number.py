@@ -48,7 +48,6 @@ def test_outputs_without_a_number_prove_nothing(tmp_path, answer):
 
 
 def test_a_row_of_nan_is_noted():
-    """The second row of weights is damaged: three quarters of the outputs are compared."""
     linear = torch.nn.Linear(3, 4)
     linear.weight.data[1] = NAN
     report = export_program(linear, (torch.ones(5, 3),)).report
@@ -57,7 +56,6 @@ def test_a_row_of_nan_is_noted():
 
 
 def test_nan_of_one_case_is_noted():
-    """The deviation of one row is NaN; that of five is not, and is compared."""
     module = Answers(lambda x: (x - x.mean(0)).square().sum(0) / (x.shape[0] - 1))
     cases = [Case("one row", (torch.rand(1, 3),)), Case("five rows", (torch.rand(5, 3),))]
     report = export_program(module, (torch.rand(4, 3),), cases=cases).report

@@ -65,7 +65,6 @@ def streamed(module):
 
 
 def test_a_layer_holds_its_weights_while_it_is_called():
-    """They are on `meta` before and after, also after an exception; the outputs are those of the module."""
     module = tied_head()
     empty, reads = streamed(module)
     assert torch.equal(empty(TOKENS)["logits"], module(TOKENS)["logits"])
@@ -78,7 +77,6 @@ def test_a_layer_holds_its_weights_while_it_is_called():
 
 
 def test_a_streamed_module_gives_the_same_file(tmp_path, monkeypatch):
-    """Byte for byte, with the table once; the file is replayed next to the layers that read their weights."""
     monkeypatch.setattr(onnx_file, "LARGE", 0)
     module = tied_head()
     empty, _ = streamed(module)
@@ -93,7 +91,6 @@ def test_a_streamed_module_gives_the_same_file(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_file_is_not_there(tmp_path, monkeypatch):
-    """Neither the model nor its weights, when a weight cannot be read half-way."""
     monkeypatch.setattr(onnx_file, "LARGE", 0)
     with torch.device("meta"):
         empty = TiedHead().eval()
@@ -131,7 +128,6 @@ def test_quantised_weights_are_those_of_the_float_file(tmp_path, monkeypatch, bi
 @needs_accelerate
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_weights_that_accelerate_offloads_are_traced_and_replayed(where, tmp_path):
-    """The program has them; the module brings them for a call, as before."""
     module = tied_head()
     expected = module(TOKENS)["logits"]
     if where == "cpu":
@@ -148,7 +144,6 @@ def test_weights_that_accelerate_offloads_are_traced_and_replayed(where, tmp_pat
 
 @needs_accelerate
 def test_inputs_are_made_for_an_offloaded_model():
-    """On the device where it computes, with the cache of the same model in memory."""
     model = small_model("llama")
     expected = decode_inputs(model, DecodeSizes())
     accelerate.cpu_offload(model, torch.device("cpu"))

@@ -53,7 +53,6 @@ def decode(model):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """By name of a model: the file, and the report."""
 
     @functools.cache
     def export(name):
@@ -69,7 +68,6 @@ def nodes_of(path, *types):
 
 @pytest.mark.parametrize("name", cases(MODELS, quick=["llama", "gemma 2, soft cap"]))
 def test_attention_is_one_operator_per_layer_that_takes_the_cache(exported, name):
-    """Each layer is one ``Attention`` with past and present, and no softmax is left; replayed in other sizes."""
     path, report = exported(name)
     attention = nodes_of(path, "Attention", "Softmax")
 
@@ -105,7 +103,6 @@ def test_norms_of_heads_are_not_swapped_with_tokens(exported):
 
 
 def test_half_precision_has_the_same_operator(tmp_path):
-    """Weights of float16 come to the same two operators; the replay allows what half precision rounds."""
     model = make("Gemma2", {**SMALL, **MIXED}).half()
     report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
 
@@ -153,7 +150,6 @@ def spelled_inputs():
 
 
 def test_attention_that_is_spelled_out_becomes_the_operator(tmp_path):
-    """Scale, soft cap, mask and repeated heads are found; the numbers are those of the module."""
     report = export_onnx(Spelled(), spelled_inputs(), path=tmp_path / "model.onnx", dynamic_shapes=None).report
     (node,) = nodes_of(tmp_path / "model.onnx", "Attention")
     attributes = {attribute.name: attribute.f for attribute in node.attribute}
@@ -193,7 +189,6 @@ def test_a_mask_made_of_the_keys_keeps_their_concatenation(tmp_path):
 
 
 def test_operators_whose_replay_fails_are_left_out_and_named(tmp_path, monkeypatch):
-    """A fusion that computes something else is not handed out: the plainer file is, and the report names the reason."""
 
     def wrong(model):
         for node in model.graph:
@@ -211,7 +206,6 @@ def test_operators_whose_replay_fails_are_left_out_and_named(tmp_path, monkeypat
 
 
 def test_a_module_that_is_wrong_in_every_opset_fails_once(tmp_path):
-    """Where no attempt holds, the error reports the cases of the last one, and no file is left."""
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1))  # torch and onnxruntime round apart
     with pytest.raises(ReplayError) as caught:
         export_onnx(module, (torch.linspace(-2, 2, 2048).reshape(32, 64),), path=tmp_path / "a.onnx", tolerance=0.0)
@@ -221,8 +215,6 @@ def test_a_module_that_is_wrong_in_every_opset_fails_once(tmp_path):
 
 
 class OneLayer(torch.nn.Module):
-    """Four heads of queries and two of keys, with the attention of gpt-oss and nothing else."""
-
     def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(32, 32)

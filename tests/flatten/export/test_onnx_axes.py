@@ -50,7 +50,6 @@ def test_layers_that_slide_have_another_length():
 
 
 def test_a_decoder_beside_an_encoder_has_the_names_of_both():
-    """As optimum calls them."""
     axes = _axes(exported_file("t5").path)
     assert axes["decoder_input_ids"] == ["batch_size", "decoder_sequence_length"]
     assert axes["attention_mask"] == ["batch_size", "encoder_sequence_length"]
@@ -60,7 +59,6 @@ def test_a_decoder_beside_an_encoder_has_the_names_of_both():
 
 
 def test_without_a_cache_the_mask_is_as_long_as_the_tokens(tmp_path):
-    """One name, although torch has two symbols."""
     ids = torch.randint(3, 90, (2, 4))
     kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     export_onnx(make_model("llama"), kwargs=kwargs, path=tmp_path / "a.onnx", cases=[])
@@ -134,7 +132,6 @@ def test_axes_of_two_sizes_have_two_names(tmp_path):
 
 @pytest.mark.parametrize("spell", [str, Dim], ids=["texts", "Dim"])
 def test_names_of_the_user_come_first(spell, tmp_path):
-    """A text is a name of a size that varies; torch.export takes `Dim` only. The mask's rows are the tokens' rows."""
     model = make_model("llama")
     inputs = decode_inputs(model, DecodeSizes())
     shapes = dynamic_shapes(inputs, {"input_ids": {0: spell("rows"), 1: spell("new")}})
@@ -151,7 +148,6 @@ class Scale(torch.nn.Module):
 
 
 def test_names_are_kept_for_any_module(tmp_path):
-    """Also in the outputs, and the sizes do vary."""
     args, other = (torch.ones(2, 3), torch.ones(2)), (torch.ones(5, 7), torch.ones(5))
     shapes = {"x": {0: "rows", 1: "columns"}, "y": {0: "rows"}}
     cases = [Case("other sizes", other)]
@@ -160,7 +156,6 @@ def test_names_are_kept_for_any_module(tmp_path):
 
 
 def test_a_program_takes_names_too():
-    """What `check_dynamic_shapes` accepts is exported."""
     shapes = {"x": {0: "rows", 1: "columns"}, "y": {0: "rows"}}
     args = (torch.ones(2, 3), torch.ones(2))
     cases = [Case("other sizes", (torch.ones(5, 7), torch.ones(5)))]
@@ -170,7 +165,6 @@ def test_a_program_takes_names_too():
 
 
 def test_a_name_for_two_sizes_is_refused():
-    """Equal axes get one name, and one name means equal axes."""
     shapes = {"x": {0: "rows", 1: "rows"}, "y": {0: "rows"}}
     with pytest.raises(DynamicShapesError, match=r"x: axis 1 is called 'rows' and has size 3, .* size 2"):
         export_program(Scale(), (torch.ones(2, 3), torch.ones(2)), dynamic_shapes=shapes, cases=[])

@@ -33,7 +33,6 @@ def _run(path, **feeds):
 
 
 def test_a_file_that_failed_its_proof_does_not_replace_one_that_did_not(tmp_path):
-    """Nothing of it stays, and the error says how to look at it."""
     path = tmp_path / "a.onnx"
     path.write_bytes(b"the old one")
     with pytest.raises(ReplayError, match=r'(?s)Nothing was written to .*a\.onnx\. To look .* keep_failed="a folder"'):
@@ -43,7 +42,6 @@ def test_a_file_that_failed_its_proof_does_not_replace_one_that_did_not(tmp_path
 
 
 def test_a_file_that_failed_is_kept_where_it_is_asked_for(tmp_path):
-    """The error names it; it is the graph that differs by a half."""
     path, failed = tmp_path / "a.onnx", tmp_path / "failed"
     with pytest.raises(ReplayError, match=r"The file that failed is .*failed.a\.onnx") as caught:
         export_onnx(Drifts(), (torch.ones(2, 3),), path=path, cases=[], keep_failed=failed)
@@ -53,7 +51,6 @@ def test_a_file_that_failed_is_kept_where_it_is_asked_for(tmp_path):
 
 
 def test_a_failed_file_is_not_kept_where_it_would_replace_the_good_one(tmp_path):
-    """Refused before anything is traced."""
     with pytest.raises(InvalidArgumentError, match=r"keep_failed=.* is the folder of the file itself"):
         export_onnx(Twice(), (torch.ones(2, 3),), path=tmp_path / "a.onnx", keep_failed=tmp_path)
 
@@ -146,7 +143,6 @@ def test_a_type_without_kernels_is_an_error_that_says_so(tmp_path):
 
 
 def test_half_precision_is_compared_as_half_precision(tmp_path):
-    """The default tolerance is the one of the weights' type."""
     model = make_model("llama")
     half = type(model)(model.config).eval()
     half.load_state_dict(model.state_dict())

@@ -7,7 +7,6 @@ from yobx_flatten.export.onnx.rewrite.graph import copy_type, input_of, insert_b
 
 
 def test_an_input_that_is_left_out_is_named():
-    """A graph that breaks its operator's rules ends with the node and the place, not with an attribute of None."""
     first = ir.val("first", ir.DataType.FLOAT, [2])
     node = ir.node("Add", [first, None], name="sum")
     assert input_of(node, 0) is first
@@ -23,7 +22,6 @@ def test_a_type_that_is_not_known_is_refused():
 
 
 def test_a_copied_type_is_its_own():
-    """A pass that changes the type of one value leaves the other one as it is; an unknown type is not copied."""
     one, other = ir.val("one", ir.DataType.FLOAT, [2]), ir.Value(name="other")
     copy_type(other, one)
     other.dtype = ir.DataType.FLOAT16
@@ -33,7 +31,6 @@ def test_a_copied_type_is_its_own():
 
 
 def test_nodes_are_inserted_where_a_node_stands():
-    """Before it, in their order, in the graph that it is part of; a node of no graph is refused."""
     value = ir.val("x", ir.DataType.FLOAT, [2])
     last = ir.node("Neg", [value], name="last")
     graph = ir.Graph([value], last.outputs, nodes=[last])

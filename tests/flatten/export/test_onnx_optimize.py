@@ -15,8 +15,6 @@ pytestmark = pytest.mark.slow
 
 
 class Convolutions(torch.nn.Module):
-    """What rules about padding, normalization and clipping match."""
-
     def __init__(self):
         super().__init__()
         self.one, self.norm = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)
@@ -49,7 +47,6 @@ def test_the_graph_is_the_one_of_onnxscript_for_a_model_with_a_cache():
 
 
 def test_the_graph_is_the_one_of_onnxscript_for_convolutions():
-    """Rules of several operators apply one after the other, and there are fewer nodes afterwards."""
     made = converted(Convolutions().eval(), (torch.ones(2, 3, 8, 8),), {}, None)
     found = optimized(made, optimize_graph)
     assert found == optimized(made, optimizer.optimize_ir)
@@ -57,7 +54,6 @@ def test_the_graph_is_the_one_of_onnxscript_for_convolutions():
 
 
 def test_a_rule_is_not_tried_at_other_operators():
-    """What is passed over is never handed to the rule."""
     rule = next(rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule.name == "CastCast")
     node = onnx_ir.node("Relu", [onnx_ir.Value(name="x")])
     assert _RuleOfOperator(rule).try_rewrite(None, None, node) is None  # without a model, the rule itself would raise

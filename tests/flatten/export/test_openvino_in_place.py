@@ -65,7 +65,6 @@ class TestFile(WritesInPlace):
 
 
 def test_two_texts_at_a_time_do_not_mix(model, folder):
-    """Each cache is the state of a request of its own."""
     generator = open_generator(folder.path)
     first, second = torch.tensor([[5, 6, 7]]), torch.tensor([[50, 60, 70, 80]])
     found = list(zip(*(generator.stream(ids, max_new_tokens=8) for ids in (first, second)), strict=True))
@@ -75,7 +74,6 @@ def test_two_texts_at_a_time_do_not_mix(model, folder):
 
 
 def test_a_file_whose_calls_return_the_cache_is_there_on_request(model, tmp_path):
-    """For programs that feed the cache themselves; any other word is refused."""
     exported = export_program(model, kwargs=decode_inputs(model, DecodeSizes()), proof="none")
     report = exported.to_openvino(tmp_path / "model.xml", cache="returned")
     inputs = {name for port in read_model(tmp_path / "model.xml").inputs for name in port.names}
@@ -117,7 +115,6 @@ def _off_by_one(read, presents):
     ids=["differs", "is copied", "stops"],
 )
 def test_a_form_that_does_not_pass_is_left_out(model, tmp_path, monkeypatch, replaced, by, reason):
-    """The file that takes and returns the cache is written in its place, and the report states why."""
     exported = export_program(model, kwargs=decode_inputs(model, DecodeSizes()), cases=[])
     monkeypatch.setattr(writer, replaced, by)
     report = exported.to_openvino(tmp_path / "model.xml")
@@ -130,7 +127,6 @@ def test_a_form_that_does_not_pass_is_left_out(model, tmp_path, monkeypatch, rep
 
 
 def test_weights_in_8_bits_have_such_a_cache_too(model, tmp_path):
-    """NNCF stores the weights of the file that passed; the cache stays in float32."""
     if importlib.util.find_spec("nncf") is None:  # its import would change the class of all loggers
         pytest.skip("NNCF is not installed")
     found = export_folder(model, tmp_path / "llama", target="openvino", proof="sample", quantize="int8")
@@ -139,7 +135,6 @@ def test_weights_in_8_bits_have_such_a_cache_too(model, tmp_path):
 
 
 def test_a_decoder_after_an_encoder_keeps_its_own_tokens_in_place(tmp_path):
-    """The keys of what the encoder read stay inputs; the first call fills the state of the others, with beams too."""
     torch.manual_seed(0)
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 96}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, eos_token_id=None)).eval()

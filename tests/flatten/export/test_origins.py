@@ -23,7 +23,6 @@ class Scaled(torch.nn.Module):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A module whose code is in a private folder, in a package there."""
     (tmp_path / "private" / "pack").mkdir(parents=True)
     (tmp_path / "private" / "pack" / "__init__.py").write_text("")
     (tmp_path / "private" / "pack" / "model.py").write_text(CODE)
@@ -47,7 +46,6 @@ def test_files_name_no_folder_of_their_author(module, tmp_path):
 
 
 def test_a_line_keeps_its_number_and_its_text(module, tmp_path):
-    """Only the folders before the package are left out, in the branches of a condition as well."""
     program = torch.export.export(module, (torch.ones(3, 4),))
     parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     nodes = [node for part in parts for node in part.graph.nodes if node.meta.get("stack_trace")]

@@ -158,7 +158,6 @@ def exported():
 
 @pytest.mark.parametrize(("name", "runtime"), PAIRS)
 def test_outputs_reach_the_runtime(exported, name, runtime, tmp_path):
-    """A file opened by itself gives, for sizes that it has not seen, every field that the eager model gives."""
     if name in NEEDS:
         try:
             importlib.import_module(NEEDS[name])

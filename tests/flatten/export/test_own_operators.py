@@ -37,7 +37,6 @@ def _translated(factor):
 
 
 def test_an_operator_of_ones_own_is_written_with_its_translation(tmp_path):
-    """The file holds operators of ONNX, which give the numbers of the operator."""
     x = torch.randn(4, 3)
     export_onnx(Own(), (x,), path=tmp_path / "own.onnx", translations={OPERATOR: _translated(2.0)})
     session = onnxruntime.InferenceSession(tmp_path / "own.onnx")
@@ -46,7 +45,6 @@ def test_an_operator_of_ones_own_is_written_with_its_translation(tmp_path):
 
 
 def test_a_wrong_translation_is_refused(tmp_path):
-    """It is replayed as everything else is."""
     with pytest.raises(ReplayError, match="differs from the eager model") as caught:
         export_onnx(Own(), (torch.randn(4, 3),), path=tmp_path / "o.onnx", translations={OPERATOR: _translated(5.0)})
     assert "the first value that differs is 'twice_plus' (yobx_tests.twice_plus.default" in str(caught.value)
@@ -55,7 +53,6 @@ def test_a_wrong_translation_is_refused(tmp_path):
 
 @pytest.mark.parametrize("translations", [{"twice_plus": _translated}, {OPERATOR: "Add"}])
 def test_what_is_no_translation_is_named(translations, tmp_path):
-    """With the line to type, before anything is traced."""
     with pytest.raises(InvalidArgumentError, match=r"(?s)translations: expected a dict from operators.*translations="):
         export_onnx(Own(), (torch.randn(4, 3),), path=tmp_path / "o.onnx", translations=translations)
 
@@ -82,7 +79,6 @@ def test_a_method_is_named_with_the_way_that_exports_it(export):
 
 
 def test_the_way_that_is_named_exports_a_method(tmp_path):
-    """The lines of the error, typed."""
     model = Encodes().eval()
     with record_calls(model, method="encode") as calls:
         for rows in (4, 6):

@@ -31,7 +31,6 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_what_a_tokenizer_returns_is_exported_and_says_what_was_left_out(tmp_path):
-    """The most usual call. The file answers for a padded batch as the model does, at every position that is read."""
     model = make_model("llama")
     inputs = dict(_tokenizer()("Beautiful is better", return_tensors="pt"))
     report = export_onnx(model, kwargs=inputs, path=tmp_path / "a.onnx").report
@@ -65,7 +64,6 @@ class Drifts(torch.nn.Module):
 
 
 def test_a_difference_in_padding_is_none_and_one_beside_it_is():
-    """Also for positional arguments, and for programs."""
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
     args = (torch.arange(6).reshape(2, 3), mask)
     report = export_program(Drifts(where=0), args, cases=[]).report
@@ -96,7 +94,6 @@ def test_positions_of_a_cache_that_was_given_are_compared():
     ("name", "shape"), [("scores", (2, 3)), ("attentions.0", (2, 3, 3, 3)), ("pooled", (2, 8)), ("state", (3, 2, 8))]
 )
 def test_outputs_of_another_shape_are_compared_whole(name, shape):
-    """Only (batch, sequence, ...) and keys and values have positions."""
     padding = Padding()
     padding.next_call(
         {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
@@ -167,7 +164,6 @@ SENTENCE = r"differs from the eager model \(.*\)\. The model itself changes a ro
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("export", [export_program, export_onnx])
 def test_a_model_whose_rows_depend_on_the_padding_of_others_is_named_as_such(kind, given, first, export):
-    """Whether the example or another case is padded; the number is what a row moves by in the model itself."""
     module = kind().eval()
     both = [Case("a case", (), given(not first))]
     with pytest.raises(ReplayError, match=SENTENCE) as raised:
@@ -180,7 +176,6 @@ def test_a_model_whose_rows_depend_on_the_padding_of_others_is_named_as_such(kin
 
 
 def test_a_difference_of_another_kind_is_not_blamed_on_padding():
-    """The rows of the module are the same, however others are padded."""
     with pytest.raises(ReplayError) as raised:
         export_program(Wrong(), (), of_values(True))
     assert "when another row is padded" not in str(raised.value)

@@ -32,8 +32,6 @@ pytestmark = pytest.mark.slow
 
 
 class Scale(torch.nn.Module):
-    """Not a transformers model: nested inputs, a dict as output."""
-
     def forward(self, x, more=None):
         return {"y": x * 2 + more["z"][0].sum(), "z": more["z"]}
 
@@ -44,14 +42,12 @@ def _scale_inputs(rows: int) -> tuple[tuple[torch.Tensor], dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def mistral(tmp_path_factory):
-    """Mistral, all of whose layers slide, exported to ONNX from an example of one row and one token."""
     path = tmp_path_factory.mktemp("onnx") / "mistral.onnx"
     kwargs = decode_inputs(make_model("mistral"), DecodeSizes(batch=1, past=5, new=1))
     return export_onnx(make_model("mistral"), (), {**kwargs, "use_cache": True}, path)
 
 
 def test_the_report_says_what_was_replayed_and_how_far_it_differs(mistral):
-    """Below, at and past the window, in torch.export and in onnxruntime, each in a loop of three steps."""
     report = mistral.report
     assert report.ok
     assert report.max_difference < 1e-5
@@ -74,7 +70,6 @@ def test_the_report_says_what_was_replayed_and_how_far_it_differs(mistral):
 
 
 def test_the_onnx_graph_has_readable_names_and_varying_sizes(mistral):
-    """Generation tools find `past_key_values.0.key`; an example of one row and one token does not fix them."""
     graph = onnx.load(mistral.path).graph
     inputs = {given.name: given.type.tensor_type for given in graph.input}
     assert list(inputs) == [*mistral.report.input_names, "num_logits_to_keep"]
@@ -86,7 +81,6 @@ def test_the_onnx_graph_has_readable_names_and_varying_sizes(mistral):
 
 
 def test_a_model_that_slides_has_the_inputs_that_tools_feed(mistral, tmp_path):
-    """As `export_folder` writes it, whatever was among the example; the counter is there for who asks for it."""
     names = ["input_ids", "attention_mask", "position_ids"]
     names += [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
     assert mistral.report.input_names == names
@@ -98,7 +92,6 @@ def test_a_model_that_slides_has_the_inputs_that_tools_feed(mistral, tmp_path):
 
 
 def test_a_program_of_a_window_is_replayed_as_a_loop_over_its_own_cache():
-    """Three calls, each with the keys and values that the program itself returned, as its file is replayed."""
     kwargs = decode_inputs(make_model("mistral"), DecodeSizes())
     decoder = SlidingDecoder(make_model("mistral"), kwargs, WORD)
     report = export_program(decoder, (), decoder.inputs(kwargs), cases=[]).report
@@ -152,7 +145,6 @@ def test_a_padded_row_past_the_window_needs_no_counter_and_no_more_keys_than_the
 
 
 def test_what_the_helper_returns_can_be_called_anywhere(mistral):
-    """It enters the block itself; the bare program says what is missing."""
     kwargs = decode_inputs(make_model("mistral"), DecodeSizes(batch=3, past=WINDOW + 2, new=2))
     with torch.no_grad():
         found = mistral(**kwargs, use_cache=True)
@@ -167,7 +159,6 @@ def test_what_the_helper_returns_can_be_called_anywhere(mistral):
 
 
 def test_a_stored_program_loads_inside_the_block(tmp_path: pathlib.Path):
-    """`save` enters the block by itself."""
     exported_file("llama").save(tmp_path / "llama.pt2")
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
         loaded = torch.export.load(tmp_path / "llama.pt2").module()(**decode_inputs(make_model("llama"), DecodeSizes()))
@@ -177,7 +168,6 @@ def test_a_stored_program_loads_inside_the_block(tmp_path: pathlib.Path):
 
 @pytest.mark.parametrize("name", cases(["t5", "bart"], quick=["t5"]))
 def test_an_encoder_decoder_is_exported_and_replayed(name):
-    """Both caches go in and come out, named `decoder` and `encoder`."""
     exported = exported_file(name)
     assert exported.report.max_difference < 1e-4
     assert len([case for case in exported.report.cases if case.runtime == "onnxruntime"]) == 4
@@ -186,7 +176,6 @@ def test_an_encoder_decoder_is_exported_and_replayed(name):
 
 
 def test_plain_torch_onnx_export_works_inside_the_block(tmp_path):
-    """Without the helper; the graph serves another length."""
     model, kwargs = make_model("gemma2"), decode_inputs(make_model("gemma2"), DecodeSizes())
     with register_flattening_functions(patch_transformers=True):
         program = torch.onnx.export(
@@ -207,7 +196,6 @@ def test_plain_torch_onnx_export_works_inside_the_block(tmp_path):
 
 
 def test_any_module_with_nested_inputs(tmp_path):
-    """Positional and keyword arguments; other sizes are replayed where they are given."""
     (args, kwargs), (other_args, other_kwargs) = _scale_inputs(2), _scale_inputs(5)
     cases = [Case("five rows", other_args, other_kwargs)]
     exported = export_onnx(Scale(), args, kwargs, tmp_path / "scale.onnx", cases=cases)
@@ -220,7 +208,6 @@ def test_any_module_with_nested_inputs(tmp_path):
 
 @pytest.mark.parametrize(("returned", "names"), [("y", ["output"]), ("(y, x)", ["output.0", "output.1"])])
 def test_a_module_may_return_bare_tensors(returned, names, tmp_path):
-    """Outputs without a name of their own get one."""
 
     class Bare(torch.nn.Module):
         def forward(self, x):
@@ -233,7 +220,6 @@ def test_a_module_may_return_bare_tensors(returned, names, tmp_path):
 
 
 def test_other_sizes_that_are_not_replayed_are_said(tmp_path):
-    """No silence about what was not checked: what to pass is in the report. Values vary nevertheless."""
     args, kwargs = _scale_inputs(1)
     report = export_program(Scale(), args, kwargs).report
     assert "zeros, False and lowest values" in [case.case for case in report.cases]
@@ -242,7 +228,6 @@ def test_other_sizes_that_are_not_replayed_are_said(tmp_path):
 
 
 def test_a_case_that_the_program_refuses_is_an_error_with_its_reason():
-    """A program of fixed sizes does not take another one; the report says why."""
     args, kwargs = _scale_inputs(2)
     other_args, other_kwargs = _scale_inputs(5)
     with pytest.raises(ReplayError, match=r"five rows\s+torch\.export\s+0\s+step 0: "):
@@ -250,7 +235,6 @@ def test_a_case_that_the_program_refuses_is_an_error_with_its_reason():
 
 
 def test_a_file_appears_only_when_it_is_done(tmp_path, monkeypatch):
-    """A conversion that fails leaves nothing half-written behind, and what was there before stays."""
     path = tmp_path / "scale.onnx"
     path.write_text("before")
     args, kwargs = _scale_inputs(2)
@@ -299,7 +283,6 @@ def test_the_example_that_replaces_one_is_not_used_up_by_the_trial(monkeypatch):
 
 
 def test_a_prefill_without_a_cache_is_replayed_in_other_sizes():
-    """One call per case, since no cache goes in; it comes out as `present`."""
     ids = torch.randint(3, 90, (2, 4))
     kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), WORD: None, "use_cache": True}
     report = export_program(make_model("mistral"), (), kwargs).report
@@ -312,7 +295,6 @@ def test_a_prefill_without_a_cache_is_replayed_in_other_sizes():
 
 @pytest.mark.parametrize("room", [32, 12])
 def test_a_static_cache_is_exported_and_replayed(room):
-    """Keys of fixed length, counted by a tensor: other batch sizes, and as many tokens seen as there is room for."""
     model = make_model("llama")
     like = dict.fromkeys(("input_ids", "attention_mask", WORD))
     like[WORD] = new_cache("llama", static=True, room=room)

@@ -40,7 +40,6 @@ PROGRAM, FILE = "torch.export", "onnxruntime"
     ],
 )
 def test_a_proof_replays_the_cases_of_its_kind(tmp_path, export, proof, count, expected):
-    """All in both runtimes, which a small model has by default; all of the file, or of a program alone; or a sample."""
     path = {"path": tmp_path / "a.onnx"} if export is export_onnx else {}
     found = export(torch.nn.Linear(3, 2), EXAMPLE, **path, cases=CASES[:count], proof=proof)
     assert replayed(found.report) == expected
@@ -49,7 +48,6 @@ def test_a_proof_replays_the_cases_of_its_kind(tmp_path, export, proof, count, e
 
 
 def test_a_sample_still_finds_a_wrong_file(tmp_path, monkeypatch):
-    """A file that computes something else does not appear."""
     module = torch.nn.Linear(3, 2)
 
     def wrong(converted, *args, **kwargs):
@@ -67,7 +65,6 @@ def test_a_sample_still_finds_a_wrong_file(tmp_path, monkeypatch):
 
 
 def test_without_a_proof_the_report_says_unproven(tmp_path):
-    """The file is there, nothing was run, and the report states it in its second line."""
     found = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", cases=CASES, proof="none")
     assert found.report.cases == []
     assert str(found).splitlines()[1].strip().startswith("UNPROVEN")
@@ -88,13 +85,11 @@ def test_the_size_of_the_weights_decides_by_default(monkeypatch):
 
 
 def test_an_unknown_proof_is_refused():
-    """The message lists what there is."""
     with pytest.raises(InvalidArgumentError, match="'auto', 'full', 'standard', 'sample', 'none'"):
         export_program(torch.nn.Linear(3, 2), EXAMPLE, proof="some")
 
 
 def test_the_report_has_time_and_memory_of_every_step(tmp_path):
-    """Seconds are positive; the peak never shrinks."""
     report = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", cases=[]).report
     assert list(report.seconds) == ["trace", "replay", "convert", "save", "load"]
     assert all(seconds > 0 for seconds in report.seconds.values())
@@ -110,7 +105,6 @@ def test_tied_weights_are_counted_once():
 
 
 def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
-    """The message names the folder, what is needed and what is free."""
     monkeypatch.setattr(write.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10}))
     module = torch.nn.Linear(3, 2)
     monkeypatch.setattr(module, "forward", lambda *args: pytest.fail("the module was called"))
@@ -120,7 +114,6 @@ def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
 
 
 def test_too_little_memory_is_found_before_anything_is_traced(monkeypatch):
-    """The message names what is needed, what there is, and the argument that needs less."""
     facts = dataclasses.replace(ModelFacts.of(torch.nn.Linear(3, 2)), weight_bytes=2**31)
     monkeypatch.setattr(write, "memory_available", lambda: 2**30)
     monkeypatch.setattr(write.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))

@@ -25,7 +25,6 @@ def _inputs(model, rows: int, past: int, new: int) -> dict[str, object]:
 
 
 def test_one_program_serves_all_lengths_of_an_fp8_cache():
-    """Exported, replayed with caches of its own kind in other sizes, and called with another."""
     model = make_model("llama")
     exported = export_program(model, (), _inputs(model, 2, 5, 3), steps=2)
     assert exported.report.max_difference == 0.0

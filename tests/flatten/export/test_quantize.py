@@ -42,7 +42,6 @@ def _exported(path, quantize, **options):
 
 
 def _stored(path) -> dict[str, tuple[int, int]]:
-    """By name of a product: bytes in the file, and in float32."""
     graph = onnx.load(path).graph
     sizes = {tensor.name: len(tensor.raw_data) for tensor in graph.initializer}
     sizes |= {
@@ -57,14 +56,12 @@ def _stored(path) -> dict[str, tuple[int, int]]:
 
 
 def _contents(path):
-    """The operators of a file with their inputs, and the bytes of its weights."""
     graph = onnx.load(path).graph
     return [(node.op_type, *node.input) for node in graph.node], {w.name: w.raw_data for w in graph.initializer}
 
 
 @pytest.mark.parametrize("options", [{"quantize": "int8"}, {"quantize": "int4", "optimize": "onnxruntime"}])
 def test_a_program_writes_the_file_that_export_onnx_writes(tmp_path, options):
-    """The same operators and the same bytes in the same bits, with the same distance from the model."""
     model = trained_model()
     how = {"kwargs": decode_inputs(model, DecodeSizes(batch=2, past=5, new=3)), "cases": [], "steps": 2}
     straight = export_onnx(model, path=tmp_path / "straight.onnx", **how, **options).report
@@ -75,7 +72,6 @@ def test_a_program_writes_the_file_that_export_onnx_writes(tmp_path, options):
 
 @pytest.mark.parametrize(("weights", "allowed", "bytes_each"), [("int8", 1.005, 0.29), ("int4", 1.03, 0.2)])
 def test_a_trained_model_keeps_its_perplexity(tmp_path, weights, allowed, bytes_each):
-    """All 15 projections are stored in so many bits; the text is one that the model has not seen."""
     tokens, path = _held_out(), tmp_path / "model.onnx"
     exported = _exported(path, Quantization(weights, tokens=tokens))
     stored = _stored(path)
@@ -107,7 +103,6 @@ def test_a_trained_model_keeps_its_perplexity(tmp_path, weights, allowed, bytes_
 
 
 def test_a_file_that_is_too_far_from_its_model_is_not_written(tmp_path):
-    """With the figures, and what to type; what was there stays."""
     path = tmp_path / "model.onnx"
     path.write_text("before")
     with pytest.raises(
@@ -134,7 +129,6 @@ def test_a_weight_that_is_also_an_embedding_is_stored_once_and_named(tmp_path):
 
 
 def test_products_of_other_modules_are_compared_by_their_outputs(tmp_path):
-    """Without scores there is no perplexity; a matrix of less than a block stays as it is."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.ReLU(), torch.nn.Linear(96, 8)).eval()
@@ -165,7 +159,6 @@ def test_quantised_weights_are_those_of_the_model_up_to_half_a_step(tmp_path):
 
 @pytest.mark.parametrize("large", [8000, 1])
 def test_weights_next_to_the_float_file_are_found_again(tmp_path, monkeypatch, large):
-    """Where the quantised ones are few enough to be in the file itself, and where they are not."""
     monkeypatch.setattr("yobx_flatten.export.onnx.file.LARGE", large)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -179,7 +172,6 @@ def test_weights_next_to_the_float_file_are_found_again(tmp_path, monkeypatch, l
 
 
 def test_what_cannot_be_quantised_is_refused_before_anything_is_traced(tmp_path, monkeypatch):
-    """Unknown types, no projections, a type without kernels, a text for a module that reads none."""
     monkeypatch.setattr(torch.export, "export", None)
     linear, x, path = torch.nn.Linear(64, 64), torch.ones(2, 64), tmp_path / "m.onnx"
     with pytest.raises(InvalidArgumentError, match=r'quantize must be None, "int8", "int4", .*found \'int3\''):
@@ -196,7 +188,6 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_traced(tmp_path,
 
 
 def test_a_text_of_another_vocabulary_is_refused(tmp_path):
-    """Before anything is traced: a token that the table of the model does not have."""
     tokens = torch.full((1, 8), 259)
     with pytest.raises(
         InvalidArgumentError, match="its vocabulary has 259 tokens, and the text contains tokens 259 to 259"
@@ -205,7 +196,6 @@ def test_a_text_of_another_vocabulary_is_refused(tmp_path):
 
 
 def test_an_onnxruntime_without_its_quantizer_is_named(monkeypatch):
-    """The message of the error ends with the line to type."""
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime.quantization", None)
     quantizing._library.cache_clear()
     try:
@@ -250,7 +240,6 @@ def test_losses_are_of_the_next_token():
 
 
 def test_weights_without_kernels_are_refused_before_the_export(tmp_path, monkeypatch):
-    """bfloat16 on the CPU; the way out is named."""
     monkeypatch.setattr(torch.export, "export", None)
     assert has_kernels("float16")
     assert not has_kernels("bfloat16")
@@ -261,7 +250,6 @@ def test_weights_without_kernels_are_refused_before_the_export(tmp_path, monkeyp
 
 
 def test_a_program_of_weights_without_kernels_stays_a_program(tmp_path):
-    """Its own replay passes; `to_onnx` refuses before it converts anything."""
     module, x = torch.nn.Linear(3, 4).bfloat16(), torch.ones(2, 3, dtype=torch.bfloat16)
     exported = export_program(module, (x,), cases=[])
     with pytest.raises(InvalidArgumentError, match=r'(?s)to_onnx: onnxruntime has no kernels.*proof="none"'):
@@ -270,7 +258,6 @@ def test_a_program_of_weights_without_kernels_stays_a_program(tmp_path):
 
 
 def test_weights_in_float16_are_quantised_with_scales_of_float16(tmp_path):
-    """The operator takes activations of that type."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         linear, x = torch.nn.Linear(64, 64).half(), torch.randn(3, 64).half()
@@ -292,7 +279,6 @@ def measured(expected, found):
 
 
 def test_outputs_without_scores_are_compared_by_size():
-    """One apart, by 0.5 on average, and more than the spread; integers and empty tensors state nothing."""
     ints, empty = torch.tensor([1, 2]), torch.zeros(0)
     expected = {"hidden": torch.tensor([3.0, 4.0]), "ids": ints, "empty": empty}
     quality = measured(expected, {"hidden": torch.tensor([3.0, 5.0]), "ids": ints + 1, "empty": empty})
@@ -305,13 +291,11 @@ def test_outputs_without_scores_are_compared_by_size():
 
 
 def test_outputs_that_are_not_finite_are_refused():
-    """NaN is no small difference, whatever the sums are."""
     quality = measured({"hidden": torch.ones(2)}, {"hidden": torch.tensor([1.0, math.nan])})
     assert (quality.ok, quality.max_difference) == (False, math.inf)
 
 
 def test_scores_of_padding_alone_state_nothing():
-    """No position is left, so no greedy token can differ."""
     quality = measured({"logits": torch.zeros(1, 2, 5)}, {"logits": torch.ones(1, 2, 5)})
     assert (quality.positions, quality.agreement, quality.divergence, quality.ok) == (0, None, None, True)
 
@@ -337,6 +321,5 @@ def test_scores_of_padding_alone_state_nothing():
     ],
 )
 def test_options_that_are_none_or_exclude_each_other_are_named(options, words):
-    """Before anything is exported."""
     with pytest.raises(InvalidArgumentError, match=words):
         Quantization(**options)

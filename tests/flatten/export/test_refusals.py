@@ -82,7 +82,6 @@ class Carrier(torch.nn.Module):
 
 
 def test_a_module_among_the_inputs_is_refused_by_path():
-    """With the remedy for one that computes, and for one that carries tensors."""
     with pytest.raises(NotRegisteredError, match=r"(?s)given\.part is a module \(.*Linear\).*self\.part = part"):
         export_program(Calls(lambda h: h.part(h.x)), (Holder(X, torch.nn.Linear(3, 3)),))
     with pytest.raises(NotRegisteredError, match=r"(?s)given is a .*Carrier.*register\(Carrier, children=\['x'\]\)"):
@@ -95,7 +94,6 @@ class Result:
 
 
 def test_an_output_of_an_unregistered_class_is_refused_with_the_line():
-    """As `explain_error` explains torch's message."""
     with pytest.raises(NotRegisteredError, match=r"(?s)output is a .*Result.*register\(Result, children=\['x'\]\)"):
         export_program(Calls(lambda x: Result(x + 1)), (X,))
 
@@ -108,7 +106,6 @@ def test_a_float_does_not_vary():
 
 
 def test_inputs_on_another_device_are_named():
-    """Before by `check_inputs`, and in the place of torch's message."""
     module, given = torch.nn.Linear(3, 4), torch.ones(2, 3, device="meta")
     (warning,) = check_inputs(module, (given,))
     assert "input is on meta, the weights are on cpu" in str(warning)

@@ -35,14 +35,12 @@ TRAPS = {
 
 @pytest.mark.parametrize("trap", TRAPS)
 def test_the_replay_sees(trap):
-    """A trace that goes another way than the eager model, told by what it returns."""
     answer, message = TRAPS[trap]
     with pytest.raises(ReplayError, match=message):
         export_program(Answers(answer), (X,), cases=[])
 
 
 def test_recorded_calls_see_the_same():
-    """One comparison for both."""
     module = Answers(lambda x: {"x": x + 1, "y": "a" if _exporting() else "b"})
     with record_calls(module) as calls:
         module(X)
@@ -51,7 +49,6 @@ def test_recorded_calls_see_the_same():
 
 
 def test_outputs_of_all_kinds_may_stay_the_same():
-    """Numbers, text, None and 8-bit floats are compared, too, and are no difference."""
     module = Answers(
         lambda x: {"a": x.to(torch.float8_e4m3fn), "b": True, "c": None, "d": "s", "e": 3, "f": 2.5, "g": x.shape[0]}
     )
@@ -96,7 +93,6 @@ def _state(module):
     ("make", "first", "second"), [(Learns, X * 2, X * 4), (lambda: torch.nn.BatchNorm1d(3).train(), None, None)]
 )
 def test_a_module_that_writes_to_its_parameters_or_statistics_is_as_it_was(make, first, second):
-    """Exported, replayed and called: the program counts for itself, the module does not hear of it."""
     module = make()
     before = _state(module)
     exported = export_program(module, (X,), cases=[])
@@ -109,7 +105,6 @@ def test_a_module_that_writes_to_its_parameters_or_statistics_is_as_it_was(make,
 
 
 def test_a_module_is_as_it_was_when_its_export_fails():
-    """Half-way, after the trace, in the eager run."""
     module = Fails()
     before = _state(module)
     with pytest.raises(TypeError, match="NoneType"):
@@ -157,12 +152,10 @@ class WritesElsewhere(torch.nn.Module):
 
 
 def test_only_what_is_written_to_is_copied():
-    """Not what a new tensor was computed from."""
     assert written_state(export_program(WritesElsewhere(), (X,), cases=[]).program) == ["n"]
 
 
 def test_a_model_in_eval_neither_draws_nor_writes():
-    """Its dropouts are in the graph and switched off."""
     model = small_model("gpt2")
     program = export_program(model, (), decode_inputs(model, DecodeSizes()), cases=[], steps=1).program
     assert any("dropout" in str(node.target) for node in program.graph.nodes)
@@ -171,8 +164,6 @@ def test_a_model_in_eval_neither_draws_nor_writes():
 
 
 class First(torch.nn.Module):
-    """The first output of a layer."""
-
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()
         self.layer = layer

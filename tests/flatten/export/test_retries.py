@@ -34,7 +34,6 @@ def _module(forward, **parameters):
 
 
 def _differences(path, module, *calls):
-    """The largest difference of the file from the module, in each call."""
     session = onnxruntime.InferenceSession(path)
     found = []
     for call in calls:
@@ -77,7 +76,6 @@ ALL_SIZES = {
 
 @pytest.mark.parametrize("name", ALL_SIZES)
 def test_sizes_that_the_code_counts_with_all_vary(name, tmp_path):
-    """Without a note that any was fixed, and with the module's numbers at others."""
     module, make = ALL_SIZES[name]
     exported = export_onnx(module, kwargs=make(2), path=tmp_path / "m.onnx")
     assert not [remark for remark in exported.report.remarks if "fixed" in remark]
@@ -85,8 +83,6 @@ def test_sizes_that_the_code_counts_with_all_vary(name, tmp_path):
 
 
 class Stream(nn.Module):
-    """Takes the state of a recurrent layer, and returns the next one."""
-
     def __init__(self, kind, **options):
         super().__init__()
         self.rnn, self.has_cell = kind(5, 6, **options), kind is nn.LSTM
@@ -105,7 +101,6 @@ class Stream(nn.Module):
     ],
 )
 def test_a_recurrent_layer_with_its_state_takes_any_batch(kind, options, tmp_path):
-    """The hidden size has one value, which the file states as a number."""
     module = Stream(kind, **options).eval()
     layers = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
 
@@ -140,7 +135,6 @@ def test_chunks_of_a_varying_size_need_no_retry(tmp_path):
 
 
 def test_a_size_that_fails_is_fixed_and_named(tmp_path):
-    """The others still vary; the report states which one was fixed, why, and the line to type."""
     module = _module(_rolled)
     report = export_onnx(module, kwargs={"x": torch.randn(3, 6)}, path=tmp_path / "m.onnx").report
     (note,) = [remark for remark in report.remarks if "fixed as in the example" in remark]
@@ -153,7 +147,6 @@ def test_a_size_that_fails_is_fixed_and_named(tmp_path):
 
 
 def test_sizes_that_were_stated_are_never_fixed(tmp_path):
-    """The caller asked for them: the error comes at once, with the line to type."""
     with pytest.raises(InvalidArgumentError, match=r"(?s)aten\.roll\.default.*translations=") as caught:
         export_onnx(
             _module(_rolled),
@@ -197,7 +190,6 @@ class Reread(nn.Module):
     ("module", "operator"), [(Halved(), "yobx_tests.halved.default"), (Reread(), "aten.view.dtype")]
 )
 def test_an_operator_without_translation_is_named_with_the_line_to_type(module, operator, tmp_path):
-    """In a few lines, with the operator, its place in the model's code, and ``translations=``."""
     with pytest.raises(InvalidArgumentError, match="has no translation") as caught:
         export_onnx(module, kwargs={"x": torch.randn(2, 3, 4)}, path=tmp_path / "m.onnx")
     first, last = str(caught.value).splitlines()
@@ -216,7 +208,6 @@ class Normed(nn.Module):
 
 
 def test_a_module_made_in_inference_mode_is_exported(tmp_path):
-    """Outside of that mode; its parameters are afterwards as they were."""
     with torch.inference_mode():
         module = Normed().eval()
     export_onnx(module, kwargs={"x": torch.randn(2, 3, 9)}, path=tmp_path / "m.onnx")
@@ -225,7 +216,6 @@ def test_a_module_made_in_inference_mode_is_exported(tmp_path):
 
 
 def test_a_program_checks_a_size_of_one_value():
-    """The number takes the place of the symbol, and the program still refuses others."""
     module = _module(lambda self, x: {"y": x @ self.weight}, weight=torch.randn(4, 5))
     exported = export_program(module, kwargs={"x": torch.randn(3, 4)})
     (x,) = [node.meta["val"] for node in exported.program.graph.nodes if node.name == "x"]
@@ -249,7 +239,6 @@ class Mixed(nn.Module):
 
 
 def test_autocast_inside_forward_is_named_as_the_cause(tmp_path):
-    """With the line to type."""
     with pytest.raises(ReplayError, match=r"torch\.autocast\('cpu', torch\.bfloat16\).*enabled=False"):
         export_onnx(Mixed(), kwargs={"x": torch.randn(2, 6)}, path=tmp_path / "m.onnx")
 
@@ -261,7 +250,6 @@ class Differentiated(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:A model attribute:UserWarning")  # torch's, of what it lifts out of such a trace
 def test_an_error_of_torch_is_one_line_and_a_line_to_type():
-    """Its own text, which has pages, is the cause."""
     known = "Differentiated (cannot be exported: torch raises|is not traced. forward uses torch.func)"  # by version
     with pytest.raises(InvalidArgumentError, match=known) as caught:
         export_program(Differentiated(), kwargs={"x": torch.randn(2, 4)})

@@ -12,8 +12,6 @@ from yobx_flatten.export.quantization import Quantization
 
 
 class Reader(torch.nn.Module):
-    """Returns the rows of a table, and a product of them."""
-
     def __init__(self, words, scale=1.0):
         super().__init__()
         self.table = torch.nn.Embedding(words, 64)
@@ -88,7 +86,6 @@ def _read_out(path, linear, block_size):
 @pytest.mark.parametrize("most", [1.0, 1e6])
 @pytest.mark.parametrize("block", [32, 64])
 def test_weights_are_stored_in_steps_from_zero(tmp_path, most, block):
-    """Of 127 steps for the largest of 64, or of as many as are asked for; no zero points."""
     linear = torch.nn.Linear(256, 96, bias=False)
     with torch.no_grad():
         linear.weight.copy_(most * torch.randn(96, 256, generator=torch.Generator().manual_seed(0)))

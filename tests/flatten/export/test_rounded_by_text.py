@@ -90,7 +90,6 @@ def test_calls_with_other_inputs_are_not_read_from_the_start(other):
 
 @pytest.mark.parametrize(("bits", "part"), [("int4", 0.6), ("int8", 0.8)])
 def test_a_file_rounded_by_a_text_is_nearer_to_its_model(tmp_path, bits, part):
-    """On a text that neither read: at most a part of the divergence of rounding to nearest."""
     how = {"activations": "float", "perplexity_ratio": 2.0}
     nearest = Quantization(bits, **how)
     by_text = Quantization(bits, **how, tokens=_text(heapq, 4), calibration=_text(statistics, 40))
@@ -104,7 +103,6 @@ def test_a_file_rounded_by_a_text_is_nearer_to_its_model(tmp_path, bits, part):
 
 
 def test_weights_in_4_bits_multiply_in_half_precision(tmp_path):
-    """With float16 for all other weights, scales among them: as near to the model in float32 as the file in float32."""
     chosen = Quantization("int4", perplexity_ratio=2.0, tokens=_text(heapq, 4), calibration=_text(statistics, 40))
     held_out, found = text_of(heapq)[4 * 96 : 8 * 96].reshape(4, 96), {}
     for dtype in (torch.float16, torch.float32):

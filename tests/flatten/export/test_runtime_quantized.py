@@ -14,8 +14,6 @@ from yobx_flatten.runners.open import open_runner
 
 
 class Scores(torch.nn.Module):
-    """Scores of 32 tokens, from two projections whose rows have whole blocks."""
-
     def __init__(self):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
@@ -66,7 +64,6 @@ def written(request, exported, tmp_path_factory):
 
 
 def test_the_distance_is_that_of_the_file_to_the_module(written):
-    """The largest difference of a score, over the example and the case, read from the file and computed here."""
     _, bits, report, path, _ = written
     runner = open_runner(path)
     found = []
@@ -82,7 +79,6 @@ def test_the_distance_is_that_of_the_file_to_the_module(written):
 
 
 def test_a_file_of_executorch_computes_what_torchao_does(written, exported):
-    """The kernels of XNNPACK next to the quantised module in torch, on the same tokens."""
     runtime, bits, report, path, _ = written
     if runtime != "executorch":
         pytest.skip("NNCF has no module in torch")
@@ -95,7 +91,6 @@ def test_a_file_of_executorch_computes_what_torchao_does(written, exported):
 
 
 def test_the_file_is_smaller_than_one_in_float(written):
-    """The weights of the projections take one byte or half a byte, with their scales."""
     runtime, bits, report, path, size = written
     projections = 64 * 128 + 128 * 32
     stored = sum(file.stat().st_size for file in path.parent.glob("scores.*"))
@@ -105,7 +100,6 @@ def test_the_file_is_smaller_than_one_in_float(written):
 
 
 def test_a_file_in_blocks_states_them(written):
-    """Eight bits have one scale per output."""
     runtime, bits, report, _, _ = written
     assert report.quality.block_size == {"int8": 0, "int4": 32}[bits]
     shown = str(report)
@@ -116,7 +110,6 @@ def test_a_file_in_blocks_states_them(written):
 
 @pytest.mark.slow  # the import of NNCF takes 3 seconds
 def test_a_file_that_is_too_far_is_not_written(exported, tmp_path, capfd):
-    """The error states the distance; the terminal and the classes of loggers stay as they are."""
     _needs("nncf")
     with pytest.raises(ReplayError, match="differs more from the eager model than its quantised weights explain"):
         exported.to_openvino(tmp_path / "scores.xml", quantize=Quantization("int4", perplexity_ratio=1.0000001))
@@ -133,7 +126,6 @@ def test_eight_bits_have_a_scale_for_each_output():
 
 @pytest.mark.parametrize(("runtime", "missing"), [("openvino", "nncf"), ("executorch", "executorch")])
 def test_a_missing_tool_is_named(exported, tmp_path, monkeypatch, runtime, missing):
-    """With the extra that installs it, before anything is converted."""
     if runtime == "openvino":
         pytest.importorskip("openvino")
     found = dependencies.is_installed
@@ -144,7 +136,6 @@ def test_a_missing_tool_is_named(exported, tmp_path, monkeypatch, runtime, missi
 
 
 def test_blocks_that_xnnpack_lacks_are_refused(exported, tmp_path, monkeypatch):
-    """With the line to type."""
     monkeypatch.setattr("yobx_flatten.export.runtimes.write.require_executorch", lambda caller: None)
     monkeypatch.setattr(dependencies, "is_installed", lambda library: True)
     with pytest.raises(InvalidArgumentError, match=r'found 16:\n    Quantization\("int4", block_size=32\)'):
@@ -152,7 +143,6 @@ def test_blocks_that_xnnpack_lacks_are_refused(exported, tmp_path, monkeypatch):
 
 
 def test_projections_without_whole_blocks_are_refused():
-    """Before torchao is imported."""
     small = torch.nn.Sequential(torch.nn.Linear(24, 8))
     source = export_program(small, (torch.randn(2, 24),), proof="none")._source
     with pytest.raises(InvalidArgumentError, match=r"no torch.nn.Linear whose number of inputs is a multiple of 32"):
@@ -167,7 +157,6 @@ def torchao():
 
 
 def test_the_module_stays_as_it_is(torchao):
-    """What torchao quantizes is a copy."""
     exported = export_program(Scores(), (), {"input_ids": tokens(2, 5)}, proof="none")
     example = exported._source.example
     quantized = quantized_example(example, Quantization("int8"), exported.report).module

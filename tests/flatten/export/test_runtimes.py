@@ -56,7 +56,6 @@ def _key(kwargs):
 
 
 def test_every_case_is_replayed_in_the_runtime(written):
-    """Other sizes, padding and strided inputs: each is a row of the report, and within the tolerance."""
     runtime, report, runner = written
     names = ["the example", "one row, one token", "two tokens", "as long as can be", "padded", "strided"]
     assert [(case.case, case.runtime, case.error) for case in report.cases] == [(n, runtime, None) for n in names]
@@ -77,7 +76,6 @@ def test_strided_inputs_give_the_numbers_of_the_module(written):
 
 
 def test_what_a_step_returns_is_kept_by_the_next(written):
-    """The memory of an output is not written to by the next call."""
     _, _, runner = written
     given = inputs(2, 3, 2, seed=3)
     feeds = {name: given[name] for name in ("input_ids", "attention_mask")}
@@ -113,7 +111,6 @@ def test_inputs_that_do_not_fit_are_refused(written, what):
 
 
 def test_a_length_above_the_bound_is_refused(written):
-    """An ONNX file has no bounds; others name the input, its size and the bound."""
     runtime, _, runner = written
     if runtime == "onnxruntime":
         pytest.skip("an ONNX file takes any length")
@@ -122,7 +119,6 @@ def test_a_length_above_the_bound_is_refused(written):
 
 
 def test_a_file_that_differs_is_not_left(tmp_path):
-    """The module changed after its export: the replay refuses the file."""
     pytest.importorskip("openvino")
     module = make_step()
     exported = export_program(module, (), inputs(2, 3, 2), dynamic_shapes=shapes(), cases=[])
@@ -138,7 +134,6 @@ def test_a_file_that_differs_is_not_left(tmp_path):
 
 
 def test_a_size_without_a_bound_is_refused_for_executorch(tmp_path, monkeypatch):
-    """The message names every axis, before ExecuTorch is asked."""
     monkeypatch.setattr("yobx_flatten.export.runtimes.write.require_executorch", lambda caller: None)
     free = export_program(make_step(), (), inputs(2, 3, 2), dynamic_shapes=shapes(bounded=False), cases=[])
     with pytest.raises(DynamicShapesError, match="input_ids axis 0, input_ids axis 1, attention_mask axis 0"):
@@ -146,7 +141,6 @@ def test_a_size_without_a_bound_is_refused_for_executorch(tmp_path, monkeypatch)
 
 
 def test_another_suffix_is_refused(exported, tmp_path):
-    """Before anything is written."""
     for runtime, suffix in SUFFIX.items():
         with pytest.raises(InvalidArgumentError, match=rf"to_{runtime} writes files with the suffix \{suffix}"):
             getattr(exported, f"to_{runtime}")(tmp_path / "step.bin")
@@ -157,14 +151,12 @@ def test_another_suffix_is_refused(exported, tmp_path):
     ("runtime", "extra"), [("openvino", "openvino"), ("executorch", "executorch"), ("onnx", "onnx")]
 )
 def test_a_missing_library_is_named(exported, tmp_path, monkeypatch, runtime, extra):
-    """With the extra that installs it."""
     monkeypatch.setattr(dependencies, "is_installed", lambda library: False)
     with pytest.raises(MissingDependencyError, match=rf"pip install .*\[{extra}\]'"):
         getattr(exported, f"to_{runtime}")(tmp_path / f"step{SUFFIX[runtime]}")
 
 
 def test_a_missing_compiler_is_named(exported, tmp_path, monkeypatch):
-    """With the line that installs one."""
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(MissingDependencyError, match="apt install"):
         exported.to_aotinductor(tmp_path / "step.pt2")

@@ -19,7 +19,6 @@ NAMES = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("k
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A model, its file, and the report."""
     model, path = small_model("llama"), tmp_path_factory.mktemp("shared") / "model.onnx"
     return model, path, export_onnx(model, (), decode_inputs(model, DecodeSizes()), path, optimize="onnxruntime").report
 
@@ -44,7 +43,6 @@ def test_it_is_replayed_in_both_forms(llama):
 
 
 def test_steps_write_into_the_same_memory(llama, monkeypatch):
-    """Fifteen tokens in memory for sixteen, which then becomes twice as large; the model's own scores throughout."""
     monkeypatch.setattr(in_place, "_LEAST", 16)
     model, path, _ = llama
     runner = open_runner(path)
@@ -87,7 +85,6 @@ def test_several_tokens_of_several_rows_after_others_are_read_in_several_calls(l
 
 @pytest.mark.slow
 def test_layers_that_slide_keep_their_cache_and_the_others_share(tmp_path):
-    """Exported with the cache that the model makes: of two layers, the one that keeps all tokens."""
     model = small_model("gemma3_text")
     export_onnx(model, (), decode_inputs(model, DecodeSizes()), tmp_path / "a.onnx", optimize="onnxruntime")
     kinds = model.config.layer_types
@@ -100,20 +97,17 @@ def test_layers_that_slide_keep_their_cache_and_the_others_share(tmp_path):
 
 
 def test_a_model_without_attention_stays_as_it_is(tmp_path):
-    """There is nothing to replace, and the file is proven as any other."""
     report = export_onnx(torch.nn.Linear(3, 2), (torch.ones(2, 3),), path=tmp_path / "a.onnx", optimize="onnxruntime")
     assert report.report.operators == {}
 
 
 def test_there_is_one_runtime_to_optimize_for(tmp_path):
-    """Nothing is traced for another."""
     with pytest.raises(InvalidArgumentError, match='optimize must be "onnxruntime" or None'):
         export_onnx(torch.nn.Linear(3, 2), (torch.ones(2, 3),), path=tmp_path / "a.onnx", optimize="tensorrt")
 
 
 @pytest.fixture(scope="module")
 def placed(tmp_path_factory):
-    """A model whose caller gives positions, its file and its operators."""
     model, path = small_model("llama"), tmp_path_factory.mktemp("placed") / "model.onnx"
     inputs = decode_inputs(model, DecodeSizes(past=5, new=2))
     inputs["position_ids"] = torch.arange(5, 7)[None].repeat(inputs["input_ids"].shape[0], 1)
@@ -123,7 +117,6 @@ def placed(tmp_path_factory):
 
 
 def test_rotations_and_norms_are_one_operator_each_and_the_mask_is_read_as_it_is(placed):
-    """Two rotations and two norms a layer, and the norm before the head; no key is looked up."""
     model, path, operators = placed
     assert operators["RMSNormalization"] == 2 * model.config.num_hidden_layers + 1
     assert operators["RotaryEmbedding"] == 2 * model.config.num_hidden_layers

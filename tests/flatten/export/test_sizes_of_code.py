@@ -68,7 +68,6 @@ def _same(found, expected):
 
 @pytest.mark.parametrize("kind", FORWARDS)
 def test_a_file_gives_the_module_s_numbers_or_stops(kind, tmp_path):
-    """In a session of onnxruntime without this package: no size that the file takes has the result of another one."""
     module = made(kind)
     export_onnx(module, (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "sizes.onnx")
@@ -129,7 +128,6 @@ def test_integers_made_of_sizes_stay_dynamic(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["Rounded", "Root", "AsFloat"])
 def test_a_size_that_has_to_be_that_of_the_example_is_stated_as_fixed(kind, tmp_path):
-    """The file declares a number there, and the report names it."""
     exported = export_onnx(made(kind), (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
     (given,) = onnxruntime.InferenceSession(tmp_path / "sizes.onnx").get_inputs()
     assert given.shape[1] == 8
@@ -139,7 +137,6 @@ def test_a_size_that_has_to_be_that_of_the_example_is_stated_as_fixed(kind, tmp_
 
 
 def test_a_case_of_sizes_that_the_conversion_fixed_is_in_the_report_and_no_failure(tmp_path):
-    """The program pools any length, and its conversion that of the example: the file refuses the others."""
     exported = export_onnx(made("Pooled"), (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
     x = torch.randn(3, 17)
     assert _same(exported.program.module()(x), made("Pooled")(x))
@@ -149,7 +146,6 @@ def test_a_case_of_sizes_that_the_conversion_fixed_is_in_the_report_and_no_failu
 
 
 def test_a_session_refuses_sizes_above_which_the_model_computes_something_else(tmp_path):
-    """The largest size is computed as by the model; the next one is an error that names it."""
     module = made("UpToNine")
     exported = export_onnx(module, (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "sizes.onnx")
@@ -232,8 +228,6 @@ def test_a_size_that_is_one_or_a_sum_stays_dynamic():
 
 
 class MaskedSum(torch.nn.Module):
-    """Past and new tokens with one mask over both."""
-
     def forward(self, past, new, mask):
         return torch.cat([past, new], 1) * mask
 

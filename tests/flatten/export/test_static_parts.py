@@ -71,7 +71,6 @@ def _grow(names) -> None:
     ids=lambda v: getattr(v, "__name__", ""),
 )
 def test_a_change_after_the_export_is_refused(cls, names):
-    """Eager gives twice as much then; the program, which was made for one name, does not take two."""
     given = cls(X, names)
     exported = export_program(Counts(), (given,), cases=[])
     _grow(given.names)
@@ -81,7 +80,6 @@ def test_a_change_after_the_export_is_refused(cls, names):
 
 
 def test_a_plain_export_with_a_registered_class_is_safe_too():
-    """Outside the block, by the functions alone."""
     given = Listed(X, ["a"])
     module = torch.export.export(Counts(), (given,)).module()
     given.names.append("b")
@@ -90,7 +88,6 @@ def test_a_plain_export_with_a_registered_class_is_safe_too():
 
 
 def test_what_a_program_returns_is_the_callers_own():
-    """A list of an output that is appended to is another one at the next call."""
     exported = export_program(Counts(), (Listed(X, ["a"]),), cases=[])
     first = exported(Listed(X, ["a"]))[1]
     first.names.append("b")

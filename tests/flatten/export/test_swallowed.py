@@ -16,8 +16,6 @@ ROWS = {0: Dim.AUTO}
 
 
 class Keeps(torch.nn.Module):
-    """Reads one of them."""
-
     def forward(self, x, **kwargs):
         more = kwargs.get("more")
         return x * 2 if more is None else x * 2 + more
@@ -50,14 +48,12 @@ def test_they_vary_like_the_others(shapes):
 
 
 def test_so_they_do_with_dynamo_and_in_an_onnx_file(tmp_path):
-    """Named as they were passed."""
     assert export_program(Keeps(), (), {"x": X, "more": X}, strict=True, cases=_other()).report.ok
     report = export_onnx(Keeps(), (), {"x": X, "more": X}, path=tmp_path / "keeps.onnx", cases=_other()).report
     assert report.input_names == ["x", "more"]
 
 
 def test_none_among_them_stays_none():
-    """As for an argument with a name."""
     assert export_program(Keeps(), (), {"x": X, "more": None}, cases=[]).report.ok
 
 
@@ -77,13 +73,11 @@ def test_transformers_reads_some_there():
     ],
 )
 def test_a_tensor_that_is_not_read_is_refused(kwargs, message):
-    """It would have no effect, and nobody would know."""
     with pytest.raises(InvalidArgumentError, match=message):
         export_program(Keeps(), (), {"x": X, **kwargs}, cases=[])
 
 
 def test_a_misspelt_name_is_refused_before_the_trace():
-    """What is no tensor leaves no trace in the program, read or not."""
     model = make_model("llama")
     with pytest.raises(InvalidArgumentError, match=r"no parameter 'use_cahce'.* Did you mean 'use_cache'\?"):
         export_program(model, (), {**decode_inputs(model, DecodeSizes()), "use_cahce": False})

@@ -35,7 +35,6 @@ def convolved():
 
 
 def _named(program):
-    """The names of its sizes, by input and axis."""
     signature = signature_of(program._source.traced)
     return {
         (name, axis): next(iter(size))
@@ -52,7 +51,6 @@ def _refused(program):
 
 
 def test_a_size_is_refused_where_the_module_refuses_it(convolved):
-    """No row of `x` is refused by both; no sample is taken by both."""
     module = Convolved()
     with pytest.raises(RuntimeError, match="must match"):
         module(torch.ones(2, 0, 4), torch.ones(2, 5, 4))
@@ -70,7 +68,6 @@ def test_sizes_that_depend_on_each_other_are_changed_together():
 
 
 def test_the_package_states_it(convolved, monkeypatch, tmp_path):
-    """Before the call, by name; nothing of it is compiled here."""
     written = {}
     monkeypatch.setattr(
         torch._inductor,
@@ -141,8 +138,6 @@ def test_a_sum_whose_last_rows_are_fewer_than_a_vector_stays_within_its_output(t
 
 
 class Tied(torch.nn.Module):
-    """A table that is also the head, a product with a bias, and a weight that is read in another way too."""
-
     def __init__(self):
         super().__init__()
         self.table = torch.nn.Embedding(11, 6)
@@ -168,14 +163,12 @@ def _changed(tied_module):
 
 
 def test_the_numbers_are_those_of_the_module(tied_module):
-    """For another number of tokens also; the table is looked up in the head's memory."""
     _, made = _changed(tied_module)
     ids = torch.tensor([[4, 0, 10, 7, 7]])
     torch.testing.assert_close(made.module()(ids), tied_module(ids), atol=1e-6, rtol=0)
 
 
 def test_a_weight_that_only_products_and_a_table_read_is_exchanged(tied_module):
-    """The tied one is one tensor under both names; one that is summed up stays, and so do those of the caller."""
     program, made = _changed(tied_module)
     shapes = {name: tuple(weight.shape) for name, weight in made.state_dict.items() if weight.dim() == 2}
     assert {name: shape for name, shape in shapes.items() if name.startswith(("product", "scaled"))} == {
@@ -201,8 +194,6 @@ SCAN = torch.ops.higher_order.scan
 
 
 class Decay(torch.nn.Module):
-    """A state that fades from token to token, with an output of each."""
-
     def forward(self, decay, added, state):
         def step(state, given):
             state = given[0] * state + given[1]
@@ -238,7 +229,6 @@ def test_the_sizes_of_outputs_are_inputs_of_the_loop_which_returns_what_it_retur
 
 
 def test_a_graph_without_loops_stays_as_it_is():
-    """No node is added."""
     program = torch.export.export(torch.nn.Linear(3, 2), (torch.ones(4, 3),))
     before = str(program.graph)
     lift_sizes(program.graph_module)

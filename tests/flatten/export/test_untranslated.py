@@ -41,7 +41,6 @@ def targets(program):
 
 
 def test_the_decomposed_program_computes_the_same():
-    """For the example's size and another one, next to the eager module."""
     module = Mixed().eval()
     found = decompose_untranslated(exported(module, torch.randn(3, 4), shapes=(BATCH,)), table())
     for rows in (3, 5):
@@ -54,7 +53,6 @@ def test_the_decomposed_program_computes_the_same():
 
 
 def test_only_what_has_to_be_is_decomposed_in_a_copy():
-    """``linear`` is kept, ``__and__`` is not, and a cast to the same type is gone. The given program is read only."""
     program = exported(Mixed().eval(), torch.randn(3, 4), shapes=(BATCH,))
     before = str(program.graph), str(program.graph_signature)
     found = targets(decompose_untranslated(program, table()))
@@ -65,8 +63,6 @@ def test_only_what_has_to_be_is_decomposed_in_a_copy():
 
 
 class Counter(torch.nn.Module):
-    """Writes to a buffer."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
@@ -77,8 +73,6 @@ class Counter(torch.nn.Module):
 
 
 class InPlace(torch.nn.Module):
-    """Writes to a value of its own, a view of another one."""
-
     def forward(self, x):
         y = x * 2
         y[:, 0].add_(1)

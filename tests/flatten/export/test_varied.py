@@ -18,8 +18,6 @@ op = onnxscript.opset18
 
 
 class Calls(torch.nn.Module):
-    """Calls a function of its inputs."""
-
     def __init__(self, function, **weights):
         super().__init__()
         self.function = function
@@ -99,7 +97,6 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_translation_that_is_right_for_the_example_alone_is_refused(name, tmp_path):
-    """The error names the case; nothing is written."""
     fault = FAULTS[name]
     with pytest.raises(ReplayError) as caught:
         export_onnx(
@@ -112,7 +109,6 @@ def test_a_translation_that_is_right_for_the_example_alone_is_refused(name, tmp_
 
 @pytest.mark.parametrize("name", ["a sign", "the highest integer"])
 def test_cases_that_are_given_are_all_that_is_compared(name, tmp_path):
-    """With `cases=()` it is the example alone, as asked for."""
     fault = FAULTS[name]
     translations = {fault.operator: fault.translation}
     report = export_onnx(
@@ -144,7 +140,6 @@ def _is_eager():
     ids=["error", "NaN", "fixed size"],
 )
 def test_what_the_module_does_not_accept_is_no_case(function, remark):
-    """It is in the report, in a sentence."""
     report = export_program(Calls(function), (POSITIVE,)).report
     assert report.ok
     assert remark is None or any(one.startswith(remark) for one in report.remarks), report.remarks
@@ -171,7 +166,6 @@ def test_a_module_that_amplifies_rounding_is_exported(function, tmp_path):
 
 
 def test_vocabulary_and_mask_are_varied_within_what_the_module_takes(tmp_path):
-    """Tokens up to the last row of the table, a mask with a row that sees nothing; the file has eager's numbers."""
 
     class Pools(torch.nn.Module):
         def __init__(self):
@@ -195,7 +189,6 @@ def test_vocabulary_and_mask_are_varied_within_what_the_module_takes(tmp_path):
 
 
 def test_infinities_are_stated_and_no_failure(tmp_path):
-    """A translation that is wrong there alone is exported, and the report says it."""
     wrong = {
         ATEN.tanh.default: lambda x: op.Where(op.IsInf(x), op.CastLike(op.Constant(value_float=3.0), x), op.Tanh(x))
     }
@@ -205,6 +198,5 @@ def test_infinities_are_stated_and_no_failure(tmp_path):
 
 
 def test_fixed_sizes_have_other_values(tmp_path):
-    """With `dynamic_shapes=None` values vary, and sizes do not."""
     report = export_onnx(Calls(torch.relu), (POSITIVE,), path=tmp_path / "m.onnx", dynamic_shapes=None).report
     assert [case.case for case in report.cases][1] == "other values"

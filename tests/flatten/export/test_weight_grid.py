@@ -56,13 +56,11 @@ def test_the_weights_are_given_back_in_their_own_bits_and_blocks(levels, first, 
 
 
 def test_scales_of_float16_stay_in_16_bits():
-    """They are in the file as they were in the checkpoint."""
     assert find_grid(_made(16, 32, first=0, lowest=True)).scales.dtype == numpy.float16
     assert find_grid(_made(16, 32, first=0, lowest=True, scales=numpy.float32)).scales.dtype == numpy.float32
 
 
 def test_weights_of_a_model_have_none():
-    """Neither those in float32 nor those rounded to 16 bits, in either type."""
     weights = _random().standard_normal((ROWS, COLUMNS)).astype(numpy.float32)
     brain = torch.from_numpy(weights).bfloat16().float().numpy()
     for found in (weights, weights.astype(numpy.float16), weights.astype(numpy.float16).astype("f4"), brain):
@@ -71,7 +69,6 @@ def test_weights_of_a_model_have_none():
 
 @pytest.mark.parametrize("place", [(0, 0), (11, 300), (ROWS - 1, COLUMNS - 1)])
 def test_one_weight_off_the_grid_is_enough(place):
-    """A thousandth of a step: what is stored is all of the weights, or none."""
     weights = _made(16, 32, first=-8)
     assert find_grid(weights) is not None
     weights[place] += 0.001 * 0.001
@@ -101,7 +98,6 @@ def test_blocks_of_one_weight_are_on_any_grid():
 
 
 def test_fewer_bits_can_be_asked_for():
-    """Integers of 8 bits are none of 4."""
     assert find_grid(_made(255, 32, first=-127), most_bits=4) is None
     assert find_grid(_made(16, 32, first=-8), most_bits=4).bits == 4
     assert find_grid(numpy.zeros((4, 20), numpy.float32)) is None  # blocks of 16 do not divide it
@@ -109,7 +105,6 @@ def test_fewer_bits_can_be_asked_for():
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_what_the_library_gguf_computes_is_given_back(name):
-    """Its own quantiser and its own reader."""
     kind = gguf.GGMLQuantizationType[name]
     weights = _random().standard_normal((ROWS, COLUMNS)).astype(numpy.float32) * numpy.float32(0.03)
     read = gguf.dequantize(gguf.quantize(weights, kind), kind)
@@ -120,7 +115,6 @@ def test_what_the_library_gguf_computes_is_given_back(name):
 
 @pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"])
 def test_super_blocks_of_the_library_gguf_are_given_back(name):
-    """Random bytes, with scales of float16 that are numbers; ggml's own reader computes the weights."""
     kind, draw = gguf.GGMLQuantizationType[name], _random(1)
     size, length = gguf.GGML_QUANT_SIZES[kind]
     stored = draw.integers(0, 256, (ROWS, 1024 // size, length)).astype(numpy.uint8)

@@ -31,7 +31,6 @@ def external(tmp_path, monkeypatch):
 
 
 def test_tied_weights_are_on_disk_once(external):
-    """One table of 64 KiB and two matrices of 4 KiB, each at the start of a page; what is smaller is in the model."""
     _, path, _ = external
     assert (path.parent / "a.onnx.data").stat().st_size == 512 * 32 * 4 + 2 * 32 * 32 * 4
     model = onnx.load(path, load_external_data=False)
@@ -42,7 +41,6 @@ def test_tied_weights_are_on_disk_once(external):
 
 
 def test_onnxruntime_computes_with_the_second_file(external):
-    """The same logits as the module's, for another number of tokens than the example's."""
     module, path, found = external
     assert found.report.onnx_bytes == path.stat().st_size + (path.parent / "a.onnx.data").stat().st_size
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -24,8 +24,6 @@ class Scaled(torch.nn.Module):
 
 
 class Counting(torch.nn.Module):
-    """Multiplies by the number of calls so far, which it counts in a tensor."""
-
     def forward(self, x):
         self.calls.add_(1)
         return x * self.calls
@@ -93,7 +91,6 @@ def test_a_program_writes_a_buffer_that_is_not_persistent(scale, factor):
 
 @pytest.mark.parametrize(("scale", "factor"), [(1.0, 1.0), (5.0, 2.0)])
 def test_a_file_computes_a_buffer_that_is_not_persistent(scale, factor, tmp_path):
-    """So does the ONNX file."""
     export_onnx(Scaled(), (torch.ones(2, 3),), path=tmp_path / "scaled.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "scaled.onnx")
     (found,) = session.run(None, {"x": torch.full((4, 3), scale).numpy()})

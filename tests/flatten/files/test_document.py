@@ -61,7 +61,6 @@ def test_anything_else_is_one_error(text, message):
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"GGUF\x03\x00\x00\x00", "Some text.", b"\x80\x04}q\x00.", "- a: 1"])
 def test_what_never_was_a_document_is_not_damaged(text):
-    """A file of weights, a text, a pickle, YAML: given by mistake, and as whole as it ever was."""
     with pytest.raises(DamagedFileError, match=r"^a file is not a JSON file: it begins with .*\. Give another\.$"):
         parse(text, remedy="Give another.")
 
@@ -73,7 +72,6 @@ def test_what_transformers_writes_may_be_infinite_and_a_text_may_be_half_a_chara
 
 
 def test_a_configuration_is_read_as_transformers_reads_it(tmp_path):
-    """Numbers that JSON has not stand there by name, or with a tag of transformers 5; another entry of it is none."""
     file = tmp_path / "config.json"
     tagged = '{"__float__": "%s"}'
     file.write_text(
@@ -95,7 +93,6 @@ def test_a_configuration_is_read_as_transformers_reads_it(tmp_path):
 
 @pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "bamba", "granitemoehybrid", "nemotron_h"])
 def test_the_configuration_of_a_class_comes_back(name, tmp_path):
-    """Those with infinite bounds of a time step: the object is the one that transformers reads."""
     config = transformers.AutoConfig.for_model(name)
     config.save_pretrained(tmp_path)
     stated = read_configuration(tmp_path / "config.json", dict[str, Any], failure=DamagedFileError)
@@ -144,7 +141,6 @@ def test_a_file_in_the_folder_is_found_also_by_a_link_to_one(tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 def test_what_has_no_end_is_not_opened(tmp_path):
-    """A device, a pipe without a writer, a folder, and a file that is too large."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("pipe", "zero", "."):
@@ -163,7 +159,6 @@ def test_what_has_no_end_is_not_opened(tmp_path):
 
 
 def test_a_text_is_read_by_its_encoding_and_up_to_its_size(tmp_path):
-    """Also with signs of several bytes; another encoding is named."""
     (tmp_path / "text").write_bytes("è\u2028x".encode())
     assert read_text(tmp_path / "text", failure=DamagedFileError) == "è\u2028x"
     with pytest.raises(DamagedFileError, match="the limit for such files is"):

@@ -34,7 +34,6 @@ from yobx_flatten.files.scratch import (
 
 
 def read(write, target):
-    """What a reader finds; `None` where nothing has the name."""
     if write is write_folder:
         return (target / "deep" / "content").read_text(encoding="utf-8") if is_folder(target) else None
     if not target.exists():
@@ -60,7 +59,6 @@ WRITERS = pytest.mark.parametrize("write", [write_file, write_with_data, write_f
 @WRITERS
 @pytest.mark.parametrize("first", [True, False], ids=["nothing before", "over an old one"])
 def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(write, first, tmp_path):
-    """And the next write ends with the new one, and with nothing else."""
     for calls in range(1, 30):
         place = tmp_path / str(calls)
         place.mkdir()
@@ -131,7 +129,6 @@ def test_where_the_old_folder_cannot_get_its_name_back_the_error_says_where_it_i
 
 
 def test_what_is_being_written_is_left_alone(tmp_path):
-    """Two processes write to one name: neither takes the other's folder for a leftover."""
     target = tmp_path / "target"
     with scratch_for(target) as ours:
         fresh_process.run("-m", writers.__name__, "write_folder", target, "theirs")
@@ -201,7 +198,6 @@ def test_a_link_is_no_leftover(tmp_path):
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    """Flushed: the contents, then the folder with them; and the folder with the new name afterwards."""
     events = []
     real = scratch.flush_tree
     monkeypatch.setattr(scratch, "flush_tree", lambda folder: (events.append("flush"), real(folder)))
@@ -226,7 +222,6 @@ def test_data_have_another_name_each_time(tmp_path):
 
 
 def test_without_a_lock_nothing_is_written_and_nothing_stays(tmp_path, monkeypatch):
-    """Too few descriptors, or a disk without locks: the error of the system, and not an endless search."""
 
     def refuse(self, *args, **options):
         raise OSError(24, "Too many open files")
@@ -271,7 +266,6 @@ def test_files_that_are_read_only_are_flushed(tmp_path):
 
 
 def test_a_text_goes_to_what_is_not_a_file_as_it_is(tmp_path):
-    """`--timeline /dev/stdout`, say."""
     os.mkfifo(tmp_path / "pipe")
     found = []
     reader = threading.Thread(target=lambda: found.append((tmp_path / "pipe").read_text(encoding="utf-8")))
@@ -302,7 +296,6 @@ def test_a_folder_that_another_process_removes_before_it_is_locked_is_made_again
 
 
 def test_a_file_of_a_block_is_there_whole_or_not_at_all(tmp_path):
-    """Pictures, say, which another library writes: an error half-way leaves what was there."""
     target = tmp_path / "picture.svg"
     with whole_file(target) as file:
         file.write_text("first", encoding="utf-8")
@@ -323,7 +316,6 @@ def test_a_file_of_a_block_is_there_whole_or_not_at_all(tmp_path):
 @pytest.mark.skipif(os.name == "nt", reason="Windows has other permissions")
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_permissions_follow_the_umask(tmp_path, umask):
-    """Also of files that a library makes for its owner alone; one that may be run, or is read-only, stays so."""
     before = os.umask(umask)
     try:
         with scratch_for(tmp_path / "folder") as work:
@@ -398,7 +390,6 @@ def test_the_mount_points_of_the_system_are_known(tmp_path):
 
 @pytest.mark.parametrize("has_links", [True, False])
 def test_a_folder_is_copied_by_links_where_the_disk_has_them(tmp_path, monkeypatch, has_links):
-    """What other writers left half-written in it is not."""
 
     def refused(*args, **options):
         raise OSError(errno.EPERM, "no links here")

@@ -25,7 +25,6 @@ READERS = [
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 @pytest.mark.parametrize("read", READERS)
 def test_what_has_no_end_is_refused_at_once(read, tmp_path):
-    """A pipe without a writer, a device, a folder."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("pipe", "zero", "."):

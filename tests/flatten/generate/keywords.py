@@ -15,8 +15,6 @@ __all__ = ["KEYWORDS", "Kept", "same_tokens"]
 
 
 class Kept:
-    """A streamer that keeps what it is given."""
-
     def __init__(self) -> None:
         self.seen: list[Any] = []
 

@@ -20,7 +20,6 @@ _LANGUAGES = {
 
 
 def stated(**entries: Any) -> transformers.GenerationConfig:
-    """A configuration of generation with these entries."""
     config = transformers.GenerationConfig(**_TOKENS, suppress_tokens=[1, 2, 7])
     for name, value in {**_LANGUAGES, **entries}.items():
         setattr(config, name, value)
@@ -28,7 +27,6 @@ def stated(**entries: Any) -> transformers.GenerationConfig:
 
 
 def listener(layers: int = 2, **entries: Any) -> Any:
-    """The model, whose configuration of generation has these entries."""
     sizes = {"layers": layers, "attention_heads": 4, "ffn_dim": 48}
     sizes = {f"{side}_{part}": size for side in ("encoder", "decoder") for part, size in sizes.items()}
     sizes |= {"vocab_size": 200, "d_model": 32, "num_mel_bins": 16, "max_source_positions": 50}
@@ -45,7 +43,6 @@ def sound(frames: int, rows: int = 2) -> torch.Tensor:
 
 
 def rows_that_end(frames: int, end: int) -> torch.Tensor:
-    """The mask of two rows, of which the second one ends earlier."""
     mask = torch.ones(2, frames, dtype=torch.int64)
     mask[1, end:] = 0
     return mask

@@ -31,7 +31,6 @@ ENDS = tuple(range(3, 259, 4))
     ],
 )
 def test_a_search_finds_the_sequences_of_the_library(llama, options, pad, ends):
-    """With settings of a file that stands alone, ends that some rows reach early, and padded rows."""
     generator = Generator(Parts(EagerRunner(llama)), GenerationSettings(eos_token_ids=ends, pad_token_id=pad))
     found = generator.generate(**prompts(), max_new_tokens=14, **options)
     llama.generation_config.eos_token_id = list(ends) or None
@@ -59,7 +58,6 @@ def test_rules_for_scores_hold_for_every_beam(llama):
     ],
 )
 def test_searches_that_mean_nothing_are_refused(llama, options, words):
-    """Before a file runs."""
     with pytest.raises(InvalidArgumentError, match=words):
         Generator(Parts(EagerRunner(llama)), GenerationSettings()).generate(**prompts(), **options)
 
@@ -80,7 +78,6 @@ def _check(generator, model, inputs, **options):
     ),
 )
 def test_the_cache_follows_the_beams(name, optimize):
-    """One that grows, one that slides past its window, and rows of one memory."""
     model, folder = exported(name, optimize=optimize)
     _check(OnnxGenerator(folder, threads=1), model, prompts())
 

@@ -28,7 +28,6 @@ NAMES = ["llama", "gemma3_text", "t5", "whisper", "qwen2_vl", "gemma3"]
 
 
 def given(model, name: str) -> dict[str, torch.Tensor]:
-    """Two rows of a model's inputs, of which one is padded, and the second half of another picture or sound."""
     seeded = torch.Generator().manual_seed(5)
     if name == "whisper":
         return {"input_features": torch.randn(2, 16, 100, generator=seeded)}
@@ -51,14 +50,12 @@ def given(model, name: str) -> dict[str, torch.Tensor]:
 
 
 def first_row(inputs: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
-    """The first row alone; of patches, those of its picture."""
     counts = {"pixel_values": 4 * 6} if name == "qwen2_vl" else {}
     return {part: value[: counts.get(part, 1)] for part, value in inputs.items()}
 
 
 @pytest.fixture(scope="module", params=cases(NAMES, quick=["llama"]))
 def pair(request):
-    """A small model, and its files as a model of transformers."""
     model, folder = exported(request.param)
     return request.param, model, open_model(folder, threads=1)
 
@@ -69,7 +66,6 @@ UNSUPPORTED = {(name, "guidance_scale") for name in ("whisper", "t5", "qwen2_vl"
 
 @pytest.mark.parametrize("keyword", list(KEYWORDS))
 def test_a_keyword_gives_the_tokens_of_the_model(pair, keyword):
-    """The same tokens, and samples of the same seed; a streamer is given the same."""
     name, model, files = pair
     if (name, keyword) in UNSUPPORTED:
         pytest.skip("generate() of the model itself raises")
@@ -80,7 +76,6 @@ def test_a_keyword_gives_the_tokens_of_the_model(pair, keyword):
 
 
 def test_a_generator_takes_the_same_keywords(pair):
-    """`open_generator(folder).generate(...)` with keywords of transformers, by the loop of transformers."""
     name, model, files = pair
     generator = open_generator(exported(name)[1], threads=1)
     inputs = {part: value for part, value in given(model, name).items() if "type_ids" not in part}
@@ -100,7 +95,6 @@ def llama():
 
 
 def test_the_cache_of_a_call_goes_on_with_more_tokens(llama):
-    """A second turn reads what is new, and the keys of the first one stay where they are."""
     model, _, files = llama
     prompt, more = torch.tensor([[7, 8, 9, 10]]), torch.tensor([[11, 12, 13]])
     texts, counts = [], []
@@ -116,7 +110,6 @@ def test_the_cache_of_a_call_goes_on_with_more_tokens(llama):
 
 
 def test_logits_of_a_padded_call_and_of_a_further_one_are_those_of_the_model(llama):
-    """`model(input_ids, attention_mask)` outside of a loop, with and without a cache."""
     model, _, files = llama
     ids = torch.randint(4, 258, (2, 7), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -131,7 +124,6 @@ def test_logits_of_a_padded_call_and_of_a_further_one_are_those_of_the_model(lla
 
 
 def test_what_files_cannot_do_is_refused_with_what_to_do(llama, tmp_path):
-    """Weights of attention, a cache of another model, masks of another length, two ways to draw, misspelt keywords."""
     model, generator, files = llama
     ids = torch.tensor([[7, 8, 9, 10]])
     with pytest.raises(InvalidArgumentError, match="output_attentions: the files of this LlamaForCausalLM take"):
@@ -195,7 +187,6 @@ OTHER_FILES = {
 
 @pytest.mark.parametrize("to", cases(list(OTHER_FILES), quick=["shared"]))
 def test_other_files_do_the_same(to, tmp_path):
-    """Programs, other runtimes, and a cache in one memory: samples, beams, and drafts that are taken back."""
     name, how = OTHER_FILES[to]
     runtime = how.get("target")
     if runtime == "aotinductor" and shutil.which(os.environ.get("CXX", "g++")) is None:

@@ -23,14 +23,12 @@ PROMPT = torch.tensor([[5, 6, 7, 8]])
 
 @pytest.fixture(scope="module", params=cases(["llama", "bert", "t5", "gemma3_text"], quick=["llama", "bert", "t5"]))
 def pair(request):
-    """A small model, its files, and what both are called with."""
     model, folder = exported(request.param)
     given = {"input_ids": PROMPT, **({"decoder_input_ids": PROMPT[:, :2]} if request.param == "t5" else {})}
     return model, open_model(folder, threads=1), given
 
 
 def first(outputs):
-    """Scores, or states, as the first output that counts."""
     return outputs["logits"] if "logits" in outputs else outputs[0]
 
 
@@ -49,7 +47,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_an_argument_that_files_do_not_take_is_refused_by_name(pair, name):
-    """Decoders as encoders do, with the arguments that are taken; `None` and `False` say nothing, and pass."""
     model, files, given = pair
     with pytest.raises(
         InvalidArgumentError, match=rf"^{name}: the files of this {type(model).__name__} take input_ids"
@@ -76,7 +73,6 @@ def test_its_forward_has_the_parameters_of_the_exported_class(pair):
 
 
 def test_a_tuple_is_returned_where_it_is_asked_for(pair):
-    """`return_dict=False`, and the same values in it."""
     _, files, given = pair
     found = files(**given, use_cache=False, return_dict=False)
     assert isinstance(found, tuple)
@@ -84,7 +80,6 @@ def test_a_tuple_is_returned_where_it_is_asked_for(pair):
 
 
 def test_positions_are_taken_or_refused():
-    """Those that the files read give the model's scores; those that they count themselves must be what they count."""
     model, folder = exported("t5")
     files = open_model(folder, threads=1)
     given = {"input_ids": PROMPT, "decoder_input_ids": PROMPT[:, :2]}
@@ -133,7 +128,6 @@ COPIED = {
 
 @pytest.mark.parametrize("kind", cases(list(COPIED), quick=["returned", "sliding", "shared"]))
 def test_a_prompt_is_read_once_for_several_texts(kind, tmp_path):
-    """`copy.deepcopy(cache)`, also inside of a list, and `copy.copy`: each goes on alone, as the model's does."""
     name, how = COPIED[kind]
     if "target" in how:
         pytest.importorskip("openvino")
@@ -174,7 +168,6 @@ def test_what_cannot_be_stored_says_so():
 @pytest.mark.parametrize("asked", ["static", "offloaded", "offloaded_static", "dynamic", "stated"])
 @pytest.mark.parametrize("name", cases(["llama", "gemma3_text", "t5"], quick=["llama"]))
 def test_a_cache_of_any_kind_is_that_of_the_files(name, asked):
-    """`cache_implementation=`, also next to the model: the tokens are the model's."""
     model, folder = exported(name)
     files = open_model(folder, threads=1)
     wanted = model.generate(PROMPT, max_new_tokens=12, do_sample=False).tolist()
@@ -216,7 +209,6 @@ class Own(transformers.DynamicCache):
 
 
 def test_a_cache_that_keeps_something_else_is_refused():
-    """Quantised keys, the pages of another loop, a class of the caller, and keys that the files have not read."""
     files = open_model(exported("llama")[1], threads=1)
     for kind in ("quantized", "paged"):
         with pytest.raises(InvalidArgumentError, match=rf"cache_implementation='{kind}': exported files have"):

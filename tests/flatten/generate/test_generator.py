@@ -52,13 +52,11 @@ def expected(model, inputs, tokens=TOKENS, **options):
 
 @pytest.fixture(scope="module")
 def mistral():
-    """A model of which every layer slides, and its generator."""
     model, folder = exported("mistral")
     return model, OnnxGenerator(folder, threads=1)
 
 
 def test_the_prompt_may_be_shorter_or_longer_than_the_window(mistral):
-    """One token, the window less one, the window, far more: one file reads them all with an empty cache."""
     model, generator = mistral
     for length in (1, 7, 8, 30):
         inputs = {"input_ids": prompts(2, length)["input_ids"], "attention_mask": torch.ones(2, length).long()}
@@ -67,7 +65,6 @@ def test_the_prompt_may_be_shorter_or_longer_than_the_window(mistral):
 
 
 def test_the_cache_of_a_sliding_window_stays_as_small_as_the_window(mistral):
-    """After forty tokens it holds seven keys, window - 1, in memory that onnxruntime provided."""
     _, generator = mistral
     sequence = generator.steps.begin(*prompts().values(), None, None, ())
     sizes = []
@@ -102,7 +99,6 @@ def test_what_comes_out_goes_in_without_a_copy(mistral):
 
 @pytest.mark.parametrize(("name", "optimize"), [("mistral", None), ("llama", "onnxruntime")])
 def test_tokens_can_be_read_as_they_are_made(name, optimize):
-    """A stream yields the columns of `generate`; two streams have memory of their own, also where it is bound once."""
     generator = OnnxGenerator(exported(name, optimize=optimize)[1], threads=1)
     whole = generator.generate(**prompts(), max_new_tokens=6)[:, 9:]
     streams = [generator.stream(**prompts(), max_new_tokens=6) for _ in range(2)]
@@ -112,7 +108,6 @@ def test_tokens_can_be_read_as_they_are_made(name, optimize):
 
 
 def test_two_threads_share_a_generator(mistral):
-    """A generator has no state of its own between calls."""
     _, generator = mistral
     wanted = generator.generate(**prompts(), max_new_tokens=10).tolist()
     found = []
@@ -128,7 +123,6 @@ def test_two_threads_share_a_generator(mistral):
 
 
 def test_a_row_that_has_ended_is_padded_and_the_others_go_on(mistral):
-    """With an end that one row reaches first; a second one that all reach stops the loop, as in transformers."""
     model, _ = mistral
     plain = expected(model, prompts(), 12)
     end = int(plain[1, 9 + 3])  # what the second row says fourth
@@ -176,7 +170,6 @@ def test_a_row_that_has_ended_is_padded_and_the_others_go_on(mistral):
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(mistral, inputs, words):
-    """Before a file runs, also of a stream that nobody reads."""
     with pytest.raises(InvalidArgumentError, match=words):
         mistral[1].generate(**inputs)
     with pytest.raises(InvalidArgumentError, match=words):
@@ -190,7 +183,6 @@ def _reader_of_pictures(text):
 
 
 def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
-    """Text without its mask's shape, sound that is none, and a decoder of which nobody knows how it starts."""
     tokens = torch.ones(2, 3).long()
     text, sound = (OnnxGenerator(exported(name)[1]) for name in ("t5", "whisper"))
     with pytest.raises(InvalidArgumentError, match=r"attention_mask has shape \(2, 4\), but input_ids .* \(2, 3\)"):
@@ -223,7 +215,6 @@ def test_inputs_of_an_encoder_that_do_not_fit_are_refused():
 
 
 def test_the_mask_of_sound_is_fed_to_an_encoder_that_reads_it():
-    """A file that returns the samples which its mask shows."""
     ports = {
         "input_values": Port("input_values", (None, None), torch.float32),
         "attention_mask": Port("attention_mask", (None, None), torch.int64),
@@ -239,7 +230,6 @@ def test_the_mask_of_sound_is_fed_to_an_encoder_that_reads_it():
 
 
 def test_a_file_for_the_first_call_is_used_with_a_folder(tmp_path):
-    """The file of the argument, not the file of the folder."""
     for name in ("encoder_model", "decoder_model", "decoder_with_past_model"):
         (tmp_path / f"{name}.onnx").touch()
     assert find_parts(tmp_path, ".onnx", None)["prefill"] == tmp_path / "decoder_model.onnx"
@@ -258,7 +248,6 @@ def gemma(tmp_path_factory):
 
 
 def test_a_single_file_generates(gemma):
-    """As `export_onnx` writes it, with nothing beside it."""
     model, path, _ = gemma
     ids = torch.randint(3, 96, (2, 5), generator=torch.Generator().manual_seed(0))
     wanted = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
@@ -267,7 +256,6 @@ def test_a_single_file_generates(gemma):
 
 
 def test_a_program_in_memory_and_on_disk_generate(gemma, tmp_path):
-    """An ExportedModel, its ExportedProgram and the file that `save` writes are the same to the loop."""
     model, _, exported_program = gemma
     exported_program.save(tmp_path / "gemma.pt2")
     ids = torch.randint(3, 96, (2, 5), generator=torch.Generator().manual_seed(0))
@@ -280,8 +268,6 @@ def test_a_program_in_memory_and_on_disk_generate(gemma, tmp_path):
 
 
 class Answers(torch.nn.Module):
-    """A model that keeps nothing from call to call."""
-
     def __init__(self, name):
         super().__init__()
         self.name, self.embed = name, torch.nn.Embedding(5, 4)
@@ -291,7 +277,6 @@ class Answers(torch.nn.Module):
 
 
 def test_what_cannot_generate_is_refused(tmp_path):
-    """No file, an empty folder, a damaged file, a model without a cache, something else."""
     (tmp_path / "bad.onnx").write_bytes(b"no model")
     (tmp_path / "bad.pt2").write_bytes(b"no program")
     for path, words in (
@@ -321,7 +306,6 @@ def test_what_cannot_generate_is_refused(tmp_path):
 
 
 def test_a_folder_with_one_file_missing_says_which(tmp_path):
-    """Of the three of an encoder-decoder model."""
     (tmp_path / "decoder_with_past_model.onnx").touch()
     with pytest.raises(GenerationError, match=r"but not decoder_model\.onnx, encoder_model\.onnx"):
         OnnxGenerator(tmp_path)
@@ -337,7 +321,6 @@ WRITERS = [*((name, "onnx") for name in NAMES), ("mistral", "program"), ("t5", "
 
 @pytest.mark.parametrize(("name", "to"), cases(WRITERS, quick=WRITERS[:6]))
 def test_decoders_generate_as_their_models_do(name, to):
-    """Three rows with left padding, forty tokens, past the window where there is one; T5 also reads the padded rows."""
     model, folder = exported(name, to)
     generator = OnnxGenerator(folder) if to == "onnx" else ProgramGenerator(folder, trust=True)
     assert generator.generate(**prompts(), max_new_tokens=TOKENS).tolist() == expected(model, prompts()).tolist()
@@ -356,7 +339,6 @@ def test_whisper_writes_what_its_model_writes(to):
 
 
 def test_llava_sees_what_its_model_sees():
-    """Two images in a batch with left padding; other images give other text."""
     model, folder = exported("llava")
     generator = OnnxGenerator(folder)
     image_token, places = model.config.image_token_id, 16
@@ -393,7 +375,6 @@ STATES = [("mamba", "onnx"), ("lfm2", "onnx"), ("lfm2", "program")]
 )
 @pytest.mark.parametrize(("name", "to"), cases(STATES, quick=STATES[:1]))
 def test_states_begin_as_zeros(name, to):
-    """One file reads a prompt of one token, of many, and padded ones; it searches with beams."""
     model, folder = exported(name, to)
     generator = OnnxGenerator(folder, threads=1) if to == "onnx" else ProgramGenerator(folder, trust=True)
     ids = torch.randint(3, 259, (3, 9), generator=torch.Generator().manual_seed(0))

@@ -25,7 +25,6 @@ def qwen(request):
 
 
 def prompts():
-    """Rows with two pictures, with padding and a picture, with text only."""
     ids = torch.randint(4, 258, (3, 20), generator=torch.Generator().manual_seed(0))
     ids[0, 2:8] = ids[0, 9:13] = ids[1, 9:15] = PICTURE
     mask = torch.ones_like(ids)
@@ -41,7 +40,6 @@ def wanted(model, ids, mask, pictures, **options):
 
 
 def test_pictures_of_several_sizes_and_text_are_read_as_the_model_does(qwen):
-    """A batch of two pictures, a padded one, and text; the positions of what follows are those after the pictures."""
     model, generator = qwen
     ids, mask, pictures = prompts()
     found = generator.generate(ids, mask, **pictures, max_new_tokens=14).tolist()
@@ -88,7 +86,6 @@ def test_a_video_is_read_as_the_model_does(qwen):
 
 
 def test_patches_without_a_grid_and_frames_among_pictures_are_refused(qwen):
-    """With what to pass."""
     _, generator = qwen
     ids, mask, pictures = prompts()
     with pytest.raises(InvalidArgumentError, match=r"Pass image_grid_thw .* of shape \(pictures, 3\)"):

@@ -17,7 +17,6 @@ GRIDS = torch.tensor([[1, 4, 6], [1, 6, 4], [1, 2, 8]])  # of 2 x 3, 3 x 2 and 1
 
 
 def grids(word, token, sizes, spacing=()):
-    """Pictures of some sizes, whose pixels do not matter."""
     return Pictures(word, torch.zeros(1), sizes, token, spacing)
 
 
@@ -39,7 +38,6 @@ def small(name):
 
 
 def test_positions_are_those_of_the_model(qwen):
-    """A row with two pictures, one with padding and a picture, one of text only."""
     tokens = torch.randint(4, 258, (3, 18), generator=torch.Generator().manual_seed(0))
     tokens[0, 2:8] = tokens[0, 9:15] = tokens[1, 9:13] = PICTURE
     mask = torch.ones_like(tokens)
@@ -82,7 +80,6 @@ def test_frames_with_text_between_them_are_counted_one_by_one():
 
 
 def test_a_picture_of_another_size_than_its_tokens_is_refused():
-    """With both numbers."""
     tokens = torch.tensor([[5, PICTURE, PICTURE, PICTURE, 6]])
     with pytest.raises(InvalidArgumentError, match="3 image tokens in a row, but image_grid_thw states 6"):
         image_positions(tokens, torch.ones_like(tokens), [PICTURES], 2)
@@ -92,7 +89,6 @@ def test_a_picture_of_another_size_than_its_tokens_is_refused():
 
 
 def test_an_encoder_without_sizes_that_depend_on_values_has_the_features_of_the_model(qwen):
-    """Of pictures of five sizes."""
     encoder = GridVisionEncoder(qwen)
     for high, wide in ((2, 3), (3, 2), (1, 4), (5, 4), (4, 5)):
         picture = grid_image(qwen, high, wide)

@@ -27,12 +27,10 @@ def test_what_is_drawn_from_is_what_transformers_draws_from(temperature, top_k, 
 
 
 def test_greedy_takes_the_likeliest_and_ignores_the_rest():
-    """A temperature without sampling changes nothing."""
     assert TokenChooser(Sampling(temperature=9.0))(scores()).tolist() == scores().argmax(-1).tolist()
 
 
 def test_a_seed_makes_draws_repeatable_and_leaves_the_global_generator_alone():
-    """Twice the same; other with another seed; torch's own state is not touched."""
     state = torch.random.get_rng_state()
 
     def drawn(seed):
@@ -62,6 +60,5 @@ def test_draws_have_the_probabilities():
     ],
 )
 def test_settings_that_mean_nothing_are_refused(options, words):
-    """When they are written, not at the first token."""
     with pytest.raises(InvalidArgumentError, match=words):
         Sampling(**options)

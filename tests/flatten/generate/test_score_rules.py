@@ -22,12 +22,10 @@ INPUTS = {"input_ids": SOURCE, "attention_mask": PADDED}
 
 
 def said(model, rules):
-    """What a model says under these rules."""
     return model.generate(**INPUTS, max_new_tokens=TOKENS, do_sample=False, num_beams=1, **rules).tolist()
 
 
 def generated(name, rules, folder, to="program"):
-    """What the model says under these rules, and what the files of a copy of its folder say that has them."""
     model, made = exported(name, to)
     copy = shutil.copytree(made, folder / "copy")
     path = copy / "generation_config.json"
@@ -41,7 +39,6 @@ FORCED = [("bart", "onnx"), ("bart", "program"), ("mbart", "onnx"), ("marian", "
 
 @pytest.mark.parametrize(("name", "to"), cases(FORCED, quick=[("bart", "onnx")]))
 def test_folders_whose_last_token_is_forced_are_written(name, to, tmp_path):
-    """`export_folder` proves them; the last token is that of their configuration where nothing else ended the row."""
     wanted, found = generated(name, {}, tmp_path, to)
     forced = exported(name, to)[0].generation_config.forced_eos_token_id
     assert forced is not None
@@ -50,7 +47,6 @@ def test_folders_whose_last_token_is_forced_are_written(name, to, tmp_path):
 
 
 def test_the_second_token_may_be_the_language(tmp_path):
-    """`forced_bos_token_id`, as of mBART."""
     wanted, found = generated("mbart", {"forced_bos_token_id": 77}, tmp_path, "onnx")
     assert [row[1] for row in wanted] == [77] * 3
     assert found == wanted
@@ -72,7 +68,6 @@ def test_the_second_token_may_be_the_language(tmp_path):
     ids=lambda value: "+".join(value) if isinstance(value, dict) else value,
 )
 def test_a_rule_does_what_it_does_in_the_model(name, rules, tmp_path):
-    """And changes the tokens: without it they are others."""
     plain = said(exported(name)[0], {})
     if "the first tokens" in rules.values():
         rules = {"begin_suppress_tokens": sorted({row[SOURCE.shape[1]] for row in plain})}
@@ -89,7 +84,6 @@ def test_padding_in_front_of_a_row_is_not_repeated(tmp_path):
 
 
 def test_rules_can_be_given_for_a_file_that_stands_alone():
-    """The two tokens, as fields; the longest row is what `generate` was asked for."""
     _, folder = exported("bart", "program")
     settings = GenerationSettings((1,), 0, 0, forced_bos_token_id=9, forced_eos_token_id=(8, 7))
     found = ProgramGenerator(folder, settings=settings, trust=True).generate(SOURCE, PADDED, max_new_tokens=4)

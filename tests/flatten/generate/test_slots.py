@@ -13,7 +13,6 @@ CROSS = Port("past_key_values.0.encoder.key", (None, 2, None, 8), torch.float32)
 
 
 def slots_of(*ports):
-    """The slots of a file that returns what it takes."""
     presents = [present_of(port.name) for port in ports]
     return cache_slots(ports, [name for name in presents if name], "model.onnx")
 
@@ -27,14 +26,12 @@ def test_an_encoder_s_keys_need_no_output():
 
 
 def test_a_leaf_without_an_empty_value_is_refused():
-    """The message says what to pass."""
     other = Port("past_key_values.0.memory", (None, 4, 8), torch.float32)
     with pytest.raises(GenerationError, match=r"memory has no value before the first token(.|\n)*prefill="):
         empty_cache(slots_of(other), 1)
 
 
 def test_a_fixed_number_of_rows_is_kept():
-    """Other batches are refused by number."""
     fixed = KEY._replace(shape=(2, 2, None, 8))
     assert empty_cache(slots_of(fixed), 2)[KEY.name].shape == (2, 2, 0, 8)
     with pytest.raises(GenerationError, match="exported for 2 rows, found 3"):

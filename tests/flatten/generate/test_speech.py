@@ -35,7 +35,6 @@ def whisper(tmp_path_factory):
     ids=["detected", "translation", "languages", "times", "short", "beams", "windows", "beams of windows"],
 )
 def test_a_call_returns_the_tokens_of_the_model(whisper, frames, asked):
-    """Of a language that is detected or named, with times, of sound shorter and longer than the window."""
     model, generator = whisper
     wanted = model.generate(sound(frames), **asked)
     assert torch.equal(generator.generate(input_features=sound(frames), **asked), wanted)
@@ -51,7 +50,6 @@ def test_short_sound_after_given_tokens_is_padded_as_the_model_pads_it(whisper):
 
 
 def test_draws_follow_the_seed(whisper):
-    """Two calls of one seed are equal, and torch's own generator stays as it was."""
     _, generator = whisper
     call = {"language": "en", "max_new_tokens": 12, "sampling": Sampling(do_sample=True, seed=4)}
     before = torch.get_rng_state()
@@ -71,7 +69,6 @@ def test_draws_follow_the_seed(whisper):
     ],
 )
 def test_a_call_that_cannot_be_done_is_refused_in_a_line(whisper, frames, asked, words):
-    """Not by an error of its inside, and not by other tokens."""
     with pytest.raises(InvalidArgumentError, match=words):
         whisper[1].generate(input_features=sound(frames), **asked)
 
@@ -83,7 +80,6 @@ def test_a_stream_of_a_model_with_languages_needs_the_tokens_that_begin_a_text(w
 
 
 def test_a_model_without_languages_refuses_them_and_sound_longer_than_its_window():
-    """Text, and a Whisper whose configuration has neither languages nor times."""
     text, heard = (OnnxGenerator(exported(name)[1]) for name in ("t5", "whisper"))
     with pytest.raises(InvalidArgumentError, match="lang_to_id"):
         text.generate(torch.tensor([[5, 6]]), language="de")

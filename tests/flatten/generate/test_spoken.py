@@ -18,7 +18,6 @@ def exported(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_language_is_detected_for_each_row(exported):
-    """Several languages among the rows, each with the tokens of the model."""
     model, folder = exported
     model.generation_config = stated(lang_to_id={f"<|{token}|>": token for token in range(20, 180)})
     model.generation_config.save_pretrained(folder)
@@ -43,7 +42,6 @@ def test_the_language_is_detected_for_each_row(exported):
 )
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
 def test_what_is_stated_is_the_prompt(entries, exported):
-    """With the tokens of the model, as many as it makes."""
     model, folder = exported
     model.generation_config = stated(**entries)
     if entries.get("lang_to_id", 0) is None:
@@ -56,7 +54,6 @@ def test_what_is_stated_is_the_prompt(entries, exported):
 
 @pytest.mark.slow
 def test_a_language_that_the_model_does_not_have_is_refused(exported):
-    """As it is by the model."""
     model, folder = exported
     model.generation_config = stated(language="xx")
     model.generation_config.save_pretrained(folder)

@@ -40,7 +40,6 @@ def _tokens(model, prompt=PROMPT, mask=MASK, **options):
 )
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
 def test_as_many_tokens_come_as_from_the_model(limits):
-    """Counted with the prompt, or without it; 20 where nothing is stated."""
     model, generator = _pair(**limits)
     assert torch.equal(generator.generate(PROMPT, MASK), _tokens(model))
     assert len(list(generator.stream(PROMPT, MASK))) == _tokens(model).shape[1] - 4
@@ -70,7 +69,6 @@ DRAWS = [
 
 @pytest.mark.parametrize("entries", DRAWS, ids=str)
 def test_tokens_are_drawn_as_stated(entries):
-    """With one seed, the tokens of model.generate."""
     model, generator = _pair(do_sample=True, **entries)
     torch.manual_seed(7)
     wanted = _tokens(model, max_new_tokens=12)
@@ -97,7 +95,6 @@ def test_tokens_are_drawn_as_stated(entries):
     ids=["min_p=0.3", "min_p=0.0", "typical_p=0.2", "typical_p=0.95", "top_p=0.3"],
 )
 def test_probabilities_are_those_of_transformers(sampling, warper):
-    """Of peaked and of flat scores."""
     scores = torch.randn(64, 40, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 9, 64)[:, None]
     expected = warper(None, scores.clone()).softmax(-1)
     torch.testing.assert_close(probabilities(scores, sampling), expected, atol=1e-6, rtol=1e-5)
@@ -107,7 +104,6 @@ def test_probabilities_are_those_of_transformers(sampling, warper):
     "beams", [{"num_beams": 3}, {"num_beams": 4, "length_penalty": 2.0, "early_stopping": True}], ids=str
 )
 def test_a_search_is_made_as_stated(beams):
-    """And none where the caller says so."""
     model, generator = _pair(eos_token_id=5, **beams)
     assert torch.equal(generator.generate(PROMPT, MASK, max_new_tokens=12), _tokens(model, max_new_tokens=12))
     one = {"num_beams": 1, "max_new_tokens": 12}
@@ -115,7 +111,6 @@ def test_a_search_is_made_as_stated(beams):
 
 
 def test_a_search_that_draws_draws_the_tokens_of_the_model():
-    """As stated; a choice of the caller's own is another one."""
     model, generator = _pair(num_beams=3, do_sample=True)
     found = []
     searches = (lambda: _tokens(model, max_new_tokens=8), lambda: generator.generate(PROMPT, MASK, max_new_tokens=8))
@@ -198,7 +193,6 @@ def test_other_loops_are_those_of_transformers(entries):
     "entry", [{"stop_strings": ["end"]}, {"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}]
 )
 def test_what_needs_more_than_files_is_refused_as_by_the_model(entry):
-    """The texts of a tokenizer, hidden states; by the name of the entry, in transformers' own words."""
     _, generator = _pair(**entry)
     with pytest.raises(InvalidArgumentError, match=f"generate refuses this call, which sets {next(iter(entry))}: "):
         generator.generate(PROMPT, MASK, max_new_tokens=3)
@@ -245,7 +239,6 @@ def test_special_tokens_of_a_text_model_in_a_larger_model_are_found():
 
 
 def test_a_damaged_configuration_is_named(tmp_path):
-    """Not a bare JSON error."""
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(GenerationError, match=r"config\.json is damaged"):
         read_settings(tmp_path)

@@ -84,7 +84,6 @@ def test_beams_are_the_model_s_across_the_switch(exported):
 
 
 def test_the_export_itself_generates_across_the_switch(exported):
-    """The folder holds a case that passes the length, and the file one of which the cache does."""
     _, _, _, _, report = exported
     names = [check.case for check in report.verified.checks]
     assert f"12 tokens, greedily, after {SWITCH - 3}" in names
@@ -100,7 +99,6 @@ def test_an_export_leaves_the_positions_as_they_were(exported):
 
 
 def test_the_folder_states_what_the_model_does_at_the_switch(exported):
-    """Phi-3 reads its text again, Llama does not; asked of the model, and no table of names."""
     name, model, _, folder, _ = exported
     assert switch_of(model.config.to_dict()) == SWITCH
     assert rereads_at_switch(model, SWITCH) is name.startswith("Phi-3")
@@ -121,7 +119,6 @@ def test_a_folder_that_does_not_state_it_stops_at_the_switch(exported, tmp_path)
 
 
 def test_a_model_with_a_loop_of_its_own_is_not_guessed():
-    """What cannot be asked is not known."""
     assert rereads_at_switch(torch.nn.Linear(2, 2), SWITCH) is None
 
 

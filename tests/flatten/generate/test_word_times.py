@@ -17,13 +17,11 @@ HEADS = [[2, 3], [1, 2], [1, 0]]  # of two of three layers, in an order of their
 
 
 def aligned(heads=None):
-    """A model of three layers, whose texts do not end early."""
     return listener(3, suppress_tokens=[1, 2, 7, 180], max_length=58, alignment_heads=heads)
 
 
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory):
-    """A model and its folder, whose decoders return the weights of three heads."""
     model, folder = aligned(HEADS), tmp_path_factory.mktemp("words") / "out"
     assert export_folder(model, folder, word_times=True).verified.ok
     return model, folder
@@ -50,7 +48,6 @@ def heard(tmp_path_factory):
     ids=["one window", "rows that end", "short", "beams", "windows", "beams of windows"],
 )
 def test_each_token_has_the_time_of_the_model(heard, frames, asked):
-    """Of rows that end early, of beams, and window by window; the segments hold what the model's hold."""
     model, folder = heard
     wanted = model.generate(sound(frames), return_token_timestamps=True, **asked)
     for opened in (open_generator(folder), open_model(folder)):
@@ -62,7 +59,6 @@ def test_each_token_has_the_time_of_the_model(heard, frames, asked):
 
 
 def test_the_heads_are_those_that_are_stated_now(heard):
-    """Others of those in the files, in a call and in the configuration; the times are then others."""
     model, folder = heard
     asked = {"language": "en", "return_token_timestamps": True}
     usual = model.generate(sound(100), **asked)["token_timestamps"]
@@ -78,7 +74,6 @@ def test_the_heads_are_those_that_are_stated_now(heard):
 
 
 def test_a_head_that_is_not_in_the_files_is_refused(heard):
-    """Not answered by the weights of another head."""
     with pytest.raises(
         InvalidArgumentError, match=r"\[\[1, 1\]\], but the files return .*\(1, 0\), \(1, 2\), \(2, 3\)"
     ):
@@ -88,7 +83,6 @@ def test_a_head_that_is_not_in_the_files_is_refused(heard):
 
 
 def test_without_the_option_no_weights_are_computed(tmp_path):
-    """The files are what they were, and the error names the option."""
     export_folder(aligned(HEADS), tmp_path / "out", to="program", proof="none")
     generator = open_generator(tmp_path / "out", trust=True)
     assert not any("attention" in name for name in generator.parts.decoder.outputs)
@@ -109,7 +103,6 @@ def test_without_the_option_no_weights_are_computed(tmp_path):
     ids=["no heads", "a head that is not there", "text to text", "text"],
 )
 def test_a_model_without_such_heads_is_refused(make, words, tmp_path):
-    """Before the work."""
     with pytest.raises(InvalidArgumentError, match=words):
         export_folder(make(), tmp_path / "out", word_times=True)
 

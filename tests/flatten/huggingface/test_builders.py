@@ -32,7 +32,6 @@ def in_turn(given):
 
 @pytest.mark.parametrize("form", [list, iter, in_turn])
 def test_the_tensors_are_held_as_they_are(form):
-    """No copy, of pairs from anything that yields them, or of keys and values in turn."""
     given = pairs()
     cache = make_dynamic_cache(form(given))
     assert type(cache) is DynamicCache
@@ -43,7 +42,6 @@ def test_the_tensors_are_held_as_they_are(form):
 
 
 def test_no_pairs_make_an_empty_cache_that_grows():
-    """As `DynamicCache()`."""
     cache = make_dynamic_cache([])
     assert cache.layers == []
     cache.update(*pairs(1)[0], 0)
@@ -57,7 +55,6 @@ def test_no_pairs_make_an_empty_cache_that_grows():
 )
 @pytest.mark.parametrize("options", [{"sliding_window": 8}, [{"sliding_window": 8}] * 2], ids=["one", "each"])
 def test_classes_and_options_are_for_all_layers_or_for_each(classes, options):
-    """By name or by class."""
     cache = make_dynamic_cache(pairs(), classes, options)
     assert [layer.sliding_window for layer in cache.layers] == [8, 8]
 
@@ -70,7 +67,6 @@ def test_sliding_layers_have_seen_what_the_full_layer_holds():
 
 
 def test_sliding_layers_alone_have_seen_what_they_hold():
-    """There is nothing else to go by."""
     cache = make_dynamic_cache(pairs(), "DynamicSlidingWindowLayer", {"sliding_window": 8})
     assert [layer.cumulative_length for layer in cache.layers] == [3, 3]
 
@@ -78,7 +74,6 @@ def test_sliding_layers_alone_have_seen_what_they_hold():
 @pytest.mark.parametrize("past", [WINDOW - 3, WINDOW + 4])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
 def test_a_cache_made_of_a_models_tensors_goes_on_as_the_models(name, past):
-    """Eight steps, bit by bit, below and past the window."""
     started = start(name, past=past)
     layers = started.cache.layers
     made = make_dynamic_cache(
@@ -103,7 +98,6 @@ def test_static_keys_of_full_length_are_held_as_they_are():
 
 
 def test_shorter_static_keys_are_followed_by_zeros():
-    """The room that is left."""
     given = pairs(1, 3)
     keys = make_static_cache(given, 5).layers[0].keys
     assert keys.shape == (2, 2, 5, 4)
@@ -114,7 +108,6 @@ def test_shorter_static_keys_are_followed_by_zeros():
 @pytest.mark.parametrize("past", [WINDOW - 3, WINDOW + 4])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mistral"])
 def test_a_static_cache_made_of_a_models_tensors_goes_on_as_the_models(name, past):
-    """Eight steps, bit by bit, below and past the window."""
     started = start(name, past=past, static=True)
     layers = copy.deepcopy(started.cache).layers
     made = make_static_cache(
@@ -132,7 +125,6 @@ def test_a_static_cache_made_of_a_models_tensors_goes_on_as_the_models(name, pas
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_static_cache_may_be_made_of_a_dynamic_ones_keys(name):
-    """A prompt computed once, continued in a cache of fixed size: the same tokens up to rounding."""
     past = WINDOW - 3
     started, static = start(name, past=past), start(name, past=past, static=True)
     made = make_static_cache(
@@ -149,7 +141,6 @@ def test_a_static_cache_may_be_made_of_a_dynamic_ones_keys(name):
 
 
 def test_an_encoder_decoder_cache_knows_which_layers_are_filled():
-    """Filled cross-attention counts as updated."""
     own, cross = make_dynamic_cache(pairs()), make_dynamic_cache(pairs(2, 6))
     cache = make_encoder_decoder_cache(own, cross)
     assert type(cache) is EncoderDecoderCache
@@ -160,7 +151,6 @@ def test_an_encoder_decoder_cache_knows_which_layers_are_filled():
 
 
 def test_a_window_that_is_not_given_is_as_long_as_the_keys():
-    """Of each layer its own; one that is given stays."""
     cache = make_dynamic_cache(
         [(torch.zeros(1, 2, length, 4),) * 2 for length in (3, 5, 3)],
         "DynamicSlidingWindowLayer",
@@ -198,7 +188,6 @@ def test_placeholders_of_fewer_dimensions_come_apart_and_together(shape, cls):
     ids=["odd", "single", "one dimension", "none"],
 )
 def test_what_is_no_pair_is_named(make, given, message):
-    """With its place and its shapes."""
     with pytest.raises(CacheStructureError, match=message):
         make(given)
 
@@ -226,7 +215,6 @@ def test_what_is_no_pair_is_named(make, given, message):
     ],
 )
 def test_what_does_not_fit_is_refused(make, given, message):
-    """Numbers of classes, classes, windows, axes, room and length: with what was found or what to type."""
     with pytest.raises(CacheStructureError, match=message):
         make(*given)
 

@@ -32,7 +32,6 @@ WORDS = ("cache", "past_key_values", "cache_params")
 
 
 def of(word, annotation=None):
-    """A function whose cache has this name."""
     scope = {"Cache": DynamicCache, "Tensor": torch.Tensor}
     exec(f"def forward(self, input_ids, {word}{f': {annotation}' if annotation else ''} = None): ...", scope)
     return scope["forward"]
@@ -40,7 +39,6 @@ def of(word, annotation=None):
 
 @pytest.mark.parametrize("word", WORDS)
 def test_every_word_is_read_off_a_signature(word):
-    """Also where the type is not stated."""
     assert argument_of(of(word)) == word
     assert argument_of(of(word, "Cache")) == word
     assert argument_of(of(word, "tuple[tuple[Tensor]] | None")) == word  # what RoBERTa's forward still states
@@ -48,12 +46,10 @@ def test_every_word_is_read_off_a_signature(word):
 
 @pytest.mark.parametrize("name", ["RobertaForCausalLM", "XmodForCausalLM", "ErnieForCausalLM", "BertGenerationDecoder"])
 def test_forwards_that_state_tuples_of_tensors_take_a_cache(name):
-    """As the installed transformers states them."""
     assert argument_of(getattr(transformers, name).forward) == WORD
 
 
 def test_a_word_of_tomorrow_is_found_by_its_type():
-    """And a usual word for something else is not the cache."""
     assert argument_of(of("states", "Cache | None")) == "states"
     assert argument_of(of("cache", "Tensor")) is None
     assert argument_of(of("cache", "dict[str, Tensor]")) is None
@@ -62,7 +58,6 @@ def test_a_word_of_tomorrow_is_found_by_its_type():
 
 
 def test_a_usual_word_counts_by_its_value():
-    """A dict or a tensor that a module calls `cache` is an input like others."""
     assert name_in({"cache": DynamicCache()}) == "cache"
     assert name_in({"cache": [{"key": torch.zeros(1), "value": torch.zeros(1)}]}) == "cache"
     assert name_in({"cache": torch.zeros(1)}) is None
@@ -87,7 +82,6 @@ def test_an_adapter_s_model_is_asked_for_the_forward_inside():
 
 @pytest.mark.parametrize("word", WORDS[:2])
 def test_arguments_of_another_release_are_renamed(word):
-    """In any place, and only where the function has no argument of that name."""
     given = {"input_ids": 1, word: DynamicCache(), "use_cache": True}
     for own in WORDS:
         assert list(named_for(of(own), given)) == ["input_ids", own, "use_cache"]
@@ -102,14 +96,12 @@ def llama():
 
 
 def other_word(inputs):
-    """The same arguments with the word that the installed release does not have."""
     word = next(word for word in WORDS[:2] if word != WORD)
     return {word if name == WORD else name: value for name, value in inputs.items()}
 
 
 @pytest.mark.slow
 def test_files_have_one_word_and_take_every_word(llama, tmp_path):
-    """Example, dynamic shapes and cases may be of another release; the file has the names that tools feed."""
     inputs = other_word(decode_inputs(llama, DecodeSizes()))
     case = Case("another word", kwargs=other_word(decode_inputs(llama, DecodeSizes(batch=3, past=9, new=2))), steps=2)
     path = tmp_path / "model.onnx"
@@ -130,7 +122,6 @@ def test_files_have_one_word_and_take_every_word(llama, tmp_path):
 
 @pytest.mark.slow
 def test_a_program_is_called_under_every_word(llama, tmp_path):
-    """One that was exported and stored with another word than the caller's, in this process and from a file."""
     inputs = decode_inputs(llama, DecodeSizes())
     other = decode_inputs(llama, DecodeSizes(batch=3, past=9, new=2))
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
@@ -146,8 +137,6 @@ def test_a_program_is_called_under_every_word(llama, tmp_path):
 
 
 class Forgets(torch.nn.Module):
-    """Takes a cache and returns the scores alone."""
-
     def __init__(self, model):
         super().__init__()
         self.model = model

@@ -49,7 +49,6 @@ def test_every_cache_that_comes_out_goes_in_again():
 
 
 def test_a_call_without_a_cache_is_the_last():
-    """Nothing says what came before."""
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     assert next_inputs({"input_ids": tokens}, SimpleNamespace(logits=torch.zeros(1, 1, 7))) is None
 
@@ -74,7 +73,6 @@ def test_the_inputs_of_a_decode_call_are_contiguous(options):
 
 
 def test_what_is_made_contiguous_holds_the_same_values():
-    """In place, whatever it is in; one tensor that is held twice stays one, and contiguous ones stay themselves."""
     sliced, whole = torch.arange(12).reshape(2, 6)[:, 2:], torch.ones(2)
     cache = make_dynamic_cache([(torch.randn(2, 2, 8, 4)[:, :, 3:], torch.randn(2, 2, 5, 4))])
     expected = cache.layers[0].keys.clone()
@@ -113,7 +111,6 @@ def test_a_model_that_is_ambiguous_without_token_types_says_so():
 
 @pytest.mark.parametrize("kind", ["Bert", "Electra"])
 def test_cases_of_an_encoder_are_named_by_their_length(kind):
-    """Nothing is past in a call without a cache; a decoder's names are of its cache."""
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(vocab_size=40, **sizes)).eval()
     ids = torch.randint(0, 40, (2, 5))

@@ -35,7 +35,6 @@ def output():
 
 
 def test_only_the_fields_that_are_set_come_apart():
-    """A field that holds several tensors is one child, a container; each has its key, and is the very tensor again."""
     one = output()
     values, names = flatten_base_model_output(one)
     keyed, keyed_names = flatten_with_keys_base_model_output(one)
@@ -52,7 +51,6 @@ def test_only_the_fields_that_are_set_come_apart():
 
 @pytest.mark.parametrize("placeholder", ["leaf", 7, object()])
 def test_an_output_may_hold_anything_for_a_while(placeholder):
-    """Names and numbers that stand for leaves."""
     with register_flattening_functions(patch_transformers=True):
         leaves, spec = pytree.tree_flatten(output())
         filled = pytree.tree_unflatten([placeholder] * len(leaves), spec)
@@ -84,7 +82,6 @@ def test_every_output_class_has_keys_inside_the_block():
 
 @pytest.mark.skipif(not THEIRS_HAS_KEYS, reason="transformers 4.56 registers outputs without keys")
 def test_ours_and_theirs_name_the_same_leaves():
-    """Whichever is in force, a program's outputs have the same names."""
     theirs = pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn(output())
     ours = flatten_with_keys_base_model_output(output())
     assert [str(key) for key, _ in theirs[0]] == [str(key) for key, _ in ours[0]]
@@ -92,7 +89,6 @@ def test_ours_and_theirs_name_the_same_leaves():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "t5"])
 def test_a_models_whole_output_comes_back(name):
-    """Logits and the cache in it."""
     started = start(name, past=12)
     one = CausalLMOutputWithPast(logits=torch.ones(2, 3), **{WORD: started.cache})
     with register_flattening_functions(patch_transformers=True):
@@ -132,16 +128,12 @@ def test_the_stored_names_are_stable():
 
 @dataclass
 class Inner(ModelOutput):
-    """An output of a part of a model."""
-
     features: torch.Tensor = None
     mask: torch.Tensor = None
 
 
 @dataclass
 class Outer(ModelOutput):
-    """An output that holds others, containers and a cache."""
-
     logits: torch.Tensor = None
     inner: Inner = None
     several: list = None
@@ -168,7 +160,6 @@ NESTED_PATHS = [
 
 
 def test_outputs_inside_outputs_come_back():
-    """Each with its class, paths of names and the very same tensors, after a trip of the spec through JSON."""
     one = nested()
     with register_flattening_functions(patch_transformers=True):
         pairs, spec = pytree.tree_flatten_with_path(one)
@@ -195,8 +186,6 @@ def test_fields_that_are_none_make_another_structure():
 
 
 class Relay(torch.nn.Module):
-    """Takes an output and returns one."""
-
     def forward(self, outer):
         return Outer(
             logits=outer.logits + outer.inner.features,
@@ -207,7 +196,6 @@ class Relay(torch.nn.Module):
 
 
 def test_an_output_is_exported_as_input_and_as_output():
-    """Nested, with a cache inside; the program takes another batch and another length."""
     one = nested()
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(Relay(), (one,), dynamic_shapes=dynamic_shapes((one,)), strict=False)
@@ -234,7 +222,6 @@ def batch(rows=2, **options):
 
 
 def test_a_batch_encoding_comes_back():
-    """Its class, its keys, the very same tensors."""
     one = batch()
     with register_flattening_functions(patch_transformers=True):
         leaves, spec = pytree.tree_flatten(one)
@@ -258,7 +245,6 @@ def test_what_a_tokenizer_notes_is_dropped():
 
 
 def test_a_batch_feature_may_hold_anything():
-    """Sizes and names are leaves, too; which keys are not converted is static."""
     data = {"pixel_values": torch.ones(2, 3), "sizes": [(3, 4)], "name": "cat", "extra": None}
     one = BatchFeature(dict(data))
     with register_flattening_functions(patch_transformers=True):
@@ -272,14 +258,11 @@ def test_a_batch_feature_may_hold_anything():
 
 
 class AddOne(torch.nn.Module):
-    """Takes and returns what processors hand over."""
-
     def forward(self, given):
         return BatchFeature({"sum": given["input_ids"] + given["attention_mask"]})
 
 
 def test_containers_are_exported_as_input_and_as_output():
-    """For any number of rows."""
     one = batch()
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(AddOne(), (one,), dynamic_shapes=dynamic_shapes((one,)), strict=False)
@@ -289,7 +272,6 @@ def test_containers_are_exported_as_input_and_as_output():
 
 
 def test_a_dataclass_of_a_model_comes_apart_by_its_fields():
-    """Not a `ModelOutput`: every field is a child, `None` a leaf."""
     esmfold2 = pytest.importorskip("transformers.models.esmfold2.modeling_esmfold2")
     fields = [torch.ones(2), torch.ones(3), (torch.ones(4), torch.ones(5)), None, None, None, [torch.ones(6)]]
     one = esmfold2.EsmFold2DenoiserConditioning(*fields)
@@ -306,7 +288,6 @@ def test_a_dataclass_of_a_model_comes_apart_by_its_fields():
 
 
 def test_somebody_elses_registration_with_keys_stays_in_force(monkeypatch):
-    """A user who registered `BatchEncoding` with torch herself keeps her functions."""
     hers = pytree.NodeDef(
         BatchEncoding,
         lambda one: ([one["input_ids"]], None),
@@ -328,7 +309,6 @@ needs_diffusers = pytest.mark.skipif(importlib.util.find_spec("diffusers") is No
 
 @needs_diffusers
 def test_a_stored_diffusers_output_is_read_inside_and_outside():
-    """Both registrations store the same, and read what the other has stored."""
     from diffusers.models.autoencoders.vae import DecoderOutput
 
     one = DecoderOutput(sample=torch.ones(2))

@@ -42,7 +42,6 @@ def same(a, b):
 @given(contents=CONTENTS, times=st.integers(1, 3))
 @settings(max_examples=15)
 def test_a_layer_has_one_spec_whatever_it_holds(name, contents, times):
-    """Batch, length below and past the window, dtype, device, and how often it was taken apart are no part of it."""
     with register_flattening_functions(patch_transformers=True):
         expected = pytree.tree_structure(cache_of(name, length=3))
         cache = cache_of(name, **contents)
@@ -55,7 +54,6 @@ def test_a_layer_has_one_spec_whatever_it_holds(name, contents, times):
 @given(contents=CONTENTS)
 @settings(max_examples=10, deadline=None)  # some make a model's configuration first
 def test_a_cache_has_one_spec_whatever_it_holds(name, contents):
-    """Those of models, too, which are no `DynamicCache`."""
     expected, cache = CACHES[name](), CACHES[name](**contents)
     with register_flattening_functions(patch_transformers=True):
         assert pytree.tree_structure(cache) == pytree.tree_structure(expected)
@@ -90,7 +88,6 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_rebuilt_cache_goes_on_step_by_step(name):
-    """A next update returns, and leaves behind, what it does in the original."""
     original = CACHES[name]()
     rebuilt = copy.deepcopy(original)
     with register_flattening_functions(patch_transformers=True):
@@ -105,7 +102,6 @@ def test_a_rebuilt_cache_goes_on_step_by_step(name):
 
 
 def test_every_class_of_layer_and_cache_is_listed():
-    """The Flattening List names all that is tried here."""
     classes = {type(layer_of(name, 0)) for name in LAYERS} | {type(make()) for make in CACHES.values()}
     listed = {row.cls for row in flattening_list()}
     assert {f"{cls.__module__}.{cls.__qualname__}" for cls in classes} <= listed

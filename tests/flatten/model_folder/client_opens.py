@@ -18,7 +18,6 @@ _CALLS = {"text-classification": "ORTModelForSequenceClassification"}
 
 
 def main(kind: str, folder: str, given: str, output: str) -> None:
-    """Open, call, write."""
     if kind in ("sentences", "pairs"):
         import sentence_transformers
 

@@ -23,7 +23,6 @@ _ROOT = tempfile.TemporaryDirectory(prefix="exported_folders")
 
 @functools.cache
 def saved(name: str) -> tuple[Any, pathlib.Path]:
-    """Return a small model and the folder that `save_pretrained` wrote, with a tokenizer of bytes."""
     model = small_model(name)
     folder = pathlib.Path(_ROOT.name) / f"{name}-saved"
     model.save_pretrained(folder)

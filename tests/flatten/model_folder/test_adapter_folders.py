@@ -33,7 +33,6 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.fixture
 def base(tmp_path):
-    """A folder of a model with weights."""
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=300, initializer_range=0.5, eos_token_id=None, **SIZES)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
@@ -66,7 +65,6 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_of_an_adapter_is_the_adapted_one(kind, base):
-    """With the scores of PEFT's model, which are not those of the base."""
     adapter = _adapter(base, KINDS[kind])
     wanted = _logits(base, adapter)
     with torch.no_grad():
@@ -78,7 +76,6 @@ def test_the_model_of_an_adapter_is_the_adapted_one(kind, base):
 @pytest.mark.slow
 @pytest.mark.parametrize("trained_by", ["PEFT", "roundpipe train --lora"])
 def test_a_folder_of_adapters_is_exported(trained_by, base, tmp_path):
-    """Sixteen tokens of the adapted model; its tokenizer is that of the adapter, or of the base."""
     if trained_by == "PEFT":
         adapter = _adapter(base)
         ByT5Tokenizer(extra_ids=0).save_pretrained(base)
@@ -210,7 +207,6 @@ def test_first_weights_of_many_steps_and_other_adapters_are_refused(entries, bas
 
 
 def test_an_adapter_of_itself_is_refused(base):
-    """And not followed for ever."""
     adapter = _adapter(base)
     restate(adapter / "adapter_config.json", base_model_name_or_path=str(adapter))
     with pytest.raises(ModelSourceError, match="is an adapter itself"):
@@ -255,7 +251,6 @@ def _adapted_model():
 @pytest.mark.slow
 @pytest.mark.parametrize(("merged", "optimize"), [(False, "onnxruntime"), (True, None)])
 def test_adapters_are_exported_as_weights_or_merged(merged, optimize, tmp_path):
-    """Twenty tokens of two rows, which differ from those of the model without adapters."""
     adapted = _adapted_model()
     ids = torch.randint(4, 259, (2, 9), generator=torch.Generator().manual_seed(0))
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 20, "do_sample": False}
@@ -270,7 +265,6 @@ def test_adapters_are_exported_as_weights_or_merged(merged, optimize, tmp_path):
 
 
 def test_a_prompt_that_was_learned_is_refused(tmp_path):
-    """It is not part of any layer."""
     tuned = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     model = peft.get_peft_model(small_model("llama"), tuned).eval()
     with pytest.raises(InvalidArgumentError, match="learned prompts"):

@@ -45,7 +45,6 @@ def types_of(name, ids):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_decoder_computes_first_and_later_calls(name):
-    """Scores of the model, which is given types in the first call only; two images, one row padded, past the window."""
     model, first_position = make_model(name), int(name != "gemma3")
     decoder, embed = BlockwiseDecoder(model), model.get_input_embeddings()
     ids = torch.randint(4, 250, (2, 13), generator=torch.Generator().manual_seed(1))
@@ -73,7 +72,6 @@ def test_one_decoder_computes_first_and_later_calls(name):
 @pytest.mark.slow  # exports three files
 @pytest.mark.parametrize("name", cases(["gemma3", "paligemma2"], quick=["paligemma2"]))
 def test_a_folder_generates_what_its_model_generates(name, tmp_path):
-    """Two images in a row between text, with padding; greedily and with beams; nothing but the prompt is passed."""
     model = make_model(name)
     places = 4 if name == "gemma3" else 16
     done = export_folder(model, tmp_path / "out")

@@ -36,7 +36,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The page, and its folder of models, on a port of this machine."""
     root = tmp_path_factory.mktemp("site")
     for name in ("index.html", "page.js", "node_modules"):
         (root / name).symlink_to(PAGE / name)
@@ -98,7 +97,6 @@ def browser(request, site, tmp_path_factory):
 
 
 def answer(browser, address: str, model: str, text: str) -> str:
-    """What the page shows after a text was entered."""
     browser.get(f"{address}/index.html?model={model}")
 
     def status(*words: str) -> str:
@@ -117,7 +115,6 @@ def answer(browser, address: str, model: str, text: str) -> str:
 
 @pytest.fixture(scope="module")
 def llama(site):
-    """A decoder and its tokenizer, whose folder is on the page."""
     folder, _ = site
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -132,7 +129,6 @@ def llama(site):
 
 @pytest.fixture(scope="module")
 def encoder(site):
-    """An encoder of sentence-transformers and its tokenizer, whose folder is on the page."""
     folder, _ = site
     torch.manual_seed(0)
     model = transformers.BertModel(
@@ -151,7 +147,6 @@ def encoder(site):
 
 
 def test_a_chat_continues_as_the_model_does(site, browser, llama):
-    """With the template of the tokenizer, greedily."""
     model, tokenizer = llama
     text = "word3 word17 word40"
     given = tokenizer.apply_chat_template(
@@ -178,7 +173,6 @@ def test_embeddings_are_as_close_as_the_model_s(site, browser, encoder, name, cl
 
 
 def test_a_folder_that_is_not_there_is_named(site, browser):
-    """The page says so, and stays."""
     browser.get(f"{site[1]}/index.html?model=absent")
     wait = WebDriverWait(browser, SECONDS)
     wait.until(lambda driver: not driver.find_element(By.ID, "status").text.startswith("loading"))

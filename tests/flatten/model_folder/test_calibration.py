@@ -25,7 +25,6 @@ def prompts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The trained model in a folder, with a tokenizer of bytes."""
     path = tmp_path_factory.mktemp("source") / "model"
     trained_model().save_pretrained(path)
     ByT5Tokenizer(extra_ids=0).save_pretrained(path)
@@ -51,14 +50,12 @@ def test_the_perplexity_is_that_of_the_prompts(folder, source):
 
 
 def test_the_answers_to_the_prompts_are_kept(folder):
-    """Padded on the left; the folder is judged by them when it is verified."""
     case = load_case(folder / "cases/generate-chats.case")
     rows = [row[mask.bool()] for row, mask in zip(case.inputs["input_ids"], case.inputs["attention_mask"], strict=True)]
     assert [bytes(int(token) - 3 for token in row).decode() for row in rows] == PROMPTS
 
 
 def test_the_card_states_size_perplexity_divergence_and_tokens(folder):
-    """What the manifest has, for a reader."""
     stated = json.loads((folder / "yobx_flatten.json").read_text())["quality"]["model.onnx"]
     card = (folder / "README.md").read_text()
     assert f"{stated['perplexity'] / stated['model_perplexity']:.4f} of the model's" in card
@@ -76,7 +73,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_text_that_measures_nothing_is_refused(prompts, tmp_path, name):
-    """Before anything is exported."""
     options, message = REFUSED[name]
     with pytest.raises(InvalidArgumentError, match=message):
         export_folder(trained_model(), tmp_path / "out", **{"quantize": "int8", "calibration": prompts, **options})
@@ -84,7 +80,6 @@ def test_a_text_that_measures_nothing_is_refused(prompts, tmp_path, name):
 
 
 def test_a_model_that_writes_nothing_takes_no_prompts(prompts, tmp_path):
-    """An encoder is compared by its outputs."""
     encoder = small_model("bert").base_model
     with pytest.raises(InvalidArgumentError, match="is for models that generate text, not for feature-extraction"):
         export_folder(encoder, tmp_path / "out", task="feature-extraction", quantize="int8", calibration=prompts)
@@ -94,7 +89,6 @@ def test_a_model_that_writes_nothing_takes_no_prompts(prompts, tmp_path):
     ("contents", "message"), [(b"\n \n", "contains no prompts"), (b"\xff\xfe", "not a text in UTF-8")]
 )
 def test_a_file_without_prompts_is_an_error_of_one_line(tmp_path, contents, message):
-    """With what to write."""
     file = tmp_path / "p.txt"
     file.write_bytes(contents)
     with pytest.raises(ModelSourceError, match=message):

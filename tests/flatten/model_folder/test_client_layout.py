@@ -21,7 +21,6 @@ from yobx_flatten.model_folder.source.configuration import small_model
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A small model with a chat template, and its folder for transformers.js."""
     model, root = small_model("llama"), tmp_path_factory.mktemp("layout")
     model.save_pretrained(root / "saved")
     tokenizer = ByT5Tokenizer(extra_ids=0)
@@ -33,7 +32,6 @@ def llama(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_files_are_where_the_client_looks_and_are_verified_and_generate_there(llama):
-    """In `onnx/`, with the type in the configuration and the template in that of the tokenizer."""
     model, folder = llama
     assert [path.relative_to(folder).as_posix() for path in folder.rglob("*.onnx")] == ["onnx/model.onnx"]
     assert json.loads((folder / "config.json").read_text())["transformers.js_config"] == {"dtype": "fp32"}
@@ -101,7 +99,6 @@ def test_weights_in_a_second_file_are_found_under_its_new_name(tmp_path):
     ],
 )
 def test_what_the_client_would_not_open_is_refused(given, why):
-    """Before anything is exported."""
     with pytest.raises(InvalidArgumentError, match=why):
         check_layout(*given)
 
@@ -188,7 +185,6 @@ def test_the_joined_decoder_begins_and_goes_on_as_the_model_does(tmp_path, monke
 @NEEDS_NODE
 @pytest.mark.parametrize("name", ["t5", "whisper"])
 def test_transformers_js_writes_the_text_of_an_encoder_decoder_model(name, tmp_path):
-    """The decoder in one file; transformers.js returns the token with which a text begins, too."""
     model, inputs = lively(name)
     export_folder(model, tmp_path / name, layout="transformers.js")
     class_ = {"t5": "AutoModelForSeq2SeqLM", "whisper": "WhisperForConditionalGeneration"}[name]

@@ -29,7 +29,6 @@ LAYOUTS = pytest.mark.parametrize("layout", ["flat", "transformers.js"])
 
 
 def opened(kind: str, folder: pathlib.Path, given: object) -> torch.Tensor:
-    """What a library returns; ``given`` are tensors by name, or texts."""
     inputs, output = folder.parent / "given", folder.parent / "found.npz"
     if isinstance(given, dict):
         inputs = inputs.with_suffix(".npz")
@@ -45,7 +44,6 @@ def opened(kind: str, folder: pathlib.Path, given: object) -> torch.Tensor:
 
 
 def written(name: str, folder: pathlib.Path, layout: str) -> torch.nn.Module:
-    """A model whose answers differ from token to token, and its exported folder."""
     model = small_model(name)
     if name == "whisper":  # optimum takes the heads of the encoder for those of a joined decoder, as in Whisper's files
         model.config.encoder_attention_heads = model.config.decoder_attention_heads
@@ -60,7 +58,6 @@ def written(name: str, folder: pathlib.Path, layout: str) -> torch.nn.Module:
 
 
 def generated(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The tokens of the model itself, which are not all one."""
     tokens = model.generate(**given, max_new_tokens=12, do_sample=False)
     assert len(set(tokens[0].tolist())) > 3
     return tokens
@@ -69,7 +66,6 @@ def generated(model: torch.nn.Module, given: dict[str, torch.Tensor]) -> torch.T
 @LAYOUTS
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
 def test_optimum_generates_the_tokens_of_a_decoder(name, layout, tmp_path):
-    """Two prompts of different lengths, padded on the left."""
     model = written(name, tmp_path / "out", layout)
     ids = torch.tensor([[7, 8, 9, 10, 11], [12, 13, 14, 15, 16]])
     mask = torch.ones_like(ids)
@@ -80,7 +76,6 @@ def test_optimum_generates_the_tokens_of_a_decoder(name, layout, tmp_path):
 
 @LAYOUTS
 def test_optimum_generates_the_tokens_of_t5(layout, tmp_path):
-    """A row is padded."""
     model = written("t5", tmp_path / "out", layout)
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     given = {"input_ids": torch.tensor([[7, 8, 9, 10], [11, 12, 0, 0]]), "attention_mask": mask}
@@ -89,7 +84,6 @@ def test_optimum_generates_the_tokens_of_t5(layout, tmp_path):
 
 @LAYOUTS
 def test_optimum_generates_the_tokens_of_whisper(layout, tmp_path):
-    """Of two pieces of sound."""
     model = written("whisper", tmp_path / "out", layout)
     values = (torch.arange(3200, dtype=torch.float64) ** 2 * 0.37).sin().float()
     given = {"input_features": values.reshape(2, 16, 100)}
@@ -99,7 +93,6 @@ def test_optimum_generates_the_tokens_of_whisper(layout, tmp_path):
 
 @LAYOUTS
 def test_optimum_returns_the_scores_of_a_classifier(layout, tmp_path):
-    """Of texts of different lengths."""
     torch.manual_seed(0)
     config = transformers.BertConfig(vocab_size=len(WORDS), num_labels=3, initializer_range=0.5, **SIZES)
     model = transformers.BertForSequenceClassification(config).eval()
@@ -114,7 +107,6 @@ def test_optimum_returns_the_scores_of_a_classifier(layout, tmp_path):
 
 @LAYOUTS
 def test_sentence_transformers_embeds_texts(layout, tmp_path):
-    """The mean over the tokens of each text, of length 1."""
     torch.manual_seed(0)
     model = transformers.BertModel(
         transformers.BertConfig(vocab_size=len(WORDS), initializer_range=0.5, **SIZES)
@@ -135,7 +127,6 @@ def test_sentence_transformers_embeds_texts(layout, tmp_path):
 
 @LAYOUTS
 def test_sentence_transformers_ranks_pairs(layout, tmp_path):
-    """A cross-encoder: one score for two texts, through a sigmoid."""
     torch.manual_seed(0)
     config = transformers.BertConfig(vocab_size=len(WORDS), num_labels=1, initializer_range=0.3, **SIZES)
     model = transformers.BertForSequenceClassification(config).eval()

@@ -19,7 +19,6 @@ from yobx_flatten.model_folder.source.configuration import small_model
 
 @pytest.fixture(scope="module", params=[None, "onnxruntime"])
 def made(request, tmp_path_factory):
-    """A small model, its saved folder and its exported one."""
     model, root = small_model("llama"), tmp_path_factory.mktemp("explained")
     model.save_pretrained(root / "saved")
     with pytest.MonkeyPatch.context() as patch:
@@ -56,7 +55,6 @@ def _add_to_weight(of_product):
 
 @pytest.mark.slow
 def test_a_folder_that_is_right_has_no_node_that_differs(made):
-    """All of its values are compared, of every stored call."""
     model, _, folder = made
     explained = explain_folder(folder, model)
     assert explained
@@ -70,7 +68,6 @@ def test_a_folder_that_is_right_has_no_node_that_differs(made):
 @pytest.mark.slow
 @pytest.mark.parametrize("of_product", [0, -1])
 def test_a_weight_that_was_altered_is_named_with_its_layer_and_its_line(of_product, made, tmp_path):
-    """And both values; the first product, and the head."""
     model, _, folder = made
     copied, (node, weight, numbers) = _changed(folder, tmp_path / "out", _add_to_weight(of_product))
     first = next(one.first for one in explain_folder(copied, model).files.values() if one.first is not None)
@@ -86,7 +83,6 @@ def test_a_weight_that_was_altered_is_named_with_its_layer_and_its_line(of_produ
 
 @pytest.mark.slow
 def test_values_of_the_first_node_are_those_of_the_model(made, tmp_path):
-    """A hook on the eager layer sees what the explanation calls the model's value."""
     model, _, folder = made
     copied, _ = _changed(folder, tmp_path / "out", _add_to_weight(-1))
     first = next(one.first for one in explain_folder(copied, model).files.values() if one.first is not None)
@@ -113,7 +109,6 @@ def _other_epsilon(graph):
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [_sum_for_product, _other_epsilon])
 def test_an_operator_or_an_attribute_that_was_changed_is_named(change, made, tmp_path):
-    """A product of the second layer that became a sum, and the epsilon of a norm."""
     _, saved, folder = made
     copied, (node, cause) = _changed(folder, tmp_path / "out", change)
     first = next(one.first for one in explain_folder(copied, str(saved)).files.values() if one.first is not None)
@@ -123,7 +118,6 @@ def test_an_operator_or_an_attribute_that_was_changed_is_named(change, made, tmp
 
 @pytest.mark.slow
 def test_the_command_line_explains(made, tmp_path, capsys):
-    """After the table of cases, and as JSON."""
     _, saved, folder = made
     assert main(["verify", str(folder), "--explain", str(saved)]) == 0
     assert "values differs from the model's" in capsys.readouterr().out
@@ -148,7 +142,6 @@ KINDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(KINDS, quick=["t5"]))
 def test_other_kinds_of_models_are_explained(kind, tmp_path):
-    """None differs, and then an altered weight of the last file does, in that file alone."""
     model = small_model(kind)
     done = export_folder(model, tmp_path / "out", **KINDS[kind])
     assert explain_folder(tmp_path / "out", model)
@@ -160,7 +153,6 @@ def test_other_kinds_of_models_are_explained(kind, tmp_path):
 
 @pytest.mark.slow
 def test_weights_in_a_second_file_room_for_adapters_and_half_precision_are_explained(tmp_path, monkeypatch):
-    """The export of the comparison has all of them too."""
     monkeypatch.setattr(onnx_file, "LARGE", 1)
     model = small_model("llama").to(torch.float16)
     export_folder(model, tmp_path / "out", adapters={})
@@ -172,7 +164,6 @@ def test_weights_in_a_second_file_room_for_adapters_and_half_precision_are_expla
 
 @pytest.mark.slow
 def test_another_model_differs_at_its_first_weight(made):
-    """The embedding, which is the first that computes with weights."""
     _, _, folder = made
     other = small_model("llama")
     with torch.no_grad():

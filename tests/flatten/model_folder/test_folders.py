@@ -37,7 +37,6 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_folder_holds_what_tools_expect():
-    """Files, configuration, tokenizer, names of inputs and outputs; stored cases do not look like models."""
     _, folder = exported("mistral")
     assert sorted(path.name for path in folder.glob("**/*.onnx")) == ["model.onnx"]
     names = {path.name for path in folder.iterdir()}
@@ -53,7 +52,6 @@ def test_a_folder_holds_what_tools_expect():
 
 
 def test_a_folder_that_holds_something_is_replaced_on_demand_only(tmp_path, monkeypatch):
-    """And stays as it was when the export fails."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine", encoding="utf-8")
     model = small_model("llama")
@@ -76,7 +74,6 @@ def test_a_folder_that_holds_something_is_replaced_on_demand_only(tmp_path, monk
 
 
 def test_a_fixed_batch_stays_fixed(tmp_path):
-    """The file takes two rows of any length, and says so for three."""
     model = small_model("llama")
     export_folder(model, tmp_path / "out", batch=2)
     generator = OnnxGenerator(tmp_path / "out", threads=1)
@@ -88,7 +85,6 @@ def test_a_fixed_batch_stays_fixed(tmp_path):
 
 
 def test_half_precision_generates_as_its_model_does(tmp_path):
-    """In float16, with the model's own rounding."""
     done = export_folder(small_model("llama").half(), tmp_path / "out")
     assert done.verified.ok
 
@@ -122,7 +118,6 @@ def test_image_tokens_that_are_not_masked_as_text_are_refused():
 
 
 def test_what_is_no_exported_folder_is_refused(tmp_path):
-    """Not there, of another tool, of a newer version, damaged."""
     with pytest.raises(ForeignFileError, match="There is no folder"):
         verify_folder(tmp_path / "nowhere")
     with pytest.raises(ForeignFileError, match=r"contains no yobx_flatten\.json"):
@@ -136,7 +131,6 @@ def test_what_is_no_exported_folder_is_refused(tmp_path):
 
 
 def test_arguments_that_mean_nothing_are_refused(tmp_path):
-    """Before anything is exported."""
     model = small_model("llama")
     with pytest.raises(InvalidArgumentError, match='to must be "onnx" or "program"'):
         export_folder(model, tmp_path / "out", to="tflite")
@@ -168,7 +162,6 @@ for place in sys.argv[1:]:
 
 
 def test_a_disk_that_is_full_leaves_nothing(tmp_path):
-    """A file system in which the weights do not fit, and one for the weights and nothing else."""
     mounts = []
     for name, room in (("small", -4096), ("full", 8192)):
         (tmp_path / name).mkdir()
@@ -189,7 +182,6 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path):
 
 
 def test_a_folder_without_proof_is_called_unproven_by_everything(tmp_path):
-    """The report, the manifest, and `verify`, which does not pass it; its file can be loaded and run all the same."""
     folder = tmp_path / "out"
     model = small_model("llama")
     done = export_folder(model, folder, proof="none")
@@ -204,7 +196,6 @@ def test_a_folder_without_proof_is_called_unproven_by_everything(tmp_path):
 
 
 def test_a_sampled_folder_holds_the_sample_as_cases(tmp_path):
-    """The example, the case of most tokens, and a short generation."""
     done = export_folder(small_model("mistral"), tmp_path / "out", proof="sample")
     cases = [check.case for check in done.verified.checks]
     assert cases == ["the example", "batch 4, past 19, new 1, 9 padded", "8 tokens, greedily"]

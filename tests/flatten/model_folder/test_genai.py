@@ -21,7 +21,6 @@ GROWING = ["llama"]
 
 
 def _check(name: str, optimize: str | None) -> dict:
-    """Compare the tokens; return what the folder tells the library."""
     model, folder = exported(name, optimize=optimize)
     prompt = torch.randint(4, 259, (1, 9), generator=torch.Generator().manual_seed(7))
     wanted = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TOKENS, do_sample=False)
@@ -44,7 +43,6 @@ def test_a_cache_in_one_memory_generates_as_the_model_does(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GROWING)
 def test_operators_of_onnx_generate_as_the_model_does(name):
-    """The cache grows with every token."""
     assert _check(name, None)["past_present_share_buffer"] is False
 
 

@@ -16,14 +16,12 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
-    """A small model and its folder."""
     model, folder = small_model("llava"), tmp_path_factory.mktemp("genai") / "llava"
     export_folder(model, folder, layout="genai", proof="sample")
     return model, folder
 
 
 def _prompt(model, pictures):
-    """A prompt of one row, with a picture or without."""
     token = model.config.image_token_id
     count = model.get_image_features(images_for(model, 1)).pooler_output[0].shape[0]
     ids = torch.tensor([[7, 8, *[token] * count * pictures, 9, 10]])
@@ -56,7 +54,6 @@ def test_the_library_writes_the_tokens_of_the_model(llava, pictures):
 
 @torch.no_grad()
 def test_this_package_runs_the_same_files(llava):
-    """Each is proven, with the one that only the library calls; the loop of this package calls the others."""
     model, folder = llava
     report = verify_folder(folder)
     assert report.ok

@@ -35,7 +35,6 @@ def small_whisper(**settings):
 
 @pytest.fixture(scope="module")
 def whisper(tmp_path_factory):
-    """The model, its folder, and the tokens that it would write first and most often."""
     model, folder = small_whisper(), tmp_path_factory.mktemp("genai") / "whisper"
     free = of_model(model, 2, 1)
     counted = torch.tensor(free)[:, len(PROMPT) + 1 :].flatten().bincount()
@@ -54,7 +53,6 @@ def of_model(model, rows, beams):
 
 
 def of_library(model, folder, rows):
-    """The tokens of onnxruntime-genai."""
     genai = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
     params = genai.GeneratorParams(opened := genai.Model(str(folder)))
     params.set_search_options(max_length=LONGEST, do_sample=False, batch_size=rows)
@@ -88,7 +86,6 @@ def test_other_types_and_bits_are_opened(tmp_path):
 
 @pytest.mark.parametrize(("rows", "beams"), [(2, 1), (2, 3)])
 def test_this_package_runs_the_same_files(whisper, rows, beams):
-    """Its own loop, and that of transformers, whose beams repeat the keys of the sound."""
     model, folder, _ = whisper
     wanted = of_model(model, rows, beams)
     given = {"input_features": encoder_input(model, rows, 0), "decoder_input_ids": torch.tensor([PROMPT] * rows)}
@@ -98,7 +95,6 @@ def test_this_package_runs_the_same_files(whisper, rows, beams):
 
 
 def test_each_file_is_proven_and_the_folder_states_what_the_library_reads(whisper):
-    """Cases of both files and of the loop; names of the outputs in the configuration, and how sound is read."""
     _, folder, _ = whisper
     report = verify_folder(folder)
     assert report.ok
@@ -111,7 +107,6 @@ def test_each_file_is_proven_and_the_folder_states_what_the_library_reads(whispe
 
 
 def test_features_without_their_keys_are_refused(whisper):
-    """A caller who passes the features alone is told what is missing."""
     model, folder, _ = whisper
     opened = open_model(folder)
     read = opened.get_encoder()(encoder_input(model, 1, 0))
@@ -130,13 +125,11 @@ def test_features_without_their_keys_are_refused(whisper):
     ],
 )
 def test_what_the_library_does_not_run_is_refused(name, task, why):
-    """Before anything is exported."""
     with pytest.raises(InvalidArgumentError, match=why):
         check_genai(small_model(name), task)
 
 
 def test_what_the_layout_does_not_hold_is_refused_before_an_export(tmp_path):
-    """Other forms, and outputs that the library does not read."""
     with pytest.raises(InvalidArgumentError, match="is for ONNX files"):
         export_folder(small_model("llama"), tmp_path / "out", layout="genai", to="program")
     with pytest.raises(InvalidArgumentError, match="word_times=True does not work with layout"):

@@ -69,7 +69,6 @@ def test_the_file_holds_the_integers_of_the_checkpoint(folder, held):
 
 
 def test_the_folder_reads_and_writes_text(folder):
-    """Its tokenizer is that of the file, and nothing states that the weights are in a GGUF."""
     _, place = folder
     tokenizer = AutoTokenizer.from_pretrained(place)
     assert tokenizer("ab c", add_special_tokens=False).input_ids == [256, 32, 99]
@@ -79,7 +78,6 @@ def test_the_folder_reads_and_writes_text(folder):
 
 
 def test_the_model_is_that_of_transformers(held):
-    """All weights in full, of ordinary layers."""
     model = find_model(str(held)).load()
     eager = AutoModelForCausalLM.from_pretrained(held.parent, gguf_file=held.name, dtype=torch.float32).eval()
     ids = torch.randint(0, WORDS, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -89,7 +87,6 @@ def test_the_model_is_that_of_transformers(held):
 
 
 def test_weights_in_full_are_stored_in_full(tmp_path):
-    """Of a GGUF without integers nothing is quantised, and nothing has to be typed for it."""
     done = export_folder(write(tmp_path / "f.gguf", ("F32", "F32")), tmp_path / "out")
     assert done.verified.ok
     assert done.reports["model.onnx"].quality is None
@@ -106,7 +103,6 @@ def test_weights_in_full_are_stored_in_full(tmp_path):
     ],
 )
 def test_a_file_that_is_no_model_is_an_error_of_one_line(tmp_path, held, name, message, capsys):
-    """Cut in two, of another architecture, of other bytes, or not there: nothing is written."""
     whole = held.read_bytes()
     contents = {
         "cut.gguf": whole[: len(whole) // 2],
@@ -135,7 +131,6 @@ def test_a_tokenizer_that_cannot_be_read_is_found_before_the_export(tmp_path, he
 
 
 def test_a_folder_with_a_gguf_file_names_it(tmp_path, held, capsys):
-    """There is one way to name a model, and the message has it."""
     (tmp_path / "small.gguf").write_bytes(held.read_bytes())
     assert main(["export", str(tmp_path), "-o", str(tmp_path / "out")]) == 2
     assert f"Pass the GGUF file: {tmp_path / 'small.gguf'}" in capsys.readouterr().err

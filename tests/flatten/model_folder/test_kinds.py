@@ -28,13 +28,11 @@ def test_a_model_that_no_folder_is_known_for_is_refused_with_the_reason(name, wo
 
 @needs_transformers("5.17", "BiT has another reason")
 def test_a_small_model_that_cannot_be_made_is_refused_in_one_line():
-    """With the reason of the configuration."""
     with pytest.raises(InvalidArgumentError, match=r"A small bit cannot be made: .*layer_types.* Name a folder"):
         small_model("bit")
 
 
 def test_the_class_of_a_model_is_that_of_its_configuration():
-    """The one that it names; one that transformers does not have is passed over; a part of a model has none."""
     config = small_config("llama")
     config.architectures = ["LlamaOfMyOwn", "LlamaForSequenceClassification"]
     assert class_for(config) is transformers.LlamaForSequenceClassification

@@ -86,7 +86,6 @@ def encoder_decoder(kind, encoder, decoder):
     ],
 )
 def test_an_encoder_of_samples_or_pictures_generates_as_its_model(tmp_path, model, task, name, shapes):
-    """Sounds of other lengths and other numbers of pictures than any example; streams are the same tokens."""
     model = model()
     done = export_folder(model, tmp_path / "out")
     assert (done.task, done.verified.ok) == (task, True)
@@ -101,7 +100,6 @@ def test_an_encoder_of_samples_or_pictures_generates_as_its_model(tmp_path, mode
 
 
 def test_a_model_that_compares_pictures_and_texts_is_one_file(tmp_path):
-    """Of numbers of texts and pictures that no case has, in onnxruntime, as eager."""
     text = {**SIZES, "vocab_size": 259, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 1}
     vision = {**SIZES, "image_size": 32, "patch_size": 8}
     model = made(transformers.CLIPModel, transformers.CLIPConfig(text_config=text, vision_config=vision))
@@ -233,7 +231,6 @@ def test_pictures_are_of_one_size_where_others_cannot_be_traced(tmp_path):
 
 
 def florence():
-    """Reads a text and a picture with one encoder."""
     text = {"vocab_size": 96, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "eos_token_id": 2}
     text |= {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
     vision = {"embed_dim": [8, 8, 8, 8], "num_heads": [2] * 4, "num_groups": [2] * 4, "depths": [1] * 4}
@@ -334,7 +331,6 @@ def test_longformer_scores_texts_below_and_above_its_window(tmp_path, task):
 
 
 def test_led_generates_from_texts_below_and_above_its_window(tmp_path):
-    """The files of the encoder-decoder with Longformer's attention generate the tokens of the model."""
     model = led()
     export_folder(model, tmp_path / "out", proof="sample")
     generator = open_generator(tmp_path / "out")
@@ -389,7 +385,6 @@ def test_blip_2_with_a_decoder_generates_as_its_model(tmp_path):
 
 
 def test_blip_2_with_an_encoder_is_refused_with_the_call_that_exports(tmp_path):
-    """The line is followed: one call becomes a file."""
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
     model = blip_2(model_type="t5", **sizes)
     with pytest.raises(GenerationError, match=r"pixel_values between the encoder's tokens.*\n    export_onnx"):

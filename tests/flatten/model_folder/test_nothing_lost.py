@@ -40,7 +40,6 @@ def test_a_decoder_that_also_reads_pictures_is_refused_unless_its_text_is_asked_
     ],
 )
 def test_pictures_and_sound_are_found_by_the_signature(name, kind, lost):
-    """However a model calls them."""
     with torch.device("meta"):
         model = getattr(transformers, kind)(transformers.AutoConfig.for_model(name))
     with pytest.raises(GenerationError, match=rf"reads .*{lost}"):

@@ -13,7 +13,6 @@ from yobx_flatten.model_folder.source.find import origin_of
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A folder with weights and a tokenizer of words."""
     folder = tmp_path / "checkpoint"
     word_tokenizer().save_pretrained(folder)
     torch.manual_seed(0)
@@ -78,7 +77,6 @@ CHANGES = [_as_it_is, _from_nowhere, _moved, _of_another_kind, _with_more_words]
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_folder_that_is_not_of_the_model_is_none(change, checkpoint):
-    """With the reason."""
     model, reason = change(checkpoint)
     folder, found = origin_of(model)
     assert (folder == checkpoint) is (reason is None)
@@ -87,7 +85,6 @@ def test_a_folder_that_is_not_of_the_model_is_none(change, checkpoint):
 
 @pytest.mark.slow
 def test_no_tokenizer_is_invented(checkpoint, tmp_path):
-    """The report states why there is none, and `source=` gives one."""
     model, reason = _from_nowhere(checkpoint)
     done = export_folder(model, tmp_path / "out", proof="none")
     assert reason in _note(done)

@@ -64,7 +64,6 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("model_type", ["mymodel", "llama"])
 def test_code_of_a_folder_does_not_run(model_type, folder, tmp_path, capsys):
-    """By no door; each says in a line what to do. A type that transformers has is not the class that is stated."""
     restate(folder / "config.json", model_type=model_type)
     with pytest.raises(ModelSourceError, match=r"modeling_my\.MyConfig.*trust_remote_code=True") as refused:
         export_folder(folder, tmp_path / "out")

@@ -131,7 +131,6 @@ def _saved(folder, method, bits=4, stated=()):
     [("gptq", 4), ("gptq", 8), ("awq", 4), ("compressed-tensors", 4), ("torchao", 4), ("torchao", 8)],
 )
 def test_weights_are_those_that_the_integers_stand_for(tmp_path, method, bits):
-    """Each is the product of a whole number and a scale, rounded once; nothing is left of the integers."""
     expected = _saved(tmp_path / "held", method, bits)
     model = find_model(str(tmp_path / "held")).load()
     found = model.state_dict()
@@ -143,7 +142,6 @@ def test_weights_are_those_that_the_integers_stand_for(tmp_path, method, bits):
 
 @pytest.mark.parametrize("method", WRITERS)
 def test_the_folder_holds_the_same_integers(tmp_path, method):
-    """With blocks of their own size; nothing has to be typed for it."""
     _saved(tmp_path / "held", method)
     done = export_folder(tmp_path / "held", tmp_path / "out")
     assert done.verified.ok
@@ -188,7 +186,6 @@ def test_inputs_in_another_order_are_read(tmp_path):
     ],
 )
 def test_another_form_is_refused_in_one_line(tmp_path, capsys, method, changes, message):
-    """With what is read; nothing is written."""
     _saved(tmp_path / "held", method, stated=changes)
     capsys.readouterr()  # bars of save_pretrained
     assert main(["export", str(tmp_path / "held"), "-o", str(tmp_path / "out")]) == 2
@@ -199,7 +196,6 @@ def test_another_form_is_refused_in_one_line(tmp_path, capsys, method, changes, 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_library_compressed_tensors_packs_as_is_read(bits):
-    """Its own packing of numbers and zero points."""
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     half = 2 ** (bits - 1)
     numbers, zeros, scales, expected = _drawn(32, 64, bits, 0)

@@ -25,14 +25,12 @@ SQUARE = {"size": {"height": 32, "width": 32}}
 
 
 def letters():
-    """A tokenizer of single letters, with the special tokens of BERT."""
     words = [*SPECIAL, *LETTERS, *(f"##{letter}" for letter in LETTERS)]
     made = BertWordPieceTokenizer(vocab={word: number for number, word in enumerate(words)})
     return transformers.BertTokenizer(tokenizer_object=made._tokenizer, model_max_length=32)
 
 
 def characters(folder):
-    """A tokenizer of characters, as speech recognition frame by frame has it."""
     folder.mkdir(exist_ok=True)
     words = ["<pad>", "<s>", "</s>", "<unk>", "|", *LETTERS]
     (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
@@ -89,7 +87,6 @@ def vit(kind):
 
 
 def readers(task, folder):
-    """The tokenizer or processor of a task, as the argument of a pipeline."""
     if "image" in task or "depth" in task or "object" in task:
         kinds = {
             "image-segmentation": lambda: transformers.SegformerImageProcessor(size={"height": 64, "width": 64}),
@@ -132,7 +129,6 @@ TASKS = {
 
 
 def distance(wanted, found):
-    """The largest difference of two nested results; text must be the same."""
     assert type(wanted) is type(found)
     if isinstance(wanted, dict):
         assert wanted.keys() == found.keys()
@@ -150,7 +146,6 @@ def distance(wanted, found):
 
 @pytest.mark.parametrize("task", cases(list(TASKS), quick=["text-generation", "text-classification"]))
 def test_a_pipeline_returns_what_it_returns_with_the_model(task, tmp_path, caplog):
-    """The same labels, texts, boxes and pictures, and no complaint that the class is another one."""
     make, given, options = TASKS[task]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -165,7 +160,6 @@ def test_a_pipeline_returns_what_it_returns_with_the_model(task, tmp_path, caplo
 
 
 def test_a_class_refuses_a_folder_of_another_task_and_inputs_that_the_file_does_not_take(tmp_path):
-    """With the class to take, and the input."""
     export_folder(bert(transformers.BertModel).eval(), tmp_path / "out", proof="none")
     from yobx_flatten import OnnxForCausalLM
 

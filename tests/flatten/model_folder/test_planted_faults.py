@@ -19,7 +19,6 @@ HIDDEN, WIDE, HEADS, WINDOW = 64, 128, 4, 8  # sizes of the model
 
 
 def _change(model, is_meant, changed):
-    """Replace the first weight or number that is meant."""
     for value in model.graph.initializers.values():
         if is_meant(value.name, value.const_value):
             value.const_value = ir.tensor(changed(value.const_value.numpy().copy()), name=value.name)
@@ -50,7 +49,6 @@ def _permuted_head(model):
 
 
 def _rounded_weight(model):
-    """Round a matrix to bfloat16."""
 
     def rounded(weight):
         return (weight.view(numpy.uint32) & 0xFFFF0000).view(numpy.float32)
@@ -83,7 +81,6 @@ def test_every_planted_fault_is_listed():
 
 @pytest.mark.parametrize("fault", ["none", *_PLANTED])
 def test_the_standard_proof_finds(fault, tmp_path, monkeypatch):
-    """No folder appears; without a fault it does."""
     save = onnx_file.UnprovenFile.save
     planted = []
 

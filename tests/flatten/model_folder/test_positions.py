@@ -37,7 +37,6 @@ def test_a_large_model_without_positions_among_its_inputs_is_not_asked():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A GPT-2 of 24 positions, and its folder."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
     tokens = {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}

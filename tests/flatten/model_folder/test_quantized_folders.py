@@ -18,7 +18,6 @@ from yobx_flatten.model_folder.texts import python_text
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The trained model in 4 bits, with the attention of onnxruntime."""
     path = tmp_path_factory.mktemp("quantized") / "out"
     done = export_folder(trained_model(), path, quantize="int4", optimize="onnxruntime")
     report = done.reports["model.onnx"]
@@ -30,7 +29,6 @@ def folder(tmp_path_factory):
 
 
 def test_the_quality_is_measured_again_from_the_folder(folder):
-    """The manifest states it, and the stored cases give the same figures without the model."""
     stored = json.loads((folder / "yobx_flatten.json").read_text(encoding="utf-8"))["quality"]["model.onnx"]
     report = verify_folder(folder)
     assert report.ok
@@ -42,7 +40,6 @@ def test_the_quality_is_measured_again_from_the_folder(folder):
 
 
 def test_a_file_with_other_weights_fails(folder, tmp_path):
-    """A scale that is changed: the structure is right, and the perplexity is not."""
     broken = tmp_path / "broken"
     shutil.copytree(folder, broken)
     model = onnx.load(broken / "model.onnx")
@@ -56,7 +53,6 @@ def test_a_file_with_other_weights_fails(folder, tmp_path):
 
 
 def test_the_folder_generates(folder):
-    """As its file does, token by token, when it is fed everything from the start."""
     ids = torch.tensor([[108, 115, 104, 107, 106]])
     sequence = OnnxGenerator(folder, threads=1).generate(ids, max_new_tokens=12)
     session = onnxruntime.InferenceSession(folder / "model.onnx")
@@ -74,7 +70,6 @@ def test_the_folder_generates(folder):
 
 @pytest.mark.slow  # the import of NNCF alone takes 3 seconds
 def test_a_folder_for_openvino_is_measured_in_the_same_way(tmp_path):
-    """NNCF stores the weights; the manifest, the text and the measure are those of ONNX files."""
     if importlib.util.find_spec("nncf") is None:
         pytest.skip("NNCF is not installed")
     done = export_folder(small_model("llama"), tmp_path / "out", target="openvino", quantize="int8")

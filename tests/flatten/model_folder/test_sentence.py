@@ -16,7 +16,6 @@ MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 0, 0, 0, 0]])
 
 
 def by_hand(mode):
-    """The vector of each row, from its tokens one by one."""
     made = []
     for row, mask in zip(HIDDEN, MASK, strict=True):
         tokens = row[: int(mask.sum())]
@@ -36,7 +35,6 @@ def by_hand(mode):
 
 @pytest.mark.parametrize("mode", ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"])
 def test_a_row_is_pooled_over_its_own_tokens(mode):
-    """Each way, with rows padded on the right, compared with a loop over rows."""
     assert torch.allclose(Pooling([mode])(HIDDEN, MASK), by_hand(mode), atol=1e-6)
 
 
@@ -46,7 +44,6 @@ def test_the_last_token_of_a_row_that_is_padded_on_the_left_is_the_last_one():
 
 
 def write_modules(folder, kinds, **contents):
-    """Write the files of modules after a model."""
     paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds, 1))]
     types = [f"sentence_transformers.models.{kind}" for kind in ("Transformer", *kinds)]
     listed = [
@@ -100,14 +97,12 @@ def test_the_file_returns_the_embedding_and_the_folders_are_copied(tmp_path):
     ],
 )
 def test_a_module_that_is_not_known_is_named(tmp_path, kinds, contents, why):
-    """The file then ends with the model, and the report states why."""
     found = read_modules(write_modules(tmp_path / "st", kinds, **dict.fromkeys(kinds, contents)))
     assert not found.layers
     assert why in found.why_not
 
 
 def test_modules_lead_to_no_other_folder(tmp_path):
-    """A path of a stranger stays in its folder."""
     folder = write_modules(tmp_path / "st", ["Pooling"], Pooling={"pooling_mode_mean_tokens": True})
     listed = json.loads((folder / "modules.json").read_text())
     listed[1]["path"] = "../other"

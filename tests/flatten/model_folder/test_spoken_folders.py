@@ -32,7 +32,6 @@ def speaker(kind=transformers.SpeechT5ForTextToSpeech):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The model and its folder."""
     model, path = speaker(), tmp_path_factory.mktemp("spoken") / "out"
     done = export_folder(model, path)
     assert (done.task, done.verified.ok) == ("text-to-audio", True)
@@ -58,7 +57,6 @@ def numbers(*shape):
 
 
 def test_rows_that_end_at_other_frames_are_those_of_the_model(folder):
-    """With the model's dropout, up to 90 frames; another seed says something else."""
     model, path = folder
     generator, lengths = open_generator(path), set()
     for rows, length in ((1, 9), (3, 9), (4, 6)):
@@ -76,7 +74,6 @@ def test_rows_that_end_at_other_frames_are_those_of_the_model(folder):
 
 
 def test_a_vocoder_is_a_model_or_its_folder(folder, tmp_path):
-    """Of one spectrogram, without a batch, and of several."""
     model, path = folder
     rates = {"upsample_rates": (4, 2), "upsample_kernel_sizes": (8, 4), "upsample_initial_channel": 16}
     blocks = {"resblock_kernel_sizes": (3,), "resblock_dilation_sizes": ((1, 3),), "initializer_range": 0.5}
@@ -119,7 +116,6 @@ def test_a_prenet_that_computes_something_else_is_not_published(tmp_path, monkey
 
 
 def test_a_folder_whose_case_says_something_else_is_not_verified(folder, tmp_path):
-    """One number of the spectrogram is another one."""
     shutil.copytree(folder[1], tmp_path / "out")
     stored = tmp_path / "out/cases/generate.case"
     case = load_case(stored)
@@ -140,7 +136,6 @@ def test_a_folder_whose_case_says_something_else_is_not_verified(folder, tmp_pat
     ids=["attentions", "size of the speaker", "no speaker", "mask", "too long"],
 )
 def test_a_call_that_cannot_be_done_is_refused_in_a_line(folder, change, words):
-    """Not by an error of a node."""
     ids, asked = texts(2, 7)
     with pytest.raises(InvalidArgumentError, match=words):
         said(open_generator(folder[1]), ids, **{**asked, **change})
@@ -151,13 +146,11 @@ def test_a_call_that_cannot_be_done_is_refused_in_a_line(folder, change, words):
     [({"quantize": "int8"}, "add up from frame to frame"), ({"layout": "transformers.js"}, "one file")],
 )
 def test_what_nothing_proves_is_refused(option, words, tmp_path):
-    """Before the work."""
     with pytest.raises(InvalidArgumentError, match=words):
         export_folder(speaker(), tmp_path / "out", **option)
 
 
 def test_folders_that_write_tokens_and_folders_that_speak_name_each_others_call(folder):
-    """Both are opened by `open_generator`."""
     with pytest.raises(InvalidArgumentError, match="call generate_speech"):
         open_generator(folder[1]).generate(torch.tensor([[5, 6]]))
     with pytest.raises(InvalidArgumentError, match=r"call generate\(\)"):

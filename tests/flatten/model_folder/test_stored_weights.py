@@ -61,7 +61,6 @@ DOORS = {
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_weights_that_are_not_those_of_the_class_are_refused_by_name(change, door, llama):
-    """With the option that accepts them, and before anything is written."""
     remove, message = CHANGES[change]
     _rewrite(llama, remove)
     choice = "unused" if change == "unused" else "random"
@@ -123,7 +122,6 @@ def test_a_gguf_file_in_a_folder_is_named_as_the_model_to_export(llama):
 
 
 def test_random_weights_of_a_folder_without_any_are_in_the_report(llama):
-    """A folder of a configuration alone stands for them."""
     (llama / "model.safetensors").unlink()
     done = export_folder(llama, llama.parent / "out", proof="none")
     assert any("weights are random" in note for note in done.reports["model.onnx"].remarks)
@@ -131,7 +129,6 @@ def test_random_weights_of_a_folder_without_any_are_in_the_report(llama):
 
 @pytest.mark.parametrize("weights", ["memory", "stream"])
 def test_random_weights_on_purpose_are_named_in_the_report(weights, llama):
-    """The same numbers each time, and all others from the folder."""
     stored = load_file(llama / "model.safetensors")
     _rewrite(llama, lambda weights: weights.pop(MATRIX))
     done = export_folder(
@@ -166,7 +163,6 @@ def test_what_older_versions_stored_and_ties_are_no_differences(weights, tmp_pat
 
 
 def test_a_loaded_model_takes_no_such_option(llama, tmp_path):
-    """Its weights are what they are."""
     model = BertForSequenceClassification(BertConfig(**SIZES)).eval()
     with pytest.raises(InvalidArgumentError, match="unmatched_weights='random' is for a model given by name"):
         export_folder(model, tmp_path / "out", unmatched_weights="random")

@@ -47,7 +47,6 @@ CONFIGURATIONS = {
 
 @pytest.mark.parametrize("case", CONFIGURATIONS)
 def test_a_configuration_is_refused(folder, case):
-    """Before transformers makes anything of it, asks, or downloads."""
     restate(folder / "config.json", **CONFIGURATIONS[case])
     with pytest.raises(ModelSourceError):
         find_model(str(folder))
@@ -90,7 +89,6 @@ WEIGHTS = {
 @pytest.mark.skipif(os.name != "posix", reason="pipes and devices")
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_weights_that_are_no_files_of_the_folder_are_refused(folder, case):
-    """And not replaced by random ones."""
     (folder / "model.safetensors").unlink()
     WEIGHTS[case](folder)
     with pytest.raises(ModelSourceError):

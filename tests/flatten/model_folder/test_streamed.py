@@ -34,7 +34,6 @@ def _ties(model):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "phi3", "bert", "whisper", "mamba"])
 def test_a_streamed_model_is_the_one_that_transformers_loads(name, dtype, tmp_path):
-    """Weights, types, ties, buffers and settings, from several files; none of the weights is in memory."""
     if (name, dtype) == ("mamba", "float16") and is_older_than("5.17"):
         pytest.skip("transformers before 5.17 keeps A_log in float32, which nothing states")
     model = small_model(name)
@@ -64,13 +63,11 @@ def test_a_streamed_model_generates_the_same_tokens():
 
 @pytest.fixture
 def copied(tmp_path):
-    """A folder of a small model that a test may damage."""
     small_model("llama").save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
 def test_a_missing_file_of_weights_is_named(tmp_path):
-    """Of several, which the index lists."""
     small_model("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     held = json.loads((tmp_path / "model.safetensors.index.json").read_text("utf-8"))["weight_map"]
     name = sorted(held.values())[1]
@@ -109,7 +106,6 @@ def _with_float32(folder):
     ],
 )
 def test_files_that_do_not_hold_the_weights_as_the_model_has_them_are_loaded(change, reason, copied, monkeypatch):
-    """Weight by weight they would be others; the report states why."""
     monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", None)
     change(copied)
     found = open_model(find_model(str(copied)), dtype="float16", weights="stream", to="onnx")
@@ -142,7 +138,6 @@ def test_weights_that_are_joined_when_they_are_loaded_are_not_streamed(tmp_path)
 
 
 def test_what_cannot_be_streamed_is_refused(copied, tmp_path):
-    """Programs, which hold their weights; models without files; models that are loaded already."""
     with pytest.raises(InvalidArgumentError, match=r"weights='stream' is for ONNX files"):
         export_folder(copied, tmp_path / "out", to="program", weights="stream")
     with pytest.raises(InvalidArgumentError, match=r"reads safetensors files, and llama has no complete set"):
@@ -156,7 +151,6 @@ def test_what_cannot_be_streamed_is_refused(copied, tmp_path):
 @on_meta
 @pytest.mark.slow  # two exports of a whole model
 def test_a_streamed_folder_is_the_one_of_the_loaded_model(copied, tmp_path, monkeypatch):
-    """The same bytes, cast to float16 on the way; the sample is replayed next to the layers that read their weights."""
     monkeypatch.setattr(onnx_file, "LARGE", 0)
     done = export_folder(copied, tmp_path / "streamed", dtype="float16", weights="stream", proof="sample")
     export_folder(copied, tmp_path / "whole", dtype="float16", weights="memory", proof="none")

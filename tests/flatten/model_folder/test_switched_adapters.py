@@ -43,7 +43,6 @@ NAMES = [None, "one", "two"]
 
 
 def save_adapter(model, config, folder, seed=1, size=0.3):
-    """Save an adapter whose numbers are not those that it begins with."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's, on layers that it does not know how to merge
         adapted = peft.get_peft_model(copy.deepcopy(model), config)
@@ -56,7 +55,6 @@ def save_adapter(model, config, folder, seed=1, size=0.3):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder with a model, and two adapters of other ranks, layers and scales."""
     root = tmp_path_factory.mktemp("switched")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -78,7 +76,6 @@ def _base(root):
 
 
 def _adapted(root, name):
-    """PEFT's model, whose adapter is not merged."""
     return _base(root) if name is None else peft.PeftModel.from_pretrained(_base(root), root / name).eval()
 
 
@@ -88,7 +85,6 @@ def _both(root):
 
 @pytest.fixture(scope="module", params=[None, "onnxruntime"])
 def folder(root, request):
-    """Its exported folder, with operators of ONNX and with those of onnxruntime."""
     place = root / f"out-{request.param}"
     export_folder(root / "base", place, adapters=_both(root), optimize=request.param)
     return place
@@ -105,7 +101,6 @@ def _generate(model, count=16):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_peft(name, root, folder):
-    """With each adapter, and without one; they differ from each other."""
     found = open_generator(folder).generate(IDS, max_new_tokens=16, adapter=name)
     assert torch.equal(found, _generate(_adapted(root, name)))
     others = [_generate(_adapted(root, other)) for other in NAMES if other != name]
@@ -128,7 +123,6 @@ def test_without_an_adapter_the_scores_have_the_bits_of_a_file_without_adapters(
 
 @pytest.mark.slow
 def test_each_adapter_is_verified_with_cases_of_its_own(folder, tmp_path):
-    """And an adapter that was exchanged is found."""
     report = verify_folder(folder)
     assert report.ok
     assert {(check.adapter, check.file) for check in report.checks} >= {("one", "model.onnx"), ("two", "generate")}
@@ -139,7 +133,6 @@ def test_each_adapter_is_verified_with_cases_of_its_own(folder, tmp_path):
 
 @pytest.mark.slow
 def test_streams_with_other_adapters_are_read_in_turns(root, folder):
-    """Each has a cache of its own, and its adapter."""
     generator = open_generator(folder)
     streams = [generator.stream(IDS, max_new_tokens=8, adapter=name) for name in NAMES]
     found = list(itertools.chain.from_iterable(zip(*streams, strict=True)))
@@ -183,7 +176,6 @@ KINDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(KINDS, quick=["gpt2", "t5"]))
 def test_other_kinds_of_models_switch_adapters(kind, tmp_path):
-    """Proven next to PEFT before the folder appears, file by file; the model is as it was afterwards."""
     targets, options = KINDS[kind]
     model = small_model(kind)
     save_adapter(model, peft.LoraConfig(r=3, target_modules=targets), tmp_path / "one", size=0.1)
@@ -210,7 +202,6 @@ def test_half_precision_is_allowed_what_it_costs(root, tmp_path):
 
 @pytest.mark.slow
 def test_a_model_of_transformers_switches_as_peft_does(root, folder):
-    """`set_adapter`, `disable_adapters`, `enable_adapters`, `active_adapters`."""
     model = open_model(folder)
     assert model.active_adapters() == []
     model.set_adapter("two")
@@ -225,7 +216,6 @@ def test_a_model_of_transformers_switches_as_peft_does(root, folder):
 
 @pytest.mark.slow
 def test_what_files_cannot_do_with_adapters_is_refused(folder):
-    """A cache of another adapter, PEFT's `adapter_names` for each row, and adapters that are added to the model."""
     model = open_model(folder)
     cache = cache_of(model(input_ids=IDS))
     model.set_adapter("one")
@@ -263,14 +253,12 @@ def test_onnxruntime_genai_switches_the_adapters_of_the_folder(root, folder):
 
 @pytest.fixture(scope="module")
 def roomy(root):
-    """A folder with room in all linear layers, and no adapter."""
     export_folder(root / "base", root / "roomy", adapters={}, proof="sample")
     return root / "roomy"
 
 
 @pytest.mark.slow
 def test_an_adapter_is_added_without_a_new_export(root, roomy, tmp_path, capsys):
-    """By the command line, and proven; the file of the model is not written again."""
     copied = shutil.copytree(roomy, tmp_path / "out")
     before = (copied / "model.onnx").stat()
     assert main(["adapter", str(copied), f"one={root / 'one'}", f"two={root / 'two'}"]) == 0
@@ -319,7 +307,6 @@ def test_an_adapter_is_replaced_as_a_whole_or_not_at_all(root, roomy, tmp_path, 
 
 @pytest.mark.slow
 def test_an_adapter_that_the_files_compute_otherwise_is_not_added(root, roomy, tmp_path):
-    """Here the model that is named has other weights."""
     copied = shutil.copytree(roomy, tmp_path / "out")
     other = _base(root)
     other.lm_head.weight.data *= 1.5
@@ -332,7 +319,6 @@ def test_an_adapter_that_the_files_compute_otherwise_is_not_added(root, roomy, t
 
 @pytest.mark.slow
 def test_layers_without_room_are_named(root, tmp_path):
-    """The room is that of the adapters which were exported."""
     export_folder(root / "base", tmp_path / "out", adapters={"one": root / "one"}, proof="none")
     with pytest.raises(
         DamagedFileError, match=r"k_proj\.lora_A, .*accept adapters in q_proj, v_proj\. Export the model"
@@ -372,7 +358,6 @@ UNFIT = {
 
 @pytest.mark.parametrize("kind", UNFIT)
 def test_what_is_more_than_two_products_is_refused_with_the_way(kind, root, tmp_path):
-    """Merging takes all of them."""
     config, reason = UNFIT[kind]
     save_adapter(_base(root), config, tmp_path / "unfit")
     with pytest.raises(
@@ -421,14 +406,12 @@ def test_an_adapter_of_another_model_is_refused_and_leaves_no_layer_behind(sizes
 
 
 def test_a_model_that_has_adapters_is_refused(root, tmp_path):
-    """Its layers compute with them already."""
     with pytest.raises(InvalidArgumentError, match="has adapters in its layers"):
         export_folder(_adapted(root, "one"), tmp_path / "out", adapters={"two": root / "two"})
 
 
 @pytest.mark.slow
 def test_an_unknown_name_lists_those_that_there_are(folder, capsys):
-    """In Python and on the command line."""
     with pytest.raises(GenerationError, match="has no adapter 'three'; found: one, two"):
         open_generator(folder).generate(IDS, adapter="three")
     for command in (["generate", str(folder), "--prompt", "x"], ["chat", str(folder), "--message", "x"]):
@@ -439,7 +422,6 @@ def test_an_unknown_name_lists_those_that_there_are(folder, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "chat"])
 def test_the_command_line_writes_what_peft_writes(command, root, folder, capsys):
-    """One text, or a conversation, with the adapter that is named."""
     tokenizer, model = ByT5Tokenizer.from_pretrained(root / "base"), _adapted(root, "two")
     ids = tokenizer("Yes", add_special_tokens=command == "generate", return_tensors="pt")["input_ids"]
     mask = torch.ones_like(ids)

@@ -27,7 +27,6 @@ BOUNDS = {"batch": 4, "length": 64}
 
 @pytest.fixture(scope="module")
 def model():
-    """One layer, so that compilers have little to do."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 259}
     config = transformers.LlamaConfig(
         **sizes, num_hidden_layers=1, eos_token_id=None, bos_token_id=2, initializer_range=0.3
@@ -49,7 +48,6 @@ def model():
     ],
 )
 def exported(request, model, tmp_path_factory):
-    """The runtime, the folder, and what the export returned."""
     runtime = request.param
     if runtime == "aotinductor":
         if shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -70,7 +68,6 @@ def prompts():
 
 
 def test_a_folder_names_its_runtime_and_is_proven_there(exported):
-    """Every file is replayed by the runtime, and the manifest holds the digests of its files."""
     runtime, folder, done = exported
     manifest = read_manifest(folder)
     assert (manifest.runtime, manifest.format) == (runtime, runtime)
@@ -84,7 +81,6 @@ def test_a_folder_names_its_runtime_and_is_proven_there(exported):
 
 
 def test_the_tokens_are_those_of_generate(exported, model):
-    """Greedily, one row padded; from the runtime that the folder names."""
     runtime, folder, _ = exported
     generator = open_generator(folder, trust=True)
     assert generator.parts.decoder.runtime == runtime
@@ -93,7 +89,6 @@ def test_the_tokens_are_those_of_generate(exported, model):
 
 
 def test_the_command_line_verifies_and_generates(exported, model, capsys):
-    """Bytes as tokens; the texts are those of the model."""
     _, folder, _ = exported
     transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(folder)  # the model is from no folder, and has none
     assert main(["verify", str(folder), "--trust"]) == 0
@@ -108,7 +103,6 @@ def test_the_command_line_verifies_and_generates(exported, model, capsys):
 
 
 def test_machine_code_needs_trust(exported):
-    """Other files are data."""
     runtime, folder, _ = exported
     if runtime == "aotinductor":
         with pytest.raises(UntrustedFileError, match="trust=True"):
@@ -121,7 +115,6 @@ def test_machine_code_needs_trust(exported):
 
 
 def test_a_file_that_was_changed_is_refused(exported, tmp_path):
-    """By its digest, before it is opened."""
     _, folder, done = exported
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
@@ -139,7 +132,6 @@ def test_a_file_that_was_changed_is_refused(exported, tmp_path):
 
 
 def test_a_runtime_that_has_no_files_there_is_refused(exported):
-    """And one that is not known."""
     _, folder, _ = exported
     with pytest.raises(GenerationError, match="contains no model"):
         open_generator(folder, runtime="onnxruntime")
@@ -166,7 +158,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_does_not_fit_is_refused_before_anything_is_traced(model, tmp_path, what):
-    """With the line to type."""
     options, message = REFUSED[what]
     if options.get("target") == "openvino":
         pytest.importorskip("openvino")
@@ -184,7 +175,6 @@ def test_bounds_of_one_row_are_a_folder_for_one_row(model, tmp_path):
 
 
 def test_a_missing_runtime_is_named(model, tmp_path, monkeypatch):
-    """With the extra that installs it."""
     found = dependencies.is_installed
     monkeypatch.setattr(dependencies, "is_installed", lambda library: library != "executorch" and found(library))
     with pytest.raises(MissingDependencyError, match=r"pip install .*\[executorch\]'"):

@@ -109,7 +109,6 @@ def test_a_loaded_model_with_a_head_of_no_task_is_refused_for_embeddings(tmp_pat
     ("kind", "config"), [("ElectraForPreTraining", "ElectraConfig"), ("BertForNextSentencePrediction", "BertConfig")]
 )
 def test_a_loaded_model_keeps_its_head_and_the_report_names_it(tmp_path, kind, config):
-    """The class of an object is the caller's choice. The line for embeddings is followed."""
     model = getattr(transformers, kind)(getattr(transformers, config)(**SMALL)).eval()
     done = export_folder(model, tmp_path / "out", to="program", proof="none")
     assert f"{kind} was exported, with its head. For embeddings, export model.base_model." in str(

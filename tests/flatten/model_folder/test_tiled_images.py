@@ -107,7 +107,6 @@ def test_several_pictures_in_a_prompt_are_not_cut(tmp_path):
 
 
 def test_pictures_that_do_not_fit_their_sizes_are_refused(exported):
-    """The processor returns both: without sizes, with fewer tiles than they state, and with other numbers of them."""
     _, generator = exported
     given = {**pictures((16, 31), room=3), **prompts(4)}
     with pytest.raises(InvalidArgumentError, match=r"image_sizes of shape \(images, 2\)"):

@@ -74,7 +74,6 @@ def test_tokens_after_a_tie_are_counted_and_excused():
 
 
 def test_a_folder_without_margins_excuses_nothing():
-    """One of an earlier version."""
     found = MODEL.clone()
     found[1, 2] = 1
     assert count_tokens(Fixed(found), _case(), 1e-4).ok is False
@@ -93,7 +92,6 @@ def test_rounded_weights_are_judged_by_the_share_that_agrees_after_the_same_text
 
 
 def test_rounded_weights_that_end_before_the_model_does_choose_no_token_there():
-    """A missing token counts as a differing token."""
     found = MODEL[:, :4]
     count = count_tokens(Fixed(found), _case(_margins()), 1e-4, 0.75)
     assert (count.different, count.ok) == (3, False)
@@ -101,7 +99,6 @@ def test_rounded_weights_that_end_before_the_model_does_choose_no_token_there():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The trained model in 4 bits."""
     path = tmp_path_factory.mktemp("tokens") / "out"
     export_folder(trained_model(), path, quantize="int4")
     return path
@@ -149,7 +146,6 @@ def _tokenizer(folder, template="{% for m in messages %}<{{ m['role'] }}>{{ m['c
 
 
 def test_chats_are_prompts_in_the_template_of_the_tokenizer(tmp_path):
-    """As the tokenizer itself makes them, padded on the left; none without a template, a folder or room."""
     tokenizer, model = _tokenizer(tmp_path / "chat"), small_model("llama")
     model.config.max_position_embeddings = 512
     prompts = chat_prompts(model, tmp_path / "chat", 2)
@@ -167,7 +163,6 @@ def test_chats_are_prompts_in_the_template_of_the_tokenizer(tmp_path):
 
 @pytest.mark.slow  # exports a model, and generates 500 tokens
 def test_a_quantised_folder_with_a_template_is_compared_with_chats_of_the_model(tmp_path):
-    """Ten answers of 50 tokens each; a float folder has none of them."""
     model = trained_model()
     _tokenizer(tmp_path / "source")
     before = model.config.max_position_embeddings

@@ -38,7 +38,6 @@ PAIRS = ["word1 word2 word3", "word4"], ["word5 word6 word7 word8 word9", "word6
     ],
 )
 def test_what_a_tokenizer_returns_for_pairs_is_fed_as_it_is(name, kind, tmp_path):
-    """Scores of two pairs of other lengths, in onnxruntime alone, are the eager model's; without types they are not."""
     entries = {"type_vocab_size": 2} if name == "deberta-v2" else {}
     model = _model(name, kind, **entries)
     model.save_pretrained(tmp_path / "model")

@@ -14,7 +14,6 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for num
 
 
 def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer of words, with a template of chats."""
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
@@ -28,13 +27,11 @@ def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 
 def made(kind: Any, config: Any) -> Any:
-    """A model of a class, with the same random weights each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return kind(config).eval()
 
 
 def restate(file: pathlib.Path, **entries: Any) -> None:
-    """Write these entries into a JSON file, next to those that the file has."""
     held = json.loads(file.read_text("utf-8")) if file.exists() else {}
     file.write_text(json.dumps({**held, **entries}), "utf-8")

@@ -42,8 +42,6 @@ class Frozen:
 
 
 class Guarded:
-    """Refuses to be constructed, and to be changed."""
-
     def __init__(self):
         raise TypeError("use Guarded.make")
 
@@ -61,7 +59,6 @@ class Guarded:
 
 
 def test_children_and_static_data_are_told_apart():
-    """The static part repeats the names of the children, and holds the values of the static attributes."""
     flatten, flatten_with_keys, unflatten = functions_from_fields(Cell, ["hidden", "state"], ["size"])
     assert flatten(Cell(1, 2)) == ([1, 2], [["hidden", "state"], [3]])
     assert flatten_with_keys(Cell(1, 2)) == (
@@ -72,7 +69,6 @@ def test_children_and_static_data_are_told_apart():
 
 
 def test_the_static_part_may_do_without_the_names():
-    """It is a tuple then, which hashes, or nothing at all."""
     flatten, _, unflatten = functions_from_fields(Cell, ["hidden", "state"], ["size"], names_in_static=False)
     assert flatten(Cell(1, 2)) == ([1, 2], (3,))
     assert vars(unflatten([4, 5], (6,))) == {"hidden": 4, "state": 5, "size": 6}
@@ -83,14 +79,12 @@ def test_the_static_part_may_do_without_the_names():
     "obj", [Slotted(1, 2), Frozen(1, 2), Guarded.make(1, 2)], ids=lambda value: type(value).__name__
 )
 def test_an_object_is_rebuilt_without_code_of_its_class(obj):
-    """Slots, frozen, and a class whose constructor and setter refuse: each comes back with its attributes."""
     flatten, _, unflatten = functions_from_fields(type(obj), ["a", "b"])
     rebuilt = unflatten(*flatten(obj))
     assert (type(rebuilt), rebuilt.a, rebuilt.b) == (type(obj), 1, 2)
 
 
 def test_a_class_without_children_takes_none():
-    """An object of static data only is rebuilt from no children, and from no others."""
     flatten, _, unflatten = functions_from_fields(Sized, [], ["size"])
     assert flatten(Sized()) == ([], [[], [3]])
     assert vars(unflatten([], [[], [7]])) == {"size": 7}
@@ -107,7 +101,6 @@ def test_what_is_no_name_of_an_attribute_is_refused(name):
 
 
 def test_a_name_given_twice_is_refused():
-    """A child that is static data as well would be set twice."""
     with pytest.raises(InvalidRegistrationError, match=r"'size' of .*Cell is given twice"):
         functions_from_fields(Cell, ["size"], ["size"])
 
@@ -135,7 +128,6 @@ def test_static_data_that_changes_is_copied(value):
     ids=["tensor", "nested tensor", "lambda", "another NaN"],
 )
 def test_flatten_names_the_attribute_that_is_no_static_data(value, found):
-    """A tensor, what nobody could store, and what would not be equal after a trip through a file."""
     flatten, flatten_with_keys, _ = functions_from_fields(Cell, ["hidden", "state"], ["size"])
     for function in (flatten, flatten_with_keys):
         with pytest.raises(StaticDataError, match=found):
@@ -146,7 +138,6 @@ def test_flatten_names_the_attribute_that_is_no_static_data(value, found):
     torch.__version__ < (2, 13), reason="dynamo of torch 2.11 reads no `__dict__` of a frozen dataclass"
 )
 def test_a_program_takes_generated_functions_apart():
-    """`torch.export`, strict and not, traces through them."""
 
     class Half(torch.nn.Module):
         def forward(self, frozen):
@@ -178,7 +169,6 @@ def test_a_slot_that_was_never_set_is_named():
     ("children", "static"), [(["state"], ["hidden_"]), (["hidden_"], ["state"]), (["hidden_"], [])]
 )
 def test_a_misspelt_attribute_is_named_and_the_line_of_the_message_registers_the_class(children, static):
-    """Python's own error names no registration. An instance with more attributes than are registered says so first."""
     obj = Pair(1, "two")
     with pytest.raises((UnsetFieldError, RoundTripError)) as refused:
         functions_from_fields(Pair, children, static).flatten(obj)
@@ -211,14 +201,12 @@ def test_a_property_without_a_setter_is_refused():
 
 
 def test_a_text_is_one_name():
-    """Its letters are no attributes."""
     made = functions_from_fields(Pair, "hidden", "state")
     assert made.flatten(Pair(1, "two")) == ([1], [["hidden"], ["two"]])
 
 
 @pytest.mark.parametrize("name", ["A B", "Pair[int]", "x;y", "1st", "π-x", "class", "line\nbreak"])
 def test_a_class_may_bear_any_name(name):
-    """`type` takes whatever it is given; the functions are named after it as far as Python's names go."""
     cls = type(name, (Cell,), {})
     flatten, _, unflatten = functions_from_fields(cls, ["hidden", "state"], ["size"])
     assert vars(unflatten(*flatten(cls(1, 2)))) == {"hidden": 1, "state": 2, "size": 3}

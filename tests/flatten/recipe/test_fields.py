@@ -37,8 +37,6 @@ class Checked:
 
 
 class Mapping:
-    """Has `keys` and `values`, and is no dict."""
-
     def __init__(self, **items):
         self.items_ = items
 
@@ -55,8 +53,6 @@ class State(dict):
 
 @dataclasses.dataclass
 class Odd:
-    """Every way to write a field that is not a plain one."""
-
     seed: dataclasses.InitVar[int]
     x: Any = dataclasses.field(kw_only=True)
     made: Any = dataclasses.field(init=False, default=None)
@@ -90,8 +86,6 @@ class MoreSlots(Slots):
 
 
 class ForJax:
-    """Written for `jax.tree_util.register_pytree_node_class`."""
-
     def __init__(self, data, shape):
         self.data, self.shape = data, shape
 
@@ -104,8 +98,6 @@ class ForJax:
 
 
 class Key:
-    """Looks like `jax.tree_util.GetAttrKey`."""
-
     def __init__(self, name):
         self.name = name
 
@@ -116,7 +108,6 @@ class ForJaxWithKeys(ForJax):
 
 
 def test_a_dict_subclass_comes_apart_by_its_keys():
-    """Children are the values, in order, and the static part is the keys, which may be of any type."""
     flatten, flatten_with_keys, unflatten = functions_of(State)
     state = State(b=1, a=2)
     assert flatten(state) == ([1, 2], ["b", "a"])
@@ -128,7 +119,6 @@ def test_a_dict_subclass_comes_apart_by_its_keys():
 
 
 def test_a_mapping_that_is_no_dict_is_built_from_names():
-    """Its constructor is given the items as keyword arguments."""
     flatten, _, unflatten = functions_of(Mapping)
     rebuilt = unflatten(*flatten(Mapping(a=1, b=2)))
     assert (type(rebuilt), rebuilt.items_) == (Mapping, {"a": 1, "b": 2})
@@ -151,7 +141,6 @@ def test_a_dataclass_is_rebuilt_without_its_constructor():
 
 
 def test_children_may_be_any_iterable():
-    """torch hands over lists, tuples and generators."""
     _, _, unflatten = functions_of(Point)
     assert unflatten((value for value in (1, 2)), ["x", "y"]) == Point(1, 2)
 
@@ -159,14 +148,12 @@ def test_children_may_be_any_iterable():
 @pytest.mark.parametrize("cls", [Point, State])
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_number_of_children_is_refused(cls, count):
-    """Too few or too many children never make an object with fields missing."""
     _, _, unflatten = functions_of(cls)
     with pytest.raises(ValueError, match=r"zip|values to unpack"):
         unflatten(list(range(count)), ["x", "y"])
 
 
 def test_every_way_to_write_a_field_comes_back():
-    """`init=False`, `kw_only`, defaults and `compare=False` are fields; `InitVar` and `ClassVar` are none."""
     flatten, _, unflatten = functions_of(Odd)
     odd = Odd(7, x=1, size=4)
     assert flatten(odd) == ([1, 7, []], [["x", "made", "listed"], [4]])
@@ -174,14 +161,12 @@ def test_every_way_to_write_a_field_comes_back():
 
 
 def test_a_subclass_brings_the_fields_of_its_bases():
-    """In the order of the dataclass, and what the subclass says of a field counts."""
     flatten, _, unflatten = functions_of(Child)
     assert flatten(Child(x=1, y=2, z=3)) == ([2, 3], [["y", "z"], [1]])
     assert unflatten([2, 3], [["y", "z"], [1]]) == Child(x=1, y=2, z=3)
 
 
 def test_a_class_of_slots_comes_apart_by_them():
-    """Slots of bases come first. Private names are spelled as on the instance. `__weakref__` is no child."""
     flatten, flatten_with_keys, unflatten = functions_of(MoreSlots)
     obj = MoreSlots("a", "hidden")
     obj.b = "b"
@@ -193,13 +178,11 @@ def test_a_class_of_slots_comes_apart_by_them():
 
 
 def test_a_class_of_slots_with_a_dict_is_refused():
-    """What else it holds is not known from the class."""
     with pytest.raises(InvalidRegistrationError, match="only __slots__"):
         functions_of(type("Open", (Slots,), {}))
 
 
 def test_a_class_written_for_jax_comes_apart_by_its_methods():
-    """Children become a list, and go in as a tuple behind the static part."""
     flatten, flatten_with_keys, unflatten = functions_of(ForJax)
     assert flatten(ForJax(1, (2, 3))) == ([1], (2, 3))
     assert flatten_with_keys(ForJax(1, (2, 3))) == ([(pytree.SequenceKey(0), 1)], (2, 3))
@@ -207,12 +190,10 @@ def test_a_class_written_for_jax_comes_apart_by_its_methods():
 
 
 def test_keys_of_jax_become_keys_of_torch():
-    """`tree_flatten_with_keys` names the children."""
     assert functions_of(ForJaxWithKeys)[1](ForJaxWithKeys(1, 2)) == ([(pytree.GetAttrKey("data"), 1)], 2)
 
 
 def test_a_recipe_holds_the_functions():
-    """With keys, and the class's own name for stored programs."""
     recipe = recipe_of(Point)
     assert recipe.flatten(Point(1, 2)) == ([1, 2], ["x", "y"])
     assert (recipe.cls, recipe.name) == (Point, f"yobx_flatten:{__name__}.Point")
@@ -220,7 +201,6 @@ def test_a_recipe_holds_the_functions():
 
 @pytest.mark.parametrize("cls", [object, type("Plain", (), {})], ids=lambda cls: cls.__name__)
 def test_a_class_without_fields_is_refused(cls):
-    """The message names the class and the call that takes functions written by hand."""
     with pytest.raises(InvalidRegistrationError) as caught:
         functions_of(cls)
     assert f"{cls.__qualname__} does not declare its fields" in str(caught.value)
@@ -274,7 +254,6 @@ def attrs_classes():
 
 
 def test_an_attrs_class_comes_apart_by_its_attributes(attrs_classes):
-    """Slots or none, frozen or not; a private attribute by its own name, not by that of the parameter."""
     for obj in attrs_classes:
         flatten, _, unflatten = functions_of(type(obj))
         children, static = flatten(obj)
@@ -290,7 +269,6 @@ def pydantic():
 
 
 def test_a_pydantic_model_comes_back_with_all_it_holds(pydantic):
-    """Fields, extra values and private attributes are children; which fields were set is remembered."""
 
     class Model(pydantic.BaseModel):
         model_config = pydantic.ConfigDict(arbitrary_types_allowed=True, extra="allow", frozen=True)
@@ -336,7 +314,6 @@ def test_a_pydantic_model_is_rebuilt_without_validation(pydantic):
 
 
 def test_a_static_field_of_a_pydantic_model_is_checked(pydantic):
-    """A tensor there is named with its field."""
 
     class Model(pydantic.BaseModel):
         size: Any = pydantic.Field(json_schema_extra={"static": True})
@@ -347,7 +324,6 @@ def test_a_static_field_of_a_pydantic_model_is_checked(pydantic):
 
 @pytest.mark.parametrize("mappable", [False, True])
 def test_a_chex_dataclass_comes_apart_by_its_fields(mappable):
-    """Also one that has the methods of a mapping."""
     chex = pytest.importorskip("chex", reason="chex writes the class")
 
     class Params:
@@ -362,7 +338,6 @@ def test_a_chex_dataclass_comes_apart_by_its_fields(mappable):
 
 
 def objects_of_every_kind():
-    """Tensors inside, one object per reader; JAX takes floats in their place."""
     attrs = pytest.importorskip("attrs", reason="attrs writes one class")
     pydantic = pytest.importorskip("pydantic", reason="pydantic writes one class")
 
@@ -388,7 +363,6 @@ def objects_of_every_kind():
 
 @pytest.mark.parametrize("number", range(5))
 def test_functions_of_every_reader_pass_the_check(number):
-    """`f_check` takes the object apart, puts it together, and stores its spec."""
     obj = objects_of_every_kind()[number](torch.ones(2))
     cls = type(obj)
     flatten, flatten_with_keys, unflatten = functions_of(cls)
@@ -398,7 +372,6 @@ def test_functions_of_every_reader_pass_the_check(number):
 
 @pytest.mark.parametrize("number", range(5))
 def test_classes_of_every_reader_go_through_jax(number):
-    """`register` tells JAX, too: a compiled function takes and returns them."""
     jax = pytest.importorskip("jax", reason="compiles the function")
     obj = objects_of_every_kind()[number](2.0)
     register(type(obj))

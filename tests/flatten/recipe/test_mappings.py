@@ -22,8 +22,6 @@ from yobx_flatten.recipe.fields import functions_of
 
 @dataclasses.dataclass
 class Declared(dict):
-    """Its fields are no items."""
-
     x: Any = None
     size: int = dataclasses.field(default=1, metadata={"static": True})
 
@@ -69,8 +67,6 @@ class Ordered(collections.OrderedDict):
 
 
 class Attributes(dict):
-    """Items are attributes, by its constructor."""
-
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.__dict__ = self
@@ -108,7 +104,6 @@ def rebuilt(obj):
 
 
 def test_a_dataclass_on_a_dict_comes_apart_by_fields_and_items(registered):
-    """Neither its fields nor its items are lost: the one are attributes, the others stand behind them."""
     x, item = torch.ones(2), torch.zeros(3)
     obj = registered(Declared)(x, size=4)
     obj["a b"] = item
@@ -122,7 +117,6 @@ def test_a_dataclass_on_a_dict_comes_apart_by_fields_and_items(registered):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_program_takes_fields_and_items(registered, strict):
-    """Traced by dynamo, too: the sum of both, as eager code has it."""
     if strict and torch.__version__ < (2, 13):
         pytest.skip("dynamo of torch 2.11 reads no `__dict__` of a dict with fields")
 
@@ -140,7 +134,6 @@ def test_a_program_takes_fields_and_items(registered, strict):
 
 
 def test_a_dataclass_whose_items_are_its_fields_stays_as_it_was(registered):
-    """The children are the items, by their keys; a field that is `None` is none, whatever its default."""
     assert pytree.tree_flatten(registered(Mirrored)(1, 2))[1].context == ["x", "y"]
     assert rebuilt(Mirrored(1, None)).y is None
     assert rebuilt(Mirrored(None, 2)) == Mirrored(None, 2)
@@ -186,7 +179,6 @@ def test_attributes_of_a_user_dict_are_refused(registered):
 
 @pytest.mark.parametrize("cls", [Slotted, SlottedList])
 def test_slots_beside_the_items_are_children(registered, cls):
-    """Read and set where Python keeps them, past the methods of the class."""
     items = {"k": 2} if cls is Slotted else [2]
     obj = registered(cls)(items)
     obj.a = 1
@@ -198,7 +190,6 @@ def test_slots_beside_the_items_are_children(registered, cls):
 
 
 def test_an_ordered_dict_keeps_its_order(registered):
-    """With and without attributes."""
     obj = registered(Ordered)(b=1, a=2)
     assert list(rebuilt(obj).items()) == [("b", 1), ("a", 2)]
     flatten, _, unflatten = functions_from_fields(Ordered, ["x"])
@@ -254,7 +245,6 @@ def test_a_constructor_that_makes_other_items_is_refused(registered):
     ids=lambda cls: cls.__name__,
 )
 def test_a_class_whose_base_holds_more_is_refused(cls):
-    """The factory of a defaultdict, the arguments of an exception, the text of a string, the bound of a deque."""
     with pytest.raises(InvalidRegistrationError, match="stores its content outside of attributes"):
         functions_of(cls)
     with pytest.raises(InvalidRegistrationError, match="stores its content outside of attributes"):

@@ -15,7 +15,6 @@ BASES = [object, dict, collections.OrderedDict, list, tuple]
 
 
 def rebuild(cls, base, fields, items):
-    """An instance, past every constructor."""
     obj = base.__new__(cls, items) if base is tuple else base.__new__(cls)
     for number, item in enumerate(items):
         if issubclass(base, dict):
@@ -28,7 +27,6 @@ def rebuild(cls, base, fields, items):
 
 
 def content(obj, base, names):
-    """Fields and items, read past every method of the class."""
     items = list(base.items(obj)) if issubclass(base, dict) else list(base.__iter__(obj)) if base is not object else []
     plain = [*[getattr(obj, name) for name in names], *items]
     return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(plain)]
@@ -44,7 +42,6 @@ def content(obj, base, names):
     by=st.sampled_from([register, pytree_dataclass]),
 )
 def test_fields_and_items_come_back(tmp_path_factory, base, frozen, slots, statics, count, by):
-    """From flatten and unflatten the very objects, from a file equal ones; each child has a key of its own."""
     slots = slots and base is not tuple  # Python has no slots beside the items of a tuple
     fields = {f"f{i}": f"s{i}" if static else torch.full((i + 1,), float(i)) for i, static in enumerate(statics)}
     declared = [

@@ -15,8 +15,6 @@ from yobx_flatten.registry.claims import REGISTRY
 
 
 class Bag:
-    """Holds children and a static part."""
-
     def __init__(self, children: list[Any], static: Any = None) -> None:
         self.children, self.static = children, static
 
@@ -43,7 +41,6 @@ def in_force(recipe):
 
 
 def problem_of(recipe, bag):
-    """The message of the error that the check raises; an empty string when it raises none."""
     with in_force(recipe):
         try:
             check_round_trip(recipe, bag)
@@ -59,12 +56,10 @@ def problem_of(recipe, bag):
 )
 @pytest.mark.parametrize("static", [None, "a", (1, [2, {3: (4,)}]), torch.float16, {"a"}], ids=repr)
 def test_what_comes_back_passes(children, static):
-    """Any children, and any static data that can be stored."""
     assert problem_of(recipe_for(), Bag(children, static)) == ""
 
 
 def test_the_sample_is_not_changed():
-    """The check works on lists of its own."""
     children = [torch.zeros(2), torch.ones(2)]
     bag = Bag(children, "s")
     problem_of(recipe_for(unflatten=lambda c, s: Bag([c.pop(0), c.pop(0)], s)), bag)
@@ -73,13 +68,11 @@ def test_the_sample_is_not_changed():
 
 
 def test_an_instance_of_a_subclass_is_no_sample():
-    """A subclass would need a recipe of its own."""
     child = type("Child", (Bag,), {})([])
     assert problem_of(recipe_for(), child) == "f_check of Bag returned a Child; return an instance of Bag."
 
 
 def test_a_lost_child_is_found():
-    """The number of children is part of the message."""
     recipe = recipe_for(unflatten=lambda children, static: Bag(list(children)[:1], static))
     assert "Bag: the rebuilt object has different children than the original (1 instead of 2" in problem_of(
         recipe, Bag([torch.zeros(1), torch.zeros(1)])
@@ -87,13 +80,11 @@ def test_a_lost_child_is_found():
 
 
 def test_a_copy_of_a_tensor_inside_a_container_is_found():
-    """Children that hold tensors must not be copied either."""
     recipe = recipe_for(unflatten=lambda children, static: Bag([[child[0] + 0] for child in children], static))
     assert "Bag: the rebuilt object has different children" in problem_of(recipe, Bag([[torch.zeros(1)]]))
 
 
 def test_a_tensor_made_by_flatten_is_found():
-    """A flatten function that makes tensors hands out other ones each time."""
     recipe = recipe_for(flatten=lambda bag: ([child * 1 for child in bag.children], None))
     assert "f_flatten and f_flatten_with_keys disagree" in problem_of(recipe, Bag([torch.zeros(2)]))
 
@@ -116,7 +107,6 @@ def test_nan_in_the_static_part_is_found():
 
 
 def test_leaves_that_differ_in_the_cpp_pytree_are_found():
-    """torch's C++ pytree must see what its Python pytree sees."""
     pytest.importorskip("torch.utils._cxx_pytree", reason="optree is not installed", exc_type=ImportError)
     recipe = recipe_for()
     cpp_only = recipe_for(flatten=lambda bag: ([], None))
@@ -140,8 +130,6 @@ def test_a_key_that_torch_export_does_not_know_is_found():
 
 
 class Watched(Bag):
-    """Computes something when it is asked for it."""
-
     @functools.cached_property
     def total(self):
         return self.children[0].sum()

@@ -131,7 +131,6 @@ static_data = st.recursive(
 
 @given(static_data)
 def test_static_data_comes_back_from_json(value):
-    """Values, types and the order of keys are kept. The check passes such data, and of all NaNs only `math.nan`."""
     assert same(through_json(value), value)
     if "nan" not in repr(value):
         check_static(value)
@@ -198,7 +197,6 @@ def test_a_combination_of_flags_comes_back():
 )
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v], lambda v: {"a": (v,)}], ids=["bare", "list", "nested"])
 def test_what_cannot_come_back_is_refused(value, wrap):
-    """Anything else is named with its type, wherever it stands, and the message says what to do."""
     with pytest.raises(StaticDataError) as caught:
         dump_static(wrap(value))
     assert f"Static data holds the {type(value).__name__} " in str(caught.value)
@@ -218,14 +216,12 @@ def test_what_cannot_come_back_is_refused(value, wrap):
     ids=["list", "dict", "named tuple", "dataclass", "key", "slice"],
 )
 def test_the_place_of_what_cannot_come_back_is_named(value, path):
-    """As one would type it."""
     with pytest.raises(StaticDataError) as caught:
         dump_static(value)
     assert f" at {path}" in str(caught.value)
 
 
 def test_the_place_begins_with_what_the_caller_calls_it():
-    """An attribute, for the readers of classes."""
     with pytest.raises(StaticDataError, match=r" at State.config\['a'\], which cannot be stored"):
         dump_static({"a": object()}, where="State.config")
 
@@ -239,7 +235,6 @@ def test_nan_comes_back_as_the_one_that_everybody_uses():
 
 
 def test_a_dtype_of_another_library_comes_back():
-    """bfloat16 is none of NumPy's own."""
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="JAX brings it")
     assert through_json(np.dtype(ml_dtypes.bfloat16)) == np.dtype(ml_dtypes.bfloat16)
     scalar = through_json(ml_dtypes.bfloat16(1.5))
@@ -250,7 +245,6 @@ def test_a_dtype_of_another_library_comes_back():
     ("value", "answer"), [(torch.zeros(1), True), (np.zeros(1), True), (np.float32(1), False), ([1], False), (1, False)]
 )
 def test_arrays_are_told_from_numbers(value, answer):
-    """A scalar of NumPy is a number."""
     assert is_array(value) is answer
 
 
@@ -272,7 +266,6 @@ def test_what_is_not_equal_to_itself_later_is_refused_by_the_check(value):
 
 
 def test_static_data_is_read_in_a_fresh_process():
-    """Everything a name stands for is imported there."""
     value = {1: (torch.float16, slice(1, None)), "f": torch.nn.functional.relu, "d": np.dtype("int8"), "x": [1, True]}
     code = (
         "import json, sys; from yobx_flatten.recipe.static_codec import load_static\n"
@@ -303,7 +296,6 @@ def test_a_configuration_of_another_library_is_refused_by_the_check():
 
 
 def test_data_of_a_newer_version_is_refused():
-    """An unknown kind is named, with the line that updates."""
     with pytest.raises(StaticDataError, match=r"kind 'quaternion'.*\n?.*pip install --upgrade yobx-flatten"):
         load_static([{"!quaternion": [1, 2, 3, 4]}])
 
@@ -328,7 +320,6 @@ def test_what_hashes_stays_as_it_is(static):
 
 @pytest.mark.parametrize("static", UNHASHABLE, ids=repr)
 def test_what_does_not_hash_is_held(static):
-    """Equal data, equal keys; and the data comes back."""
     key, again = hashable(static), hashable(static)
     assert type(key) is HeldStatic
     assert key == again
@@ -339,19 +330,16 @@ def test_what_does_not_hash_is_held(static):
 
 @pytest.mark.parametrize(("one", "other"), [([1], [2]), ([1], (1,)), ({"a": 1}, {"a": 2}), ([1], {1})])
 def test_other_data_is_another_key(one, other):
-    """Also across types."""
     assert hashable(one) != hashable(other)
 
 
 def test_the_order_of_a_dict_does_not_count():
-    """As two dicts are equal whatever the order of their items is."""
     one, other = hashable({"a": [1], "b": [2]}), hashable({"b": [2], "a": [1]})
     assert one == other
     assert hash(one) == hash(other)
 
 
 def test_changing_the_data_does_not_change_the_key():
-    """What goes in is copied, and what comes out as well."""
     static = {"names": ["a"]}
     key = hashable(static)
     static["names"].append("b")

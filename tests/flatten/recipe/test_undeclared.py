@@ -66,8 +66,6 @@ class OnDict(collections.OrderedDict):
 
 
 class Batch:
-    """Lists its content as a mapping does, and is none."""
-
     def __init__(self, **items):
         self.items = items
 
@@ -97,7 +95,6 @@ HOLDERS = {
 
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_an_attribute_that_is_not_declared_is_refused_by_name(holder):
-    """By the plain flatten and by the keyed one, with the lines that keep it."""
     obj = HOLDERS[holder]()
     flatten, with_keys, _ = functions_of(type(obj))
     for function in (flatten, with_keys):
@@ -106,7 +103,6 @@ def test_an_attribute_that_is_not_declared_is_refused_by_name(holder):
 
 
 def test_the_line_of_the_error_keeps_it():
-    """Typed as it stands."""
     obj = HOLDERS["a subclass with its own constructor"]()
     with pytest.raises(RoundTripError) as refused:
         functions_of(Subclass)[0](obj)
@@ -129,8 +125,6 @@ class Generic1(Generic[T]):
 
 
 class Stored:
-    """Keeps what it is given under another name."""
-
     @property
     def x(self):
         return self._x
@@ -174,7 +168,6 @@ def test_what_reads_the_same_afterwards_is_flattened(kept):
 
 
 def test_an_unset_default_does_not_hide_an_attribute():
-    """As many attributes as fields, and one of them another."""
     obj = WithDefault(ONES)
     del obj.x
     obj.bias = ONES
@@ -183,15 +176,12 @@ def test_an_unset_default_does_not_hide_an_attribute():
 
 
 class Defaulted:
-    """Rebuilt by a constructor whose default replaces what was set."""
-
     def __init__(self, x, extra=None, scale=1.0):
         self.x, self.extra, self.scale = x, extra, scale
 
 
 @pytest.mark.parametrize("name", ["extra", "scale"])
 def test_f_check_compares_values_and_not_only_names(name):
-    """The constructor sets the attribute, to its default."""
     sample = Defaulted(ONES, **{name: ONES if name == "extra" else 2.0})
 
     def rebuild(children, static, output_type=None):

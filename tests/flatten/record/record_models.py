@@ -52,7 +52,6 @@ MODELS = [*_CAUSAL, *_ENCODER_DECODER, "gemma3_vision"]
 
 @functools.cache
 def make_generator(name: str) -> Any:
-    """Return the model of that name, built once per process; it never stops before it is told to."""
     if name == "gemma3_vision":
         config = transformers.Gemma3Config(
             text_config=transformers.Gemma3TextConfig(**_SIZES, **_MIXED, **_TOKENS, query_pre_attn_scalar=8),
@@ -76,7 +75,6 @@ def make_generator(name: str) -> Any:
 
 
 def generate_inputs(name: str, *, batch: int = 2, length: int = 8, seed: int = 0) -> dict[str, Any]:
-    """Return what `generate` is given: random tokens, a padded row where there is room, an image if needed."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(8, _VOCABULARY, (batch, length), generator=generator)
     mask = torch.ones_like(tokens)

@@ -10,8 +10,6 @@ Dim = torch.export.Dim
 
 
 class Passes(torch.nn.Module):
-    """Returns nothing of what it gets."""
-
     def forward(self, **inputs):
         return torch.zeros(1)
 
@@ -25,7 +23,6 @@ def record(*calls):
 
 
 def test_sizes_that_vary_together_have_one_name():
-    """Two axes of equal sizes in every call are one size; an axis that never varies has none."""
     calls = record({"x": (2, 5, 8), "y": (2, 5)}, {"x": (3, 7, 8), "y": (3, 7)}, {"x": (3, 9, 8), "y": (3, 9)})
     axes = calls.axes()
     assert axes.names == {("x", 0): "batch", ("y", 0): "batch", ("x", 1): "n", ("y", 1): "n"}
@@ -37,14 +34,12 @@ def test_sizes_that_vary_together_have_one_name():
     ("third", "relation"), [((8, 10, 13), "n2 = n + 3"), ((10, 14, 20), "n2 = 2 * n"), ((7, 10, 13), "n2 = batch + n")]
 )
 def test_one_size_may_follow_from_others(third, relation):
-    """By a constant, as a multiple, or as a sum."""
     batches, lengths = (2, 3, 3), (5, 7, 10)
     calls = record(*({"x": (b, n), "z": (1, t)} for b, n, t in zip(batches, lengths, third, strict=True)))
     assert calls.axes().relations == [relation]
 
 
 def test_one_size_for_all_is_taken_for_the_batch_and_said_so():
-    """Axis 0 of every tensor has it, so a program should not be tied to it."""
     calls = record({"x": (4, 3), "y": (4,)}, {"x": (4, 3), "y": (4,)})
     assert set(calls.axes().names.values()) == {"batch"}
     assert calls.axes().remarks == [
@@ -53,7 +48,6 @@ def test_one_size_for_all_is_taken_for_the_batch_and_said_so():
 
 
 def test_no_batch_is_guessed_where_sizes_differ():
-    """What is not known is said, and stays fixed."""
     calls = record({"x": (4, 3), "scale": (3,)}, {"x": (4, 3), "scale": (3,)})
     assert calls.axes().names == {}
     assert "no axis was recognized as the batch: sizes along axis 0 differ (x 4, scale 3)" in calls.axes().remarks[0]
@@ -63,14 +57,12 @@ def test_no_batch_is_guessed_where_sizes_differ():
 
 
 def test_a_number_that_varies_is_an_input_and_one_that_does_not_is_a_constant():
-    """The first is dynamic, the second part of the module."""
     calls = record({"x": (2, 3), "step": 4, "flag": True}, {"x": (3, 3), "step": 5, "flag": True})
     assert calls.constants() == {"flag": True}
     assert calls.dynamic_shapes()["step"] is Dim.AUTO
 
 
 def test_a_flag_that_varies_makes_two_phases():
-    """One program follows one branch."""
     calls = record({"x": (2, 3), "flag": True}, {"x": (2, 3), "flag": False}, {"x": (2, 3), "flag": True})
     assert {name: len(part) for name, part in calls.phases().items()} == {"forward": 2, "forward#2": 1}
     with pytest.raises(RecordError, match=r"2 phases .*: 'forward' \(2\), 'forward#2' \(1\). Choose one: phase='f"):
@@ -88,13 +80,11 @@ def test_nan_and_objects_do_not_split_a_phase():
 
 
 def test_an_argument_that_is_there_at_times_names_its_phase():
-    """`+pixels` and `-pixels` say what is different from the first of its kind."""
     calls = record({"x": (2, 3), "pixels": (2, 4)}, {"x": (3, 3), "pixels": None})
     assert list(calls.phases()) == ["forward", "forward-pixels"]
 
 
 def test_an_unknown_phase_is_answered_with_those_there_are():
-    """By name and number of calls."""
     with pytest.raises(RecordError, match=r"No phase 'decode' was recorded\. .*: 'forward' \(1\)"):
         record({"x": (2,)})["decode"]
     with pytest.raises(RecordError, match=r"No phase 'decode' was recorded\. .*: none"):
@@ -102,7 +92,6 @@ def test_an_unknown_phase_is_answered_with_those_there_are():
 
 
 def test_nothing_recorded_is_said():
-    """An empty block, or a module that was never called."""
     calls = record()
     assert len(calls) == 0
     assert str(calls) == "Passes.forward: 0 calls"
@@ -111,7 +100,6 @@ def test_nothing_recorded_is_said():
 
 
 def test_the_example_has_sizes_that_torch_does_not_fix():
-    """The smallest call in which nothing that varies is 0 or 1; failing that, rows are repeated."""
     calls = record({"x": (1, 4)}, {"x": (9, 6)}, {"x": (3, 5)})
     assert tuple(calls.example()["x"].shape) == (3, 5)
     calls = record({"x": (1, 4)}, {"x": (1, 6)})
@@ -119,7 +107,6 @@ def test_the_example_has_sizes_that_torch_does_not_fix():
 
 
 def test_an_example_of_other_sizes_repeats_what_was_recorded():
-    """`batch=5` gives five rows, whatever was recorded."""
     model = torch.nn.Identity()
     with record_calls(model) as calls:
         model(torch.arange(4).reshape(2, 2)), model(torch.arange(6).reshape(3, 2))
@@ -128,13 +115,11 @@ def test_an_example_of_other_sizes_repeats_what_was_recorded():
 
 @pytest.mark.parametrize(("sizes", "message"), [({"rows": 3}, "no size 'rows'"), ({"batch": 0}, "number of 1 or more")])
 def test_sizes_that_are_none_are_refused(sizes, message):
-    """With the names that there are."""
     with pytest.raises(RecordError, match=message):
         record({"x": (2, 3)}, {"x": (3, 3)}).example(**sizes)
 
 
 def test_a_slice_of_calls_states_what_these_calls_show():
-    """The first two have one size, so it varies nowhere else."""
     calls = record({"x": (2, 5)}, {"x": (3, 5)}, {"x": (4, 9)})
     assert calls.axes().names == {("x", 0): "batch", ("x", 1): "n"}
     first = calls[:2]
@@ -143,14 +128,11 @@ def test_a_slice_of_calls_states_what_these_calls_show():
 
 
 class Encodes:
-    """No module."""
-
     def encode(self, x, scale=2):
         return x * scale
 
 
 def test_a_method_of_any_object_is_recorded_and_exported():
-    """What never varies is part of the program."""
     target = Encodes()
     with record_calls(target, method="encode") as calls:
         for rows in (2, 3):

@@ -18,8 +18,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.
 
 
 class Passes(torch.nn.Module):
-    """Returns what it gets."""
-
     def forward(self, x, **more):
         return {"x": x, **more}
 
@@ -29,7 +27,6 @@ def as_bytes(tensor):
 
 
 def test_every_kind_of_leaf_comes_back_bit_equal(tmp_path):
-    """Tensors of any dtype, empty and without axes, numbers, strings, None, tuples."""
     torch.manual_seed(0)
     tensors = {f"t{i}": (torch.rand(2, 3) * 4).to(dtype) for i, dtype in enumerate(DTYPES)}
     given = {
@@ -53,7 +50,6 @@ def test_every_kind_of_leaf_comes_back_bit_equal(tmp_path):
 
 
 def test_a_file_per_call_appears_when_it_is_complete(tmp_path):
-    """Numbered, and nothing else is left in the folder."""
     model = Passes()
     with record_calls(model, to=tmp_path) as calls:
         for rows in (1, 2):
@@ -64,7 +60,6 @@ def test_a_file_per_call_appears_when_it_is_complete(tmp_path):
 
 
 def test_a_generate_is_loaded_by_a_fresh_process(tmp_path):
-    """The classes of the caches are registered there, the phases and shapes are the same, and no pickle is read."""
     model = make_generator("mistral")
     with record_calls(model, to=tmp_path) as calls, torch.no_grad():
         model.generate(**generate_inputs("mistral"), max_new_tokens=3, do_sample=False)
@@ -84,7 +79,6 @@ def test_a_generate_is_loaded_by_a_fresh_process(tmp_path):
 
 
 def test_a_model_is_named_when_the_calls_are_exported(tmp_path):
-    """The files hold no model."""
     model = Passes()
     with record_calls(model, to=tmp_path):
         model(torch.ones(2))
@@ -104,7 +98,6 @@ def test_a_folder_with_calls_is_not_written_into(tmp_path):
 
 
 def test_an_empty_folder_is_said_to_be_empty(tmp_path):
-    """Also one that is not there."""
     with pytest.raises(RecordError, match="contains no recorded calls"):
         RecordedCalls.load(tmp_path / "nothing")
 
@@ -120,7 +113,6 @@ def test_an_empty_folder_is_said_to_be_empty(tmp_path):
     ],
 )
 def test_a_damaged_or_foreign_file_is_named(tmp_path, content, found):
-    """With its path, and no stack of another library; only what can be the rest of a file is called damaged."""
     (tmp_path / "call-00000.safetensors").write_bytes(content)
     with pytest.raises(RecordError, match=rf"call-00000\.safetensors {found}"):
         RecordedCalls.load(tmp_path)
@@ -157,7 +149,6 @@ def test_a_spec_with_an_enum_imports_no_module(tmp_path, monkeypatch):
 
 
 def test_a_call_of_a_newer_version_says_what_to_do(tmp_path):
-    """The rest of the file is not looked at."""
     model, file = Passes(), tmp_path / "call-00000.safetensors"
     with record_calls(model, to=tmp_path):
         model(torch.ones(2))
@@ -169,7 +160,6 @@ def test_a_call_of_a_newer_version_says_what_to_do(tmp_path):
 
 
 def test_calls_are_replayed_in_any_function(tmp_path):
-    """By name; one that computes something else is told from one that does not."""
     model = Passes()
     with record_calls(model) as calls:
         for rows in (2, 3):
@@ -179,7 +169,6 @@ def test_calls_are_replayed_in_any_function(tmp_path):
 
 
 def test_a_call_that_cannot_be_stored_leaves_no_file(tmp_path):
-    """An object that is no data is named; nothing half-written stays."""
     model = Passes()
     with pytest.raises(StaticDataError, match="at streamer"), record_calls(model, to=tmp_path):
         model(torch.ones(2), streamer=object())
@@ -187,8 +176,6 @@ def test_a_call_that_cannot_be_stored_leaves_no_file(tmp_path):
 
 
 class Looks(torch.nn.Module):
-    """Ids above 19 are in no row of the table."""
-
     def __init__(self):
         super().__init__()
         self.table = torch.nn.Embedding(20, 4)
@@ -227,7 +214,6 @@ def test_a_call_that_raises_is_kept_and_raises_again(tmp_path, on_disk):
 
 
 def test_a_failed_call_keeps_what_was_there_before_it(tmp_path):
-    """A method that writes into its argument and then raises; the limit holds for failed calls."""
     model = Looks()
     with record_calls(model, method="encode", to=tmp_path / "calls", limit=2):
         for rows in (1, 2, 3):
@@ -238,7 +224,6 @@ def test_a_failed_call_keeps_what_was_there_before_it(tmp_path):
 
 
 def test_the_error_of_the_call_comes_out_where_it_cannot_be_stored(tmp_path):
-    """A folder that is gone meanwhile."""
     model = Looks()
     with record_calls(model, to=tmp_path / "calls") as calls:
         (tmp_path / "calls").rmdir()

@@ -20,7 +20,6 @@ _IS_OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17)
 
 
 def generate(name, *, tokens, **sizes):
-    """Record one generate."""
     model = make_generator(name)
     with record_calls(model) as calls, torch.no_grad():
         model.generate(**generate_inputs(name, **sizes), max_new_tokens=tokens, do_sample=False)
@@ -41,7 +40,6 @@ def _marks(name):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in MODELS])
 def test_both_phases_export_and_serve_other_calls(name):
-    """One generate of 6 tokens gives two programs; both do what was recorded, then and at other batches and lengths."""
     calls = generate(name, tokens=6)
     longer = generate(name, tokens=12, batch=3, length=11, seed=5)
     assert {phase: len(part) for phase, part in calls.phases().items()} == {"prefill": 1, "decode": 5}
@@ -65,7 +63,6 @@ def test_one_row_is_enough():
 
 
 def test_a_program_for_several_new_tokens_serves_the_prefill_too():
-    """Exported from a filled cache with `new=3`, the program takes one token, and a prompt with keys of length 0."""
     calls = generate("gemma3", tokens=12, length=4)
     program = export(calls["decode"], new=3)
     assert calls.dynamic_shapes("decode", new=3)["input_ids"].keys() == {0, 1}
@@ -96,7 +93,6 @@ def test_export_program_takes_a_recorded_prefill():
 
 
 def test_export_program_keeps_the_recorded_prefill_of_the_model_itself():
-    """Also for a model whose example it could replace: only the fixed argument is remarked."""
     model = make_generator("gpt2")
     with record_calls(model) as calls, torch.no_grad():
         model(input_ids=torch.ones(2, 4, dtype=torch.int64), use_cache=True)
@@ -110,7 +106,6 @@ def test_export_program_keeps_the_recorded_prefill_of_the_model_itself():
 
 
 def test_encoder_and_decoder_are_recorded_on_their_own():
-    """The encoder runs once, the decoder once per token; its cross-attention cache is as long as the source."""
     model = make_generator("bart")
     with record_calls(model.model.encoder) as encoder, record_calls(model.model.decoder) as decoder, torch.no_grad():
         model.generate(**generate_inputs("bart"), max_new_tokens=4)

@@ -20,8 +20,6 @@ from yobx_flatten import (
 
 
 class Adds(torch.nn.Module):
-    """Two arguments, one of them with a default."""
-
     def forward(self, x, y=1):
         return x + y
 
@@ -31,8 +29,6 @@ class Adds(torch.nn.Module):
 
 @dataclasses.dataclass
 class State:
-    """An argument of one's own."""
-
     hidden: torch.Tensor
     mode: str = "mean"
 
@@ -50,7 +46,6 @@ def registered_state():
 
 
 def test_arguments_are_kept_by_name_however_they_were_passed():
-    """Positional and keyword arguments end up under the names of the parameters."""
     model = Adds()
     with record_calls(model) as calls:
         model(torch.ones(2), torch.ones(2))
@@ -62,7 +57,6 @@ def test_arguments_are_kept_by_name_however_they_were_passed():
 
 
 def test_positional_only_and_starred_arguments_come_back_by_position():
-    """`args` and `kwargs` of a record call the function again."""
 
     class Starred(torch.nn.Module):
         def forward(self, x, /, y, *rest, scale=1, **more):
@@ -78,7 +72,6 @@ def test_positional_only_and_starred_arguments_come_back_by_position():
 
 
 def test_a_record_is_not_changed_by_what_happens_to_its_tensors():
-    """Inputs and outputs are copies, also of views of one memory that is written in place."""
     memory = torch.zeros(4)
 
     class Writes(torch.nn.Module):
@@ -128,7 +121,6 @@ def test_a_cache_is_kept_as_it_was_before_the_call():
 
 
 def test_a_dataclass_comes_back_as_itself(registered_state):
-    """An argument of a registered class of one's own is kept, and rebuilt."""
 
     class Reads(torch.nn.Module):
         def forward(self, x, state):
@@ -146,7 +138,6 @@ def test_a_dataclass_comes_back_as_itself(registered_state):
 
 
 def test_a_class_that_nobody_registered_is_named_with_the_line_to_type():
-    """The error comes out of the call, before the model runs, and the model is as it was."""
     ran = []
 
     class Reads(torch.nn.Module):
@@ -164,7 +155,6 @@ def test_a_class_that_nobody_registered_is_named_with_the_line_to_type():
 
 
 def test_limit_records_the_first_calls_that_return():
-    """A call that raises does not count."""
     model = Adds()
     with record_calls(model, limit=2) as calls:
         for value in (torch.ones(1), "text", torch.ones(2), torch.ones(3)):
@@ -177,7 +167,6 @@ def test_limit_records_the_first_calls_that_return():
 
 
 def test_outputs_may_be_left_out():
-    """Asking for them then says how to record them."""
     model = Adds()
     with record_calls(model, outputs=False) as calls:
         model(torch.ones(1))
@@ -189,7 +178,6 @@ def test_outputs_may_be_left_out():
 
 
 def test_a_method_is_recorded_by_name_or_as_it_is():
-    """`method="encode"` and the bound method are the same."""
     model = Adds()
     with (
         record_calls(model, method="encode") as by_name,
@@ -211,7 +199,6 @@ def test_a_method_is_recorded_by_name_or_as_it_is():
     ],
 )
 def test_what_cannot_be_recorded_is_refused_before_something_is_replaced(target, options, said):
-    """A class, a number, a function, a limit that is no number of calls, and a method that is not there."""
     with pytest.raises(InvalidArgumentError, match=said), record_calls(target, **options):
         pass
     assert not isinstance(target, Adds) or "forward" not in vars(target)
@@ -221,7 +208,6 @@ def test_what_cannot_be_recorded_is_refused_before_something_is_replaced(target,
 
 
 def test_the_model_is_as_it_was_after_an_exception():
-    """Out of a call, and out of the block; what was recorded until then stays."""
     model, found = Adds(), []
 
     def record():
@@ -247,7 +233,6 @@ def test_a_forward_of_the_instance_is_put_back():
 
 
 def test_recordings_may_be_left_in_any_order():
-    """The first to enter leaves first; the second one goes on recording, and the model is as it was at the end."""
     model = Adds()
     first, second = record_calls(model), record_calls(model)
     one, two = first.__enter__(), second.__enter__()
@@ -261,7 +246,6 @@ def test_recordings_may_be_left_in_any_order():
 
 
 def test_what_others_put_on_the_model_meanwhile_stays():
-    """Their function keeps calling through; nothing is recorded any more."""
     model = Adds()
     with record_calls(model) as calls:
         inner = model.forward
@@ -273,7 +257,6 @@ def test_what_others_put_on_the_model_meanwhile_stays():
 
 
 def test_a_deep_copy_made_meanwhile_is_not_recorded():
-    """It calls its own forward."""
     model = torch.nn.Linear(2, 2)
     with record_calls(model) as calls:
         twin = copy.deepcopy(model)
@@ -292,7 +275,6 @@ def test_a_trace_is_not_recorded():
 
 
 def test_calls_of_several_threads_are_all_recorded():
-    """Each with its own tensors, whichever returns first."""
     model, barrier = Adds(), threading.Barrier(4)
 
     def work(number):
@@ -311,7 +293,6 @@ def test_calls_of_several_threads_are_all_recorded():
 
 
 def test_inside_the_block_of_the_user_too():
-    """The block that is open already stays open."""
 
     class Passes(torch.nn.Module):
         def forward(self, past_key_values):

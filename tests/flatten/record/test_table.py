@@ -35,14 +35,11 @@ note: batch: one size (2) was seen. It is assumed to vary, as a registered class
 
 
 class Passes(torch.nn.Module):
-    """Returns one of what it gets."""
-
     def forward(self, parts, step, at, ratio):
         return at
 
 
 def test_a_generate_is_told_phase_by_phase():
-    """Sizes seen, what varies by which name, what is constant, and what was taken for granted."""
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
         pytest.skip("the arguments that generate passes differ from version to version; the text is that of 5.23")
     model = make_generator("gemma3")
@@ -57,7 +54,6 @@ def _words(text):
 
 
 def test_numbers_and_other_values_are_shown():
-    """A number that varies with its sizes, a tensor without axes, a list of tensors in one row."""
     model = Passes()
     with record_calls(model) as calls:
         for step in (3, 4, 5):

@@ -25,16 +25,13 @@ class SteppingThread:
         self._thread.join(_PATIENCE)
 
     def do(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run the function in the thread, and wait for it."""
         self.start(function, *args)
         return self.result()
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run the function in the thread, without waiting."""
         self._steps.put((function, args))
 
     def result(self) -> Any:
-        """Wait for the function that was started."""
         result, error = self._results.get(timeout=_PATIENCE)
         if error is not None:
             raise error

@@ -18,8 +18,6 @@ class Other:
 
 
 class Shelf:
-    """A library that holds one value per class, and notes every call that changes it."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.held: dict[type, Any] = {}
@@ -66,7 +64,6 @@ def registry(shelves):
 
 
 def test_an_old_claim_does_not_end_a_new_one(registry):
-    """Releasing a claim of yesterday leaves the one of today."""
     old = registry.claim(recipe_for())
     registry.release(old)
     registry.claim(recipe_for())
@@ -75,7 +72,6 @@ def test_an_old_claim_does_not_end_a_new_one(registry):
 
 
 def test_a_claim_puts_back_what_was_taken_away(registry, shelves):
-    """A class taken away behind our back is in force again for the next block."""
     registry.claim(recipe_for())
     del shelves[0].held[Pair]
     registry.claim(recipe_for())
@@ -83,7 +79,6 @@ def test_a_claim_puts_back_what_was_taken_away(registry, shelves):
 
 
 def test_a_user_may_not_take_a_class_from_a_block(registry):
-    """The message says to register before the block."""
     registry.claim(recipe_for())
     with pytest.raises(AlreadyRegisteredError, match="by a block") as caught:
         registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)))
@@ -93,7 +88,6 @@ def test_a_user_may_not_take_a_class_from_a_block(registry):
 
 
 def test_the_user_may_register_again_what_was_taken_away(registry, shelves):
-    """A class that torch's own deregistration took away counts as gone, with other functions, too."""
     registry.claim_for_user(recipe_for())
     del shelves[0].held[Pair]
     again = recipe_for(flatten=lambda obj: ([], 1))
@@ -102,7 +96,6 @@ def test_the_user_may_register_again_what_was_taken_away(registry, shelves):
 
 
 def test_an_unknown_class_cannot_be_given_up(registry):
-    """The message says how to register it."""
     with pytest.raises(NotRegisteredError) as caught:
         registry.release_user(Pair)
     assert str(caught.value) == (
@@ -112,7 +105,6 @@ def test_an_unknown_class_cannot_be_given_up(registry):
 
 
 def test_a_class_of_a_block_cannot_be_given_up(registry):
-    """The message names the block, which keeps it."""
     registry.claim(recipe_for())
     with pytest.raises(NotRegisteredError, match="is registered by a block, until the block ends:\n    register Pair"):
         registry.release_user(Pair)
@@ -120,7 +112,6 @@ def test_a_class_of_a_block_cannot_be_given_up(registry):
 
 
 def test_the_remedy_outlives_the_registration(registry):
-    """The line to type is known for classes that we hold or held, and for no others."""
     claim = registry.claim(recipe_for())
     while_held = registry.remedy(Pair)
     registry.release(claim)
@@ -137,7 +128,6 @@ def two_libraries():
 
 
 def test_other_functions_in_one_library_refuse_the_whole_call(two_libraries):
-    """Nothing is half-registered: the free library is not told, either."""
     registry, shelves = two_libraries
     registry.claim_for_user(recipe_for(), ("optree",))
     with pytest.raises(AlreadyRegisteredError):
@@ -146,7 +136,6 @@ def test_other_functions_in_one_library_refuse_the_whole_call(two_libraries):
 
 
 def test_a_second_library_that_fails_undoes_the_first(two_libraries):
-    """Where optree refuses, torch has what it had."""
     registry, shelves = two_libraries
     shelves["optree"].refuses = True
     with pytest.raises(KeyboardInterrupt):
@@ -156,7 +145,6 @@ def test_a_second_library_that_fails_undoes_the_first(two_libraries):
 
 
 def test_a_block_and_a_user_in_another_library_do_not_meet(two_libraries):
-    """She has the class in optree, the block in torch; each goes by itself."""
     registry, shelves = two_libraries
     registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)), ("optree",))
     claim = registry.claim(recipe_for())
@@ -168,7 +156,6 @@ def test_a_block_and_a_user_in_another_library_do_not_meet(two_libraries):
 
 
 def test_libraries_are_chosen_by_name(two_libraries):
-    """One name, several in any order, or all; they are told in our order."""
     pytest.importorskip("optree", reason="optree is not installed")
     registry, _ = two_libraries
     chosen = [registry.libraries(names, "register") for names in ("optree", ("optree", "torch"), "all", ["all"])]
@@ -176,7 +163,6 @@ def test_libraries_are_chosen_by_name(two_libraries):
 
 
 def test_a_library_that_is_not_installed_is_refused_by_name(two_libraries, monkeypatch):
-    """Asked for by name it is missed; "all" means those that are there."""
     registry, _ = two_libraries
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="which is not installed:\n    pip install optree"):
@@ -185,7 +171,6 @@ def test_a_library_that_is_not_installed_is_refused_by_name(two_libraries, monke
 
 
 def test_the_base_of_an_unregistered_class_is_found():
-    """A base that the user registered, not one of a block, and not the class itself."""
     registry = Registry({"torch": (Shelf("torch"),)})
     sub = type("Sub", (type("Middle", (Pair,), {}),), {})
     registry.claim(recipe_for(Other))
@@ -195,8 +180,6 @@ def test_the_base_of_an_unregistered_class_is_found():
 
 
 class Comparing:
-    """A function of a user's that says whether a lock is held when she is asked to compare or to show it."""
-
     def __init__(self, registry: Registry) -> None:
         self.registry, self.held = registry, []
 

@@ -26,7 +26,6 @@ THREADS = 8
 
 
 def libraries():
-    """What is installed, and how each takes an object apart."""
     found = {"torch": pytree.tree_leaves}
     if importlib.util.find_spec("optree"):
         import optree
@@ -46,8 +45,6 @@ def locks():
 
 
 class Worker:
-    """One thread's classes, and what it does with them until the time is up."""
-
     def __init__(self, number, leaves, shared, until):
         self.random, self.leaves, self.shared, self.until = random.Random(number), leaves, shared, until
         self.done: Counter[str] = Counter()
@@ -69,7 +66,6 @@ class Worker:
             raise RuntimeError("a function of the user runs while a lock is held")
 
     def own_class(self):
-        """Register, flatten, unregister: between the two the class is a node in each library that was told."""
         cls, flatten, unflatten = self.random.choice(self.classes)
         names = self.random.sample(list(self.leaves), self.random.randint(1, len(self.leaves)))
         registered = register_class_flattening(
@@ -94,7 +90,6 @@ class Worker:
         self.done["shared"] += 1
 
     def same_class_everywhere(self):
-        """Flatten while others change the tables."""
         tree = {"a": [1, (2, 3)], "b": {"c": 4}}
         for name, leaves in self.leaves.items():
             assert leaves(tree) == [1, 2, 3, 4], name
@@ -125,7 +120,6 @@ class NoOne:
 
 
 def test_eight_threads_register_flatten_and_unregister():
-    """All come to an end, and whatever a thread registered is there until it takes it back."""
     leaves = libraries()
     shared = [
         Recipe.from_functions(cls, flatten, unflatten, None)
@@ -151,7 +145,6 @@ def test_eight_threads_register_flatten_and_unregister():
 
 
 def test_one_class_registered_by_all_threads_is_registered_once():
-    """One call returns `True`, and one `unregister` ends it."""
     cls, flatten, unflatten = make_class("Contested", NoOne())
     start, answers = threading.Barrier(THREADS), []
 
@@ -196,7 +189,6 @@ def test_a_flatten_function_may_register_classes_while_another_thread_does():
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
 def test_libraries_of_one_class_go_in_any_order(order):
-    """A block's claim and two of the user's: each library is restored when its own last claim goes."""
     pytest.importorskip("optree", reason="optree is not installed")
     leaves = libraries()
     cls, flatten, unflatten = make_class("Layered", NoOne())

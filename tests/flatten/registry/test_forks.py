@@ -46,7 +46,6 @@ def status_of_child(work):
 
 @contextlib.contextmanager
 def meanwhile(work, threads=2):
-    """Do some work again and again in other threads."""
     over, errors = threading.Event(), []
 
     def repeat():
@@ -78,7 +77,6 @@ def enter_and_leave():
 
 
 def use_the_block():
-    """Enter, flatten, register a class of one's own, leave."""
     with block():
         known = pytree.tree_leaves(DynamicCache()) == []
         register_class_flattening(Pair, lambda p: ([p.a, p.b], None), lambda c, s: Pair(*c), None)
@@ -105,8 +103,6 @@ def test_children_of_a_process_whose_threads_enter_blocks_can_enter_them():
 
 
 class InTheBlock(torch.utils.data.Dataset[torch.Tensor]):
-    """Flattens in the worker."""
-
     def __len__(self):
         return 8
 
@@ -116,7 +112,6 @@ class InTheBlock(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def test_workers_of_a_data_loader_start_while_an_export_runs():
-    """Forked workers open blocks of their own."""
 
     def export():
         net = torch.nn.Linear(3, 3)
@@ -153,7 +148,6 @@ def test_a_trace_of_another_thread_is_over_in_a_child():
 
 
 def test_a_child_of_a_thread_that_traces_goes_on_tracing():
-    """Its own trace is the child's, too."""
     from torch.nn.attention import _cur_sdpa_kernel_backends
 
     found = _cur_sdpa_kernel_backends()

@@ -61,7 +61,6 @@ def test_other_threads_leave_handlers_alone():
 
 @pytest.mark.parametrize("first", range(12))
 def test_handlers_are_back_whatever_line_was_interrupted(first):
-    """Also where the interruption comes while they are replaced, or put back."""
 
     def block():
         with DeferredSignals():
@@ -81,7 +80,6 @@ def test_handlers_are_back_whatever_line_was_interrupted(first):
 
 
 def state():
-    """All that a block changes, by identity."""
     return (
         list(pytree.SUPPORTED_NODES.items()),
         list(pytree.SUPPORTED_SERIALIZED_TYPES.items()),

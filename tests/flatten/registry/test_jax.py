@@ -27,7 +27,6 @@ jnp = jax.numpy
     ids=lambda obj: type(obj).__name__,
 )
 def test_a_class_is_mapped_and_compiled(obj):
-    """`jax.tree.map` and `jax.jit` double the leaves, and return an object of the class."""
     expected = [2 * leaf for leaf in pytree.tree_leaves(obj)]
     doubled = jax.tree.map(lambda leaf: 2 * leaf, obj)
     compiled = jax.jit(lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree))(obj)
@@ -37,7 +36,6 @@ def test_a_class_is_mapped_and_compiled(obj):
 
 @pytest.mark.parametrize("cls", [DenseParams, Dense])
 def test_grad_works_through_the_class(cls):
-    """All ones, and the activation passed through unchanged."""
     layer = cls(jnp.ones((3, 4)), jnp.zeros(4), activation="relu")
     grads = jax.grad(lambda l: jnp.sum(l.weights))(layer)  # noqa: E741 # as in the lesson
     assert grads.weights.tolist() == [[1.0] * 4] * 3
@@ -46,7 +44,6 @@ def test_grad_works_through_the_class(cls):
 
 @pytest.mark.parametrize("cls", [DenseParams, Dense])
 def test_vmap_maps_the_class(cls):
-    """A row at a time, and rows of the class come back."""
     layer = cls(jnp.ones((5, 3)), jnp.zeros(5), activation="gelu")
     mapped = jax.vmap(lambda row: cls(row.weights + 1, row.bias, row.activation))(layer)
     assert mapped.weights.tolist() == [[2.0] * 3] * 5
@@ -54,7 +51,6 @@ def test_vmap_maps_the_class(cls):
 
 
 def test_jit_compiles_anew_for_other_static_data_only():
-    """Another array does not, another `shape_info` does."""
     traces = []
 
     @jax.jit
@@ -70,7 +66,6 @@ def test_jit_compiles_anew_for_other_static_data_only():
 
 
 def test_paths_have_keys_of_jax():
-    """Attributes, keys, positions: JAX prints them as its own."""
     paths = [
         path for path, _ in jax.tree_util.tree_flatten_with_path([Dense(1, 2), Keyed(3, 4), LinearParams(5, 6)])[0]
     ]
@@ -106,7 +101,6 @@ def register(cls, *, swapped=False, backends="all"):
 
 
 def test_one_declaration_drives_every_library_twice_with_removal_in_between():
-    """torch in Python, C++ and fx, optree and JAX; JAX alone keeps the node."""
     import optree
     from torch.utils import _cxx_pytree as cxx_pytree
 
@@ -132,7 +126,6 @@ def test_one_declaration_drives_every_library_twice_with_removal_in_between():
 
 
 def test_a_compiled_function_outlives_the_registration():
-    """It goes on working, and is not compiled again when the same functions come back."""
     cls, traces = make_class(), []
     functions = register(cls)
 
@@ -153,7 +146,6 @@ def test_a_compiled_function_outlives_the_registration():
 
 
 def test_other_functions_replace_the_behaviour_and_compile_anew():
-    """Children in another order: nothing compiled for the old order is used for the new one."""
     cls, traces = make_class(), []
     register(cls)
     subtract = jax.jit(lambda pair: traces.append(1) or pair.a - pair.b)
@@ -173,7 +165,6 @@ def test_other_functions_replace_the_behaviour_and_compile_anew():
 
 
 def test_static_data_that_does_not_hash_passes_through_jit():
-    """Lists and dicts come out as they went in, and changing one later changes no cache."""
     cls, traces = make_class(), []
     register(cls)
     same = jax.jit(lambda pair: traces.append(1) or pair)
@@ -189,7 +180,6 @@ def test_static_data_that_does_not_hash_passes_through_jit():
 
 
 def test_static_data_that_cannot_hash_is_named():
-    """The error says what was found and what to do."""
 
     @dataclasses.dataclass
     class Config:  # eq without hash
@@ -203,7 +193,6 @@ def test_static_data_that_cannot_hash_is_named():
 
 
 def test_a_class_that_jax_knows_from_others_keeps_their_functions_there():
-    """torch gets ours, and nothing of JAX's changes when they go."""
     cls = make_class()
     jax.tree_util.register_pytree_node(cls, lambda pair: ((pair.a,), pair.b), lambda b, a: cls(*a, b))
     pair = cls(1, 2)
@@ -215,7 +204,6 @@ def test_a_class_that_jax_knows_from_others_keeps_their_functions_there():
 
 
 def test_writing_over_a_class_of_others_is_refused():
-    """The backend itself says that JAX cannot replace a registration."""
     cls = make_class()
     jax.tree_util.register_pytree_node(cls, lambda pair: ((), None), lambda b, a: None)
     (backend,) = REGISTRY._libraries["jax"]
@@ -226,7 +214,6 @@ def test_writing_over_a_class_of_others_is_refused():
 
 
 def test_a_dataclass_may_be_a_program_of_both():
-    """The same class, exported by torch and compiled by JAX, with the same answer."""
 
     @pytree_dataclass
     class Layer:
@@ -269,5 +256,4 @@ assert jax.tree.leaves(linear) == [linear]  # taken back before JAX heard of it
 
 
 def test_a_registration_made_before_the_import_reaches_jax():
-    """Asking for JAX does not import it."""
     fresh_process.run("-c", LATE)

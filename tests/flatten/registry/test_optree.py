@@ -39,7 +39,6 @@ def accessors(tree):
 
 
 def test_accessors_read_like_python():
-    """Attributes, keys and positions, each in its own spelling. An accessor of attributes returns the leaf."""
     tree = {"a": [Dense(1, 2)], "b": Keyed(3, 4)}
     assert [accessor.codify("inputs") for accessor in accessors(tree)] == [
         "inputs['a'][0].weights",
@@ -58,13 +57,11 @@ def test_children_without_keys_are_flat():
 
 
 def test_each_kind_of_key_has_its_entry(registered):
-    """An integer may be a key or a position."""
     kinds = [type(accessor[0]) for accessor in accessors(Pair(1, 2))]
     assert kinds == [optree.MappingEntry, optree.SequenceEntry]
 
 
 def test_static_data_that_does_not_hash_is_carried(registered):
-    """Lists and dicts are compared, and come back."""
     leaves, spec = optree.tree_flatten(Pair(1, 2), namespace=NAMESPACE)
     assert leaves == [1, 2]
     assert spec == optree.tree_structure(Pair(3, 4), namespace=NAMESPACE)
@@ -72,7 +69,6 @@ def test_static_data_that_does_not_hash_is_carried(registered):
 
 
 def test_other_namespaces_are_left_alone(registered):
-    """Neither optree's global namespace nor torch's knows the class."""
     pair = Pair(1, 2)
     assert optree.tree_leaves(pair) == [pair]
     assert optree.tree_leaves(pair, namespace="torch") == [pair]

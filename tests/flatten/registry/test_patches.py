@@ -33,12 +33,10 @@ def replacement(self):
 
 @pytest.fixture
 def owner():
-    """A class of its own for each test."""
     return type("Owner", (Base,), dict(vars(Base)))
 
 
 def test_an_inherited_attribute_is_inherited_again():
-    """Nothing is copied into the subclass."""
     patch = AttributePatch(Child, "method", replacement)
     patch.acquire()
     inside = (Child().method(), Base().method())
@@ -61,7 +59,6 @@ def test_an_import_in_another_thread_meanwhile_patches_a_module_once(monkeypatch
 
 
 def test_the_last_holder_puts_the_original_back(owner):
-    """Two holders: the replacement stays until both are gone."""
     patch = AttributePatch(owner, "method", replacement)
     seen = []
     for step in (patch.acquire, patch.acquire, patch.release, patch.release):
@@ -71,7 +68,6 @@ def test_the_last_holder_puts_the_original_back(owner):
 
 
 def test_what_somebody_else_put_there_stays(owner):
-    """An attribute replaced after us is theirs."""
     patch = AttributePatch(owner, "method", replacement)
     patch.acquire()
     owner.method = theirs = lambda self: "theirs"
@@ -90,7 +86,6 @@ def test_a_patch_that_fails_holds_nothing():
 
 @pytest.mark.parametrize("name", ["method", "static", "of_class"])
 def test_a_patch_of_a_trace_is_for_the_thread_that_traces(owner, name):
-    """Another thread gets the original while the patch is in place, and so does this one outside of its trace."""
     original = vars(owner)[name]
     patch = TracePatch(owner, name, lambda original: lambda *args: "replaced")
     expected = getattr(owner(), name)()
@@ -127,7 +122,6 @@ def test_a_patch_of_a_trace_is_stale_where_others_replaced_the_function(owner):
 
 @pytest.fixture
 def module_name(tmp_path, monkeypatch):
-    """A module that can be imported, and is not yet."""
     name = "module_of_test_patches"
     (tmp_path / f"{name}.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -137,7 +131,6 @@ def module_name(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hook_for():
-    """Makes installed hooks, and removes them."""
     hooks = []
 
     def make(name, action):
@@ -151,7 +144,6 @@ def hook_for():
 
 
 def test_the_action_runs_once_right_after_the_import(module_name, hook_for):
-    """The module is complete when the action sees it. Nothing of the hook remains on the loader."""
     seen = []
     hook_for(module_name, lambda module: seen.append((module.__name__, module.value)))
     module = importlib.import_module(module_name)
@@ -162,7 +154,6 @@ def test_the_action_runs_once_right_after_the_import(module_name, hook_for):
 
 
 def test_removing_leaves_the_import_system_as_it_was(hook_for):
-    """The list of finders is the one it was, in its order."""
     before = list(sys.meta_path)
     hook = hook_for("no_such_module", lambda module: None)
     assert sys.meta_path == [hook, *before]
@@ -172,7 +163,6 @@ def test_removing_leaves_the_import_system_as_it_was(hook_for):
 
 
 def test_a_module_that_does_not_exist_is_not_found(hook_for):
-    """The hook makes no module out of nothing."""
     hook_for("no_such_module", lambda module: None)
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_module")
@@ -187,7 +177,6 @@ def test_asking_whether_the_module_is_there_is_no_import(module_name, hook_for):
 
 
 def test_an_import_that_fails_runs_no_action(module_name, hook_for, tmp_path):
-    """The action is for modules that are there; the error is the module's own."""
     (tmp_path / f"{module_name}.py").write_text("raise RuntimeError('broken')\n")
     seen = []
     hook_for(module_name, seen.append)
@@ -197,7 +186,6 @@ def test_an_import_that_fails_runs_no_action(module_name, hook_for, tmp_path):
 
 
 def test_two_hooks_for_one_module_both_act(tmp_path, monkeypatch):
-    """As in nested blocks: neither asks the other without end, and both hear of the import."""
     (tmp_path / "waited_for_twice.py").write_text("VALUE = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     heard = []

@@ -47,7 +47,6 @@ def test_a_class_of_a_module_whose_import_ends_after_the_block_is_not_registered
 
 
 def test_without_its_cpp_pytree_torch_has_nothing_to_register_there(monkeypatch):
-    """Then writing and restoring do nothing."""
     monkeypatch.setattr(pytree, "_cxx_pytree_exists", False)
     before, backend = list(pytree._cxx_pytree_pending_imports), TorchCpp()
     backend.write(RECIPE)
@@ -87,7 +86,6 @@ def test_a_class_that_torch_knows_without_a_way_to_store_it_is_so_again():
 
 
 def test_a_library_that_refuses_a_class_is_imported_all_the_same(caplog):
-    """The import is of other code; what was refused is in the log."""
 
     def refuse(recipe):
         raise ValueError("not this one")

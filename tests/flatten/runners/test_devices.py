@@ -14,7 +14,6 @@ from yobx_flatten.runners.onnx_session import CPU, check_runs_on, choose_provide
 
 @pytest.fixture
 def every_provider(monkeypatch):
-    """An onnxruntime that has the providers of all devices."""
     names = [CPU, "CUDAExecutionProvider", "OpenVINOExecutionProvider", "DmlExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: names)
 
@@ -32,21 +31,18 @@ def every_provider(monkeypatch):
     ],
 )
 def test_a_device_stands_for_a_provider_with_the_cpu_behind_it(device, expected):
-    """A part after a colon is its number or kind."""
     assert choose_providers(device, None) == expected
     assert is_on_cpu(expected) == (expected == [CPU])
 
 
 @pytest.mark.usefixtures("every_provider")
 def test_providers_are_taken_as_they_are():
-    """The CPU is added once."""
     options = ("CUDAExecutionProvider", {"device_id": 3})
     assert choose_providers(None, [options]) == [options, CPU]
     assert choose_providers(None, [CPU]) == [CPU]
 
 
 def test_a_provider_that_is_not_installed_is_named_with_its_package(monkeypatch):
-    """Not the CPU in its place."""
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: [CPU])
     with pytest.raises(MissingDependencyError, match=r"no CUDAExecutionProvider[\s\S]+pip install onnxruntime-gpu"):
         choose_providers("cuda", None)
@@ -54,7 +50,6 @@ def test_a_provider_that_is_not_installed_is_named_with_its_package(monkeypatch)
 
 @pytest.mark.usefixtures("every_provider")
 def test_unknown_devices_and_two_answers_are_refused():
-    """With the devices that there are."""
     with pytest.raises(InvalidArgumentError, match=r"no device 'gpu'\. Choose from cpu, cuda"):
         choose_providers("gpu", None)
     with pytest.raises(InvalidArgumentError, match="cpu has no numbered devices"):

@@ -32,7 +32,6 @@ def test_the_codes_are_those_of_onnx():
 
 @pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
 def test_what_is_stored_has_the_bytes_of_the_tensor(dtype):
-    """The size of a type in torch is the size of what stands for it in ONNX."""
     element = ELEMENTS[str(dtype).removeprefix("torch.")]
     stored = onnx.helper.tensor_dtype_to_np_dtype(element.code).itemsize * (2 if element.pair else 1)
     assert stored == dtype.itemsize
@@ -41,7 +40,6 @@ def test_what_is_stored_has_the_bytes_of_the_tensor(dtype):
 @pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
 @pytest.mark.parametrize("engine", ["onnxruntime", "onnx.reference"])
 def test_a_run_returns_the_numbers(dtype, engine, tmp_path):
-    """onnxruntime and the reference of ONNX return what torch says the tensor holds."""
     tensor = random_tensor(dtype, (64,), seed=3)
     save_nested(tmp_path / "x.onnx", {"x": tensor})
     found = run(tmp_path / "x.onnx", engine)["x"]
@@ -73,7 +71,6 @@ PACKED = ["int4", "uint4", "float4_e2m1fn", "int2", "uint2"]
 
 
 def every_code(name):
-    """Each number that the type has."""
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="onnx is installed without ml_dtypes")
     if not hasattr(ml_dtypes, name):
         pytest.skip(f"this ml_dtypes has no {name}")
@@ -83,7 +80,6 @@ def every_code(name):
 
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_type_is_stored_as_onnx_packs_it(name, tmp_path):
-    """onnx's own reader finds the numbers, and onnx's own writer writes the same bytes."""
     codes = every_code(name)
     arrays = {"all": codes, "odd": codes[1:], "grid": codes[:4].reshape(2, 2), "one": codes[3], "none": codes[:0]}
     save_nested(tmp_path / "x.onnx", arrays)
@@ -100,7 +96,6 @@ def test_a_packed_type_is_stored_as_onnx_packs_it(name, tmp_path):
 @pytest.mark.parametrize("external", [False, True])
 @pytest.mark.parametrize("name", PACKED)
 def test_a_packed_type_comes_back_bit_by_bit(name, external, tmp_path):
-    """In one file and in two, as an array of the same type."""
     codes = every_code(name)
     arrays = [codes, codes[1:].copy(), codes[::-1], codes[:4].reshape(2, 2), codes[3], codes[:0].reshape(0, 3)]
     arrays.append(numpy.tile(codes, 700)[:-1])
@@ -113,7 +108,6 @@ def test_a_packed_type_comes_back_bit_by_bit(name, external, tmp_path):
 @pytest.mark.parametrize("engine", ["onnxruntime", "ReferenceEvaluator"])
 @pytest.mark.parametrize("name", PACKED)
 def test_a_run_returns_the_numbers_of_a_packed_type(name, engine, tmp_path):
-    """As float32; `create_input_tensors_from_onnx_model` makes the type of it again."""
     if engine == "onnxruntime" and name == "float4_e2m1fn":
         pytest.skip("onnxruntime 1.31 has no kernel that casts it")
     codes = every_code(name)

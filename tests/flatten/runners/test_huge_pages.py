@@ -57,10 +57,7 @@ def test_what_was_there_before_is_left_out(ranges, others, expected):
 
 
 class _Loop(torch.nn.Module):
-    """One layer of a cache, which grows by the new tokens."""
-
     def forward(self, tokens, past):
-        """Return the tokens, and the longer cache."""
         return tokens + 1, torch.cat([past, tokens], 2)
 
 
@@ -81,7 +78,6 @@ def test_only_a_long_loop_asks_for_huge_pages(tmp_path, monkeypatch):
 
 
 def test_without_a_list_of_memory_nothing_is_asked_for(tmp_path, monkeypatch):
-    """As on systems that are not Linux."""
     monkeypatch.setattr(onnx_session, "_MAPS", tmp_path / "maps")
     monkeypatch.setattr(onnx_session, "_advise", lambda *_: pytest.fail("asked"))
     with in_huge_pages():

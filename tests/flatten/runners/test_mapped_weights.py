@@ -14,7 +14,6 @@ SIZE, COUNT = 64, 3
 
 @pytest.fixture
 def half(tmp_path):
-    """A file that multiplies with three matrices of float16 in a second file, and the matrices."""
     weights = np.random.default_rng(0).normal(scale=0.1, size=(COUNT, SIZE, SIZE)).astype(np.float16)
     weights.tofile(tmp_path / "m.onnx.data")
     stored = []

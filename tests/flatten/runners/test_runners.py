@@ -26,7 +26,6 @@ SUFFIXES = [".onnx", ".pt2"]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A model, the inputs of a call, and one file for each suffix."""
     exported, folder = exported_file("llama"), tmp_path_factory.mktemp("runners")
     shutil.copy(exported.path, folder / "model.onnx")
     exported.save(folder / "model.pt2")
@@ -34,7 +33,6 @@ def files(tmp_path_factory):
 
 
 def _by_name(model):
-    """A call of three rows, leaf by leaf, and what the model returns for it."""
     inputs = decode_inputs(model, DecodeSizes(batch=3, past=4, new=1), seed=1)
     layers = cache_of(inputs).layers
     named = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
@@ -51,7 +49,6 @@ def _by_name(model):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_one_call_returns_what_the_model_returns(files, suffix):
-    """All of it by name, the cache among it; entries that the file does not take are left out."""
     model, folder = files
     named, expected = _by_name(model)
     runner = open_runner(folder / f"model{suffix}", trust=True)
@@ -62,7 +59,6 @@ def test_one_call_returns_what_the_model_returns(files, suffix):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_step_hands_its_cache_to_the_next(files, suffix):
-    """Two tokens after each other are the model's own two calls."""
     model, folder = files
     named, expected = _by_name(model)
     runner = open_runner(folder / f"model{suffix}", trust=True)
@@ -83,7 +79,6 @@ def test_a_step_hands_its_cache_to_the_next(files, suffix):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_what_a_file_refuses_is_an_error_of_ours(files, suffix):
-    """A token that is not in the vocabulary; of a run and of a step."""
     model, folder = files
     named, _ = _by_name(model)
     runner = open_runner(folder / f"model{suffix}", trust=True)
@@ -98,7 +93,6 @@ def test_what_a_file_refuses_is_an_error_of_ours(files, suffix):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_file_that_cannot_be_opened_is_named(tmp_path, suffix):
-    """One that is not there and one that is damaged; with the error that the caller asks for."""
     with pytest.raises(GenerationError, match=f"There is no file .*none{suffix}"):
         open_runner(tmp_path / f"none{suffix}")
     (tmp_path / f"bad{suffix}").write_bytes(b"no model")
@@ -119,7 +113,6 @@ def test_an_array_of_another_type_is_refused(tmp_path):
 
 
 def test_a_session_gets_the_caller_s_options_and_providers(files):
-    """One thread, one provider."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     model, folder = files

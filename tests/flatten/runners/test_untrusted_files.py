@@ -21,7 +21,6 @@ IDS = Signature([("input_ids", torch.int64, ({"s0": 1}, {"s1": 1, "": 2}))], ["l
 
 
 def package(path, **metadata):
-    """A package with metadata and a library that is none."""
     about = {"AOTI_PLATFORM": sys.platform, "AOTI_MACHINE": platform.machine(), **metadata}
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("m/data/aotinductor/model/c.wrapper_metadata.json", json.dumps(about))
@@ -30,7 +29,6 @@ def package(path, **metadata):
 
 
 def test_a_package_is_loaded_for_a_caller_that_trusts_it(tmp_path):
-    """Without trust nothing is loaded; with it torch refuses this library, as an error of ours."""
     path = package(tmp_path / "m.pt2", **{KEY: IDS.to_json()})
     assert runtime_of(path) == "aotinductor"
     with pytest.raises(UntrustedFileError, match="trust=True"):
@@ -52,7 +50,6 @@ OTHERS = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_package_of_another_place_is_refused_before_it_is_loaded(tmp_path, what):
-    """Whatever the caller trusts."""
     metadata, message = OTHERS[what]
     with pytest.raises(ForeignFileError, match=message):
         open_runner(package(tmp_path / "m.pt2", **metadata), trust=True)
@@ -83,7 +80,6 @@ RELATION = IDS.to_json()[:-1] + ', "relations": [%s]}'
     ],
 )
 def test_a_damaged_signature_is_refused(tmp_path, text):
-    """Whatever stands in its place; nothing of it is evaluated."""
     with pytest.raises(DamagedFileError, match="signature"):
         open_runner(package(tmp_path / "m.pt2", **{KEY: text}), trust=True)
 
@@ -105,14 +101,12 @@ def test_a_package_with_changed_bytes_is_refused(tmp_path):
 
 
 def test_a_signature_of_a_newer_version_says_what_to_do(tmp_path):
-    """Which is no damage."""
     newer = IDS.to_json().replace('"format": 1', '"format": 9')
     with pytest.raises(ForeignFileError, match=r"(?s)is of a newer version:.*pip install --upgrade yobx-flatten"):
         open_runner(package(tmp_path / "m.pt2", **{KEY: newer}), trust=True)
 
 
 def test_an_input_has_the_type_of_the_file():
-    """A number takes it, a tensor or an array of another type is refused, and a missing one is named."""
     as_int = functools.partial(as_tensor, "count", torch.int64, failure=GenerationError, where="m.pt2")
     assert as_int(value=3).equal(torch.tensor(3))
     assert as_int(value=np.arange(6).reshape(2, 3).T).equal(torch.tensor([[0, 3], [1, 4], [2, 5]]))
@@ -123,7 +117,6 @@ def test_an_input_has_the_type_of_the_file():
 
 
 def test_a_foreign_file_of_executorch_is_refused(tmp_path):
-    """One of another format, and one that is not there."""
     pytest.importorskip("executorch")
     (tmp_path / "m.pte").write_bytes(b"PK\x03\x04 no program at all")
     with pytest.raises(ForeignFileError, match="not a file of ExecuTorch"):
@@ -136,7 +129,6 @@ def test_a_foreign_file_of_executorch_is_refused(tmp_path):
 
 
 def test_a_damaged_file_of_openvino_is_refused(tmp_path):
-    """A text that is no model, and a file that is not there."""
     pytest.importorskip("openvino")
     (tmp_path / "m.xml").write_text("<net name='m' version='11'><layers>", encoding="utf-8")
     with pytest.raises(DamagedFileError, match="OpenVINO cannot read"):
@@ -146,7 +138,6 @@ def test_a_damaged_file_of_openvino_is_refused(tmp_path):
 
 
 def test_a_file_that_is_no_package_or_not_there_is_named(tmp_path):
-    """Where the runtime is named, so that nothing else is tried."""
     (tmp_path / "m.pt2").write_text("no archive", encoding="utf-8")
     with pytest.raises(DamagedFileError, match=r"m\.pt2 cannot be read: File is not a zip file"):
         open_runner(tmp_path / "m.pt2", runtime="aotinductor", trust=True)
@@ -155,7 +146,6 @@ def test_a_file_that_is_no_package_or_not_there_is_named(tmp_path):
 
 
 def test_an_unknown_runtime_or_suffix_is_refused(tmp_path):
-    """With those that are known."""
     with pytest.raises(InvalidArgumentError, match="Choose from onnxruntime, torch, aotinductor, executorch, openvino"):
         open_runner(tmp_path / "m.onnx", runtime="tflite")
     with pytest.raises(InvalidArgumentError, match=r"executorch runs files with the suffix \.pte"):
@@ -167,7 +157,6 @@ def test_an_unknown_runtime_or_suffix_is_refused(tmp_path):
 @pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("way", ["absolute", "upwards", "link"])
 def test_weights_of_another_folder_are_not_read(tmp_path, runtime, way):
-    """External data of an ONNX file that names a file outside of its folder, or a link to one."""
     pytest.importorskip(runtime)
     folder, secret = tmp_path / "folder", tmp_path / "secret.bin"
     folder.mkdir()

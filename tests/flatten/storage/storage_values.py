@@ -68,7 +68,6 @@ def bits(leaf):
 
 
 def same(left, right):
-    """Equal structure, equal static data, and every leaf equal bit by bit."""
     left_leaves, left_spec = pytree.tree_flatten(left)
     right_leaves, right_spec = pytree.tree_flatten(right)
     return left_spec == right_spec and list(map(bits, left_leaves)) == list(map(bits, right_leaves))

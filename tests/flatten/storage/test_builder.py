@@ -61,7 +61,6 @@ def test_a_sequence_is_one_output():
 
 
 def test_a_dict_is_two_outputs():
-    """Keys and values, as onnx-diagnostic names them."""
     builder = MiniOnnxBuilder(sep="___")
     builder.append_output_dict("state", {"x": torch.ones(2), "y": torch.zeros(1)})
     model = builder.to_onnx()
@@ -72,7 +71,6 @@ def test_a_dict_is_two_outputs():
 
 
 def test_one_tensor_may_be_in_several_outputs():
-    """It is stored once."""
     tensor = torch.arange(1000.0)
     builder = MiniOnnxBuilder()
     builder.append_output_sequence("all", [tensor, tensor])
@@ -109,7 +107,6 @@ def test_the_opset_is_the_one_asked_for_unless_a_type_needs_a_newer_one():
 
 @pytest.mark.parametrize("engine", ["onnx", "onnxruntime", "ReferenceEvaluator", "ExtendedReferenceEvaluator"])
 def test_every_engine_gives_the_same(engine):
-    """Those that run the model, too, text and 16-bit floats included."""
     if engine == "onnxruntime":
         pytest.importorskip("onnxruntime")
     values = {
@@ -123,7 +120,6 @@ def test_every_engine_gives_the_same(engine):
 
 @pytest.mark.parametrize("engine", ["onnxruntime", "ReferenceEvaluator"])
 def test_an_engine_reads_sequences_and_dicts(engine, tmp_path):
-    """From a file, too."""
     if engine == "onnxruntime":
         pytest.importorskip("onnxruntime")
     builder = MiniOnnxBuilder(sep="/")
@@ -140,7 +136,6 @@ def test_an_unknown_engine_is_refused():
 
 
 def test_random_numbers_take_the_place_of_floats():
-    """Types and shapes stay; integers keep their values; the same numbers each time."""
     values = {"big": torch.ones(100, 100), "small": torch.ones(2, dtype=torch.bfloat16), "ids": torch.arange(3)}
     model = create_onnx_model_from_input_tensors(values, randomize=True)
     assert model.ByteSize() < 2000
@@ -160,7 +155,6 @@ def test_tensors_go_to_the_device():
 
 
 def test_without_onnxruntime_the_other_engines_work(monkeypatch):
-    """Only who asks for it needs it."""
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     model = create_onnx_model_from_input_tensors([torch.ones(1)])
     assert create_input_tensors_from_onnx_model(model, engine="onnx")[0].tolist() == [1]
@@ -180,7 +174,6 @@ def test_an_output_that_went_away_is_named():
 @pytest.mark.parametrize("engine", ["onnx", "onnxruntime", "ReferenceEvaluator"])
 @pytest.mark.parametrize("place", ["/etc/passwd", "../secret", "pipe"])
 def test_data_that_are_elsewhere_are_not_read(tmp_path, engine, place):
-    """By whichever engine, and nothing is waited for."""
     path = tmp_path / "inner" / "values.onnx"
     save_nested(path, {"x": torch.rand(4000)}, external_data=True)
     (tmp_path / "secret").write_bytes(bytes(16_000))

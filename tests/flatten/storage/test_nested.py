@@ -32,7 +32,6 @@ def stored(values, path, **options):
 
 
 def test_structure_static_data_and_every_kind_of_leaf_come_back(tmp_path):
-    """Keys that are no strings, enums, named tuples, what PyTorch returns, Python's own numbers, text and bytes."""
     values = {
         "state": State(
             torch.ones(2), [None, 1, -(2**63), 2**70, 1.5, True, 1j, "é", "", b"\0\xff", "\ud800"], Mode.EVAL
@@ -71,7 +70,6 @@ ARRAYS = [
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{type(array).__name__} {numpy.asarray(array).dtype}")
 def test_an_array_of_numpy_comes_back(array, tmp_path):
-    """With its byte order, as an array of NumPy, scalars as scalars."""
     assert same(stored([array], tmp_path / "x.onnx"), [array])
 
 
@@ -91,7 +89,6 @@ def test_one_tensor_in_two_places_is_stored_once_and_comes_back_as_one(tmp_path)
 
 
 def test_a_view_and_a_conjugate_are_stored_by_value(tmp_path):
-    """What is lazy in the tensor is done before; strides are not kept."""
     values = [torch.arange(6).reshape(2, 3).t(), torch.tensor([1 + 2j]).conj(), torch.tensor([1 + 2j]).conj().imag]
     back = stored(values, tmp_path / "x.onnx")
     assert back[0].tolist() == [[0, 3], [1, 4], [2, 5]]
@@ -101,7 +98,6 @@ def test_a_view_and_a_conjugate_are_stored_by_value(tmp_path):
 
 
 def test_a_cache_goes_on_in_the_block_and_outside_of_it(tmp_path):
-    """Classes that the block knows are stored and read outside of it, too."""
     cache = make_dynamic_cache([(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)) for _ in range(2)])
     outside = stored({"past_key_values": cache}, tmp_path / "a.onnx")["past_key_values"]
     with register_flattening_functions(patch_transformers=True):
@@ -113,7 +109,6 @@ def test_a_cache_goes_on_in_the_block_and_outside_of_it(tmp_path):
 
 
 def test_a_fresh_process_reads_a_cache_and_a_model_output(tmp_path):
-    """It imports transformers because the file names it; onnxruntime is not imported."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     cache = make_dynamic_cache([(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4))])
@@ -132,14 +127,12 @@ class Secret:
 
 
 def test_an_unregistered_object_is_refused_with_its_place(tmp_path):
-    """Nothing is written then."""
     with pytest.raises(NotRegisteredError, match=r"(?s)a\.0\.b is a .*Secret.*1 tensor.*register\(Secret, .*\['x'\]\)"):
         save_nested(tmp_path / "x.onnx", {"a": [{"b": Secret(torch.zeros(1))}]})
     assert os.listdir(tmp_path) == []
 
 
 def test_a_class_that_is_not_registered_any_more_is_named(tmp_path):
-    """With the line to type."""
     register_class_flattening(Secret, lambda s: ([s.x], None), lambda children, _: Secret(*children), None)
     try:
         save_nested(tmp_path / "x.onnx", Secret(torch.zeros(1)))
@@ -164,7 +157,6 @@ def test_a_class_of_a_function_is_found_where_it_is_registered(tmp_path):
 
 
 def test_nothing_is_imported_that_a_file_names(tmp_path):
-    """A class of a module that is not imported is refused; its module is not imported."""
     (tmp_path / "strange.py").write_text(
         "import torch\nfrom yobx_flatten import pytree_dataclass\nprint('imported')\n"
         "@pytree_dataclass(backends=('torch',))\nclass Box:\n    x: object\n"
@@ -215,14 +207,12 @@ def test_storing_and_reading_take_one_tensor_above_the_inputs(tmp_path):
 
 @pytest.mark.parametrize("expected", [dict, dict[str, torch.Tensor], collections.OrderedDict, object])
 def test_a_value_of_the_expected_class_comes_back(expected, tmp_path):
-    """Also where the class is written with those of its items, and a subclass."""
     values = collections.OrderedDict(x=torch.ones(2))
     save_nested(tmp_path / "x.onnx", values)
     assert same(load_nested(tmp_path / "x.onnx", expected=expected), values)
 
 
 def test_another_value_than_the_expected_is_refused_with_the_line_to_type(tmp_path):
-    """The message names what the file holds."""
     path = str(tmp_path / "x.onnx")
     save_nested(path, [torch.ones(2)])
     with pytest.raises(InvalidArgumentError) as raised:

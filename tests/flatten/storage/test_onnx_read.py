@@ -89,7 +89,6 @@ def test_a_file_of_something_else_is_named(tmp_path, content, said):
 
 
 def test_every_truncation_is_an_error(path):
-    """At any byte, of both files."""
     for file in (path, path.with_name("x.onnx.data")):
         whole = file.read_bytes()
         for length in [*range(0, len(whole), 97), len(whole) - 1]:
@@ -152,7 +151,6 @@ def test_a_file_reads_nothing_but_what_is_beside_it(path, location):
 
 
 def test_a_huge_size_is_refused_before_memory_is_asked_for(path):
-    """A file of a few bytes that says it holds an exabyte."""
 
     def grow(model):
         tensor = initializer(model, "x")
@@ -166,7 +164,6 @@ def test_a_huge_size_is_refused_before_memory_is_asked_for(path):
 
 
 def test_a_structure_that_is_too_deep_is_an_error(path):
-    """Also where somebody computed the checksum anew."""
 
     def deepen(model):
         text = "[" * 100_000 + "]" * 100_000
@@ -179,7 +176,6 @@ def test_a_structure_that_is_too_deep_is_an_error(path):
 
 
 def test_a_changed_initializer_is_named(tmp_path):
-    """Strings of another number or text, and a place of another length, where the rest of the file is whole."""
     words = {"words": np.array(["née", "b"], dtype=object), "x": torch.arange(1000.0)}
     changes = {
         "'words' has 1 elements": lambda model: initializer(model, "words").string_data.pop(),
@@ -222,7 +218,6 @@ def test_a_newer_version_says_what_to_do(path):
     ],
 )
 def test_a_structure_that_does_not_fit_is_an_error(path, change):
-    """Also where somebody computed the checksum anew."""
     edit_structure(path, change)
     with pytest.raises(DamagedFileError):
         load_nested(path)
@@ -245,7 +240,6 @@ def test_a_model_in_memory_does_not_know_its_folder(path):
 
 
 def test_what_onnx_itself_saves_again_is_read(path, tmp_path):
-    """With all data in one file, or in another one."""
     model = onnx.load(path)
     onnx.save(model, tmp_path / "one.onnx")
     assert torch.equal(load_nested(tmp_path / "one.onnx")["x"], VALUES["x"])

@@ -11,7 +11,6 @@ from yobx_flatten import InvalidArgumentError, create_onnx_model_from_input_tens
 
 
 def test_outputs_are_named_by_the_way_to_them(tmp_path):
-    """A name that two leaves have gets a number; the checker of ONNX has nothing to say."""
     save_nested(tmp_path / "x.onnx", {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(3), "c": [1, None, "x"]})
     model = onnx.load(tmp_path / "x.onnx")
     onnx.checker.check_model(model, full_check=True)
@@ -20,7 +19,6 @@ def test_outputs_are_named_by_the_way_to_them(tmp_path):
 
 
 def test_the_metadata_name_format_and_version(tmp_path):
-    """The metadata also state what the file holds."""
     save_nested(tmp_path / "x.onnx", [torch.ones(2)])
     found = {entry.key: entry.value for entry in onnx.load(tmp_path / "x.onnx").metadata_props}
     assert found["yobx_flatten.format"] == "nested-values"
@@ -47,7 +45,6 @@ def test_data_begin_at_multiples_of_64(tmp_path):
 
 
 def broken(tensor):
-    """A tensor whose data cannot be had."""
 
     def detach():
         raise RuntimeError("broken")
@@ -57,7 +54,6 @@ def broken(tensor):
 
 
 def test_an_error_half_way_leaves_what_was_there(tmp_path):
-    """Neither half a file, nor a temporary one, and the file of before is whole."""
     save_nested(tmp_path / "x.onnx", torch.arange(5000), external_data=True)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     values = [torch.ones(5000), broken(torch.ones(5000))]
@@ -67,7 +63,6 @@ def test_an_error_half_way_leaves_what_was_there(tmp_path):
 
 
 def test_the_second_file_goes_with_the_one_it_belonged_to(tmp_path):
-    """A smaller file in its place leaves no data of the larger one behind."""
     save_nested(tmp_path / "x.onnx", torch.arange(5000), external_data=True)
     save_nested(tmp_path / "x.onnx", torch.arange(3))
     assert os.listdir(tmp_path) == ["x.onnx"]
@@ -86,7 +81,6 @@ def test_the_folder_is_made(tmp_path):
 
 
 def test_what_does_not_fit_into_one_file_is_refused_first(tmp_path):
-    """2 GB are counted, not written."""
     large = torch.zeros(1, dtype=torch.uint8).expand(2**31)
     with pytest.raises(InvalidArgumentError, match=r"2\.1 GB do not fit into one ONNX file"):
         save_nested(tmp_path / "x.onnx", large, external_data=False)

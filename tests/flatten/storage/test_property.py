@@ -58,7 +58,6 @@ NESTS = st.recursive(st.one_of(TENSORS, ARRAYS, PYTHON), containers, max_leaves=
 @settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow])
 @given(NESTS)
 def test_a_random_nest_comes_back_from_a_model_in_memory(nest):
-    """A thousand of them; through the bytes of the model."""
     model = create_onnx_model_from_input_tensors(nest)
     assert same(create_input_tensors_from_onnx_model(type(model).FromString(model.SerializeToString())), nest)
 
@@ -73,7 +72,6 @@ def test_a_random_nest_comes_back_from_a_file(tmp_path, nest, external):
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(NESTS)
 def test_a_random_nest_runs_in_onnxruntime(nest):
-    """Whatever is stored, the file can be loaded and returns every output."""
     runtime = pytest.importorskip("onnxruntime")
     model = create_onnx_model_from_input_tensors(nest)
     session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])

@@ -30,7 +30,6 @@ helper, T = onnx.helper, onnx.TensorProto
 
 
 def model_file(path, inputs, outputs, nodes):
-    """A graph, written out by hand."""
     infos = [
         [helper.make_tensor_value_info(name, code, shape) for name, code, shape in side] for side in (inputs, outputs)
     ]
@@ -49,7 +48,6 @@ ONES = torch.ones(3)
 
 
 def test_a_right_model_is_within_the_tolerance(adder, tmp_path):
-    """From the file of a case, in any order of the inputs."""
     save_case(tmp_path / "case.onnx", {"y": 2 * ONES, "x": ONES}, {"total": 3 * ONES}, name="three")
     report = replay_case(load_case(tmp_path / "case.onnx"), adder)
     assert report.ok
@@ -93,7 +91,6 @@ def test_positional_inputs_go_by_order(adder):
 
 
 def test_numpy_arrays_none_and_inputs_that_are_not_taken(adder):
-    """The report says what the model does not take."""
     inputs = {"x": numpy.ones(3, dtype="float32"), "y": ONES, "use_cache": True, "nothing": None}
     report = replay_case(StoredCase(inputs, {"total": 2 * ONES, "nothing": None}), adder)
     assert report.ok
@@ -174,7 +171,6 @@ def test_without_onnxruntime_the_message_says_what_to_install(adder, monkeypatch
 
 @pytest.mark.slow
 def test_a_decode_call_replays_in_the_file_of_export_onnx_and_in_that_of_torch(tmp_path):
-    """By the names that each of them gives to the tensors of a cache; in the block and outside of it."""
     config = transformers.LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8,

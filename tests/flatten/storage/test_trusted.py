@@ -62,7 +62,6 @@ def test_what_is_written_is_read(value):
     ids=repr,
 )
 def test_a_name_of_another_kind_and_what_could_act_are_refused(data, tmp_path, monkeypatch):
-    """Nothing is called: classes of the standard library, objects with `__del__`, configurations that name code."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DamagedFileError):
         load_trusted(data)
@@ -70,7 +69,6 @@ def test_a_name_of_another_kind_and_what_could_act_are_refused(data, tmp_path, m
 
 
 def test_a_module_that_is_not_imported_stays_so(tmp_path, monkeypatch):
-    """The message says what to import."""
     (tmp_path / "a_stranger.py").write_text("raise SystemExit('it was imported')", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     wanted = r"d of the module a_stranger, which is not imported.*\n    import a_stranger"
@@ -102,14 +100,10 @@ def test_no_other_module_is_imported(module):
 
 @dataclasses.dataclass
 class Options:
-    """What a registered class may keep."""
-
     mode: str = "a"
 
 
 class Ends:
-    """An object that acts when it is dropped."""
-
     def __del__(self):
         TRACES.append(self)
 

@@ -58,7 +58,6 @@ def nested(layout):
     ids=["sparse", "csr", "meta", "fake", "quantized", "strided", "jagged", "subclass"],
 )
 def test_the_line_makes_what_can_be_stored(make, line):
-    """Each kind of tensor has its own, and what it gives is stored."""
     tensor = quietly(make)
     with pytest.raises(InvalidArgumentError) as caught:
         flatten_tree({"a": [tensor]})
@@ -69,7 +68,6 @@ def test_the_line_makes_what_can_be_stored(make, line):
 
 
 def test_parameters_and_buffers_are_stored():
-    """As plain tensors, as documented."""
     flatten_tree([torch.nn.Parameter(torch.ones(2)), torch.nn.Buffer(torch.ones(2))])
 
 
@@ -109,7 +107,6 @@ def test_an_array_without_counterpart_is_refused(array):
 
 
 def test_other_leaves_are_refused():
-    """A generator, say; the message says where."""
     with pytest.raises(StaticDataError, match=r"generator.* at a\.0"):
         flatten_tree({"a": [(x for x in [])]})
 
@@ -121,7 +118,6 @@ def test_an_array_of_jax_is_refused_with_the_line_to_type():
 
 
 def test_a_contiguous_tensor_is_not_copied():
-    """The data of the payload are the memory of the tensor, read when the caller asks for the data."""
     tensor = torch.zeros(3)
     (payload,) = flatten_tree(tensor).payloads
     tensor += 1
@@ -132,7 +128,6 @@ def test_a_contiguous_tensor_is_not_copied():
 
 
 def test_the_json_names_classes_and_leaves():
-    """As the guide shows it."""
     found = flatten_tree({"x": torch.ones(2, 3), "state": State(1.5, None, Mode.EVAL)})
     assert found.json == {
         "node": "builtins:dict",
@@ -149,7 +144,6 @@ def test_the_json_names_classes_and_leaves():
 
 
 def test_the_json_is_json():
-    """Also for keys, text and numbers that JSON does not have."""
     values = {1: float("nan"), (2, "\ud800"): collections.OrderedDict(), None: 2**100}
     json_ = json.loads(json.dumps(flatten_tree({"static only": values}).json))
     assert json_["node"] == "builtins:dict"
@@ -172,7 +166,6 @@ def strict_unflatten(children, static):
 
 
 def test_a_registration_that_changed_is_named():
-    """What it raises is in the message."""
     register_class_flattening(Strict, lambda obj: ([obj.x], "old"), strict_unflatten, None)
     try:
         json_ = flatten_tree(Strict(None)).json

@@ -16,7 +16,6 @@ ROWS = [["a", "first[0]", "1.5"], ["b", "second one", "-"]]
 
 
 def test_a_table_has_columns_where_its_longest_words_fit_side_by_side(monkeypatch, capsys):
-    """What is in brackets is text."""
     monkeypatch.setenv("COLUMNS", "60")
     table(["name", "what", "MB"], ROWS)
     heading, rule, *rows = capsys.readouterr().out.splitlines()
@@ -26,7 +25,6 @@ def test_a_table_has_columns_where_its_longest_words_fit_side_by_side(monkeypatc
 
 
 def test_a_row_takes_several_lines_where_they_do_not_fit(monkeypatch, capsys):
-    """The first two cells name it; a cell that states nothing is left out."""
     monkeypatch.setenv("COLUMNS", "14")
     table(["name", "what", "MB"], ROWS)
     assert capsys.readouterr().out.splitlines() == ["a  first[0]", "    MB: 1.5", "b  second one"]
@@ -54,7 +52,6 @@ print(logger.level, logger.handlers)
 
 
 def test_stages_are_lines_where_there_is_no_terminal():
-    """One for each, however often it is shown; what the package logs of registrations is none."""
     shown = fresh_process.run("-c", STAGES)
     assert shown.stderr.splitlines() == ["reading", "writing", "exporting a.onnx"]
     assert shown.stdout == "0 []\n"
@@ -62,7 +59,6 @@ def test_stages_are_lines_where_there_is_no_terminal():
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_characters_that_are_missing_are_printed_by_their_number(monkeypatch, encoding):
-    """And the stream is as before afterwards."""
     held = io.BytesIO()
     stream = io.TextIOWrapper(held, encoding=encoding)
     monkeypatch.setattr(sys, "stdout", stream)
@@ -98,7 +94,6 @@ sys.exit(7)
 
 @pytest.mark.skipif(os.name != "posix", reason="the line is one of a shell")
 def test_work_goes_on_when_its_reader_has_ended(tmp_path):
-    """Of both streams; the exit status is that of the work, and Python is silent at its end."""
     line = f'"{sys.executable}" -c \'{PROGRAM}\' "{tmp_path / "done"}" 2>&1 | head -n 1; echo ${{PIPESTATUS[0]}}'
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["line 0", "7"]

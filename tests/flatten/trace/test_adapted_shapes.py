@@ -53,7 +53,6 @@ def program_and_inputs(name, past=None):
 
 
 def serves(program, name, past):
-    """Whether the program does what the model does, at other sizes than those of the example."""
     model, inputs = program_and_inputs(name, past)
     with torch.no_grad():
         expected = model(**copy.deepcopy(inputs)).logits
@@ -65,7 +64,6 @@ def serves(program, name, past):
     ("name", "way"), [("mistral", "keys and values in turn"), ("mistral", "by attributes"), ("gemma3", "by attributes")]
 )
 def test_a_specification_of_the_tensors_alone_is_enough(name, way):
-    """Also for a cache whose count is a leaf: it varies as the tensors do, below its window and past it."""
     model, inputs = program_and_inputs(name)
     cache = WAYS[way](cache_of(inputs))
     shapes = {**dynamic_shapes(inputs), WORD: cache}
@@ -76,7 +74,6 @@ def test_a_specification_of_the_tensors_alone_is_enough(name, way):
 
 @pytest.mark.parametrize("way", ["keys, then values", "as a dict"])
 def test_keys_and_values_apart_are_the_same_specification(way):
-    """What the trace gets is what it gets for keys and values in turn."""
     model, inputs = program_and_inputs("mistral")
     with register_flattening_functions(patch_transformers=True):
         first, other = (
@@ -93,7 +90,6 @@ def test_keys_and_values_apart_are_the_same_specification(way):
 
 
 def test_a_collection_of_shapes_ties_a_program_to_no_length():
-    """Its entries are by tensor, and the count of sliding layers is none."""
     model, inputs = program_and_inputs("mistral")
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), inputs, dynamic_shapes=by_tensor(inputs))
@@ -121,7 +117,6 @@ def test_two_caches_in_one_may_be_one_list():
 
 
 def test_a_static_cache_may_be_specified_by_its_attributes():
-    """Its counters have no axis; their places are not ours."""
     model = make_model("llama")
     begun = start("llama", static=True)
     inputs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), WORD: begun.cache}
@@ -134,7 +129,6 @@ def test_a_static_cache_may_be_specified_by_its_attributes():
 
 @pytest.mark.parametrize("shapes", [[KEYS] * 3, [[KEYS], [KEYS]], {"keys": [KEYS]}])
 def test_what_is_not_recognised_is_left_to_torch(shapes):
-    """It says what it expected."""
     model, inputs = program_and_inputs("llama")
     shapes = {**dynamic_shapes(inputs), WORD: shapes}
     with (
@@ -156,7 +150,6 @@ def test_an_entry_for_an_integer_counter_still_serves():
 
 @pytest.mark.parametrize("wrap", [dict, list, tuple])
 def test_axes_of_a_cache_that_never_vary_are_fixed_where_torch_was_to_find_out(wrap):
-    """``Dim.AUTO`` on heads and their size is dropped; rows and lengths keep it, and so does what was asked for."""
     model, inputs = program_and_inputs("llama")
     everything = dict.fromkeys(range(4), AUTO) if wrap is dict else wrap([AUTO] * 4)
     shapes = dynamic_shapes(inputs)
@@ -172,7 +165,6 @@ def test_axes_of_a_cache_that_never_vary_are_fixed_where_torch_was_to_find_out(w
 
 
 def test_a_cache_with_states_of_a_convolution_serves_other_calls():
-    """Every axis is ``Dim.AUTO``, and assertions are deferred: later calls and a padded row are right."""
     model = small_model("ZayaConfig", "ZayaForCausalLM", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 1})
     with torch.no_grad(), register_flattening_functions(patch_transformers=True):
         example = decode_inputs(model, DecodeSizes(2, 5, 3))

@@ -19,8 +19,6 @@ ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 class Attends(torch.nn.Module):
-    """The attention by itself."""
-
     def __init__(self, **options: object) -> None:
         super().__init__()
         self.options = options
@@ -30,7 +28,6 @@ class Attends(torch.nn.Module):
 
 
 def described(program: torch.export.ExportedProgram) -> list[str]:
-    """The code of a program, the conditions on its sizes, and the size and the strides of each value."""
     values = [
         f"{node.name} {tuple(value.shape)} {value.stride()} {value.dtype}"
         for node in program.graph.nodes
@@ -40,7 +37,6 @@ def described(program: torch.export.ExportedProgram) -> list[str]:
 
 
 def traced(module: torch.nn.Module, args, kwargs, shapes) -> list[str]:
-    """A program of a module, described."""
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
         return described(torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False))
 
@@ -57,7 +53,6 @@ def by_steps(monkeypatch):
 
 @pytest.fixture
 def told(monkeypatch) -> list[int]:
-    """Sizes that were told by the arguments."""
     found: list[int] = []
     size = trace_settings._size
 
@@ -70,7 +65,6 @@ def told(monkeypatch) -> list[int]:
 
 
 def tensors(*sizes: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """Random tensors."""
     return tuple(torch.randn(size) for size in sizes)
 
 
@@ -90,7 +84,6 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("vary", [True, False])
 def test_a_program_is_the_one_of_torchs_own_steps(case, vary, by_steps, told):
-    """Code, conditions on sizes, sizes and strides of all values."""
     options, sizes = CASES[case]
     args = tensors(*sizes)
     axes = [{i: AUTO for i, size in enumerate(one.shape) if size > 1 and i != 1} if vary else None for one in args]
@@ -106,7 +99,6 @@ def test_a_program_is_the_one_of_torchs_own_steps(case, vary, by_steps, told):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "bart", "bert"])
 def test_a_decoder_is_the_one_of_torchs_own_steps(name, by_steps, told):
-    """With a cache whose sizes vary."""
     model = make_model(name)
 
     def program() -> list[str]:
@@ -131,7 +123,6 @@ def test_a_decoder_is_the_one_of_torchs_own_steps(name, by_steps, told):
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(sizes, message, told):
-    """Torch's own steps refuse them, too."""
     args = tensors(*sizes)
     with pytest.raises(RuntimeError, match=message):
         traced(Attends(), args, {}, None)
@@ -141,7 +132,6 @@ def test_sizes_that_do_not_fit_are_refused(sizes, message, told):
 
 
 def test_types_that_do_not_fit_are_refused_by_torch(told):
-    """As outside of a trace."""
     query, key, value = tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8))
     with pytest.raises(RuntimeError, match="dtype"):
         traced(Attends(), (query, key.double(), value), {}, None)
@@ -149,7 +139,6 @@ def test_types_that_do_not_fit_are_refused_by_torch(told):
 
 
 def test_gradients_take_the_steps(told):
-    """A program for training has what autograd makes of the steps."""
     args = tuple(tensor.requires_grad_() for tensor in tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8)))
     with register_flattening_functions():
         torch.export.export(Attends(), args, strict=False)
@@ -158,7 +147,6 @@ def test_gradients_take_the_steps(told):
 
 @pytest.mark.parametrize("mode", ["symbolic", "fake"])
 def test_a_trace_of_the_steps_has_the_steps(mode, told):
-    """A trace with `make_fx` and a decomposed program compute the attention; neither returns an empty tensor."""
     args = tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8))
     shapes = tuple({0: AUTO, 2: AUTO} for _ in args)
     expected = Attends()(*args)
@@ -175,7 +163,6 @@ def test_a_trace_of_the_steps_has_the_steps(mode, told):
 
 
 def test_the_operator_is_as_it_was_afterwards():
-    """Also after nested traces, and after one that stops."""
     before = dict(ATTENTION.py_kernels)
     with PLAIN_ATTENTION, PLAIN_ATTENTION:
         assert len(ATTENTION.py_kernels) == len(before) + 1
@@ -185,7 +172,6 @@ def test_the_operator_is_as_it_was_afterwards():
 
 
 def test_another_threads_trace_takes_the_steps(told):
-    """A thread that traces without a block, or compiles, gets torch's own way."""
     args = tensors((2, 4, 3, 8), (2, 4, 7, 8), (2, 4, 7, 8))
     shapes = tuple({0: AUTO, 2: AUTO} for _ in args)
     found = []
@@ -203,7 +189,6 @@ def test_another_threads_trace_takes_the_steps(told):
 
 
 def test_an_implementation_that_is_there_stays():
-    """Somebody else's kernel is used, and is there afterwards."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
 
     def theirs(*args, **kwargs):

@@ -19,8 +19,6 @@ compiles = pytest.mark.skipif(
 
 
 class Step(torch.nn.Module):
-    """Adds tokens to a full and to a sliding layer; every position counts otherwise."""
-
     def forward(self, x, cache):
         places = torch.arange(x.shape[2], device=x.device, dtype=x.dtype)[:, None]
         total = (x * (1 + places)).sum((1, 2, 3))
@@ -35,7 +33,6 @@ def tokens(*shape, seed):
 
 
 def inputs(*, batch, past, new, sliced):
-    """The same values, in contiguous tensors or in slices of larger ones."""
 
     def made(seed, length):
         tensor = tokens(batch, 2, length + 3, 4, seed=seed)[:, :, 3:]
@@ -49,14 +46,12 @@ def inputs(*, batch, past, new, sliced):
 
 
 def compiled(program, path):
-    """The loaded package."""
     torch._inductor.aoti_compile_and_package(program, package_path=os.fspath(path))
     return torch._inductor.aoti_load_package(os.fspath(path))
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """Compiled from an example of slices."""
     example = inputs(batch=2, past=9, new=3, sliced=True)
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
         program = torch.export.export(Step(), (), copy.deepcopy(example), dynamic_shapes=dynamic_shapes(example))
@@ -67,7 +62,6 @@ def package(tmp_path_factory):
 @pytest.mark.parametrize("sliced", [False, True], ids=["contiguous", "slices"])
 @pytest.mark.parametrize(("batch", "past", "new"), [(2, 9, 3), (3, 5, 2), (4, 21, 6)])
 def test_a_package_is_right_for_slices(package, batch, past, new, sliced):
-    """Eager's numbers, in other sizes too, below and past the window."""
     given = inputs(batch=batch, past=past, new=new, sliced=sliced)
     expected = Step()(**copy.deepcopy(given))
     with register_flattening_functions(patch_transformers=True):

@@ -34,7 +34,6 @@ FULL, SLIDING = ("DynamicLayer", {}), ("DynamicSlidingWindowLayer", {"sliding_wi
     ],
 )
 def test_compiled_code_takes_a_cache_apart_in_one_graph(layers):
-    """Twice every tensor, layer by layer."""
     pairs = [(torch.full((1, 2, 3, 4), 1.0 + i), torch.full((1, 2, 3, 4), 10.0 + i)) for i in range(len(layers))]
     cache = make_dynamic_cache(pairs, *map(list, zip(*layers, strict=True)))
 
@@ -60,7 +59,6 @@ def test_compiled_code_takes_a_cache_apart_in_one_graph(layers):
     ],
 )
 def test_a_strict_export_serves_other_lengths(names):
-    """Below and past the window, with another batch; a row is padded."""
     model = small_model(*names)
     example = decode_inputs(model, DecodeSizes())
     with register_flattening_functions(patch_transformers=True), torch.no_grad():

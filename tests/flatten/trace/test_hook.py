@@ -23,8 +23,6 @@ BLOCK_LINE = "with register_flattening_functions(patch_transformers=True): ..."
 
 
 class OneStep(torch.nn.Module):
-    """Adds one token to every layer of a cache."""
-
     def forward(self, x, cache):
         total = x.sum()
         for index in range(len(cache.layers)):
@@ -48,7 +46,6 @@ def tokens(batch=2, count=1, seed=0):
 
 
 def cache_of(layers=2, batch=2, length=3, window=None):
-    """A cache; with a window, its last layer slides."""
     pairs = [(tokens(batch, length, 10 + i), tokens(batch, length, 20 + i)) for i in range(layers)]
     if window is None:
         return make_dynamic_cache(pairs)
@@ -57,7 +54,6 @@ def cache_of(layers=2, batch=2, length=3, window=None):
 
 
 def exported(window=None, model=None):
-    """A program exported inside a block that is closed by now; batch and length are dynamic."""
     example = (tokens(), cache_of(window=window))
     with register_flattening_functions(patch_transformers=True):
         auto = Dim.AUTO
@@ -67,12 +63,10 @@ def exported(window=None, model=None):
 
 @pytest.fixture(scope="module")
 def program():
-    """One program for the tests that only call it."""
     return exported()
 
 
 def run(program, x, cache):
-    """Call a program inside a block."""
     with register_flattening_functions(patch_transformers=True):
         return program.module()(x, cache)
 
@@ -81,7 +75,6 @@ def run(program, x, cache):
 
 
 def test_a_program_called_inside_a_block_is_right(program):
-    """Another block, another batch and another length than in the example."""
     expected, _ = OneStep()(tokens(3, seed=5), cache_of(batch=3, length=6))
     found, cache = run(program, tokens(3, seed=5), cache_of(batch=3, length=6))
     torch.testing.assert_close(found, expected)
@@ -89,7 +82,6 @@ def test_a_program_called_inside_a_block_is_right(program):
 
 
 def test_a_program_called_outside_names_the_class_and_the_line(program):
-    """Not torch's `KeyError: <class ...>`."""
     with pytest.raises(NotRegisteredError) as caught:
         program.module()(tokens(), cache_of())
     assert str(caught.value) == (
@@ -99,7 +91,6 @@ def test_a_program_called_outside_names_the_class_and_the_line(program):
 
 
 def test_a_module_made_inside_and_called_outside_explains_itself(program):
-    """It counts where it is called."""
     with register_flattening_functions(patch_transformers=True):
         module = program.module()
     with pytest.raises(NotRegisteredError, match="takes or returns DynamicCache"):
@@ -107,7 +98,6 @@ def test_a_module_made_inside_and_called_outside_explains_itself(program):
 
 
 def test_a_copy_of_a_program_explains_itself(program):
-    """`copy.deepcopy` gives a program that knows as much, and a module of it that works."""
     duplicate = copy.deepcopy(program)
     with pytest.raises(NotRegisteredError, match="takes or returns DynamicCache"):
         duplicate.module()(tokens(), cache_of())
@@ -117,7 +107,6 @@ def test_a_copy_of_a_program_explains_itself(program):
 
 
 def test_a_decomposed_program_is_right_and_explains_itself(program):
-    """`run_decompositions` inside a block gives a program that is as good; outside, the error has the line to type."""
     with register_flattening_functions(patch_transformers=True):
         decomposed = program.run_decompositions()
     total, _ = run(decomposed, tokens(), cache_of())
@@ -130,7 +119,6 @@ def test_a_decomposed_program_is_right_and_explains_itself(program):
 
 
 def test_a_program_without_our_classes_needs_no_block():
-    """Plain tensors inside a block: the program is called and decomposed anywhere."""
     with register_flattening_functions(patch_transformers=True):
         program = export(Add(), (torch.ones(2), torch.ones(2)))
     assert program.module()(torch.ones(2), torch.ones(2)).item() == 4
@@ -138,7 +126,6 @@ def test_a_program_without_our_classes_needs_no_block():
 
 
 def test_a_class_of_the_user_is_explained_with_her_call():
-    """The line to type is the one that registers her class."""
     register_class_flattening(Pair, lambda p: ([p.a, p.b], None), lambda children, static: Pair(*children), None)
     try:
         with register_flattening_functions():
@@ -161,7 +148,6 @@ def test_a_class_of_the_user_is_explained_with_her_call():
     ids=["fewer layers", "another kind of layer", "another class"],
 )
 def test_inputs_of_another_structure_are_refused(program, cache, named):
-    """The message shows what the program was exported with."""
     with pytest.raises((SpecMismatchError, ValueError)) as caught:
         run(program, tokens(), cache())
     assert named in str(caught.value)
@@ -197,7 +183,6 @@ HAS_WINDOW_TENSOR = "_sliding_window_tensor" in vars(DynamicSlidingWindowLayer(8
 
 
 def traced_attributes():
-    """What a trace replaces, by name."""
     return {
         f"{getattr(owner, '__name__', owner)}.{name}": vars(owner)[name]
         for owner, name in [
@@ -215,7 +200,6 @@ def traced_attributes():
 
 
 def test_every_replaced_attribute_is_back_after_an_export():
-    """Replaced while the model is traced; before, inside the block and afterwards it is the original by identity."""
     before, watching = traced_attributes(), Watching(traced_attributes)
     with register_flattening_functions(patch_transformers=True):
         entered = traced_attributes()
@@ -228,7 +212,6 @@ def test_every_replaced_attribute_is_back_after_an_export():
 
 
 def test_every_replaced_attribute_is_back_after_an_export_that_failed():
-    """The model raises in the middle of its trace."""
     before, program_init, trace = traced_attributes(), vars(ExportedProgram)["__init__"], traced_function()
     with pytest.raises(FailedInTraceError), register_flattening_functions(patch_transformers=True):
         export(Watching(fail), (tokens(), cache_of(window=8)))
@@ -245,7 +228,6 @@ def traced_function():
 
 
 def test_the_export_function_is_wrapped_while_a_block_is_open():
-    """The outer of two blocks puts the original back, and so does the import system."""
     trace, program_init, finders = traced_function(), vars(ExportedProgram)["__init__"], list(sys.meta_path)
     seen = []
     with register_flattening_functions():
@@ -269,7 +251,6 @@ def test_a_function_kept_from_a_block_is_the_original_afterwards():
 
 
 def test_equal_dimensions_of_an_example_stay_apart():
-    """Two inputs of the same length in the example may have different ones later."""
     example, shapes = (torch.ones(3), torch.ones(3)), ({0: Dim.AUTO}, {0: Dim.AUTO})
     with register_flattening_functions():
         program = export(Add(), example, dynamic_shapes=shapes)
@@ -277,7 +258,6 @@ def test_equal_dimensions_of_an_example_stay_apart():
 
 
 def test_an_export_in_another_thread_is_wrapped():
-    """The block is open in one thread, the export runs in another."""
     watching, failures = Watching(lambda: fx_config.use_duck_shape), []
 
     def export_it():
@@ -295,7 +275,6 @@ def test_an_export_in_another_thread_is_wrapped():
 
 
 def test_the_caller_keeps_her_example():
-    """An export takes no tensor of the example away, and makes none contiguous in place."""
     cache = cache_of(window=8)
     strided = cache.layers[1].keys = cache.layers[1].keys.transpose(2, 3).contiguous().transpose(2, 3)
     held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
@@ -318,7 +297,6 @@ def test_a_program_made_of_strided_tensors_takes_contiguous_ones():
 
 @pytest.mark.parametrize("length", [2, 6, 7, 8, 11])
 def test_one_program_serves_below_and_past_the_window(sliding_program, length):
-    """Exported with 3 tokens of a window of 8; a shorter past, one at the window, one past it."""
     assert_same_steps(sliding_program, length)
 
 
@@ -328,7 +306,6 @@ def sliding_program():
 
 
 def assert_same_steps(program, length):
-    """Three steps of the program and of the eager model, each going on from its own cache."""
     eager = cache_of(window=8, length=1)
     for step in range(length - 1):
         OneStep()(tokens(seed=step), eager)
@@ -344,8 +321,6 @@ def assert_same_steps(program, length):
 
 
 class Weighs(torch.nn.Module):
-    """Reads tensors of a nested object, each with a weight of its own."""
-
     def forward(self, x, more):
         return x + 10 * more["y"][0] + 100 * more["z"]
 
@@ -373,7 +348,6 @@ def test_a_tensor_in_two_places_is_two_inputs(example, number, strict):
 
 
 def test_a_file_of_a_tensor_in_two_places_has_two_inputs():
-    """As ``torch.onnx.export`` writes it in a block, with keyword arguments."""
     x = torch.ones(3, 4)
     every = {0: Dim.AUTO}
     with register_flattening_functions():

@@ -60,7 +60,6 @@ def test_a_mask_in_the_place_of_none_is_refused():
     ],
 )
 def test_a_program_that_is_called_directly_refuses_it(args, kwargs, called, place):
-    """A program of the block, also decomposed."""
     with register_flattening_functions():
         program = torch.export.export(Adds(), args, kwargs)
     for module in (program.module(), program.run_decompositions().module()):

@@ -11,8 +11,6 @@ SHAPES = {"x": ROWS, "extra": {"a": ROWS}}
 
 
 class Takes(torch.nn.Module):
-    """Reads a dict that its signature does not name."""
-
     def forward(self, x, **kwargs):
         return x + kwargs["extra"]["a"]
 
@@ -37,7 +35,6 @@ def has_defect():
 
 
 def test_it_is_refused_with_its_name_where_torch_has_the_defect(has_defect):
-    """And only there; the message has the signature to write."""
     args, kwargs = inputs(4)
     with register_flattening_functions():
         if has_defect:
@@ -53,7 +50,6 @@ def test_it_is_refused_with_its_name_where_torch_has_the_defect(has_defect):
 
 
 def test_export_program_takes_them():
-    """It names them in the signature while it traces; the program is right at another size."""
     args, kwargs = inputs(4)
     exported = export_program(Takes(), args, kwargs)
     more, others = inputs(6)

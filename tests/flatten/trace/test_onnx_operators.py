@@ -11,8 +11,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarnin
 
 
 class _Rotary(torch.nn.Module):
-    """Complex rotary embedding, with axes inserted from either end."""
-
     def forward(self, x, angles):
         turns = torch.polar(torch.ones_like(angles), angles)
         x = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
@@ -30,7 +28,6 @@ def _converted(module, *args):
 
 
 def test_an_axis_goes_into_a_complex_tensor():
-    """The ONNX file of a complex rotary embedding computes what PyTorch does, with axes from the front and the end."""
     x, angles = torch.randn(2, 3, 4, 8), torch.rand(2, 4, 4)
     found = _converted(_Rotary(), x, angles)(x, angles)
     for ours, theirs in zip(found, _Rotary()(x, angles), strict=True):
@@ -38,7 +35,6 @@ def test_an_axis_goes_into_a_complex_tensor():
 
 
 def test_the_inverse_error_function_is_exact_to_the_last_digits():
-    """Centre, tail, the ends and beyond them agree with PyTorch's own."""
     x = torch.cat([torch.linspace(-0.999999, 0.999999, 20001), torch.tensor([1.0, -1.0, 0.0, 2.0, 1 - 1e-7])])
     (found,) = _converted(_ErfInv(), x)(x)
     torch.testing.assert_close(found, torch.special.erfinv(x), rtol=1e-6, atol=1e-7, equal_nan=True)
@@ -47,7 +43,6 @@ def test_the_inverse_error_function_is_exact_to_the_last_digits():
 @pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize("dim", [0, -1])
 def test_a_stable_sort_keeps_the_order_of_equals(dim, descending):
-    """Values and indices agree with PyTorch's where many values are equal."""
 
     class Sort(torch.nn.Module):
         def forward(self, x):
@@ -60,7 +55,6 @@ def test_a_stable_sort_keeps_the_order_of_equals(dim, descending):
 
 @pytest.mark.parametrize("last", [1, 0])
 def test_all_true_is_one_truth_value(last):
-    """True only if every element is."""
 
     class AllTrue(torch.nn.Module):
         def forward(self, x):
@@ -71,7 +65,6 @@ def test_all_true_is_one_truth_value(last):
 
 
 def test_torch_has_its_own_table_again_outside_of_the_block():
-    """The exporter's registry is filled by its own function, and `erf_inv` is unknown again."""
     from torch.onnx._internal.exporter import _registration
 
     found = vars(_registration.ONNXRegistry)["from_torchlib"]
@@ -86,7 +79,6 @@ def test_torch_has_its_own_table_again_outside_of_the_block():
     importlib.util.find_spec("transformers.exporters") is None, reason="transformers before 5.17 brings no translation"
 )
 def test_experts_are_converted_by_the_plain_function():
-    """Inside the block `torch.onnx.export` knows the grouped products of a mixture of experts."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -101,7 +93,6 @@ def test_experts_are_converted_by_the_plain_function():
 
 
 def test_export_onnx_uses_both(tmp_path):
-    """The helper converts such modules, of any library, and replays them in onnxruntime."""
     for name, module, args in (
         ("rotary", _Rotary(), (torch.randn(2, 3, 4, 8), torch.rand(2, 4, 4))),
         ("erf_inv", _ErfInv(), (torch.linspace(-0.9, 0.9, 7),)),

@@ -6,8 +6,6 @@ from yobx_flatten.trace.onnx_operators import filled_registry, remembering_decom
 
 
 class Table:
-    """Stands in for torch's ``ONNXRegistry``; it counts how often it is read."""
-
     read = 0
 
     def __init__(self, opset):
@@ -61,7 +59,6 @@ def described(table):
 
 
 def test_decompositions_are_those_of_the_exporter_and_read_once():
-    """The table of torch, in its order; what a caller takes out of it is in the next one."""
     from torch.onnx._internal.exporter._decomp import create_onnx_friendly_decomposition_table as original
 
     asked = []
@@ -82,7 +79,6 @@ def test_decompositions_are_those_of_the_exporter_and_read_once():
 
 
 def test_decompositions_are_read_again_when_there_is_another():
-    """Of an operator that is defined later, or by a function that is registered for it."""
     asked = []
 
     def counted(operators):

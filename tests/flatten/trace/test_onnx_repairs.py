@@ -20,8 +20,6 @@ FIRST, SECOND = (part.flatten() for part in torch.meshgrid(EDGES, EDGES, indexin
 
 
 class OfPairs(torch.nn.Module):
-    """Operators of two numbers."""
-
     def forward(self, x, y):
         signs = torch.signbit(x), torch.copysign(x, y), torch.copysign(x, -2.0)
         sums = torch.logaddexp(x, y), torch.logaddexp2(x, y)
@@ -29,40 +27,30 @@ class OfPairs(torch.nn.Module):
 
 
 class Clamped(torch.nn.Module):
-    """Operators of one number that have an end, or a tail."""
-
     def forward(self, x):
         sided = x.clamp(min=-1.0), x.clamp(max=0.5), x.clamp_min(0.25), x.clamp(-2.0, 2.0)
         return functional.logsigmoid(x), torch.remainder(x, 0.3), torch.remainder(x, -2.0), *sided
 
 
 class Running(torch.nn.Module):
-    """Operators along an axis whose result at a place is of all before."""
-
     def forward(self, x):
         most, least = x.cummax(-1), x.cummin(0)
         return x.cumprod(-1), x.logcumsumexp(-1), x.cumprod(0), *most, *least
 
 
 class Extremes(torch.nn.Module):
-    """The largest and smallest numbers, and their places."""
-
     def forward(self, x):
         places = x.argmax(-1), x.argmin(0, keepdim=True), torch.argmax(x)
         return *x.max(-1), *x.min(0), x.amax(-1), x.amin((0, 1)), x.max(), *torch.aminmax(x, dim=-1), *places
 
 
 class Ordered(torch.nn.Module):
-    """Operators that compare: the middle, the k-th, and the place among others."""
-
     def forward(self, x, ends):
         middle = x.median(-1)[0], x.median(), x.kthvalue(2, -1)[0]
         return *middle, torch.searchsorted(ends, x), torch.searchsorted(ends, x, right=True), torch.isin(x, ends)
 
 
 class Losses(torch.nn.Module):
-    """Losses of scores that are certain, and wrong or right."""
-
     def forward(self, x, target, labels):
         smoothed = functional.cross_entropy(x, labels, label_smoothing=0.1)
         weight = torch.arange(1.0, 5.0)
@@ -72,8 +60,6 @@ class Losses(torch.nn.Module):
 
 
 class Scattered(torch.nn.Module):
-    """The mean of what comes to one place."""
-
     def forward(self, x, index, source):
         whole = x.scatter_reduce(1, index, source, "mean")
         return whole, x.scatter_reduce(1, index, source, "mean", include_self=False)
@@ -138,7 +124,6 @@ class Attends(torch.nn.Module):
 @pytest.mark.parametrize("opset", [18, 23])
 @pytest.mark.parametrize("kind", ["bool", "float", "three axes", "grouped", "scaled"])
 def test_a_query_that_sees_nothing_gets_zeros(kind, opset, tmp_path):
-    """As PyTorch returns them; the example's queries all see something."""
     seen = torch.ones(2, 2, 4, 6, dtype=torch.bool)
     seen[..., 4:] = False
     blind = torch.ones(3, 2, 4, 6, dtype=torch.bool)
@@ -173,7 +158,6 @@ class Encodes(torch.nn.Module):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("norm", "float_mask"), [(False, False), (True, False), (False, True)])
 def test_an_encoder_returns_zeros_where_it_is_padded_on_the_right(norm, float_mask):
-    """What the module does without gradients, outside of a trace; padding on the left keeps its numbers."""
     module = Encodes(norm, float_mask).eval().requires_grad_(False)
     rows = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
     with register_flattening_functions():
@@ -188,7 +172,6 @@ def test_an_encoder_returns_zeros_where_it_is_padded_on_the_right(norm, float_ma
 
 
 def test_the_encoder_itself_stays_as_it_was():
-    """`forward` is torch's own again after the block, and other calls inside the block take it."""
     before = torch.nn.TransformerEncoder.forward
     module = Encodes(False, False).eval().requires_grad_(False)
     x, padded = torch.randn(2, 4, 16), torch.tensor([[False] * 4, [False, False, True, True]])

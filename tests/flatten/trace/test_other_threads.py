@@ -22,13 +22,10 @@ MASK = torch.ones_like(IDS)
 
 
 def generated(model):
-    """Twelve tokens, past the window."""
     return model.generate(IDS, attention_mask=MASK, max_new_tokens=12, do_sample=False).tolist()
 
 
 class Beside(torch.nn.Module):
-    """Runs something in another thread while it is traced."""
-
     def __init__(self, work):
         super().__init__()
         self.work = lambda: work  # not a tensor, module or parameter that the trace would look into
@@ -44,7 +41,6 @@ class Beside(torch.nn.Module):
 
 @needs_transformers("5.0", "masks are made by vmap, which torch does in one thread only while it traces")
 def test_a_model_in_another_thread_is_not_touched_by_a_trace():
-    """It generates what it did, and its layers hold what transformers puts there."""
     model = copy.deepcopy(small_model(*MISTRAL))
     expected, held = generated(model), sorted(vars(DynamicSlidingWindowLayer(8)))
     beside = Beside(lambda: (generated(model), sorted(vars(DynamicSlidingWindowLayer(8)))))
@@ -55,7 +51,6 @@ def test_a_model_in_another_thread_is_not_touched_by_a_trace():
 
 @needs_transformers("5.0", "masks are made by vmap, which torch does in one thread only while it traces")
 def test_eager_models_and_exports_run_beside_each_other():
-    """Two threads generate while one exports, many times."""
     model = copy.deepcopy(small_model(*MISTRAL))
     expected, over, errors, done = generated(model), threading.Event(), [], []
 
@@ -90,7 +85,6 @@ def test_eager_models_and_exports_run_beside_each_other():
 
 @needs_transformers("5.0", "masks are made by vmap, which torch does in one thread only while it traces")
 def test_an_export_beside_eager_models_serves_all_lengths():
-    """The traceable versions are in force for the thread that traces, whatever others do."""
     eager, traced = (copy.deepcopy(small_model(*MISTRAL)) for _ in range(2))
     over = threading.Event()
 

@@ -13,8 +13,6 @@ from yobx_flatten.trace.program import importing_classes, remembering_expression
 
 
 class Joined(torch.nn.Module):
-    """Sizes that are sums, products and quotients of others, a branch, and a loop over a value."""
-
     def forward(self, x, y):
         joined = torch.cat([x, y, x])
         chosen = torch.cond(x.sum() > 0, lambda h: h * 2, lambda h: h.sin(), (joined,))
@@ -23,7 +21,6 @@ class Joined(torch.nn.Module):
 
 @pytest.mark.slow  # exports a branch
 def test_a_program_is_the_one_that_torch_loads(tmp_path):
-    """Its graphs with the sizes of every value, its signature, its bounds, and what it returns for other sizes."""
     rows = {0: Dim("rows", min=2, max=64) * 2}
     example = (torch.ones(4, 3), torch.ones(6, 3))
     program = torch.export.export(Joined(), example, dynamic_shapes=(rows, {0: Dim("more", min=2) * 2}))
@@ -62,7 +59,6 @@ def test_a_text_is_parsed_once_for_a_program_and_an_example_size():
 
 
 def test_the_types_of_fields_are_read_once_for_a_class():
-    """With the same globals; other calls, and other names of the module, are those of Python."""
     asked = []
 
     def get_type_hints(obj, *given, **options):

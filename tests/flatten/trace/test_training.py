@@ -25,8 +25,6 @@ class Scored:
 
 
 class Reader(torch.nn.Module):
-    """One layer with a cache: its keys are projected, and so is what is new."""
-
     def __init__(self):
         super().__init__()
         self.project = torch.nn.Linear(4, 4)
@@ -60,7 +58,6 @@ def gradients(module, scored, keys):
 
 
 def test_a_program_has_the_gradients_of_its_module():
-    """Of parameters, and of the keys in a cache in a dataclass; below the window and at it, in other batches."""
     torch.manual_seed(0)
     module = Reader().train()
     with register_flattening_functions(patch_transformers=True):
@@ -75,8 +72,6 @@ def test_a_program_has_the_gradients_of_its_module():
 
 
 class Attention(Reader):
-    """Attends to what the cache holds."""
-
     def forward(self, scored):
         new = self.project(scored.scores)
         keys, values = scored.past.update(new, new * 2, 0)
@@ -97,7 +92,6 @@ class Loss(torch.nn.Module):
 
 @pytest.mark.parametrize("reader", [Reader, Attention])
 def test_one_graph_of_forward_and_backward_has_the_gradients_of_its_module(reader):
-    """Of parameters and of the keys in a cache in a dataclass, for sizes that the trace has not seen."""
     experimental = pytest.importorskip("torch.export.experimental")
     torch.manual_seed(0)
     module = Loss(reader()).train()

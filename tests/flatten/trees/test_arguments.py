@@ -18,8 +18,6 @@ from yobx_flatten import (
 
 
 class Scale(torch.nn.Module):
-    """Takes a tensor, and one that may be left out."""
-
     def forward(self, x, by=None):
         return x if by is None else x * by
 
@@ -43,13 +41,11 @@ X = torch.ones(2, 3)
     ],
 )
 def test_what_is_no_module_or_does_not_fit_its_forward_is_refused(given, message):
-    """The argument is named, with what was found."""
     with pytest.raises(InvalidArgumentError, match=message):
         export_program(*given)
 
 
 def test_a_case_must_be_a_case():
-    """Inputs alone have no name to report."""
     with pytest.raises(InvalidArgumentError, match=r"cases\[0\]: expected a Case, found the dict(.|\n)*cases=\[Case\("):
         export_program(Scale(), (X,), cases=[{"x": 1}])
 
@@ -72,7 +68,6 @@ def test_a_call_with_an_array_prints_the_line_that_converts_it(place):
 
 
 def test_a_single_case_is_a_list_of_one():
-    """And is replayed as that list is."""
     case = Case("five rows", (torch.ones(5, 3),))
     given, listed = (export_program(Scale(), (X,), cases=cases) for cases in (case, [case]))
     assert [found.case for found in given.report.cases] == ["the example", "five rows"]
@@ -88,7 +83,6 @@ def test_a_single_case_is_a_list_of_one():
     ],
 )
 def test_dynamic_shapes_that_name_other_inputs_are_refused(shapes, message):
-    """The inputs that there are stand in the message."""
     with pytest.raises(DynamicShapesError, match=message):
         export_program(Scale(), (X,), dynamic_shapes=shapes)
 
@@ -105,8 +99,6 @@ def test_another_error_of_the_trace_stays_as_it_is():
     """A `ValueError` of the model is not ours to explain."""
 
     class Refuses(torch.nn.Module):
-        """Says no."""
-
         def forward(self, x):
             raise ValueError("not today")
 
@@ -115,19 +107,16 @@ def test_another_error_of_the_trace_stays_as_it_is():
 
 
 def test_inputs_are_made_for_models_of_transformers_only():
-    """Nothing is known of another module's inputs."""
     with pytest.raises(InvalidArgumentError, match=r"Scale is not a Hugging Face model(.|\n)*cases=\[Case\("):
         decode_inputs(Scale(), DecodeSizes())
 
 
 @pytest.mark.parametrize("wrong", [{"batch": 0}, {"past": -1}, {"new": 0}, {"padding": -1}, {"source": 2.0}])
 def test_sizes_that_no_call_can_have_are_refused(wrong):
-    """By name, when they are written."""
     with pytest.raises(InvalidArgumentError, match=f"DecodeSizes: {next(iter(wrong))} must be an int of"):
         DecodeSizes(**wrong)
 
 
 def test_a_cache_is_not_filled_with_nothing():
-    """No past and a cache exclude each other."""
     with pytest.raises(InvalidArgumentError, match=r"no tokens to fill the cache with \(batch 2, past 0, new 3\)"):
         decode_inputs(make_model("llama"), DecodeSizes(past=0))

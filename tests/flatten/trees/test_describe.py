@@ -37,7 +37,6 @@ NAN = math.nan
 
 
 def described(obj, **options):
-    """The description with shapes and values."""
     return string_type(obj, with_shape=True, with_min_max=True, **options)
 
 
@@ -74,7 +73,6 @@ def test_the_element_type_of_a_tensor_is_its_onnx_code(dtype, code):
 
 
 def test_the_codes_are_those_of_onnx():
-    """Every type of the table has the name that ONNX gives the NumPy type of this code."""
     known = set(onnx.TensorProto.DataType.values())
     theirs = {
         code: onnx.helper.tensor_dtype_to_np_dtype(code).name
@@ -127,7 +125,6 @@ def test_tensors_without_elements_or_dimensions_say_so():
     ],
 )
 def test_values_of_unusual_types_are_shown_where_they_can_be_read(tensor, text):
-    """Types without a minimum are compared as another type; what cannot be read leaves the values out."""
     assert described(tensor) == text
 
 
@@ -298,7 +295,6 @@ class Opaque:
 
 @pytest.fixture
 def node_class():
-    """A class that is a pytree node during the test."""
 
     class Node(Opaque):
         pass
@@ -324,7 +320,6 @@ def test_an_unknown_class_shows_its_name(ignore):
 
 
 def test_a_child_that_fails_hides_only_itself(node_class):
-    """An error in somebody's flatten function or property does not reach the caller."""
 
     class Broken(node_class):
         @property
@@ -379,7 +374,6 @@ def pair(*shape):
 
 
 def test_a_cache_shows_the_class_of_every_layer():
-    """The line of the documentation."""
     cache = DynamicCache()
     cache.layers = [DynamicLayer(), DynamicSlidingWindowLayer(sliding_window=3)]
     for index in range(2):
@@ -414,7 +408,6 @@ def test_a_cache_of_equal_layers_may_be_written_as_two_lists():
 
 
 def test_a_value_of_onnxruntime_shows_type_and_shape():
-    """Where it is, on demand, and what NumPy reads of it: nothing of bfloat16, for which NumPy has no name."""
     value = onnxruntime.OrtValue.ortvalue_from_numpy(np.array([[0.0, 2.0, 4.0]], dtype=np.float32))
     for one in (value, value._get_c_value()):
         assert string_type(one) == "OV1r2"

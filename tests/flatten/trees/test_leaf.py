@@ -29,7 +29,6 @@ Point = namedtuple("Point", ["x", "y"])
 
 
 def test_paths_are_python():
-    """As the errors spell them."""
     tree = {"a": [1, (2,)], "p": Point(3, 4), "d": Dense(5, 6)}
     assert [(leaf.path, leaf.value) for leaf in leaves(tree, name="batch")] == [
         ("batch['a'][0]", 1),
@@ -51,7 +50,6 @@ def test_a_leaf_alone_has_the_name_of_the_tree():
 
 
 def test_a_cache_says_what_its_axes_mean():
-    """Also below another cache; a plain tensor beside it says nothing."""
     cache = make_dynamic_cache([(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))])
     with register_flattening_functions(patch_transformers=True):
         both = make_encoder_decoder_cache(
@@ -75,7 +73,6 @@ class TimeMajor:
 
 @pytest.mark.parametrize("with_keys", [True, False])
 def test_a_registration_declares_axes(with_keys):
-    """By key, or by number where the author gave no keys."""
 
     def keyed(obj):
         return [(pytree.GetAttrKey("steps"), obj.steps), (pytree.GetAttrKey("mask"), obj.mask)], None
@@ -95,7 +92,6 @@ def test_a_registration_declares_axes(with_keys):
 
 
 def test_what_holds_itself_is_refused_with_its_place():
-    """Listing its leaves would never end; one object in two places is listed twice."""
     twice = [1]
     assert [leaf.path for leaf in leaves([twice, twice, [], []])] == ["tree[0][0]", "tree[1][0]"]
     tree = {"a": [1]}
@@ -106,8 +102,6 @@ def test_what_holds_itself_is_refused_with_its_place():
 
 @dataclasses.dataclass
 class Linked:
-    """A node that may point at anything, itself as well."""
-
     x: Any
     parent: Any = None
 
@@ -139,7 +133,6 @@ class Adds(torch.nn.Module):
 
 
 def test_an_object_that_stands_in_two_places_is_no_cycle():
-    """Shared is not cyclic: only what holds itself has no end."""
     shared = [1, [2]]
     assert find_cycle([shared, {"again": shared}, shared[1]]) is None
 
@@ -154,20 +147,17 @@ def test_an_object_that_stands_in_two_places_is_no_cycle():
     ],
 )
 def test_an_object_that_holds_itself_is_refused_by_path(linked, call):
-    """Not a RecursionError: the place, what stands there, and the line to type."""
     with pytest.raises(InvalidArgumentError, match=r"(?s)node.*\.x\[1\]\.parent is .*node.* itself.*\.parent = None"):
         call(_cyclic())
 
 
 def test_recorded_calls_refuse_an_object_that_holds_itself(linked):
-    """`record_calls` copies what goes in and comes out, which has no end either."""
     module = Adds()
     with pytest.raises(InvalidArgumentError, match=r"\.x\[1\]\.parent is .* itself"), record_calls(module):
         module(_cyclic())
 
 
 def test_check_inputs_lists_an_object_that_holds_itself(linked):
-    """As an error, since the export fails."""
     (finding,) = check_inputs(Adds(), (_cyclic(),)).errors
     assert finding.path == "node.x[1].parent"
     assert "node.x[1].parent is node itself" in finding.message

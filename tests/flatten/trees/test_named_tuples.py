@@ -34,8 +34,6 @@ class Holder:
 
 
 class Adds(torch.nn.Module):
-    """Adds two tensors, wherever they stand."""
-
     def __init__(self, find) -> None:
         super().__init__()
         self.find = find
@@ -75,7 +73,6 @@ def registered():
 
 @pytest.mark.parametrize("kind", INPUTS)
 def test_an_export_takes(kind):
-    """With another number of rows; the specification written by hand passes, too."""
     make, find = INPUTS[kind]
     given = make(2)
     check_dynamic_shapes((given,), dynamic_shapes((given,)))
@@ -87,7 +84,6 @@ def test_an_export_takes(kind):
 
 @pytest.mark.parametrize("kind", ["a named tuple", "in a dataclass", "in a dict and a list"])
 def test_so_do_an_onnx_file_and_recorded_calls(kind, tmp_path):
-    """By the same specification."""
     make, find = INPUTS[kind]
     module = Adds(find)
     cases = [Case("five", (make(5),))]

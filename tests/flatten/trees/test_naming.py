@@ -10,7 +10,6 @@ from yobx_flatten.trees.walk import leaf_names, leaves_of, match, output_names, 
 
 
 def test_inputs_of_a_decoder_have_the_names_of_onnx_generation_tools():
-    """`past_key_values.0.key`, and `past_key_values.length` where the cache needs its counter."""
     kwargs = decode_inputs(make_model("mistral"), DecodeSizes())
     assert leaf_names(kwargs) == [
         "input_ids", "attention_mask", "past_key_values.0.key", "past_key_values.0.value", "past_key_values.1.key",
@@ -19,7 +18,6 @@ def test_inputs_of_a_decoder_have_the_names_of_onnx_generation_tools():
 
 
 def test_outputs_are_called_present():
-    """The cache that comes out: `present.0.key`."""
     with torch.no_grad():
         outputs = make_model("llama")(input_ids=torch.ones(1, 3, dtype=torch.int64))
     names = output_names(outputs)
@@ -27,14 +25,12 @@ def test_outputs_are_called_present():
 
 
 def test_an_encoder_decoder_cache_says_whose_keys_they_are():
-    """`past_key_values.0.decoder.key` and `past_key_values.0.encoder.key`."""
     names = leaf_names({WORD: start("t5").cache})
     assert names[:2] == ["past_key_values.0.decoder.key", "past_key_values.0.decoder.value"]
     assert names[-1] == "past_key_values.1.encoder.value"
 
 
 def test_names_are_unique_and_as_many_as_leaves():
-    """Also of static caches with their counters, nested containers and None."""
     trees = [
         {"a": [1, {"b": None}], "c": (2, 3)},
         {WORD: start("gemma3", static=True).cache},
@@ -62,7 +58,6 @@ def test_names_are_unique_and_as_many_as_leaves():
     ],
 )  # fmt: skip
 def test_names_come_first_then_the_order(graph, spellings, expected):
-    """Exactly, then without regard to case and signs, then by place where there are no names."""
     assert match(graph, spellings) == expected
 
 

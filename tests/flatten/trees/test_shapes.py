@@ -29,7 +29,6 @@ HAS_POSITION = hasattr(StaticLayer(4), "cumulative_length")
 
 
 def test_plain_inputs_vary_along_every_axis_and_numbers_do_not():
-    """Tensors get `Dim.AUTO` on every axis; numbers, strings and None are part of the program."""
     inputs = {"x": torch.zeros(2, 3), "many": [torch.zeros(4), (1, "a", None)], "flag": True, "scalar": torch.tensor(1)}
     assert dynamic_shapes(inputs) == {
         "x": {0: AUTO, 1: AUTO},
@@ -40,7 +39,6 @@ def test_plain_inputs_vary_along_every_axis_and_numbers_do_not():
 
 
 def test_a_cache_varies_in_batch_and_length_only():
-    """Heads and head size of keys and values stay as they are; the count of a cache without full layers has no axes."""
     keys = {0: AUTO, 2: AUTO}
     assert dynamic_shapes({"c": start("gemma3").cache}) == {"c": [keys] * 6}
     assert dynamic_shapes({"c": start("mistral").cache}) == {"c": [*[keys] * 4, {}]}
@@ -62,13 +60,11 @@ def test_a_layer_of_ones_own_grows_whatever_its_name_begins_with(name):
 
 
 def test_an_encoder_decoder_cache_is_two_lists():
-    """Both caches inside come apart in their turn."""
     shapes = dynamic_shapes((start("t5").cache,))
     assert shapes == ([[{0: AUTO, 2: AUTO}] * 4, [{0: AUTO, 2: AUTO}] * 4],)
 
 
 def test_the_block_is_not_needed_to_write_shapes():
-    """Inside and outside the block the same specification is written."""
     kwargs = decode_inputs(make_model("gemma2"), DecodeSizes())
     outside = dynamic_shapes(kwargs)
     with register_flattening_functions(patch_transformers=True):
@@ -76,7 +72,6 @@ def test_the_block_is_not_needed_to_write_shapes():
 
 
 def test_overrides_replace_what_is_below_their_path():
-    """By dotted key path, a leaf or a whole subtree."""
     kwargs = {"x": torch.zeros(2, 3), "c": start("llama").cache}
     shapes = dynamic_shapes(kwargs, {"x": {0: Dim.DYNAMIC}, "c.value_0": None})
     assert shapes["x"] == {0: Dim.DYNAMIC}
@@ -85,13 +80,11 @@ def test_overrides_replace_what_is_below_their_path():
 
 
 def test_an_override_for_a_path_that_is_not_there_lists_those_that_are():
-    """A typing error does not go unnoticed."""
     with pytest.raises(DynamicShapesError, match=r"\['input_id'\] is not among the inputs(.|\n)*'input_ids'"):
         dynamic_shapes({"input_ids": torch.zeros(2, 3)}, {"input_id": None})
 
 
 def test_one_shape_for_all_keys_and_values():
-    """The peers' helper: keys and values get the given shape, a counter its own."""
     one = {0: "batch", 2: "length"}
     assert make_dynamic_shapes_kv_cache(start("llama").cache, one) == [one] * 4
     assert make_dynamic_shapes_kv_cache(start("mistral").cache, one) == [*[one] * 4, None]
@@ -103,7 +96,6 @@ def test_one_shape_for_all_keys_and_values():
 
 
 def test_named_dims_of_the_helper_are_what_torch_takes():
-    """A program exported with them takes other batch sizes and lengths."""
     model, kwargs = make_model("llama"), decode_inputs(make_model("llama"), DecodeSizes(2, 5, 3))
     batch, past, new = Dim("batch"), Dim("past"), Dim.DYNAMIC
     shapes = {
@@ -139,21 +131,18 @@ def test_named_dims_of_the_helper_are_what_torch_takes():
     ],
 )
 def test_a_specification_that_does_not_fit_is_refused_with_its_key_path(shapes, message):
-    """The error says where, what was found and what fits."""
     inputs = {"x": torch.zeros(2, 3), "l": [torch.zeros(1), torch.zeros(2)], "n": True}
     with pytest.raises(DynamicShapesError, match=message):
         check_dynamic_shapes(inputs, shapes)
 
 
 def test_a_cache_whose_specification_is_too_short_is_named_by_path():
-    """The error lists the leaves the cache has."""
     cache = start("mistral").cache
     with pytest.raises(DynamicShapesError, match=r"kwargs\.past: DynamicCache has 5 children .*'length'\].* has 4"):
         check_dynamic_shapes({"kwargs": {"past": cache}}, {"kwargs": {"past": [None] * 4}})
 
 
 def test_a_users_own_class_is_written_as_a_list_of_its_children():
-    """What torch wants for a registered class, and what it takes."""
 
     @dataclasses.dataclass
     class Pair:
@@ -177,7 +166,6 @@ def test_a_users_own_class_is_written_as_a_list_of_its_children():
 
 
 def test_bounds_hold_for_all_leaves_of_one_meaning():
-    """Of a cache the registration states the axes; tokens and masks have the batch first."""
     inputs = decode_inputs(make_model("mistral"), DecodeSizes(2, 5, 3))
     shapes = dynamic_shapes(inputs, bounds={"batch": 4, "length": 32})
     found = {
@@ -188,7 +176,6 @@ def test_bounds_hold_for_all_leaves_of_one_meaning():
 
 
 def test_a_bound_is_part_of_the_program():
-    """Larger batches are refused, others served."""
     x = torch.ones(2, 3)
     with register_flattening_functions():
         program = torch.export.export(torch.nn.ReLU(), (x,), dynamic_shapes=dynamic_shapes((x,), bounds={"batch": 4}))
@@ -199,13 +186,11 @@ def test_a_bound_is_part_of_the_program():
 
 
 def test_an_example_above_a_bound_is_refused():
-    """With its place, its size and the bound."""
     with pytest.raises(DynamicShapesError, match=r"x\.axis 0: size 5 of the example is above the bound 4 of 'batch'"):
         dynamic_shapes({"x": torch.ones(5, 3)}, bounds={"batch": 4})
 
 
 @pytest.mark.parametrize("bounds", [{"rows": 4}, {"batch": 1}, {"length": 8.0}])
 def test_what_is_no_bound_is_refused(bounds):
-    """Another name, too small a size, a number that is no size."""
     with pytest.raises(InvalidArgumentError, match="expected sizes of 2 or more for 'batch' and 'length'"):
         dynamic_shapes({"x": torch.ones(5, 3)}, bounds=bounds)

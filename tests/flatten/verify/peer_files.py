@@ -34,20 +34,17 @@ _TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 
 
 def t5():
-    """An encoder and a decoder of one layer each."""
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
     return filled(T5ForConditionalGeneration(T5Config(vocab_size=48, decoder_start_token_id=0, **sizes, **_TOKENS)))
 
 
 def llama():
-    """A decoder of one layer, whose heads share keys."""
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}  # onnxruntime wants heads of 16
     return filled(LlamaForCausalLM(LlamaConfig(vocab_size=48, **sizes, **heads, **_TOKENS)))
 
 
 def mistral():
-    """A decoder of one layer with a window of eight tokens."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8}
     return filled(MistralForCausalLM(MistralConfig(vocab_size=48, **sizes, **heads, **_TOKENS)))
@@ -55,7 +52,6 @@ def mistral():
 
 @torch.no_grad()
 def filled(model):
-    """The model with weights that follow from their names."""
     for name, weight in model.named_parameters():
         steps = torch.arange(weight.numel(), dtype=torch.float64) + 1
         values = torch.sin(steps * (1 + zlib.crc32(name.encode()) % 97)).reshape(weight.shape)

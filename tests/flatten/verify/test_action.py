@@ -20,7 +20,6 @@ ACTION = ROOT / ".github" / "actions" / "verify" / "action.yml"
 
 
 def run_action(environment, workspace, **inputs):
-    """Run the steps of the action with these inputs; return the exit status and the output."""
     action = yaml.safe_load(ACTION.read_text(encoding="utf-8"))
     assert set(inputs) <= set(action["inputs"])
     given = {name: inputs.get(name, of.get("default", "")) for name, of in action["inputs"].items()}
@@ -61,7 +60,6 @@ def environment(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_action_passes_a_right_file_and_fails_on_a_wrong_one(environment, tmp_path):
-    """A folder of a model, a file, and a mapping, as a workflow states them."""
     model = llama()
     model.save_pretrained(tmp_path / "model")
     shutil.copytree(WRITTEN / "torch", tmp_path / "exported")

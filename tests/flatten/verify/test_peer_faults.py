@@ -31,7 +31,6 @@ FILES = {
 
 
 def changed_constant(proto, name, change):
-    """Change the values of a constant of the file."""
     (held,) = (tensor for tensor in proto.graph.initializer if tensor.name == name)
     held.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(held).copy()), name))
 
@@ -44,7 +43,6 @@ def larger_epsilon(proto):
 
 
 def exchanged_columns(values):
-    """Columns of two heads of 16 in each other's place."""
     return values[:, [*range(16, 32), *range(16), *range(32, values.shape[1])]]
 
 
@@ -87,7 +85,6 @@ def loaded(file):
 
 
 def wrong_values(proto, file, tmp_path):
-    """The cases in which a file runs and returns other values than its model."""
     onnx.save(proto, tmp_path / "model.onnx")
     (one,) = verify_file(tmp_path / "model.onnx", FILES[file](), explain=False).files.values()
     assert one.report is not None, str(one)

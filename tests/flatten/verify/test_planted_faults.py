@@ -31,7 +31,6 @@ def small_mistral(window=WINDOW):
 
 
 def small_linear():
-    """A module of one layer, and its input."""
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh()).eval(), torch.randn(4, 3)
 
@@ -42,7 +41,6 @@ def model():
 
 
 def written(model, path):
-    """A file with the names of optimum and a cache of all tokens, as its decoders have."""
     (piece,) = decoder_pieces(model, Split(whole_cache=True, proof="none"))
     export_onnx(piece.module, kwargs=piece.kwargs, path=path, proof="none")
     proto = onnx.load(path)
@@ -72,7 +70,6 @@ def copied(proto):
 
 
 def renamed(proto, names):
-    """The file with other names of its inputs and outputs."""
     graph = proto.graph
     for value in (*graph.input, *graph.output, *graph.value_info):
         value.name = names.get(value.name, value.name)
@@ -128,14 +125,12 @@ def first_row_for_all(proto, name="logits"):
 
 
 def wrong_axis(proto, name="logits", axis=1):
-    """An output is turned round along an axis; the scores along another one than that of the vocabulary."""
     ends = {"begin": -1, "end": -(2**31), "axis": axis, "step": -1}
     slice_ = helper.make_node("Slice", ["unchanged", *ends], [name])
     returned_through(proto, name, *(constant(one, [value]) for one, value in ends.items()), slice_)
 
 
 def stale_cache(proto, name="present.1.value"):
-    """The cache that comes out lacks its newest token, and has its oldest twice."""
     nodes = [constant(one, [value]) for one, value in {"begin": 0, "end": -1, "first": 1, "axis": 2}.items()]
     nodes += [helper.make_node("Slice", ["unchanged", "begin", "end", "axis"], ["older"])]
     nodes += [helper.make_node("Slice", ["unchanged", "begin", "first", "axis"], ["oldest"])]
@@ -155,7 +150,6 @@ def scaled_scores(proto):
 # in the file that this package writes for Mistral; `test_peer_faults` plants the other faults in files of peers
 @pytest.mark.parametrize("plant", [swapped_layers, stale_cache, scaled_scores], ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_found(plant, right, model, tmp_path):
-    """A file that runs, and computes something else, is wrong."""
     proto = copied(right)
     plant(proto)
     report = verdict(proto, model, tmp_path)
@@ -164,7 +158,6 @@ def test_a_planted_fault_is_found(plant, right, model, tmp_path):
 
 
 def test_a_lost_window_is_found(model, tmp_path):
-    """A file that attends to all tokens is wrong past the window."""
     proto = written(small_mistral(window=None), tmp_path / "all.onnx")
     report = verdict(proto, model, tmp_path).files["model.onnx"].report
     wrong = {case.case: case.error for case in report.failed()}
@@ -183,7 +176,6 @@ NAMES = {
 
 @pytest.mark.parametrize("convention", NAMES)
 def test_conventions_of_names_are_known(convention, right, model, tmp_path):
-    """A right file passes under these names; the files of peers have the other names of exporters."""
     names = {}
     for layer in range(2):
         for kind in ("key", "value"):
@@ -215,7 +207,6 @@ def test_outputs_without_names_are_not_taken_for_a_cache():
 
 
 def test_weights_in_half_precision_are_judged_as_such(tmp_path):
-    """A file in float16 is compared with the model in float16, also on inputs of the caller in float32."""
     linear, x = small_linear()
     half = copy.deepcopy(linear).half()
     torch.onnx.export(half, (x.half(),), tmp_path / "half.onnx", verbose=False)
@@ -229,7 +220,6 @@ def test_weights_in_half_precision_are_judged_as_such(tmp_path):
 
 
 def test_unknown_names_need_a_mapping(right, model, tmp_path):
-    """A file with unknown names is not judged; with a mapping it is."""
     proto = renamed(copied(right), {"input_ids": "words"})
     report = verdict(proto, model, tmp_path)
     assert report.ok is None
@@ -253,7 +243,6 @@ def test_a_file_that_runs_in_no_case_is_not_called_wrong(right, model, tmp_path)
 
 
 def test_a_damaged_file_leaves_the_others_of_its_folder_judged(right, model, tmp_path):
-    """Alone it is an error."""
     onnx.save(right, tmp_path / "a.onnx")
     (tmp_path / "b.onnx").write_bytes((tmp_path / "a.onnx").read_bytes()[:1000])
     found = verify_file(tmp_path, model).files
@@ -265,7 +254,6 @@ def test_a_damaged_file_leaves_the_others_of_its_folder_judged(right, model, tmp
 
 
 def test_quantized_files_are_judged_by_tokens(right, model, tmp_path):
-    """onnxruntime's own dynamic quantisation is measured; a file whose weights are lost is not excused."""
     how = {"op_types_to_quantize": ["MatMul"]}  # it takes the Attention of ONNX for the one of com.microsoft
     quantize_dynamic(saved(right, tmp_path), tmp_path / "int8.onnx", per_channel=True, **how)
     (one,) = verify_file(tmp_path / "int8.onnx", model, explain=False).files.values()
@@ -278,7 +266,6 @@ def test_quantized_files_are_judged_by_tokens(right, model, tmp_path):
 
 
 def test_the_command_states_its_verdict_and_the_first_node(right, model, tmp_path, capsys):
-    """The exit status is 0, 1 or 2, and a wrong file is explained with the line of the model."""
     model.save_pretrained(tmp_path / "mistral")
     good, bad = tmp_path / "good", tmp_path / "bad"
     good.mkdir()
@@ -306,7 +293,6 @@ def test_the_command_states_its_verdict_and_the_first_node(right, model, tmp_pat
 
 
 def test_sizes_that_a_file_fixes_are_kept_and_stated(tmp_path):
-    """A file of fixed sizes is compared at these, with other values."""
     linear, x = small_linear()
     torch.onnx.export(linear, (x,), tmp_path / "fixed.onnx", verbose=False)
     cases = [Case("the example", (x,)), Case("seven rows", (torch.randn(7, 3),))]
@@ -319,7 +305,6 @@ def test_sizes_that_a_file_fixes_are_kept_and_stated(tmp_path):
 
 
 def test_files_of_strangers_run_nothing(tmp_path):
-    """A program is not opened without trust, and data outside of the folder is not read."""
     linear = torch.nn.Linear(3, 2).eval()
     x = torch.randn(4, 3)
     cases = [Case("the example", (x,))]

@@ -13,7 +13,6 @@ from .test_planted_faults import small_linear, small_mistral, written
 
 
 def changed(model):
-    """The model with one weight that is not that of the file."""
     with torch.no_grad():
         next(model.parameters())[5] += 0.2
     return model
@@ -38,7 +37,6 @@ def test_files_of_optimum_are_right_and_are_found_in_folders(tmp_path):
 
 
 def test_a_folder_of_optimum_with_another_weight_is_wrong():
-    """Both files are compared, and neither is excused."""
     report = verify_file(WRITTEN / "optimum", changed(t5()), explain=False)
     assert report.ok is False
     assert all(one.ok is False for one in report.files.values()), str(report)
@@ -57,7 +55,6 @@ def test_a_file_of_genai_is_right_where_it_runs():
 
 
 def test_a_file_of_openvino_is_compared(tmp_path):
-    """OpenVINO's own converter writes it; a window that the model does not have is found."""
     openvino = pytest.importorskip("openvino")
     model, path = small_mistral(), tmp_path / "model.onnx"
     written(model, path)
@@ -89,7 +86,6 @@ def test_a_module_that_openvino_converted_is_compared(compressed, tmp_path):
 
 
 def test_a_file_of_executorch_is_compared(tmp_path):
-    """A program of ExecuTorch is right next to its model, and wrong next to another one."""
     pytest.importorskip("executorch", reason="ExecuTorch is not installed: make executorch runs this test")
     linear, x = small_linear()
     program = export_program(linear, (x,), dynamic_shapes=None)

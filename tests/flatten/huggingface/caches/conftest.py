@@ -9,6 +9,5 @@ from yobx_flatten import register_flattening_functions
 
 @pytest.fixture
 def block() -> Iterator[None]:
-    """Inside it the caches are nodes."""
     with register_flattening_functions(patch_transformers=True):
         yield

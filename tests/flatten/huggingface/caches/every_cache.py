@@ -11,7 +11,6 @@ WINDOW, ROOM = 8, 16
 
 
 def numbers(*shape, dtype=torch.float32, device="cpu"):
-    """Not all the same, and the same each time."""
     return (torch.arange(math.prod(shape), device=device) % 7).reshape(shape).to(dtype)
 
 

@@ -19,13 +19,11 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
 def mixed(name):
-    """Layers of one kind between others."""
     return [layer_of("DynamicLayer"), layer_of(name), layer_of("DynamicSlidingWindowLayer"), layer_of(name)]
 
 
 @every_layer
 def test_the_second_time_gives_what_the_first_gave(name):
-    """The same names, the same leaves in the same order, also where kinds of layers take turns."""
     # those of UnlimitedOcr count the tokens behind the prefill, and stand beside none of the others
     kinds = [[layer_of(name), layer_of(name)]] if name.startswith("Unlimited") else [mixed(name), mixed(name)[:2]]
     for layers in kinds:
@@ -41,8 +39,6 @@ def test_the_second_time_gives_what_the_first_gave(name):
 
 
 class Noted(DynamicLayer):
-    """A layer with something of each kind."""
-
     def __init__(self):
         super().__init__()
         self.update(torch.ones(2, 2, 3, 4), torch.zeros(2, 2, 3, 4))
@@ -101,7 +97,6 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_layer_that_changed_is_rebuilt_as_it_is_now(change):
-    """Whatever changed, the rebuilt layer is as the changed one, and not as at the first flattening."""
     layer = Noted()
     unflatten_layers(*flatten_layers([layer], plain=True))
     CHANGES[change](layer)
@@ -111,7 +106,6 @@ def test_a_layer_that_changed_is_rebuilt_as_it_is_now(change):
 
 
 def test_what_cannot_be_stored_is_still_refused():
-    """Having read a good layer before does not help a bad one."""
     layer = Noted()
     flatten_layers([layer], plain=True)
     layer.mode = lambda hidden: hidden
@@ -133,7 +127,6 @@ def test_a_window_is_remembered_on_every_device(monkeypatch):
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("other", [2, 4])
 def test_one_layer_that_counted_otherwise_is_found(name, index, other):
-    """Also when the same layers agreed before, wherever the layer stands."""
     layers = [layer_of(name) for _ in range(3)]
     for _ in range(2):
         flatten_layers(layers, plain=True)
@@ -159,7 +152,6 @@ def test_a_window_without_its_tensor_hides_no_other():
 @pytest.mark.parametrize("placeholder", [None, 3, 2.5, "leaf", object()], ids=lambda value: type(value).__name__)
 @every_layer
 def test_one_placeholder_among_tensors_keeps_its_place(name, placeholder):
-    """What is put in for one leaf comes back as that leaf, though all others are what they should be."""
     leaves, names = flatten_layers([layer_of(name), layer_of(name)], plain=True)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
@@ -172,7 +164,6 @@ def test_one_placeholder_among_tensors_keeps_its_place(name, placeholder):
 
 
 def test_layers_in_no_order_come_back_in_it():
-    """Kinds in irregular turns, some of them empty."""
     sliding, linear = "DynamicSlidingWindowLayer", "LinearAttentionLayer"
     kinds = [sliding, "DynamicLayer", linear, sliding, "DynamicLayer", linear, sliding]
     layers = [layer_of(name, length) for name, length in zip(kinds, (3, 3, 3, 0, 3, 0, 3), strict=True)]
@@ -182,7 +173,6 @@ def test_layers_in_no_order_come_back_in_it():
 
 
 def test_names_that_somebody_changes_are_her_own():
-    """A list of names that was handed out, or handed in, may be written to."""
     layers = [layer_of("StaticLayer"), layer_of("DynamicSlidingWindowLayer")]
     leaves, names = flatten_layers(layers, plain=True)
     expected = list(names)
@@ -195,7 +185,6 @@ def test_names_that_somebody_changes_are_her_own():
 
 
 def test_plans_of_many_layouts_are_found_from_many_threads():
-    """More layouts than are kept at hand, in turns, from two threads."""
     caches = [[layer_of("DynamicLayer") for _ in range(count)] for count in range(1, 25)]
     flat = [flatten_layers(layers, plain=True) for layers in caches]
     wrong = []

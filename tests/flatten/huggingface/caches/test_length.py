@@ -43,7 +43,6 @@ def test_leaves_of_earlier_versions_are_integers():
 
 
 def test_a_tensor_without_a_value_stays_one(block):
-    """Of a trace, and on the meta device: nothing asks for its value."""
     leaves, spec = pytree.tree_flatten(made("WW", length=12))
     fake = FakeTensorMode()
     for stand_ins in ([fake.from_tensor(leaf) for leaf in leaves], [leaf.to("meta") for leaf in leaves]):
@@ -53,7 +52,6 @@ def test_a_tensor_without_a_value_stays_one(block):
 
 
 def test_vmap_goes_over_several_caches(block):
-    """Put together leaf by leaf; within, the count is a number."""
     caches = [made("WW", length=12) for _ in range(3)]
     together = pytree.tree_map(lambda *leaves: torch.stack(leaves), *caches)
     counts = []
@@ -69,7 +67,6 @@ def test_vmap_goes_over_several_caches(block):
 
 
 def test_a_batch_that_is_split_leaves_the_length_whole(block):
-    """It has no axis to be cut."""
     parts = split((torch.ones(4, 3),), {"past": made("WW", length=12, batch=4)}, None, 2)
     assert [seen(part.kwargs["past"]) for part in parts] == [[12, 12]] * 2
     assert [part.kwargs["past"].layers[0].keys.shape[0] for part in parts] == [2, 2]
@@ -91,7 +88,6 @@ def program_of(monkeypatch, *, earlier):
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["a tensor", "an integer, as in earlier versions"])
 def test_programs_that_take_either_are_called_alike(block, monkeypatch, earlier):
-    """With the cache of a model, which holds a number."""
     program = program_of(monkeypatch, earlier=earlier)
     taken = [type(spec.arg) is SymIntArgument for spec in program.graph_signature.input_specs]
     assert taken == [False] * 5 + [earlier]
@@ -100,7 +96,6 @@ def test_programs_that_take_either_are_called_alike(block, monkeypatch, earlier)
 
 
 def test_a_program_of_an_earlier_version_is_loaded(block, monkeypatch, tmp_path):
-    """Inside the block, where its inputs are given as it takes them."""
     torch.export.save(program_of(monkeypatch, earlier=True), tmp_path / "old.pt2")
     program = torch.export.load(tmp_path / "old.pt2").module()
     assert program(torch.ones(2), made("WW", length=30)).tolist() == [30, 30]
@@ -129,7 +124,6 @@ def made_by_hand(kinds, counts, length=3):
     ],
 )
 def test_it_has_seen_what_a_full_layer_or_another_one_has(kinds, counts, expected):
-    """Else what it holds. The layers that were given keep what they say."""
     cache = made_by_hand(kinds, counts)
     for _ in range(2):  # the second time layers of these classes are known
         rebuilt = unflatten_dynamic_cache(*flatten_dynamic_cache(cache))
@@ -139,7 +133,6 @@ def test_it_has_seen_what_a_full_layer_or_another_one_has(kinds, counts, expecte
 
 @pytest.mark.parametrize("name", ["gemma2", "mistral"])
 def test_it_goes_on_as_a_model_that_filled_it(name):
-    """The same next logits as with the cache of which the counters were lost."""
     begun, other = (start(name, past=WINDOW - 3) for _ in range(2))
     for layer in other.cache.layers:
         if type(layer) is DynamicSlidingWindowLayer:
@@ -157,7 +150,6 @@ def test_more_keys_than_a_full_layer_holds_are_refused():
 
 
 def test_a_layer_that_holds_no_keys_has_seen_none():
-    """An emptied layer is no riddle."""
     cache = made_by_hand("W", (0,))
     cache.layers[0].keys = cache.layers[0].values = torch.ones(1, 2, 0, 4)
     leaves, names = flatten_dynamic_cache(cache)

@@ -25,7 +25,6 @@ from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache, unf
 
 @real_caches
 def test_a_rebuilt_cache_generates_the_same_logits(block, name, static, past):
-    """Eight more tokens, bit by bit."""
     started = start(name, static=static, past=past)
     assert continued_alike(started, round_trip(started.cache), steps=8)
 
@@ -34,7 +33,6 @@ def test_a_rebuilt_cache_generates_the_same_logits(block, name, static, past):
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 def test_left_padding_and_chunks_go_on_alike(block, name, static, past):
-    """Rows padded on the left, three tokens per call: more than one position per row counts."""
     started = start(name, static=static, past=past, left_padding=2)
     # the static sliding layers of transformers 4.56 cannot take several tokens once they have some
     chunk = 1 if static and STATIC_SLIDING == "SlidingWindowLayer" else 3
@@ -58,7 +56,6 @@ def test_the_comparison_notices_a_wrong_length(block, name, past):
 
 @real_caches
 def test_every_attribute_comes_back(block, name, static, past):
-    """The same attributes with the same values, tensors the very same objects, in each layer and in the cache."""
     cache = start(name, static=static, past=past).cache
     assert cache_differences(round_trip(cache), cache) == []
 
@@ -66,7 +63,6 @@ def test_every_attribute_comes_back(block, name, static, past):
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mistral", "t5"])
 def test_a_fresh_cache_comes_back_and_works(block, name, static):
-    """A cache that holds nothing keeps its layers, and filling it gives what filling a new one gives."""
     cache = round_trip(new_cache(name, static=static))
     started = start(name, past=PAST, cache=cache)
     expected = start(name, past=PAST, static=static)
@@ -95,7 +91,6 @@ def test_a_partly_filled_dynamic_cache_still_grows(block, filled):
 
 
 def test_a_configured_mixed_cache_does_not_grow(block):
-    """A cache made from a configuration has all its layers; a further one is an error, as before."""
     cache = start("gemma2", past=5).cache
     assert cache.layer_class_to_replicate is None
     assert round_trip(cache).layer_class_to_replicate is None
@@ -149,7 +144,6 @@ def test_a_fresh_encoder_decoder_cache_keeps_its_flags(block):
 
 
 def test_encoder_and_decoder_may_have_other_layers(block):
-    """Sliding self-attention over full cross-attention: the two lengths do not mix."""
     cache = made("WW|D", length=12)
     rebuilt = round_trip(cache)
     assert [layer.cumulative_length for layer in rebuilt.self_attention_cache.layers] == [12, 12]

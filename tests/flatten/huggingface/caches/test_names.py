@@ -34,7 +34,6 @@ def test_a_cache_of_sliding_layers_ends_in_its_length():
 
 
 def test_static_layers_list_the_tensor_they_count_with():
-    """Sliding ones count in an integer beside it, one for the whole cache."""
     leaves, names = flatten_static_cache(made("SX", length=12))
     if HAS_POSITION:
         assert names == [
@@ -71,7 +70,6 @@ def keys(*lengths):
 
 
 def test_the_window_of_a_layer_is_that_of_its_keys():
-    """A full layer before a sliding one; the leaves are the very same tensors, and the names state the window again."""
     leaves = keys(6, 6, 5, 5)
     cache = unflatten_dynamic_cache(iter(leaves), ["key_D_0", "value_D_0", "key_W_1", "value_W_1"])
     assert [type(layer) for layer in cache.layers] == [DynamicLayer, DynamicSlidingWindowLayer]
@@ -81,12 +79,10 @@ def test_the_window_of_a_layer_is_that_of_its_keys():
 
 
 def test_a_static_layer_has_room_for_its_keys():
-    """All of its length is there from the start."""
     cache = unflatten_static_cache(keys(7, 7), ["key_S_0", "value_S_0"])
     assert (type(cache.layers[0]), cache.layers[0].max_cache_len) == (StaticLayer, 7)
 
 
 def test_placeholders_without_a_size_are_refused():
-    """They have no keys to read it off."""
     with pytest.raises(UnsupportedLayerError, match="'W' names no kind of cache layer"):
         unflatten_dynamic_cache([object(), object()], ["key_W_0", "value_W_0"])

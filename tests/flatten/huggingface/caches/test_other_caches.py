@@ -27,7 +27,6 @@ def cache(name):
 
 @every_cache
 def test_a_cache_comes_back_with_every_attribute(name, cache):
-    """Its class, the very same tensors, each with a key, all else equal, after a trip of the spec through JSON."""
     with register_flattening_functions(patch_transformers=True):
         paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(cache)[0]]
         leaves, spec = pytree.tree_flatten(cache)
@@ -58,23 +57,18 @@ def test_a_cache_may_hold_anything_for_a_while(name, cache, placeholder):
 
 
 class ScaledLayer(DynamicLayer):
-    """A layer with a tensor and a number of its own."""
-
     def __init__(self):
         super().__init__()
         self.scale, self.power = torch.ones(4), 2
 
 
 class NotedCache(DynamicCache):
-    """A cache with a tensor and a setting of its own."""
-
     def __init__(self):
         super().__init__()
         self.scores, self.mode = torch.zeros(3), ("mean", 1)
 
 
 def test_a_users_layer_and_cache_come_back():
-    """Classes nobody told us of."""
     cache = NotedCache()
     cache.layers = [DynamicLayer(), ScaledLayer()]
     filled(cache)
@@ -96,7 +90,6 @@ def test_a_users_layer_and_cache_come_back():
 
 
 def test_an_attribute_of_a_cache_that_cannot_be_stored_is_named():
-    """Nothing is left out in silence."""
     cache = filled(NotedCache())
     cache.callback = lambda: 1
     with (
@@ -107,7 +100,6 @@ def test_an_attribute_of_a_cache_that_cannot_be_stored_is_named():
 
 
 def test_a_cache_that_the_user_registered_with_torch_keeps_hers(monkeypatch):
-    """What somebody else says of her own class is right."""
     hers = pytree.NodeDef(NotedCache, lambda one: ([one.scores], None), lambda leaves, _: NotedCache(), None)
     monkeypatch.setitem(pytree.SUPPORTED_NODES, NotedCache, hers)
     with register_flattening_functions(patch_transformers=True) as undo:
@@ -118,7 +110,6 @@ def test_a_cache_that_the_user_registered_with_torch_keeps_hers(monkeypatch):
 
 
 def test_a_cache_goes_on_where_the_original_would():
-    """Linear states beside keys and values: the next update gives the same."""
     cache = minimax()
     with register_flattening_functions(patch_transformers=True):
         rebuilt = pytree.tree_unflatten(*pytree.tree_flatten(copy.deepcopy(cache)))
@@ -150,5 +141,4 @@ assert not [name for name in map(str, pytree._cxx_pytree_pending_imports) if "Mi
 
 
 def test_a_model_imported_inside_the_block_is_known_and_gone_afterwards():
-    """Its caches come apart from then on, until the block ends."""
     fresh_process.run("-c", IMPORTED_INSIDE)

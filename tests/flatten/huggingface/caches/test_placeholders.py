@@ -45,7 +45,6 @@ def test_one_leaf_alone_may_be_none(block, layout):
 
 @pytest.mark.parametrize("layout", ["DD", "DW", "WW", "SX"])
 def test_tensors_of_any_shape_may_be_filled_in(block, layout):
-    """A sum, a flattened tensor, the mean over the rows: no longer keys, still the same tree."""
     cache = made(layout, length=12)
     spec = pytree.tree_structure(cache)
     for change in (torch.Tensor.sum, torch.Tensor.flatten, torch.Tensor.unsqueeze_):
@@ -56,7 +55,6 @@ def test_tensors_of_any_shape_may_be_filled_in(block, layout):
 
 
 def test_too_few_leaves_are_refused():
-    """A wrong number of values says which names were expected."""
     leaves, names = flatten_dynamic_cache(made("DW"))
     with pytest.raises(SpecMismatchError, match=r"key_W8_1.* was given 3 values instead of 4"):
         unflatten_dynamic_cache(leaves[:3], names)
@@ -64,7 +62,6 @@ def test_too_few_leaves_are_refused():
 
 @pytest.mark.parametrize("count", [3, 5, 6])
 def test_a_wrong_number_of_plain_leaves_is_refused(count):
-    """A cache of full layers is no exception."""
     leaves, names = flatten_dynamic_cache(made("DD"))
     with pytest.raises(SpecMismatchError, match=f"key_1.* was given {count} values instead of 4"):
         unflatten_dynamic_cache((leaves * 2)[:count], names)

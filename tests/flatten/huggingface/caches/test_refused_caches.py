@@ -29,7 +29,6 @@ if HAS_FLAG:
 @pytest.mark.parametrize(("broken", "found"), HALF_INITIALISED, ids=str)
 @pytest.mark.parametrize("layout", ["DD", "DW", "WD", "WW", "SS", "SX"])
 def test_a_half_initialised_layer_is_named_with_the_way_out(layout, broken, found):
-    """Its index, its class, what it holds, and how to fill or empty it."""
     cache = made(layout)
     break_layer(cache.layers[1], broken)
     flatten = flatten_static_cache if layout[0] == "S" else flatten_dynamic_cache
@@ -59,7 +58,6 @@ def test_a_sliding_layer_that_disagrees_with_the_full_one_is_named():
 
 
 def test_a_failed_flatten_leaves_the_cache_as_it_was():
-    """It can be repaired and used."""
     cache = made("DW")
     cache.layers[1].cumulative_length = 9
     before = [dict(vars(layer)) for layer in cache.layers]
@@ -82,7 +80,6 @@ def test_an_offloading_cache_is_refused_or_kept(block):
 
 
 def test_a_layer_without_its_attributes_is_refused():
-    """One that lost an attribute altogether is as half-initialised as one that holds `None`."""
     layer = made("D").layers[0]
     del layer.values
     with pytest.raises(CacheStructureError, match=r"layers\[3\].*values is None"):

@@ -55,7 +55,6 @@ def test_a_spec_says_nothing_about_the_data(data, layout):
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mistral", "t5", "bart"])
 def test_real_caches_of_one_model_have_one_spec(block, name, static):
-    """Whatever the model was run over."""
     cases = [(2, 2), (1, WINDOW - 1), (3, WINDOW), (2, PAST)]
     specs = [pytree.tree_structure(start(name, static=static, batch=batch, past=past).cache) for batch, past in cases]
     assert all(spec == specs[0] for spec in specs)
@@ -75,7 +74,6 @@ def test_a_spec_survives_storage(block, layout):
 
 
 def test_layouts_have_different_specs(block):
-    """What the configuration fixes tells caches apart, its windows and maximal lengths included."""
     caches = [made(layout) for layout in LAYOUTS]
     caches.append(make_dynamic_cache([states()], "DynamicSlidingWindowLayer", {"sliding_window": 5}))
     caches.append(make_dynamic_cache([states()], "DynamicSlidingWindowLayer", {"sliding_window": 6}))
@@ -86,7 +84,6 @@ def test_layouts_have_different_specs(block):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_keyed_flatten_agrees_with_the_plain_one(block, layout):
-    """The same leaves in the same order, each with its name."""
     cache = made(layout, length=12)
     leaves, spec = pytree.tree_flatten(cache)
     keyed, keyed_spec = pytree.tree_flatten_with_path(cache)
@@ -96,7 +93,6 @@ def test_the_keyed_flatten_agrees_with_the_plain_one(block, layout):
 
 
 def test_a_key_path_is_the_name_of_the_leaf(block):
-    """`[key_W8_1]`; behind an encoder-decoder cache, the name of the half first. Empty layers have no leaf."""
     cache = made("WDW")
     cache.layers[0] = cache_utils.DynamicSlidingWindowLayer(WINDOW)
     both = make_encoder_decoder_cache(cache, made("D"))
@@ -122,7 +118,6 @@ def test_the_cpp_pytree_sees_the_same_leaves(block, layout):
 
 
 def traced_sum(cache):
-    """A graph module that takes a cache of this structure apart as fx does."""
 
     def total(cache):
         return functools.reduce(operator.add, [layer.keys + layer.values for layer in cache.layers])
@@ -132,7 +127,6 @@ def traced_sum(cache):
 
 
 def test_a_traced_program_takes_caches_of_its_structure(block):
-    """Of another batch and length too."""
     program = traced_sum(made("DD"))
     assert torch.equal(program(made("DD", length=5, batch=3)), torch.full((3, 2, 5, 4), 4.0))
 
@@ -148,15 +142,12 @@ def test_a_traced_program_refuses_another_structure(block, traced, called):
 
 
 def test_a_traced_program_refuses_another_class(block):
-    """Both classes are named."""
     program = traced_sum(made("DD"))
     with pytest.raises(SpecMismatchError, match=r"(?s)DynamicCache.*StaticCache"):
         program(made("SS"))
 
 
 class Operations(TorchDispatchMode):
-    """Records every operation on tensors, making one included."""
-
     def __init__(self):
         super().__init__()
         self.found = []

@@ -40,7 +40,6 @@ def test_every_class_of_layer_is_in_the_table_above():
 
 
 def stated(layer):
-    """Every public property and flag of a layer's class, by name."""
     cls = type(layer)
     names = [name for name in dir(cls) if not name.startswith("_")]
     kinds = {name: inspect.getattr_static(cls, name) for name in names}
@@ -50,7 +49,6 @@ def stated(layer):
 @every_layer
 @pytest.mark.parametrize("length", [0, 3, 12], ids=["empty", "filled", "past the window"])
 def test_a_layer_comes_back_with_every_attribute(name, length):
-    """The very same tensors, and everything else equal, properties also, through JSON."""
     layer = layer_of(name, length)
     leaves, names = flatten_layers([layer], plain=False)
     [rebuilt] = unflatten_layers(leaves, json.loads(json.dumps(names)))
@@ -93,7 +91,6 @@ def test_an_empty_layer_that_was_rebuilt_can_be_filled(name):
 )
 @settings(max_examples=12)
 def test_the_names_do_not_depend_on_what_a_layer_holds(name, batch, length, dtype, device):
-    """Batch, length, tokens seen, dtype and device are no part of the structure."""
     _, names = flatten_layers([layer_of(name, length, batch=batch, dtype=dtype, device=device)], plain=False)
     assert names == flatten_layers([layer_of(name, 3)], plain=False)[1]
 
@@ -101,7 +98,6 @@ def test_the_names_do_not_depend_on_what_a_layer_holds(name, batch, length, dtyp
 @every_layer
 @pytest.mark.parametrize("placeholder", ["leaf", None, 7, object()], ids=["text", "None", "number", "object"])
 def test_a_layer_may_hold_anything_for_a_while(name, placeholder):
-    """torch puts names, numbers and `None` in place of leaves, and takes the layer apart again."""
     leaves, names = flatten_layers([layer_of(name)], plain=False)
     filled = unflatten_layers([placeholder] * len(leaves), names)
     again, names_again = flatten_layers(filled, plain=False)
@@ -110,7 +106,6 @@ def test_a_layer_may_hold_anything_for_a_while(name, placeholder):
 
 @every_layer
 def test_flatten_does_not_change_a_layer(name):
-    """The same attributes, the same objects."""
     layer = layer_of(name)
     before = dict(vars(layer))
     flatten_layers([layer], plain=False)
@@ -119,7 +114,6 @@ def test_flatten_does_not_change_a_layer(name):
 
 
 def test_layers_of_all_kinds_stand_in_one_cache():
-    """A hybrid model's cache: with rows and without, one count for the sliding ones, indices in the names."""
     cache = DynamicCache()
     cache.layers = [layer_of(name) for name in ("DynamicLayer", "LinearAttentionLayer", "DynamicSlidingWindowLayer")]
     with register_flattening_functions(patch_transformers=True):
@@ -137,7 +131,6 @@ def test_layers_of_all_kinds_stand_in_one_cache():
 
 
 def test_a_quantised_cache_comes_back():
-    """Eight-bit keys and values with their scales are leaves; reading them gives the same numbers."""
     config = LlamaConfig(num_hidden_layers=2, hidden_size=8, num_attention_heads=2)
     cache = cache_utils.QuantizedCache("fp8", config)
     for position in range(2):
@@ -166,7 +159,6 @@ def test_what_quanto_quantises_with_comes_back(monkeypatch):
 
 
 def test_one_tensor_under_two_names_is_one_leaf():
-    """Models that share keys and values keep sharing them."""
     layer = layer_of("DeepseekV4HCACache")
     assert layer.keys is layer.values
     leaves, names = flatten_layers([layer], plain=False)
@@ -179,7 +171,6 @@ def test_one_tensor_under_two_names_is_one_leaf():
 
 
 def test_each_attribute_has_its_place_in_the_template():
-    """Tensors and counts are leaves; dtype, device and sizes follow them; the rest is fixed."""
     held = {
         "keys": torch.ones(2, 3, 4),
         "seen_tokens": 5,
@@ -208,6 +199,5 @@ def test_each_attribute_has_its_place_in_the_template():
 
 @pytest.mark.parametrize("value", [lambda x: x, [].append, object()], ids=["lambda", "method", "object"])
 def test_an_attribute_that_cannot_be_stored_is_named(value):
-    """With what it holds and the way out."""
     with pytest.raises(StaticDataError, match=r"'activation' holds[^$]*register_class_flattening"):
         read_state({"keys": torch.ones(2), "activation": value})

@@ -62,14 +62,12 @@ def test_a_deep_template_is_refused():
     "name", ["logging:FileHandler", "torch.nn:Linear", "transformers:LlamaConfig", "a_stranger:Layer", "nothing"]
 )
 def test_another_class_is_no_layer(name):
-    """Nor is a module imported to see."""
     template = json.dumps({"keys": ["tensor"]})
     with pytest.raises(CacheStructureError, match="not a known class of cache layers"):
         unflatten_layers([torch.ones(1)], [f"layer_0={name}={template}", "keys_D_0"])
 
 
 def test_what_a_cache_states_itself_is_read():
-    """Each layer without a row goes through the same check."""
     layer = cache_utils.DynamicLayer()
     layer.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
     layer.note = {"a": (1, 2.0, torch.float16)}

@@ -16,12 +16,10 @@ ROWS, TOKENS, HEADS, KEY, VALUE = 2, 11, 4, 3, 5  # eleven tokens are two chunks
 
 
 def random(*shape):
-    """Normally distributed, and the same in every run."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def arguments(name, state):
-    """The arguments of a function, with a state to go on from or without."""
     if name == "mamba2_chunk_scan":
         tokens = (random(ROWS, TOKENS, HEADS, VALUE), random(ROWS, TOKENS, HEADS), -random(HEADS).abs())
         given = (*tokens, random(ROWS, TOKENS, 2, KEY), random(ROWS, TOKENS, 2, KEY) + 1, 4, random(HEADS))
@@ -45,7 +43,6 @@ ONE_OF_EACH = [(models[0], name, make) for models, _, name, make in CHUNK_SCANS]
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize(("model", "name", "make"), ONE_OF_EACH, ids=[name for _, name, _ in ONE_OF_EACH])
 def test_a_scan_over_tokens_is_what_the_chunks_compute(model, name, make, state):
-    """Outputs and the last state, from a state or from none."""
     original = getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
     given, options = arguments(name, state)
     for found, wanted in zip(make(original)(*given, **options), original(*given, **options), strict=True):

@@ -28,7 +28,6 @@ def qwen2_vl():
 
 @pytest.fixture
 def attention(qwen2_vl):
-    """The class that loops over pictures."""
     return type(qwen2_vl.model.visual.blocks[0].attn)
 
 
@@ -44,7 +43,6 @@ def export_encoder(model, made):
 
 
 def test_an_encoder_that_loops_over_pictures_is_exported_inside_a_block(qwen2_vl):
-    """The program computes what the model does, of other pictures too."""
     with register_flattening_functions(patch_transformers=True):
         program = export_encoder(qwen2_vl, pictures(qwen2_vl, 1))
     other = pictures(qwen2_vl, 2)

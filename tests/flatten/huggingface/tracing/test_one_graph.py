@@ -45,7 +45,6 @@ def exported(request):
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_one_program_serves_every_length(exported, sizes):
-    """Three decode steps equal the eager model's, on either side of the window, for other batches and chunks."""
     name, _, module = exported
     kwargs = decode_inputs(make_model(name), sizes, seed=sizes.past)
     for found, expected in zip(steps_of(module, kwargs), steps_of(make_model(name), kwargs), strict=True):
@@ -54,7 +53,6 @@ def test_one_program_serves_every_length(exported, sizes):
 
 @pytest.fixture(scope="module")
 def decomposed(exported):
-    """Each of the programs decomposed once."""
     return exported[1].run_decompositions({})
 
 
@@ -82,7 +80,6 @@ def test_sizes_are_compared_at_most_once(exported, decomposed):
 
 
 def test_no_layer_of_the_program_keeps_more_than_its_window(exported):
-    """The cache that comes out keeps `window - 1` keys of a sliding layer, as the eager one does."""
     name, _, module = exported
     kwargs = decode_inputs(make_model(name), SIZES["past the window, a padded row"])
     with torch.no_grad():
@@ -113,7 +110,6 @@ def test_an_example_below_the_window_serves_lengths_past_it(name):
 
 
 def test_position_ids_may_be_given():
-    """A program exported with `position_ids` takes those of a padded row."""
     model = make_model("gemma2")
     like = dict.fromkeys(("input_ids", "attention_mask", "position_ids", WORD))
     kwargs = decode_inputs(model, EXAMPLE, like=like)
@@ -127,7 +123,6 @@ def test_position_ids_may_be_given():
 
 @pytest.mark.parametrize("name", cases(["llama", "mistral", "gemma3"], quick=["mistral"]))
 def test_prefill_is_exported_without_a_cache(name):
-    """A model that makes its own cache in the trace: the program serves every length, and its cache goes on."""
     model = make_model(name)
     ids = torch.randint(3, 90, (2, WINDOW + 3), generator=torch.Generator().manual_seed(0))
     with register_flattening_functions(patch_transformers=True):
@@ -151,7 +146,6 @@ def test_prefill_is_exported_without_a_cache(name):
 
 
 def test_a_program_exported_from_a_built_cache_takes_a_real_one():
-    """A cache made by hand and one filled by the model are the same kind of cache: same spec, same program."""
     model = make_model("llama")
     config = model.config
     shape = (2, config.num_key_value_heads, 5, config.head_dim)
@@ -170,7 +164,6 @@ def test_a_program_exported_from_a_built_cache_takes_a_real_one():
 
 
 def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
-    """`torch.export.save`, then load and run in another process inside the block: the same result."""
     for name in ("gemma3", "mistral"):
         kwargs = decode_inputs(make_model(name), SIZES["past the window, a padded row, a chunk"])
         cache = kwargs.pop(WORD)
@@ -203,7 +196,6 @@ def test_a_saved_program_runs_in_a_fresh_process(tmp_path: pathlib.Path):
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # in torch.export.unflatten
 def test_the_interface_of_an_attention_with_a_window_is_kept():
-    """Its cache goes in with a count; unflattened, the program serves other lengths, past the window also."""
     model, kept = make_model("mistral"), "model.layers.0.self_attn"
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
         program = _program("mistral", preserve_module_call_signature=(kept,))

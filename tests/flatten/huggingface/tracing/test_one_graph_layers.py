@@ -65,7 +65,6 @@ def _static_program(name):
 
 @pytest.mark.parametrize("name", cases(MODELS, quick=["mistral", "gpt_oss"]))
 def test_a_static_cache_has_one_program(name):
-    """Static layers, sliding or not: any number of new tokens, anywhere below, at or past the window."""
     with register_flattening_functions(patch_transformers=True):
         assert_serves(_static_program(name), _model(name), some_sizes(), room=ROOM)
 
@@ -79,7 +78,6 @@ def test_a_dynamic_cache_has_one_program(name):
 
 
 def test_a_static_cache_comes_out_as_the_eager_one():
-    """Slots, counters and lengths are those of the eager layers, and the caller's tensors are written in place."""
     model = _model("gemma2")
     with register_flattening_functions(patch_transformers=True):
         program = _static_program("gemma2")
@@ -98,7 +96,6 @@ def test_a_static_cache_comes_out_as_the_eager_one():
 
 
 def test_the_layers_have_their_own_methods_behind_a_trace():
-    """A model that runs eagerly beside a trace, or after it, runs what transformers wrote."""
     from transformers.cache_utils import StaticSlidingWindowLayer
 
     copy.copy(StaticSlidingWindowLayer.__new__(StaticSlidingWindowLayer))  # Python notes __slotnames__ in the class

@@ -47,7 +47,6 @@ def test_experts_have_one_program():
 
 @pytest.mark.parametrize("name", cases(MODELS, quick=["jamba"]))
 def test_a_recurrence_has_one_program(name):
-    """A program exported from three new tokens serves one, two and many: the same state goes on."""
     model = small_model(*MODELS[name])
     with register_flattening_functions(patch_transformers=True):
         assert_serves(export_decode(model, EXAMPLE), model, some_sizes())
@@ -60,7 +59,6 @@ LOOPED |= {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_loops": 3, "n
 
 @pytest.mark.parametrize("mode", cases(["per_loop", "last_loop"], quick=["last_loop"]))
 def test_a_loop_over_layers_has_one_program(mode):
-    """Also of sizes past the window, where what the calls before the last read is shorter than the text."""
     model = small_model("DoryConfig", "DoryForCausalLM", {**LOOPED, "recurrent_kv_cache_mode": mode})
     with register_flattening_functions(patch_transformers=True):
         assert_serves(export_decode(model, DecodeSizes(2, 5, 3)), model, some_sizes())
@@ -70,7 +68,6 @@ def test_a_loop_over_layers_has_one_program(mode):
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["deepseek_v4", "qwen4_exp_text"])
 def test_attention_to_chosen_keys_has_one_program(name):
-    """Windows of compressed keys that a call closes, or blocks that each query chooses: for any number of them."""
     model = make_model(name)
     # a cache that has closed a window differs from one that has not: each of these has
     sizes = (3, 6, 2), (3, 7, 1), (2, 2 * WINDOW + 4, 3), (3, 6, 3, 3)

@@ -32,7 +32,6 @@ OF_LAYERS = {
 
 
 def installed():
-    """Every function of the installed release that a table names: owner, name, what makes its version."""
     for models, owner, name, make in TABLES:
         for model in models:
             try:
@@ -45,7 +44,6 @@ def installed():
 
 
 def test_each_version_knows_the_parameters_of_what_it_replaces():
-    """No replacement of a table warns: all that is needed is there, and nothing that is not known."""
     count = 0
     with warnings.catch_warnings():
         warnings.simplefilter("error", errors.ReplacedFunctionWarning)
@@ -70,7 +68,6 @@ def test_masks_and_layers_have_the_parameters_that_their_versions_know():
 
 
 def target_of(name):
-    """The module that has a function which masks replace."""
     return next(module for module, found, _ in support.mask_replacements() if found == name)
 
 
@@ -85,7 +82,6 @@ def mixer():
 
 
 def reads_cache(original):
-    """A version that changes the mask and hands everything on."""
 
     def forward(again, self, hidden, cache=None, **others):
         return again(hidden=-hidden), cache
@@ -102,13 +98,11 @@ def reads_cache(original):
     ],
 )
 def test_a_version_is_called_as_the_original_is(mixer, args, kwargs):
-    """By position or by the release's own names; what is handed on is complete."""
     version = replacement.replacement(reads_cache)(mixer)
     assert version(*args, **kwargs) == (("original", -1, "c", "m", {"more": 2}), "c")
 
 
 def test_another_signature_is_a_warning_with_its_name_once(mixer):
-    """The original stays, and the warning names the newest release that was tried."""
 
     def make(original):
         def forward(self, hidden, cache, rotations):

@@ -12,7 +12,6 @@ pytestmark = pytest.mark.slow
 
 
 def test_the_length_of_the_mask_stands_for_the_counter():
-    """From below the window to past it, without positions and mask in the example; beside the model's own loop."""
     model = make_model("mistral")
     kwargs = decode_inputs(model, DecodeSizes(batch=2, past=3, new=2))
     del kwargs["attention_mask"]
@@ -54,7 +53,6 @@ def test_tokens_with_codes_beside_them_are_counted_by_their_second_axis():
 
 
 def make_codes_model():
-    """A small model of speech that slides: one token of text and two codes in each step."""
     from transformers import KyutaiSpeechToTextConfig, KyutaiSpeechToTextForConditionalGeneration, MimiConfig
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
@@ -90,7 +88,6 @@ def test_inputs_that_tools_do_not_feed_are_named(more, reason):
 
 
 def test_a_specification_for_the_model_becomes_one_for_its_parts():
-    """Layer by layer; what the example had not varies."""
     model = make_model("mistral")
     kwargs = decode_inputs(model, DecodeSizes())
     decoder = SlidingDecoder(model, kwargs, WORD)

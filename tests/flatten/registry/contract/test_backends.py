@@ -50,8 +50,6 @@ def recipe_for(cls=None, name="tests:Pair"):
 
 
 class PythonLibrary:
-    """`torch.utils._pytree`, as the tests see it."""
-
     backend = TorchPython()
     write_calls = (torch_tables, "register_python_node")
 
@@ -73,8 +71,6 @@ class PythonLibrary:
 
 
 class CppLibrary:
-    """optree's "torch" namespace, as the tests see it."""
-
     backend = TorchCpp()
     theirs = (their_flatten,)
 
@@ -101,8 +97,6 @@ class CppLibrary:
 
 
 class PendingLibrary:
-    """The classes that wait for the first import of `torch.utils._cxx_pytree`, as the tests see them."""
-
     backend = TorchCpp()
     theirs = (their_flatten,)
     write_calls = None  # nothing is called: the list is changed
@@ -123,8 +117,6 @@ class PendingLibrary:
 
 
 class OptreeLibrary:
-    """Our own namespace of optree, as the tests see it."""
-
     theirs = (their_flatten, their_unflatten)
 
     def __init__(self):
@@ -148,8 +140,6 @@ class OptreeLibrary:
 
 
 class WaitingLibrary:
-    """Recipes that wait for a library, which nobody but us can do."""
-
     write_calls = None
     leaves = None
 
@@ -167,8 +157,6 @@ class WaitingLibrary:
 
 
 class JaxLibrary:
-    """JAX's registry, as the tests see it."""
-
     def __init__(self):
         self.jax = pytest.importorskip("jax", reason="jax is not installed")
         self.backend = Jax()
@@ -184,8 +172,6 @@ class JaxLibrary:
 
 
 class FxLibrary:
-    """`torch.fx._pytree`, as the tests see it."""
-
     backend = TorchFx()
     write_calls = (fx_pytree, "register_pytree_flatten_spec")
     theirs = (their_fx_rule, their_fx_match)
@@ -205,7 +191,6 @@ class FxLibrary:
 
 
 def spec_of(obj):
-    """The spec of an object, made where the Python pytree knows its class for a moment."""
     backend, recipe = TorchPython(), recipe_for(type(obj))
     backend.write(recipe)
     try:
@@ -241,7 +226,6 @@ def backend(library):
 
 
 def test_a_written_class_comes_apart(library, backend):
-    """The library itself takes an instance apart with our function."""
     if library.leaves is None:
         assert library.functions(Pair) is None
         return
@@ -250,7 +234,6 @@ def test_a_written_class_comes_apart(library, backend):
 
 
 def test_restoring_a_class_nobody_had_leaves_nothing(backend):
-    """A class that was unknown is unknown again, in every table."""
     before = registry_snapshot.take()
     recipe = recipe_for()
     backend.write(recipe)
@@ -262,7 +245,6 @@ def test_restoring_a_class_nobody_had_leaves_nothing(backend):
 
 @pytest.mark.parametrize("name", ["theirs", None], ids=["named", "unnamed"])
 def test_theirs_come_back_by_identity(library, backend, name):
-    """The very functions of the earlier registration are in force again, under their name."""
     library.register(Pair, name)
     before, found = registry_snapshot.take(), backend.read(Pair)
     recipe = recipe_for()
@@ -320,7 +302,6 @@ def raise_for_ours(function):
 
 
 def test_a_write_that_fails_changes_nothing(library, backend, monkeypatch):
-    """Where the library refuses a class nobody has, the class stays unknown."""
     if library.write_calls is None:
         assert backend.read(Pair) is None
         return
@@ -335,7 +316,6 @@ def test_a_write_that_fails_changes_nothing(library, backend, monkeypatch):
 @in_the_main_run
 @pytest.mark.parametrize("name", ["torch_cpp", "torch_fx", "optree"])
 def test_a_write_over_theirs_that_fails_keeps_theirs(name, monkeypatch):
-    """Where the library refuses ours, the earlier registration is still in force."""
     library = LIBRARIES[name]()
     with other_libraries.forgotten_afterwards(Pair):
         library.register(Pair, "theirs")
@@ -349,7 +329,6 @@ def test_a_write_over_theirs_that_fails_keeps_theirs(name, monkeypatch):
 
 
 def test_what_others_registered_after_us_is_left_alone(library, backend):
-    """A registration made after ours is theirs to undo."""
     recipe = recipe_for()
     backend.write(recipe)
     library.register_after_us(Pair)
@@ -382,7 +361,6 @@ def test_a_dataclass_of_torch_comes_back_as_such(backend):
 @in_the_main_run
 @pytest.mark.parametrize("name", ALONE)
 def test_it_passes_the_same_tests_in_a_process_of_its_own(name):
-    """Before the import of its library, and with JAX, a backend keeps every promise, too."""
     if name == "torch_cpp_pending":
         pytest.importorskip("optree", reason="optree is not installed")
     arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
@@ -401,7 +379,6 @@ def python():
 
 @in_the_main_run
 def test_a_constant_is_none_while_ours_are_in_force(python):
-    """Between `write` and `restore` the class is an ordinary node."""
     with other_libraries.forgotten_afterwards(Setting):
         pytree.register_constant(Setting)
         python.write(recipe_for(Setting, "tests:Setting"))
@@ -410,7 +387,6 @@ def test_a_constant_is_none_while_ours_are_in_force(python):
 
 @in_the_main_run
 def test_two_classes_of_one_name_are_stored_under_two(python):
-    """Saved programs tell two classes of the same name apart."""
     python.write(recipe_for(Pair, "tests:same"))
     python.write(recipe_for(Other, "tests:same"))
     names = [pytree.SUPPORTED_SERIALIZED_TYPES[cls].serialized_type_name for cls in (Pair, Other)]
@@ -431,7 +407,6 @@ def test_a_stored_spec_is_read_with_the_class_that_has_the_name_now(python):
 
 @in_the_main_run
 def test_fx_names_the_class_it_expected():
-    """Another class where the program wants a Pair: both are named."""
     library = FxLibrary()
     spec = spec_of(Pair(1, 2))
     with other_libraries.forgotten_afterwards(Pair):
@@ -442,7 +417,6 @@ def test_fx_names_the_class_it_expected():
 
 @in_the_main_run
 def test_fx_shows_both_structures():
-    """A Pair of another structure: the program's and the one it was given are shown."""
     spec = SimpleNamespace(context=["a"], type=Pair, is_leaf=lambda: False)
     with other_libraries.forgotten_afterwards(Pair):
         FxLibrary().backend.write(recipe_for())

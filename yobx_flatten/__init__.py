@@ -1,13 +1,13 @@
-"""Define once how a class is flattened; export it, run it, store it.
+"""Register how a class is flattened, then export, run and store models that use the class.
 
-``torch.export`` flattens what is registered: lists, dicts and little else. Inside this context manager it also
-flattens the transformers caches, and one program serves all lengths::
+``torch.export`` flattens registered classes only: lists, dicts and few others. Inside the context manager
+    ``register_flattening_functions``, it also flattens transformers caches; one program serves all lengths::
 
     with register_flattening_functions(patch_transformers=True):
         program = torch.export.export(model, (), kwargs, dynamic_shapes=dynamic_shapes(kwargs))
 
-``export_program`` and ``export_onnx`` do the same and replay the result against the eager model. The classes of results
-and of errors are in the folders of these functions: ``yobx_flatten.errors``, ``yobx_flatten.diagnose`` and so on.
+``export_program`` and ``export_onnx`` register caches, export a model, and compare the result with the eager model.
+Classes of results and of errors are in subpackages, such as ``yobx_flatten.errors`` and ``yobx_flatten.diagnose``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tests for registered classes, one test per class and check; and for files of any exporter.
+"""Make pytest tests of registered classes, and compare exported files with their model.
 
 ::
 
@@ -6,8 +6,8 @@
 
     test_recipes = recipe_tests(Memory(torch.zeros(2, 3)), State(torch.ones(2), step=4))
 
-pytest then runs ``test_recipes[Memory-comes back the same]`` and seven more for each sample. ``recipe_tests`` needs
-pytest; no other module imports this one.
+pytest then runs ``test_recipes[Memory-comes back the same]`` and seven more tests for each sample. ``recipe_tests``
+needs pytest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: An
         **options: further arguments of :func:`~yobx_flatten.verify.verify_file`: ``cases``, ``names``, ``trust``.
 
     Raises:
-        AssertionError: when a file is wrong or cannot be judged; the message is the table of all cases.
+        AssertionError: when outputs differ from the model's or cannot be compared; the message is a table of cases.
     """
     from .verify.verify_file import verify_file
 
@@ -42,10 +42,10 @@ def assert_same_as_model(path: str | os.PathLike[str], model: Any, **options: An
 
 
 def recipe_tests(*samples: Any) -> Callable[..., None]:
-    """Make a pytest test of the samples' classes and their flatten functions; assign the test to a ``test_...`` name.
+    """Return a pytest test of the flatten functions of the samples' classes; assign it to a name ``test_...``.
 
     Args:
-        samples: instances of classes that are registered when the tests run; not necessarily before.
+        samples: instances of the classes to test; the classes must be registered when the tests run.
 
     Returns:
         A function that pytest runs once for each sample and each check of :func:`~yobx_flatten.check_recipe`.

@@ -29,7 +29,7 @@ class _Vision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entries(_Tokens):
-    """Entries that generation reads from ``config.json`` and from ``generation_config.json``; others are ignored."""
+    """Entries that generation reads from ``config.json`` and ``generation_config.json``; other entries are ignored."""
 
     max_new_tokens: _Count | None = None
     image_token_id: _Id | None = None
@@ -63,7 +63,7 @@ class Entries(_Tokens):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices(Entries):
-    """Entries of ``generation_config.json`` only, since ``config.json`` may use the names differently."""
+    """Entries read from ``generation_config.json`` only, since in ``config.json`` a name may have another meaning."""
 
     max_length: _Count | None = None
     do_sample: bool | None = None
@@ -80,7 +80,7 @@ class Choices(Entries):
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """The entries of the folder's ``yobx_flatten.json`` that generation reads."""
+    """Entries that generation reads from the file ``yobx_flatten.json`` of an exported folder."""
 
     positions: Annotated[int, msgspec.Meta(ge=1)] | None = None
     rereads_at_switch: bool | None = None

@@ -91,26 +91,26 @@ class Generator:
     ) -> Any:
         """Generate tokens until every sequence of the batch has ended, as ``model.generate`` of transformers does.
 
-        Arguments that you omit take their values from ``generation_config.json``; the guide describes :ref:`every
-        argument <arguments-of-generate>`.
+        Omitted arguments take their values from ``generation_config.json``; the guide describes :ref:`every argument
+        <arguments-of-generate>`.
 
         Args:
             input_ids, attention_mask: the prompt and its mask, of shape (batch, length), padded on the left.
-            max_new_tokens: largest number of new tokens; 20 if the configuration sets no limit.
+            max_new_tokens: largest number of new tokens; 20 if ``generation_config.json`` sets no limit.
             sampling: how each token is chosen; ``Sampling()`` chooses the most likely token.
             input_features, input_values: audio for the encoder, as features or as samples of the waveform.
             pixel_values, image_grid_thw, image_sizes, batch_num_images: images, as the model's processor returns them.
             pixel_values_videos, video_grid_thw, second_per_grid_ts: videos, as the model's processor returns them.
-            decoder_input_ids, forced_bos_token_id: the first token ids, and the second token id, of the output.
+            decoder_input_ids, forced_bos_token_id: first token ids and second token id of an encoder-decoder's output.
             language, task, return_timestamps: options for Whisper, see ``WhisperForConditionalGeneration.generate``.
             num_beams, length_penalty, early_stopping, num_return_sequences: options of beam search.
-            adapter: name of the LoRA adapter for all rows, one of :attr:`adapters`; ``None`` (default) for no adapter.
-            **options: further keywords of ``model.generate``, such as ``temperature`` or ``streamer``, with which the
-                generation loop of transformers runs the files.
+            adapter: name of the LoRA adapter for the batch, one of :attr:`adapters`; ``None`` (default) for no adapter.
+            **options: further keywords of ``model.generate``, such as ``temperature`` or ``streamer``; if there are
+                any, the generation loop of transformers runs the files.
 
         Returns:
             What ``model.generate`` returns: by default int64 token ids of shape (batch * num_return_sequences, length).
-            Each row contains the prompt, the new tokens and padding; for Whisper, rows do not contain the prompt.
+            Each row contains the prompt, the new tokens and padding; Whisper's rows do not contain the prompt.
 
         Raises:
             InvalidArgumentError: when inputs do not fit the model or each other, or transformers refuses a keyword.
@@ -187,8 +187,8 @@ class Generator:
         model return the same speech.
 
         Args:
-            read: token ids of shape (batch, length); samples of the waveform for a speech-to-speech model.
-            speaker_embeddings: a vector for each speaker, of shape (batch, size).
+            read: the input: token ids of shape (batch, length), or samples of a waveform for a speech-to-speech model.
+            speaker_embeddings: a vector that describes the voice, for each row of the batch, of shape (batch, size).
             **options: ``attention_mask``, ``threshold``, ``minlenratio``, ``maxlenratio``, ``vocoder`` and
                 ``return_output_lengths``, as in ``model.generate_speech``. The vocoder can be an exported model:
                 ``vocoder=open_model("vocoder")``.
@@ -246,7 +246,7 @@ class Generator:
         return model_of_files(self.steps)
 
     def _generated(self, stated: dict[str, Any], sampling: Sampling | None, options: dict[str, Any]) -> Any:
-        """Generate with the token loop of this class if it supports the arguments, else with a loop of transformers."""
+        """Generate with this class's token loop if it supports the arguments, else with transformers' ``generate``."""
         self._check_writes("generate")
         if options == {"do_sample": False} and sampling is None:  # the loop of this class is faster
             options, sampling = {}, Sampling()
@@ -284,7 +284,7 @@ class Generator:
     # given: keywords of the call that are not `None`
 
     def _is_whole_speech(self, given: Mapping[str, Any]) -> bool:
-        """Return whether Whisper's own loop must run, which detects the language and splits long audio."""
+        """Return whether Whisper's ``generate`` must run, which detects the language and splits long audio."""
         asks = any(name in given for name in _SPEECH)
         if "input_features" not in given or not self.settings.is_speech:
             if asks:
@@ -301,7 +301,7 @@ class Generator:
         return "decoder_input_ids" not in given
 
     def _read(self, given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], tuple[Pictures, Pictures]]:
-        """Return the encoder's audio and image inputs, and the pictures and videos of the prompt."""
+        """Return the encoder's audio or image inputs by name, and the pictures and videos of a ``generate`` call."""
         encoder = self.parts.encoder
         names = ["input_features", "input_values"]
         if encoder is not None and "pixel_values" in encoder.ports:
@@ -380,7 +380,7 @@ class OnnxGenerator(Generator):
         settings: options of generation; by default read from ``config.json`` and ``generation_config.json``.
         threads: number of threads that one operator can use; by default, onnxruntime chooses it.
         pack: whether onnxruntime copies the weights into the layout that its kernels read; ``True`` by default. With
-            ``pack=False``, the weights are memory-mapped from the file, and each token takes longer.
+            ``pack=False``, weights are memory-mapped, and each token takes longer.
         device: device on which onnxruntime computes: ``"cpu"`` (default), ``"cuda"``, ``"cuda:1"``, ``"directml"``,
             ``"coreml"``, ``"webgpu"``, ``"openvino"``, ``"xnnpack"`` and others, see :data:`.devices.DEVICES`.
         providers: execution providers, as ``onnxruntime.InferenceSession`` accepts them; not allowed with ``device``.

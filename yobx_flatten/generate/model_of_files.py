@@ -204,7 +204,7 @@ class FileModel(ModelWithoutWeights):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Make transformers' loop use a :class:`.FileCache` instead of its own KV cache or the caller's."""
+        """Make transformers' ``generate`` use a :class:`.FileCache` instead of any KV cache of transformers."""
         name = installed_name()
         if model_kwargs.get(name) is None:
             if generation_config.use_cache is not False:
@@ -219,7 +219,7 @@ class FileModel(ModelWithoutWeights):
         return self.steps.scores(self.steps.begin(two, None, {}, None, ()))
 
     def _with_pictures(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments with all pictures in one object, since loops would repeat patches like rows of the batch."""
+        """Return arguments with all pictures in one object, since ``generate`` would repeat patches like batch rows."""
         if kwargs.get("assistant_model") is not None:  # an assisted loop has one row and repeats none
             return kwargs
         pictures = self._pictures({name: kwargs.pop(name, None) for name in _OF_PICTURES})
@@ -365,7 +365,7 @@ class FileModel(ModelWithoutWeights):
             )
 
     def _check_unread(self, positions: torch.Tensor, mask: torch.Tensor, count: int) -> None:
-        """Raise InvalidArgumentError if positions, for a file without an input for positions, are not consecutive."""
+        """Raise InvalidArgumentError if given positions are not consecutive; the file has no input for positions."""
         read, counted = mask[:, -count:].bool(), (mask.cumsum(-1) - 1)[:, -count:]
         every = torch.arange(mask.shape[1])[-count:].expand_as(counted)
         if not any(torch.equal(positions.expand_as(one)[read], one[read]) for one in (counted, every)):
@@ -383,7 +383,7 @@ class FileModel(ModelWithoutWeights):
         *,
         is_last: bool,
     ) -> torch.Tensor:
-        """Run the files on a prompt; rows that beam search has copied are computed once if the prompt has pictures."""
+        """Run the files on a prompt; with pictures, a prompt that beam search has copied to several rows runs once."""
         steps, every = self.steps, torch.arange(len(tokens))
         factor = 1 if shown is None else len(tokens) // shown.rows
         first = every[::factor]

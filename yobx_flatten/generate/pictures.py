@@ -32,7 +32,7 @@ class Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Pictures:
-    """All pictures (or all videos) of a prompt, as tensors of the model's processor."""
+    """All pictures (or all videos) of a ``generate`` call, as tensors that the model's processor made."""
 
     word: str  # `"image"` or `"video"`
     # pictures of shape (count, channels, height, width); or (rows, count, channels, height, width), with pictures of
@@ -59,7 +59,7 @@ class Pictures:
         return [name for name, value in found.items() if value is not None]
 
     def seen_by(self, vision: Runner | None, decoder: Runner, tokens: torch.Tensor) -> list[Seen]:
-        """Return the features of all pictures, a vector per image token; an empty list if there are no pictures."""
+        """Run the vision encoder; return a feature vector per image token, or an empty list without pictures."""
         if self.pixels is None:
             return []
         if vision is None:
@@ -139,7 +139,7 @@ class _Left:
         self.sizes = collections.deque(zip(sizes, spacing, strict=True))
 
     def next(self, count: int) -> tuple[torch.Tensor, int]:
-        """Return the positions, from 0, of the next picture's tokens, and the position of the text token after it."""
+        """Return the M-RoPE positions, from 0, of the next picture's tokens, and that of the text token after them."""
         (time, height, width), spacing = self.sizes.popleft() if self.sizes else ([0, 0, 0], 1)
         if self.word == "video" and count == height * width and time > 1:
             # Qwen3-VL writes the time of each frame as text
@@ -183,7 +183,7 @@ _OF_THE_CALL = ("self", "image_features", "image_sizes", "image_newline")
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Computes which tiles a model cuts pictures into, and joins the features of the tiles."""
+    """Computes the tiles into which a model (LLaVA-NeXT) cuts pictures, and joins the features of the tiles."""
 
     config: Mapping[str, Any] = dataclasses.field(repr=False)  # the contents of config.json
 
@@ -214,7 +214,7 @@ class Tiles:
         )
 
     def count(self, sizes: torch.Tensor) -> int:
-        """Return the total number of tiles of several pictures, if each prompt contains one picture."""
+        """Return the total number of tiles of pictures of the given sizes, each of them alone in its prompt."""
         return sum(self._counts(sizes, None))
 
     def packed(self, features: Sequence[torch.Tensor], newline: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

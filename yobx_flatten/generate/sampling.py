@@ -180,12 +180,12 @@ def changes_scores(generation: Mapping[str, Any]) -> bool:
 
 
 def other_loops(generation: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of entries that need a generation loop of transformers, such as ``penalty_alpha``."""
+    """Return the names of generation options that only transformers' ``generate`` supports, as ``penalty_alpha``."""
     return _stated(generation, {**_OF_LOOPS, **(_OF_DRAWS if generation.get("do_sample") else {})})
 
 
 def plain_loop_entries(generation: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return, for each entry that :func:`other_loops` finds, the value with which the entry has no effect."""
+    """Return, for each option that :func:`other_loops` finds, the value with which the option has no effect."""
     plain = {**_OF_LOOPS, **_OF_DRAWS}
     return {name: plain[name] or None for name in other_loops(generation)}  # 0 drafted tokens would still be drafts
 
@@ -197,7 +197,7 @@ def _stated(generation: Mapping[str, Any], plain: Mapping[str, float | None]) ->
 def score_rules(
     model: Any, prompt: torch.Tensor, longest: int, mask: torch.Tensor | None, source: torch.Tensor | None, first: Any
 ) -> ScoreProcessor:
-    """Return one function that applies all logits processors of transformers for a ``generate`` call."""
+    """Return a function that changes logits as all logits processors of a transformers ``generate`` call do."""
     # model: a `.FileModel`; longest: largest number of tokens in a row
     # source: tokens of the encoder, or the prompt of a decoder-only model; first: forced_bos_token_id of the call
     config = copy.deepcopy(model.generation_config)

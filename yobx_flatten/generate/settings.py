@@ -1,4 +1,4 @@
-"""Find the files of an exported model by the names of optimum and transformers.js, and read its generation settings.
+"""Find the files of an exported model by names that optimum and transformers.js use; read its generation settings.
 
 =====================  =========================================================================================
 decoder                ``model``
@@ -136,20 +136,20 @@ class GenerationSettings:
         decoder_start_token_id: id of the first token of an encoder-decoder model's output.
         image_token_id: id of the token whose embeddings image features replace.
         max_new_tokens: default of ``generate`` for ``max_new_tokens``; 20 by default.
-        max_length: largest number of tokens in a row with the prompt, if ``generate`` gets no ``max_new_tokens``.
+        max_length: largest number of tokens in a sequence and its prompt, if ``max_new_tokens`` is not passed.
         sampling: default of ``generate`` for ``sampling``; by default, the likeliest token is chosen.
-        num_beams, num_return_sequences: defaults of two arguments of ``generate``; 1 by default.
-        positions: largest number of tokens in a row, for a model with a table of positions; ``None`` for other models.
+        num_beams, num_return_sequences: defaults of ``generate`` for the arguments of these names; 1 by default.
+        positions: size of the model's table of position embeddings, in tokens; ``None`` if it has no such table.
         processors: user functions that change the logits, in order, after the logits processors of the configuration.
-        has_rules: whether the configuration has rules that transformers' logits processors apply.
-        other_loops: names of the configuration's entries that need a generation loop of transformers.
+        has_rules: whether entries such as ``repetition_penalty`` require transformers' logits processors.
+        other_loops: names of set options that only transformers' ``generate`` supports, such as ``penalty_alpha``.
         forced_bos_token_id: id of the second token of the output; for mBART, the target language.
         forced_eos_token_id: id (or ids) of the last token of a row that reaches ``max_new_tokens``.
         spatial_merge_size: number of patches per token along each side of a picture, for M-RoPE models.
         video_token_id: id of the token whose embeddings video features replace.
         tokens_per_second: number of positions per second of video, for models whose positions depend on time.
         sees_prompt: whether all prompt tokens attend to each other (PaliGemma); ``False`` by default.
-        switch: the length of text at which the model's rotary angles change; ``None`` if they never change.
+        switch: the text length at which the model's rotary angles change; ``None`` if the angles never change.
         tiles: how the model cuts pictures into tiles; ``None`` if it uses no tiles.
         documents: contents of ``config.json`` and ``generation_config.json``; ``None`` if the model has no such files.
     """

@@ -1,4 +1,4 @@
-"""Define a model and a KV cache for transformers' loops that run exported files. Imports transformers.
+"""Define a model and a KV cache with which transformers' ``generate`` runs exported files. Imports transformers.
 
 .. code-block:: text
 
@@ -157,7 +157,7 @@ class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers
 
 
 def config_from(stated: Mapping[str, Any], *, encoder: bool) -> Any:
-    """Return a configuration object of transformers' class for the model type; code in the folder never runs."""
+    """Return ``config.json`` as an object of the transformers class; Python code in the folder never runs."""
     # encoder: whether the model is an encoder-decoder, if ``config.json`` does not state it
     kind = stated.get("model_type")
     made: Any = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else PretrainedConfig  # noqa: SIM401 # its `get` imports nothing

@@ -145,7 +145,7 @@ class Steps:
         decoder_input_ids: torch.Tensor | None,
         pictures: Sequence[Pictures],
     ) -> TextState:
-        """Return the state before the first call: the prompt, encoder or vision features, and an empty cache."""
+        """Return the state before files run on a prompt: the prompt, encoder or vision features, and an empty cache."""
         context: dict[str, torch.Tensor] = {}
         seen: list[Seen] = []
         positions = types = None
@@ -234,7 +234,7 @@ class Steps:
         return decoder.cache({**empty, **made})
 
     def pass_switch(self, sequence: TextState) -> None:
-        """Make the next call recompute the KV cache from all tokens, if the model does so at this text length."""
+        """Make the next call recompute the KV cache from all tokens, if the model does so at the text's length."""
         switch = self.settings.switch
         total = sequence.mask.shape[1]
         if switch is None or not any(map(switch.passed_at, range(total - sequence.new.shape[1] + 1, total + 1))):

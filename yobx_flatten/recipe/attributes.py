@@ -59,12 +59,12 @@ def functions_from_fields(
 
     Returns:
         A named tuple of three functions, which :func:`~yobx_flatten.register_class_flattening` takes as ``f_flatten``.
-        The static part is ``names``, or ``[names, values of static_names]`` if there are static attributes.
-        With ``names_in_static=False``, the static part is ``None`` or a tuple of the values of ``static_names``.
-        The items of an instance of a ``dict``, ``list`` or ``tuple`` subclass are children after the attributes.
-        The keys of an instance of a ``dict`` subclass are the last entry of the static part.
-        Flatten raises :class:`~yobx_flatten.errors.StaticDataError` for a value that cannot be static data.
-        Flatten raises :class:`~yobx_flatten.errors.RoundTripError` for an instance with an attribute that is not named.
+        The static part is ``names``, or ``[names, values of static_names]`` if there are static attributes. With
+        ``names_in_static=False``, the static part is ``None`` or a tuple of the values of ``static_names``. The items
+        of an instance of a ``dict``, ``list`` or ``tuple`` subclass are children after the attributes. The keys of an
+        instance of a ``dict`` subclass are the last entry of the static part. The flatten function raises
+        :class:`~yobx_flatten.errors.StaticDataError` for a value that cannot be static data. It raises
+        :class:`~yobx_flatten.errors.RoundTripError` for an instance with an attribute that is not in ``names``.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or a name is invalid or given twice.
@@ -165,7 +165,7 @@ def name_functions(cls: type, functions: FlattenFunctions) -> FlattenFunctions:
 
 
 def checked(value: Static, where: str) -> Static:
-    """Return the value of a static attribute, or raise an error if the value cannot be static data."""
+    """Return the value of a static attribute, or a copy; raise an error if the value cannot be static data."""
     if type(value) in _FIT:
         return value
     if not (_is_fit(value) or _approved.get(id(value)) is value):
@@ -177,7 +177,7 @@ def checked(value: Static, where: str) -> Static:
 
 
 def _is_fit(value: Any) -> bool:
-    """Return whether static data consists of simple types only, which need no full check."""
+    """Return whether static data consists of simple types only, which :func:`check_static` need not check."""
     kind = type(value)
     if kind in _FIT or (kind is float and value == value):  # false for NaN
         return True
@@ -199,7 +199,7 @@ _CONTAINERS = (dict, OrderedDict, list, tuple)
 
 
 def require_content(cls: type, caller: str) -> None:
-    """Refuse a class derived from ``str``, ``int``, ``set`` or a similar type with content outside of attributes."""
+    """Raise an error if a class derives from ``str``, ``set`` or another type whose content is not in attributes."""
     base = builtin_base(cls)
     if base not in (object, types.SimpleNamespace, *_CONTAINERS):
         raise InvalidRegistrationError(

@@ -34,7 +34,7 @@ class FlattenFunctions(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """The functions that flatten and unflatten the instances of one class, with its names in files and messages."""
+    """The functions that flatten and unflatten instances of a class, and names of the class for files and messages."""
 
     cls: type  # the class, exactly: subclasses need their own recipe
     flatten: Flatten  # `obj -> (children, static)`
@@ -106,7 +106,7 @@ def require_class(target: object, function: str = "register_class_flattening") -
 
 
 def require_node(target: object, function: str) -> None:
-    """Raise an error unless ``target`` is a class that can be registered; named tuples and enums cannot."""
+    """Raise an error unless ``target`` is a class that can be registered; a named tuple or an enum cannot."""
     require_class(target, function)
     cls: Any = target
     start = f"{function}: {describe_class(cls)} is "
@@ -211,14 +211,14 @@ def _slot(cls: type, obj: object, name: str) -> Any:
 
 
 def is_derived(cls: type, name: str, value: object) -> bool:
-    """Return whether flatten may drop an attribute, because the class has the same value or a cached property."""
+    """Return whether flatten may drop an attribute: the class has the same value, or a cached property of that name."""
     of_class = inspect.getattr_static(cls, name, UNSET)
     # typing stores the parameters of a generic class in this attribute
     return name == "__orig_class__" or of_class is value or isinstance(of_class, functools.cached_property)
 
 
 def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], None] | None:
-    """Return a function that refuses instances with undeclared attributes; ``None`` if the class allows none."""
+    """Return a function that refuses instances with undeclared attributes; ``None`` if ``__slots__`` prevent them."""
     more_slots = set(slots_of(cls)) - set(declared)
     if cls.__dictoffset__ == 0 and not more_slots:
         return None
@@ -306,7 +306,7 @@ def hashable(static: Static) -> Static:
 
 
 def original(static: Static) -> Static:
-    """Undo :func:`hashable`: return a copy of wrapped static data, and any other static data unchanged."""
+    """Undo :func:`hashable`: return a copy of wrapped static data, or the given static data if it is not wrapped."""
     return own_copy(static.value) if type(static) is HeldStatic else static
 
 

@@ -102,7 +102,7 @@ def _jax_functions(cls: Any) -> FlattenFunctions:
 def functions_of_jax(
     cls: type, flatten: JaxFlatten | None, unflatten: JaxUnflatten, flatten_with_keys: JaxFlattenWithKeys | None
 ) -> tuple[Flatten, FlattenWithKeys | None, Unflatten]:
-    """Convert functions with JAX's argument order to torch's; ``flatten`` or ``flatten_with_keys`` may be ``None``."""
+    """Convert JAX's flatten functions to torch's argument order; either ``flatten...`` function may be ``None``."""
 
     def torch_flatten(obj: object) -> tuple[list[Any], Any]:
         children, static = flatten(obj)  # type: ignore[misc] # returned only if it is not None
@@ -197,8 +197,8 @@ def is_mapping_like(cls: type) -> bool:
 def is_mapping(cls: type) -> bool:
     """Return whether a class is a mapping that stores all of its content, including dataclass fields, as items.
 
-    The result is false for a chex dataclass, which has the methods of a mapping, and for a dataclass that derives from
-    ``dict`` without storing its fields as items. The result is true for a ``ModelOutput``.
+    A transformers ``ModelOutput`` does so. A chex dataclass, which only has the methods of a mapping, does not, and a
+    dataclass that derives from ``dict`` may not.
     """
     if not is_mapping_like(cls):
         return False
@@ -232,7 +232,7 @@ _KEEPS_ITEMS = ("__post_init__", "__setitem__")
 
 
 def _written(cls: type) -> list[type]:
-    """Return a class and those of its bases that are written in Python instead of C."""
+    """Return a class and its base classes, without base classes that are written in C."""
     return list(cls.__mro__[: cls.__mro__.index(builtin_base(cls))])
 
 

@@ -93,9 +93,9 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
 
 
 def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
-    """Refuse an unflatten function that creates a tensor, which would become a constant of a traced program.
+    """Raise an error if unflatten creates a tensor, which would become a constant of a traced program.
 
-    See https://github.com/pytorch/pytorch/issues/179555: ``run_decompositions`` does not find the constant.
+    ``run_decompositions`` does not find this constant: https://github.com/pytorch/pytorch/issues/179555.
     """
     children, static = _flatten(recipe, sample)
     recorder = _OperatorLog()
@@ -114,7 +114,7 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
 
 
 def _check_placeholders(recipe: Recipe, sample: object) -> None:
-    """Refuse an unflatten function that fails for placeholders, which torch.export and JAX pass as children."""
+    """Raise an error if unflatten fails for placeholders, which torch.export and JAX pass as children."""
     children, static = _flatten(recipe, sample)
     placeholders = [child if get_node_type(child) in pytree.SUPPORTED_NODES else object() for child in children]
 

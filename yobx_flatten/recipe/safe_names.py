@@ -2,7 +2,7 @@
 
 An untrusted file names enums, dataclasses, configurations and functions as ``module:name``. Names are resolved only in
 imported modules, and in a fixed table of modules in which model libraries define caches, outputs and configurations.
-A named object must be of the expected kind, must be defined under its name, and must not be of the standard library.
+The object must have the expected type and be defined under its name; most of the standard library is refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def import_known(module: str) -> None:
 
 
 def find_named(name: object, kind: str) -> Any:
-    """Return the class, function or constant that a file names as ``module:name``; refuse forbidden names."""
+    """Return the class, function or constant that a file names as ``module:name``, or refuse an unsafe name."""
     # kind: the expected kind, a key of `_FITS`
     if not isinstance(name, str):
         raise StaticDataError(f"A file contains {describe_class(name)} instead of the name of a {kind}.")
@@ -96,7 +96,7 @@ def _is_class(base: type) -> Callable[[Any, str], bool]:
 
 
 def _is_plain_dataclass(found: object, name: str) -> bool:
-    """Return whether no code of a dataclass runs when an object of the class is created and deleted."""
+    """Return whether an object is a dataclass of which no code runs when an instance is made and deleted."""
     return _is_class(object)(found, name) and dataclasses.is_dataclass(found) and not hasattr(found, "__del__")
 
 

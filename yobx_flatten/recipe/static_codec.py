@@ -36,7 +36,7 @@ class _Kind(NamedTuple):
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is a tensor, a NumPy array or a JAX array, traced or not."""
+    """Return whether a value is a tensor, a NumPy array or a JAX array; tracers of JAX count as arrays."""
     if isinstance(value, torch.Tensor):
         return True
     return _is_of("numpy", "ndarray", value) or _is_of("jax", "Array", value)
@@ -100,7 +100,7 @@ def load_static(data: Static) -> Static:
 
 
 def check_static(value: Static, *, where: str = "") -> None:
-    """Refuse static data that cannot be stored, or that differs after it is stored and loaded.
+    """Raise an error for static data that cannot be stored as JSON, or that differs after it is stored and loaded.
 
     >>> check_static({"sizes": (2, 3)})
     >>> check_static({"sizes": [torch.zeros(2)]}, where="State.config")
@@ -298,7 +298,7 @@ _BUILT_IN = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, b
 
 
 def check_spec(text: str) -> None:
-    """Refuse a stored tree spec whose enum or ``defaultdict`` factory would make torch import a named module."""
+    """Refuse a stored tree spec if torch would import a module that its enum or ``defaultdict`` factory names."""
     for node in _dicts(_parsed(text)):
         context = node.get("context")
         if node.get("type") == "collections.defaultdict" and not _is_built_in(context):
@@ -338,7 +338,7 @@ _MOST_LABELS = 100_000  # current models have 1,000 to 22,000 labels
 
 
 def objection_to(stated: Mapping[str, Any]) -> str | None:
-    """Return why a stored model configuration is refused, as the end of a sentence; ``None`` if it is accepted.
+    """Return why a stored model configuration is refused (end of an error message); ``None`` if it is accepted.
 
     >>> objection_to({"num_hidden_layers": 32, "text_config": {"num_labels": 10**9}})
     'states num_labels = 1,000,000,000, but the limit is 100,000'

@@ -1,4 +1,4 @@
-"""Record the calls of a running model, and derive an export's example and dynamic shapes from them."""
+"""Record calls of a running model, and derive example inputs and dynamic shapes for an export from the calls."""
 
 from __future__ import annotations
 

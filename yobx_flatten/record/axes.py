@@ -1,7 +1,7 @@
 """Find the tensor sizes that vary between recorded calls, name them, and find relations between the sizes.
 
-A *place* is one axis of one tensor, or an integer argument. The sizes of a place in all calls are compared with the
-sizes that already have a name::
+A *place* is one axis of one tensor, or an integer argument. The sizes of a place in all recorded calls are compared
+with sizes that already have a name::
 
     call            0   1   2   3            name
     past            0   8   9  10            the cache states it
@@ -49,7 +49,7 @@ class Axes:
 
 
 def read_axes(calls: Sequence[Call]) -> Axes:
-    """Find and name the axes whose sizes vary between the calls of a model, both prefill and decode calls."""
+    """Find and name the axes whose sizes vary between the recorded calls of a model, prefill and decode together."""
     reading = _AxisReading(calls)
     reading.read_declared()
     reading.match_known()
@@ -105,7 +105,7 @@ class _AxisReading:
                 self.axes.names[place] = "past"
 
     def group(self, name: str, sizes: _Sizes) -> str:
-        """Return the name of a size with the given value per call: an existing name, or a new name such as ``n2``."""
+        """Return a name for sizes (one per call) of an axis: that of an axis with equal sizes, or a new one, ``n2``."""
         for number in itertools.count(1):
             numbered = name if number == 1 else f"{name}{number}"
             found = self.axes.sizes.get(numbered)
@@ -126,7 +126,7 @@ class _AxisReading:
                 self.axes.sizes[fits[0]] = {**sizes, **self.axes.sizes[fits[0]]}
 
     def candidates(self, place: Place) -> list[str]:
-        """Return the names of known sizes that an axis or integer input may have, the likeliest first."""
+        """Return the names that an axis or integer input may get, such as ``batch`` and ``past``, likeliest first."""
         path, axis = place
         known: list[str] = [name for name in ("new", "total", "past", "source") if name in self.axes.sizes]
         if axis is None:  # a number that never changes is part of the program
@@ -244,7 +244,7 @@ def _sizes_of(fact: Fact) -> list[tuple[int | None, int]]:
 
 
 def _equal(one: _Sizes, other: Mapping[int, int]) -> bool:
-    """Return whether two sizes are equal in every call that has both of them, and at least one call has both."""
+    """Return whether two axes have equal sizes in every call that has both axes; false if no call has both."""
     common = one.keys() & other.keys()
     return bool(common) and all(one[call] == other[call] for call in common)
 
@@ -277,7 +277,7 @@ def _is_constant(facts: Sequence[Fact]) -> bool:
 
 
 def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[Place, str]:
-    """Return the axes and integer inputs that are dynamic in an export of ``calls``, with the name of each size."""
+    """Return the axes and integer inputs that an export for ``calls`` makes dynamic, with the name of each size."""
     # sizes: the sizes that the caller chose, which vary
     paths = {fact.path for fact in calls[0].facts()}
     found = {}
@@ -291,7 +291,7 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
 
 
 def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the inputs of one call, without constant arguments, for an export; dynamic sizes of 1 become 2."""
+    """Return example inputs for an export: those of one call, without constants; dynamic sizes of 1 become 2."""
     varying = varying_in(calls, axes, sizes)
     _check_sizes(sizes, set(axes.names.values()))
     names = sorted(set(varying.values()))

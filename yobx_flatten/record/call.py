@@ -1,4 +1,4 @@
-"""Store the inputs and outputs of a recorded call, in memory or in a safetensors file with the structure as JSON.
+"""Store inputs and outputs of a recorded call, in memory or in a safetensors file that holds their structure as JSON.
 
 .. code-block:: text
 
@@ -131,7 +131,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclasses.dataclass(frozen=True)
 class Callee:
-    """The method whose calls are recorded: its object, name and signature."""
+    """The method whose calls are recorded, with its object, name and signature."""
 
     label: str  # class and method, for messages
     owner: Any  # the object; `None` for calls read from a folder without their model
@@ -139,7 +139,7 @@ class Callee:
     signature: inspect.Signature  # the signature of the bound method
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments of a call by parameter name, in order; ``None`` if the method does not accept them."""
+        """Return a call's arguments by parameter name, in order; ``None`` if the method rejects the arguments."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError:  # the call itself raises the error
@@ -153,7 +153,7 @@ class Callee:
         return named
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Split named inputs into positional and keyword arguments; as many as possible become keyword arguments."""
+        """Return named inputs as positional and keyword arguments; positional only where the method requires it."""
         parameters = self.signature.parameters.values()
         starred = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), None)
         many = bool(starred is not None and inputs.get(starred))
@@ -196,7 +196,7 @@ def callee_of(target: object, method: str | None) -> Callee:
 
 
 class _Recorded(torch.nn.Module):
-    """Base class of a module that calls a recorded method; the module stores the constant arguments."""
+    """Base class of modules that call a recorded method with stored constant arguments."""
 
     def __init__(self, callee: Callee, constants: Mapping[str, Any]) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class _Recorded(torch.nn.Module):
 
 
 def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]) -> torch.nn.Module:
-    """Make a module whose ``forward`` takes the named inputs, and calls the recorded method with constants added."""
+    """Make a module whose ``forward`` takes the named inputs, and passes them and constants to the recorded method."""
     # torch.export has no dynamic shapes for **kwargs, where Hugging Face models receive half of their arguments
     names = tuple(names)
 
@@ -239,14 +239,14 @@ class Fact(NamedTuple):
 
 
 class Snapshot:
-    """A stored copy of nested inputs or outputs; :meth:`restore` returns a new copy, which the caller may change."""
+    """A copy of a recorded call's inputs or outputs; :meth:`restore` returns another copy that may be changed."""
 
     def __init__(self, facts: tuple[Fact, ...], spec: pytree.TreeSpec, load: Callable[[], Sequence[Any]]) -> None:
         self.facts, self.spec, self._load = facts, spec, load
 
     @classmethod
     def take(cls, tree: PyTree, *, name: str, device: torch.device | None) -> Snapshot:
-        """Copy a nested object; the caller must be in a ``with`` block of ``register_flattening_functions``."""
+        """Copy nested inputs or outputs, in a ``with`` block of ``register_flattening_functions``."""
         check_no_cycles(tree, name)
         leaves, spec = pytree.tree_flatten(tree)
         layouts = Layouts()
@@ -259,11 +259,11 @@ class Snapshot:
         return cls(facts, spec, lambda: kept)
 
     def leaves(self) -> Sequence[Any]:
-        """Return the stored leaves without copying them; the caller must not change them."""
+        """Return the stored leaves (tensors and values) uncopied; the caller must not change them."""
         return self._load()
 
     def restore(self, leaves: Sequence[Any] | None = None) -> PyTree:
-        """Return a new object with the given leaves; by default, with stored leaves copied to original devices."""
+        """Return the nested object with given leaves; by default, with copies of the stored leaves on their devices."""
         if leaves is None:
             leaves = [_copy(leaf, fact.device) for leaf, fact in zip(self.leaves(), self.facts, strict=True)]
         with libraries_in_use():

@@ -116,10 +116,10 @@ class RecordedCalls(Sequence[Call]):
     # -- phases and axes -----------------------------------------------------------------------------------------------
 
     def phases(self) -> dict[str, RecordedCalls]:
-        """Group the recorded calls by kind and input structure; one exported program serves all calls of a phase.
+        """Return the recorded calls by phase; one exported program serves all calls of a phase.
 
         A phase is ``prefill`` (the KV cache is empty, or created by the call), ``decode`` (the cache has tokens) or
-        ``forward`` (no cache). Calls with further arguments form a separate phase, such as ``prefill+pixel_values``.
+        ``forward`` (no cache). Calls with additional arguments form a separate phase, such as ``prefill+pixel_values``.
         """
         groups = by_phase(self._calls)
         return {name: RecordedCalls(self._callee, calls, of=self._of or self) for name, calls in groups.items()}
@@ -172,7 +172,7 @@ class RecordedCalls(Sequence[Call]):
 
         Args:
             phase: name of the phase, which can be omitted if all calls are in one phase.
-            **sizes: sizes of the example, by name: ``batch=3``, ``new=4``. Tensors are repeated or truncated to a size.
+            **sizes: sizes for named axes (see :meth:`axes`): ``batch=3`` repeats or truncates tensors to 3 rows.
 
         Returns:
             Copies of the keyword arguments, which the caller may change.
@@ -293,7 +293,7 @@ def _rows(calls: Sequence[Call], axes: Axes) -> Iterator[tuple[str, str, str, st
 
 
 def _merged(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, str, str, str]]:
-    """Merge rows of a table that differ only in the name of the leaf, such as keys and values of all layers."""
+    """Merge table rows of tensors with equal dtypes and sizes, such as the keys and values of all layers of a cache."""
     for (parent, *alike), group in itertools.groupby(rows, key=lambda row: (row[0].rpartition(".")[0], *row[1:])):
         paths = [row[0] for row in group]
         last = paths[-1].removeprefix(f"{parent}.")
@@ -303,7 +303,7 @@ def _merged(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, st
 
 
 def _span(sizes: Sequence[int]) -> str:
-    """Return sorted sizes as a short text.
+    """Return sorted sizes as a short text, with ``..`` between the ends of a range.
 
     >>> _span([2]), _span([1, 8]), _span([0, 8, 9, 10])
     ('2', '1, 8', '0, 8..10')
@@ -350,7 +350,7 @@ def kind_of(cache: TransformersCache | None, past: int | None) -> str:
 
 
 def by_phase(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    """Group recorded calls by kind and input structure; a group has a name such as ``prefill+pixel_values``."""
+    """Group calls by phase (such as decode) and input structure, with group names such as ``prefill+pixel_values``."""
     groups: list[list[Call]] = []
     for call in calls:
         alike = next((group for group in groups if _alike(group[0], call)), None)
@@ -394,7 +394,7 @@ def _name(call: Call, taken: Mapping[str, list[Call]]) -> str:
 
 
 def _arguments(call: Call) -> Iterable[str]:
-    """Return the names of the arguments that are not ``None``."""
+    """Return the names of the arguments of a recorded call that are not ``None``."""
     return dict.fromkeys(
         fact.path.partition(".")[0] for fact in call.facts() if fact.is_tensor or fact.value is not None
     )
@@ -408,8 +408,8 @@ class RecordReplay(Report):
     """A comparison of a program with recorded calls: ``print`` shows a table; the object is true if all calls pass.
 
     Attributes:
-        calls: the comparison of each recorded call.
-        tolerance: largest absolute difference allowed.
+        calls: for each recorded call, the differences between its recorded outputs and those of the program.
+        tolerance: largest allowed absolute difference of an output value.
     """
 
     calls: tuple[CaseResult, ...]

@@ -36,11 +36,11 @@ def record_calls(
 ) -> Iterator[RecordedCalls]:
     """Context manager that records copies of the inputs and outputs of all calls of a module or a method.
 
-    Inputs are copied before a call, because the call may fill the KV cache; outputs are copied after the call. Inside
-    the block, :func:`~yobx_flatten.register_flattening_functions` is active for the imported libraries. The end of the
-    block restores the original method, also after an exception. Recordings can be nested, and calls can come from any
-    thread; calls that torch traces are not recorded. A call that raises an error is stored with its inputs in
-    :attr:`RecordedCalls.failed`, and the error is raised unchanged.
+    Inputs are copied before a call, because the call may fill the KV cache; outputs are copied after the call. The
+    block also registers classes, as :func:`~yobx_flatten.register_flattening_functions` does. The end of the ``with``
+    block restores the original method, also after an exception. ``record_calls`` blocks can be nested, and calls can
+    come from any thread; calls in a torch trace are not recorded. A call that raises an error is stored with its inputs
+    in :attr:`RecordedCalls.failed`, and the error is raised unchanged.
 
     Args:
         target: a module (its ``forward`` is recorded), an object with a ``method``, or a bound method.
@@ -79,7 +79,7 @@ def record_calls(
 
 @dataclasses.dataclass
 class _Begun:
-    """A call that has not returned yet."""
+    """A recorded call of a model that has not returned yet, with a copy of its inputs."""
 
     index: int
     inputs: Snapshot
@@ -103,7 +103,7 @@ class _Recorder:
         self.next_index = self.taken = 0
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Begun | None:
-        """Copy the inputs of a call; return ``None`` if the call is not recorded."""
+        """Copy the inputs of a call before it runs; return ``None`` for a call that is not recorded."""
         named = self.callee.bind(args, kwargs)
         if named is None:
             return None
@@ -162,7 +162,7 @@ class _Recorder:
         return self.stored(Call(self.callee, begun.index, kind, past, new, parts))
 
     def stored(self, call: Call) -> Call:
-        """Return the call; with a folder, write the call, and return a call that reads its tensors from the file."""
+        """Return the recorded call; with a folder, write it to a file, and return a ``Call`` that reads the file."""
         return call if self.folder is None else write_call(self.folder, call)
 
 

@@ -34,9 +34,9 @@ _SHARED = tuple(name for name, value in vars(nn.Module()).items() if isinstance(
 
 
 class ModelProxy(nn.Module):
-    """Base of wrappers around a module. Attributes that begin with ``_rp_`` belong to the wrapper.
+    """Base class of wrappers around a module. Attributes whose names begin with ``_rp_`` belong to the wrapper.
 
-    Attributes with other names are read from the wrapped model, and set and deleted on the wrapped model.
+    All other attributes are read, set and deleted on the wrapped model.
     """
 
     _rp_model: nn.Module
@@ -95,7 +95,7 @@ class ModelProxy(nn.Module):
 
 
 def wrapped_model(module: nn.Module) -> nn.Module:
-    """Return the model in a pipeline; other modules are returned unchanged.
+    """Return the model that a pipeline wraps; a module that is not a pipeline is returned unchanged.
 
     >>> layer = nn.Linear(1, 1)
     >>> wrapped_model(layer) is layer
@@ -167,7 +167,7 @@ class EngineHandle(ModelProxy):
 
     @property
     def replicas(self) -> int:
-        """The number of groups that a batch is split into, which does not depend on the number of ranks."""
+        """The number of groups that the rows of a batch are split into (default: the number of ranks)."""
         return self._rp_engine.groups.replicas
 
     @property
@@ -199,8 +199,8 @@ class EngineHandle(ModelProxy):
     def drop_kept_parameters(self) -> None:
         """Release the copies of parameters that stay on devices (``keep_parameters`` of :class:`RoundPipeRunConfig`).
 
-        The next run uploads the parameters again. Call this method after writes that torch does not count in the
-        version of a tensor: through ``parameter.data``, or by another library.
+        The next forward or backward uploads the parameters again. Call this method after a write that does not increase
+        the version counter of a tensor, such as a write through ``parameter.data`` or by another library.
         """
         with self._rp_engine.lock:
             self._rp_engine.kept.drop()
@@ -282,7 +282,7 @@ class PipelineOptions:
         return self.mesh is not None or self.replicas is not None
 
     def picklable(self, devices: Sequence[Device]) -> PipelineOptions:
-        """Return these options with devices by name, from which another process can create the devices."""
+        """Return the options with the names of devices, so that another process can create the pipeline."""
         if self.mesh is not None:
             raise ConfigError(
                 "A pipeline of several ranks has a part of its state on each rank, so it cannot be pickled. All ranks "

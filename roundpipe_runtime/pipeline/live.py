@@ -1,8 +1,8 @@
 """Detect changes of the wrapped model: before each call, its modules are compared with the modules of earlier calls.
 
-The comparison covers modules, classes and forwards; for modules around the layers, of which the pipeline runs copies,
-also attributes and names of parameters. Objects are compared by identity. The record of a model references the objects,
-so that a new object cannot have the address of an old object.
+The comparison covers modules, their classes and their ``forward`` functions. For modules outside the layers, of which
+the pipeline runs copies, attributes and parameter names are also compared. Objects are compared by identity. The record
+of a model references the objects, so that a new object cannot have the address of an old object.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class ModelReading:
 
 
 def _held_by(value: object, without: Set[str] = frozenset()) -> Sequence[object]:
-    """Return the values in an object and the names of its attributes; none for modules, tensors and functions."""
+    """Return the items of a container, or attribute names and values of an object; nothing for a module or a tensor."""
     # without: names of attributes that are left out
     if isinstance(value, dict):
         return [one for item in value.items() for one in item]

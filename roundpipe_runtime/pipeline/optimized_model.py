@@ -27,8 +27,8 @@ class OptimizedModel(EngineHandle):
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """Yield each parameter that the optimizer updates, once.
 
-        Without ``optim_dtype``, the parameters of the model are yielded. With ``optim_dtype``, master weights are
-        yielded: copies of the parameters in ``optim_dtype``, which have the gradients.
+        With ``optim_dtype`` and ``update="masters"``, master weights are yielded: copies of the parameters in
+        ``optim_dtype``, which have the gradients. Otherwise, the parameters of the model are yielded.
         """
         for _, parameter in self.optim_named_parameters():
             yield parameter
@@ -36,7 +36,7 @@ class OptimizedModel(EngineHandle):
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters that the optimizer updates, with their names.
+        """Yield names and parameters that the optimizer updates, see :meth:`optim_parameters`.
 
         Args:
             prefix: prefix of the names.
@@ -90,11 +90,11 @@ class OptimizedModel(EngineHandle):
     def step_with(self, *optimizers: torch.optim.Optimizer) -> None:
         """Set the optimizers with which ``forward_backward`` updates each layer if ``update="in_backward"``.
 
-        ``optimizer.step()`` must still be called after each ``forward_backward``, because schedulers expect the call;
-        ``step`` updates only parameters outside of the layers, such as parameters of a loss.
+        ``optimizer.step()`` must still be called after each ``forward_backward``, because schedulers expect the call.
+        It updates only parameters outside of the layers, such as parameters of a loss.
 
         Args:
-            *optimizers: optimizers of :meth:`optim_parameters`; each trained parameter belongs to one of them.
+            *optimizers: optimizers that together update all :meth:`optim_parameters`.
 
         Raises:
             ConfigError: the pipeline does not have ``update="in_backward"``.
@@ -121,13 +121,13 @@ class OptimizedModel(EngineHandle):
     def step(
         self, step_fn: Callable[..., Any], is_async: bool | Literal["exact"] = False, *args: Any, **kwargs: Any
     ) -> None:
-        """Run an optimizer step, after which the next run of the pipeline uses the new parameters.
+        """Run an optimizer step, immediately or in the background.
 
         Args:
             step_fn: function that runs the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
-            is_async: when the step runs (default: before this method returns). ``"exact"``: in the background, layer by
-                layer; the next run waits for the update of each layer, so results are unchanged. ``True``: in the
-                background; the next run reads the parameters from before the step.
+            is_async: when the step runs (default: before this method returns). ``"exact"``: in the background; a layer
+                waits for its update before it runs again, so results are unchanged. ``True``: in the background, while
+                the next forward and backward use the parameters from before the step.
             *args: arguments of ``step_fn``.
             **kwargs: keyword arguments of ``step_fn``.
 
@@ -161,7 +161,7 @@ class OptimizedModel(EngineHandle):
     ) -> torch.Tensor:
         """Scale the gradients of the optimizer's parameters so that their total norm is at most ``max_norm``.
 
-        The norm is computed from the gradients of all ranks, so all ranks must call this method. The result is bitwise
+        The norm is computed from the gradients of all ranks, so all ranks must call this method. The norm is bitwise
         identical for every number of ranks.
 
         Args:
@@ -204,15 +204,15 @@ class SavedModel(EngineHandle):
     """Base class of a pipeline with the methods that save and load the training state."""
 
     def progress(self) -> PipelineProgress:
-        """Return the training state after the last step, except for the state dict.
+        """Return the training state of the pipeline that is not in its state dict.
 
         Returns:
-            The number of runs, the master weights, the gradients, and the number of groups; tensors are not copied.
+            The number of completed runs, the master weights, the gradients and the number of groups, as references.
         """
         return dataclasses.replace(self._rp_engine.progress(), replicas=self.replicas)
 
     def load_progress(self, progress: PipelineProgress) -> None:
-        """Load the state from :meth:`progress`, after loading the parameters; existing gradients are discarded.
+        """Load the result of :meth:`progress`, after the parameters have been loaded, and discard existing gradients.
 
         Args:
             progress: progress of a pipeline whose parameters have the same names. Master weights are ignored if this
@@ -237,7 +237,7 @@ class SavedModel(EngineHandle):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state dict of the original model after the last step, under the model's own names.
+        """Wait for an optimizer step in the background, and return the state dict of the wrapped model.
 
         Args:
             *args: positional arguments of the model's ``state_dict``.
@@ -261,7 +261,7 @@ class SavedModel(EngineHandle):
             The missing and the unexpected keys, as ``nn.Module.load_state_dict`` returns them.
 
         Raises:
-            RuntimeError: names or shapes do not fit.
+            RuntimeError: names or shapes do not fit the model.
         """
         self._rp_engine.synchronize()
         result = self._rp_model.load_state_dict(state_dict, strict, assign)

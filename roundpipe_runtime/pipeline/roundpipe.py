@@ -42,7 +42,7 @@ Outputs = TypeVar("Outputs")
 
 
 class ForwardBackward(Protocol):
-    """The type of :meth:`RoundPipe.forward_backward`: the type of the result, by types of arguments."""
+    """The overloads of :meth:`RoundPipe.forward_backward`: the result type for each combination of argument types."""
 
     @overload
     def __call__(
@@ -128,41 +128,40 @@ def _identity(outputs: Any, labels: Any) -> Any:
 class RoundPipe(OptimizedModel, SavedModel):
     """Train a model larger than device memory: the pipeline copies a few layers at a time to the devices.
 
-    Parameters, buffers, names and ``state_dict`` are those of the model; ``train`` and ``eval`` set the model's mode.
-    Attributes that a pipeline does not have are read from the model, and set and deleted on the model.
+    A pipeline has the parameters, buffers, names and ``state_dict`` of its model; ``train`` and ``eval`` set the mode
+    of the model. Attributes that a pipeline does not have are read, set and deleted on the model.
 
     Args:
-        model: an ``nn.Sequential``, whose children are the layers; a list of layers; or any other module, which is one
-            layer.
+        model: the layers, as a list or as an ``nn.Sequential``. Any other module is one layer.
         optim_dtype: dtype of the optimizer's parameters and of gradients (default: the dtype of each parameter).
-        name: name in errors and timelines, which also changes the seeds of random layers. Default: ``"file:line"``.
+        name: name in errors, timelines and the seeds of layers such as dropout (default: ``"file:line"`` of the call).
         model_run_config: default settings for all calls of the pipeline.
-        pin_model: ``"alloc"`` or ``"register"``: parameters are in pinned memory if there is an accelerator; ``"off"``:
-            parameters are in pageable memory.
+        pin_model: how parameters are pinned in host memory if there is an accelerator. ``"alloc"`` (default): moved to
+            pinned memory; ``"register"``: pinned in place (CUDA only); ``"off"``: not pinned.
         devices: ``"virtual:N"``, a list of torch devices or of :class:`Device` objects, or ``None``: all accelerators,
             else ``"virtual:2"``.
         mesh: mesh of the processes that train the model, such as ``init_device_mesh("cpu", (N,))`` (default: this
             process alone). Each process has the optimizer state for a part of the rows of every matrix, and passes its
-            part of the batch to ``forward_backward``. In a mesh with two axes, processes along the first axis have
-            copies of one optimizer state, so with ``(N, 1)`` each process has the state of all rows.
-        replicas: number of groups that a batch is split into; group g runs on rank g modulo N (default: number of
-            ranks). Results are the same for every number of ranks.
+            part of the batch to ``forward_backward``. In a mesh with two axes, the optimizer state is replicated along
+            the first axis, so with shape ``(N, 1)`` each process has all of it.
+        replicas: number of groups that the rows of a batch are split into (default: number of ranks N). Group g runs on
+            rank g modulo N, and results for one number of groups do not depend on N.
         reduce_dtype: dtype in which gradients are sent between ranks (default: the dtype of their sums).
-        gradient_dtype: dtype of the gradients of master weights between a run and the step; a run still sums gradients
-            in ``optim_dtype`` (default: ``optim_dtype``).
-        compile: ``True``, or keyword arguments of ``torch.compile``, to compile each kind of layer once (default:
-            layers are not compiled). Without a keyword ``dynamic``, ``dynamic=True`` is used.
-        large_tables: how embeddings and heads of at least 16 MiB are copied to a device. ``"auto"``: only rows that a
-            microbatch reads; the head of a transformers model in slices, if the head does not fit into a stage.
-            ``"slices"``: a head is always copied in slices; the loss then differs by rounding. ``"whole"``: tables are
-            copied like every other parameter.
+        gradient_dtype: dtype in which gradients of master weights are stored until the optimizer step (default:
+            ``optim_dtype``). A backward still sums gradients in ``optim_dtype``.
+        compile: ``True``, or keyword arguments of ``torch.compile``, to compile the layers (default: layers are not
+            compiled). Without a keyword ``dynamic``, ``dynamic=True`` is used.
+        large_tables: how embeddings and heads of at least 16 MiB are copied to a device. ``"auto"``: of an embedding,
+            only the rows that a microbatch reads; the head of a transformers model in slices if it does not fit into a
+            stage. ``"slices"``: a head is always copied in slices; the loss then differs by rounding. ``"whole"``:
+            tables are copied like every other parameter.
         host: with ``"disk:DIR"``, parameters, gradients, master weights and optimizer state are in a scratch file in
-            this folder, and only a few layers are in memory at a time (default: ``"memory"``). Both give equal results.
+            this folder, and only a few layers are in memory at a time (default: ``"memory"``). Results are unchanged.
         update: what the optimizer updates (default: ``"masters"``). ``"masters"``: master weights of dtype
             ``optim_dtype``, which a step rounds into the parameters. ``"in_place"``: the parameters themselves, which
             get the dtype ``optim_dtype``, and are rounded to their original dtype during the upload. ``"in_backward"``:
             as ``"in_place"``, but ``forward_backward`` updates each layer when the gradients of the layer are complete,
-            see :meth:`step_with`. All three give the same results.
+            see :meth:`step_with`. Results do not depend on ``update``.
 
     Raises:
         ConfigError: an argument has an invalid value.
@@ -255,7 +254,7 @@ class RoundPipe(OptimizedModel, SavedModel):
     # -- running -----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run :meth:`forward`, and the hooks of the model."""
+        """Run :meth:`forward` and the hooks of the wrapped model."""
         if self._rp_runs_model:  # the hooks run inside, for each microbatch
             return self.forward(*args, **kwargs)
         return super().__call__(*args, **kwargs)
@@ -299,7 +298,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         Args:
             input_args: positional arguments of the model.
             input_kwargs: keyword arguments of the model.
-            label: labels, split like the inputs.
+            label: labels of the batch, which are split into microbatches like the inputs.
             loss_fn: ``loss_fn(outputs, labels)`` returns the loss of a microbatch: a tensor, a sequence of tensors, or
                 a pair ``(sum, weight)`` (default: the outputs are the loss). The loss of the batch equals the loss
                 without a pipeline, unless the setting ``loss_reduction`` states otherwise.
@@ -342,7 +341,7 @@ class RoundPipe(OptimizedModel, SavedModel):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that accumulates gradients on each rank, without exchange between ranks.
 
-        The first ``forward_backward`` after the with block sends the accumulated gradients together with its own.
+        The first ``forward_backward`` after the with block also sends the accumulated gradients.
         """
         return self._rp_engine.groups.no_sync()
 
@@ -393,7 +392,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         return (config or RoundPipeRunConfig()).over(self._rp_options.model_run_config).resolved(self.num_devices)
 
     def _rp_check_model(self) -> None:
-        """Check that the model still has the wrapped layers; after other changes, forget the results of row checks."""
+        """Check that the model has the wrapped layers; after another change, check again that rows are independent."""
         model, layers = self._rp_model, self._rp_engine.layers
         reading = read_model(model, layers)
         if reading.matches(self._rp_reading):

@@ -1,4 +1,4 @@
-"""Layer costs: estimated from the parameters before a layer has run, measured afterwards."""
+"""Costs (time and memory) of layers: times are estimated from the parameters until the layers have been measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LayerCost:
 
     Attributes:
         forward: time of a forward, in seconds or in any unit that is the same for all layers of a plan.
-        backward: time of a backward with its recomputed forward, in the same unit.
+        backward: time of a backward with its recomputed forward, in the unit of ``forward``.
         param_bytes: bytes of the parameters and buffers, which are on the device while the layer runs.
         grad_bytes: bytes of the gradients of the parameters, which are on the device during backward. If gradients are
             summed in a dtype other than the parameter's, the bytes of the sums are included.
@@ -58,14 +58,14 @@ def layer_costs(model: Any) -> list[LayerCost]:
     """Return the cost of each layer of a model.
 
     Args:
-        model: an object with a method ``layer_costs()``, such as a pipeline; an ``nn.Sequential``, whose children are
-            the layers; any other module, which is one layer; or a list of :class:`LayerCost`.
+        model: a list of :class:`LayerCost`, an object with a method ``layer_costs()`` (such as a pipeline), or a
+            module. Each child of an ``nn.Sequential`` is a layer; any other module is one layer.
 
     Returns:
-        One cost per layer.
+        The cost (time and memory) of each layer.
 
     Raises:
-        PlanError: for an object of another type, and for a model without layers.
+        PlanError: if ``model`` has another type or has no layers.
 
     >>> [cost.forward for cost in layer_costs(nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 8, bias=False)))]
     [8192.0, 8192.0]
@@ -88,10 +88,10 @@ def layer_costs(model: Any) -> list[LayerCost]:
 def analytic_cost(
     layer: nn.Module, gradient_dtype: Callable[[nn.Parameter], torch.dtype] = lambda parameter: parameter.dtype
 ) -> LayerCost:
-    """Estimate the cost of a layer from its parameters, in multiplications per row and sequence position.
+    """Estimate from the parameters of a layer how many multiplications it needs per token, and its memory.
 
-    A matrix costs one multiplication per element; an embedding costs almost nothing. Work that does not depend on the
-    parameters, such as attention over a long sequence, is only known after times are measured.
+    A matrix costs one multiplication per element; an embedding costs almost nothing. The estimate does not include work
+    without parameters, such as attention over a long sequence.
 
     Args:
         layer: layer whose cost is estimated.
@@ -155,12 +155,12 @@ class MeasuredCosts:
         return sum(taken for taken in least if taken < seconds) / total if total else 0.0
 
     def record(self, layer: int, direction: Literal["forward", "backward"], seconds: float) -> None:
-        """Record one measured time of a layer on one microbatch; a backward includes the recomputation.
+        """Record the time that a layer took for one microbatch; a backward includes its recomputed forward.
 
         Args:
             layer: index of the layer.
             direction: ``"forward"`` or ``"backward"``.
-            seconds: measured time.
+            seconds: measured time of the layer.
         """
         with self._lock:
             before = self._measured.get((direction, layer), seconds)
@@ -169,7 +169,7 @@ class MeasuredCosts:
                 self._recent.setdefault(layer, collections.deque(maxlen=_RECENT)).append(seconds)
 
     def costs(self) -> list[LayerCost]:
-        """Return the cost of each layer in seconds: measured, or estimated and scaled to the layers that were measured.
+        """Return the cost of each layer in seconds; a layer without a measurement gets its scaled estimate.
 
         Before the first measurement, the estimated costs are returned unchanged.
         """

@@ -6,7 +6,7 @@
     forward   | 1    1    1  | 1    1 |                  so a forward stage holds about three times the layers
     backward  | 3 | 3 | 3 | 3 | 3 | 3    1.5 |           the last one is the fused stage: forward, loss, backward
 
-A cap limits the time of a stage of several layers; it is a sum of layer times, up to 1.1 times the slowest layer's.
+A cap is the longest time that a stage of several layers may take: by default, up to 1.1 times the slowest layer's time.
 
 Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) partitions a sequence of layers into stages of similar costs.
 PipeDream (Harlap et al., 2018, arXiv 1806.03377) partitions layers by measured times. In GPipe and PipeDream, forward
@@ -136,7 +136,7 @@ def _fastest(
     devices: int,
     microbatches: int,
 ) -> tuple[float, list[Stages]]:
-    """Return the time of the fastest plan with ``copies`` copies of the fused stage, and the plan."""
+    """Return the simulated time of the fastest plan, and the plan, if ``copies`` devices run its fused stage."""
     shared = list(models)
     if copies > 1:  # each copy runs a share of the microbatches, so the other stages may only be as long as this share
         head = shared[-1][-1]
@@ -160,7 +160,7 @@ def _fastest(
 
 
 def _caps(run_type: str, models: Sequence[Sequence[LayerCost]], upper_threshold: float) -> list[float]:
-    """Return upper limits of stage time that are tried, each the sum of the times of neighbouring layers."""
+    """Return the limits of stage time to try: sums of the times of neighbouring layers."""
     rows = [[cost.forward for cost in costs] for costs in models]
     if run_type != "infer":
         rows += [[cost.backward for cost in costs] for costs in models]

@@ -29,15 +29,15 @@ class ModelExecutePlan:
         "fused": forward_backward          fwd_plan = [range(0, 3)]
                                            bwd_plan = [range(3, 4), range(1, 3), range(0, 1)]
 
-    Backward stages are listed from the last layers to the first; the layers in a stage are ascending. In a fused run
-    the first stage of ``bwd_plan`` runs forward, loss and backward while its layers are on the device, so ``fwd_plan``
-    ends before this stage.
+    Backward stages are listed from the last layers to the first; the layers in a stage are ascending. In a plan for
+    ``"fused"``, the first stage of ``bwd_plan`` runs forward, loss and backward while its layers are on the device, so
+    ``fwd_plan`` ends before this stage.
 
     Attributes:
         fwd_plan: layers of each forward stage, as ranges or lists of ascending indices.
-        bwd_plan: layers of each backward stage.
-        last_stage_copies: number n of devices that run the fused stage of a fused run, each for every n-th microbatch;
-            at most the number of devices and of microbatches (default: 1).
+        bwd_plan: layers of each backward stage, beginning with the stage of the last layers.
+        last_stage_copies: number n of devices that run the fused stage, each for every n-th microbatch (default: 1). A
+            number above the number of devices or of microbatches is reduced.
 
     >>> from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
@@ -51,7 +51,7 @@ class ModelExecutePlan:
     last_stage_copies: int = 1
 
     def for_two_passes(self) -> ModelExecutePlan:
-        """Convert the plan of a fused run to a plan with separate forward and backward stages.
+        """Convert a plan for ``"fused"`` to a plan for ``"train"``, with separate forward and backward stages.
 
         >>> ModelExecutePlan([range(0, 3)], [range(3, 4), range(0, 3)]).for_two_passes().fwd_plan
         [range(0, 3), range(3, 4)]
@@ -105,16 +105,15 @@ class ModelExecutePlan:
         _check_order("fwd_plan", forward, range(after_fused), fused=run_type == "fused")
 
     def stages(self, run_type: RunType, num_layers: int, *, most_copies: int | None = None) -> list[Stage]:
-        """Check the plan, and return its stages in the order in which they are dispatched.
+        """Check the plan, and return its stages in the order in which they are dispatched to devices.
 
         Args:
             run_type: ``"infer"``, ``"train"`` or ``"fused"``.
             num_layers: number of layers of the model.
-            most_copies: largest number of copies of the fused stage, because of the number of devices or microbatches
-                (default: no limit).
+            most_copies: largest number of devices that can run the fused stage (default: no limit).
 
         Returns:
-            The stages, in the order of dispatch.
+            The stages of the plan, in the order of dispatch.
 
         Raises:
             PlanError: if the plan does not fit the model, see :meth:`check_valid`.
@@ -138,8 +137,8 @@ class ModelExecutePlan:
         """Compute a plan from the cost of each layer, which is estimated until the model has run, and then measured.
 
         Args:
-            run_type: ``"infer"``, ``"train"`` or ``"fused"``. If several models run one after the other, the last model
-                gets a fused plan, and the others get plans for ``"train"``.
+            run_type: ``"infer"``, ``"train"`` or ``"fused"``. With ``"fused"`` and several models, the last model gets
+                a fused plan, and all other models get plans for ``"train"``.
             *models: pipelines, ``nn.Sequential`` modules, or lists of :class:`LayerCost`.
             min_stages: smallest number of stages (default: the number of devices).
             upper_threshold: largest ratio of the time of a stage to the time of the slowest layer.
@@ -148,14 +147,14 @@ class ModelExecutePlan:
             previous: the plan in use, which is kept unless the new plan is clearly faster.
             last_stage_copies: number of devices that have a copy of the last layer (default: 1). Each of n devices runs
                 the last layer for every n-th microbatch. With several copies, the last layer is a separate stage.
-                ``"auto"`` selects the number that makes the simulated run clearly faster.
+                ``"auto"`` uses several devices only if the simulated iteration becomes clearly faster.
             num_microbatch: number of microbatches for which times of plans are simulated (default: ``min_stages`` + 1).
 
         Returns:
-            One plan, or a list of plans for several models.
+            The plan of the model, or a list with one plan per model if there are several.
 
         Raises:
-            PlanError: if there is no model, or a single layer is larger than the limit.
+            PlanError: if no model is given, or a single layer needs more memory than a stage may have.
         """
         if not models:
             raise PlanError('ModelExecutePlan.auto needs a model:\n    ModelExecutePlan.auto("fused", model)')

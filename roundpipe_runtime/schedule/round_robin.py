@@ -13,8 +13,8 @@
 
 Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) fills a pipeline with the microbatches of one batch, and
 recomputes the forward. In GPipe, and in the 1F1B schedule of PipeDream (Harlap et al., 2018, arXiv 1806.03377), a
-device keeps its stage. This module assigns stages to the devices in turn, as in RoundPipe (Luo et al., 2026, arXiv
-2604.27085).
+device always runs the same stage. This module assigns stages to the devices in turn, as in RoundPipe (Luo et al., 2026,
+arXiv 2604.27085).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Kind: TypeAlias = Literal["forward", "fused", "backward"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive layers that are loaded onto a device together, and then compute each microbatch.
+    """A pipeline stage: consecutive layers that are loaded onto a device together, and then compute each microbatch.
 
     Attributes:
-        index: index of the stage in the run, from 0.
+        index: position of the stage in the schedule, from 0.
         kind: ``"forward"``, ``"fused"`` (forward, loss and backward without recomputation) or ``"backward"`` (a
             recomputed forward and its backward).
         layers: indices of the layers, ascending.
         copy: index of this copy of the stage, from 0 (default: 0).
-        copies: number of copies, each on its own device; each runs every ``copies``-th microbatch (default: 1).
+        copies: number of devices with a copy of the stage; each runs every ``copies``-th microbatch (default: 1).
     """
 
     index: int
@@ -63,7 +63,7 @@ class Stage:
         """Return the microbatches that this copy of the stage computes.
 
         Args:
-            num_microbatch: number of microbatches of the run.
+            num_microbatch: number of microbatches of the batch.
 
         >>> list(Stage(3, "fused", range(6, 7), copy=1, copies=2).microbatches(5))
         [1, 3]
@@ -73,7 +73,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """The work of one stage on one microbatch."""
+    """The work of one pipeline stage on one microbatch."""
 
     stage: int
     microbatch: int
@@ -83,7 +83,7 @@ class Step:
 def stages_of(
     run_type: str, fwd_plan: Sequence[range], bwd_plan: Sequence[range], last_stage_copies: int = 1
 ) -> list[Stage]:
-    """List the stages of one run in dispatch order.
+    """List the stages of an execution plan in the order in which they are dispatched to devices.
 
     >>> [(s.kind, list(s.layers)) for s in stages_of("fused", [range(0, 2)], [range(2, 4), range(0, 2)])]
     [('forward', [0, 1]), ('fused', [2, 3]), ('backward', [0, 1])]
@@ -142,17 +142,18 @@ class RoundRobin:
 def steps_in_order(
     devices: Sequence[int], num_microbatch: int, stages: Sequence[Stage] | None = None
 ) -> Iterator[Step]:
-    """Yield all steps, stage by stage, in an order in which one thread can dispatch them to the devices.
+    """Yield the steps of a schedule, stage by stage, in an order in which one thread can dispatch them to the devices.
 
-    Every step comes after the steps that it waits for, and each device gets its steps in the order of execution.
+    A step (one stage on one microbatch) comes after all steps that it waits for. Each device gets its steps in the
+    order of execution.
 
     Args:
-        devices: the device of each stage, from :meth:`RoundRobin.assign`.
+        devices: the index of the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
-        stages: the stages; copies share the microbatches (default: each stage takes all microbatches).
+        stages: the stages; copies of a stage divide the microbatches (default: each stage takes all microbatches).
 
     Returns:
-        An iterator over the steps.
+        An iterator over the steps of the schedule.
     """
     for stage, device in enumerate(devices):
         for microbatch in range(num_microbatch) if stages is None else stages[stage].microbatches(num_microbatch):
@@ -162,14 +163,14 @@ def steps_in_order(
 def clock_cycles(
     devices: Sequence[int], num_microbatch: int, stages: Sequence[Stage] | None = None
 ) -> Iterator[list[Step]]:
-    """Yield the steps that run at the same time, tick by tick, if every step takes one tick.
+    """Yield for each clock cycle the steps that run at the same time, if every step takes one cycle.
 
     A step waits for the step of the same microbatch in the previous stage, and for earlier steps of its device.
 
     Args:
-        devices: the device of each stage, from :meth:`RoundRobin.assign`.
+        devices: the index of the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
-        stages: the stages; copies share the microbatches (default: each stage takes all microbatches).
+        stages: the stages; copies of a stage divide the microbatches (default: each stage takes all microbatches).
 
     Returns:
         An iterator over the clock cycles, each a list of steps.
@@ -192,14 +193,14 @@ def clock_cycles(
 
 
 def draw(stages: Sequence[Stage], devices: Sequence[int], num_microbatch: int) -> str:
-    """Draw a schedule as text: a row per tick, a column per device.
+    """Draw a pipeline schedule as text: a line per clock cycle, a column per device.
 
     Forward stages are ``F0``, ``F1`` ..., the fused stage is ``L``, backward stages are ``B0``, ``B1`` ...; ``m0`` is
-    the first microbatch, and ``.`` is a tick without work.
+    the first microbatch, and ``.`` is an idle cycle.
 
     Args:
-        stages: the stages of one run, from :func:`stages_of`.
-        devices: the device of each stage, from :meth:`RoundRobin.assign`.
+        stages: the stages of a plan, from :func:`stages_of`.
+        devices: the index of the device of each stage, from :meth:`RoundRobin.assign`.
         num_microbatch: number of microbatches.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Simulate a schedule: its time, its traffic on the links and its peak memory on devices, before anything runs."""
+"""Simulate a pipeline schedule: its time, the bytes that it copies, and its peak memory on the devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Machine:
         link: bytes per second from CPU memory to a device.
         memory: bytes of memory of a device.
         down: bytes per second from a device to CPU memory (default: ``link``).
-        overlaps: whether a device computes while data is copied, which virtual devices do not (default: ``True``).
+        overlaps: whether a device computes while data is copied (default: ``True``). Virtual devices do not.
     """
 
     num_devices: int
@@ -34,19 +34,19 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageLoad:
-    """Time, bytes to copy, and memory of one stage.
+    """Computing time, copied bytes and memory of one pipeline stage.
 
     Attributes:
         compute: seconds of computation on one microbatch.
         upload: bytes of parameters that are copied to the device before the first microbatch.
-        download: bytes of gradients that are copied back after the last microbatch.
+        download: bytes of gradients that are copied to CPU memory after the last microbatch.
         inputs: bytes of activations that are copied to the device per microbatch.
-        outputs: bytes of activations that are copied back per microbatch.
+        outputs: bytes of activations that are copied to CPU memory per microbatch.
         working: bytes that exist on the device during the computation of one microbatch.
         copies: number of devices that run the stage, each for every ``copies``-th microbatch (default: 1).
-        copy: index of the copy that this load describes (default: all copies, each on the next device).
-        share: bytes of the gradients of one microbatch, which each copy sends to the last copy; the last copy adds the
-            gradients, and copies the sum back (default: 0, each copy downloads its own gradients).
+        copy: index of the copy of the stage that the numbers describe (default: all copies, on consecutive devices).
+        share: bytes of gradients that each copy of the stage sends to the last copy per microbatch, which downloads the
+            sum (default: 0, each copy downloads its own gradients).
     """
 
     compute: float
@@ -62,7 +62,7 @@ class StageLoad:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TimedStep:
-    """One step of a simulated schedule, with its start and end times."""
+    """One stage on one microbatch in a simulated schedule, with its start and end times."""
 
     step: Step
     start: float
@@ -79,10 +79,10 @@ class Simulation:
         utilisation: share of the time in which devices compute.
         bytes_up: host-to-device bytes.
         bytes_down: device-to-host bytes.
-        links: bytes that are copied to and from each device.
+        links: a pair of numbers for each device: bytes copied to it, and bytes copied from it.
         peak_memory: largest number of bytes on one device.
         iteration_ends: the time at which the last step of each iteration ended.
-        steps: every step with its time, in the order of dispatch.
+        steps: every step of the schedule with its start and end times, in the order of dispatch.
     """
 
     time: float
@@ -110,24 +110,24 @@ def simulate(
     staleness: int = 0,
     cursor: int = 0,
 ) -> Simulation:
-    """Simulate a schedule of stages on a machine.
+    """Simulate the iterations of a pipeline on a machine.
 
-    A device computes one step at a time. While it computes, the parameters of its next stage are copied, so a device
-    has the parameters of at most two stages. Copies of activations do not wait for copies of parameters. Each device
-    has its own link to CPU memory. Without ``overlaps``, a device uploads the parameters of a stage after the previous
-    stage has ended, and copies the activations of a microbatch before and after its computation.
+    A device computes one stage on one microbatch at a time. While a device computes, the parameters of its next stage
+    are copied to it, so it has the parameters of at most two stages. Copies of activations do not wait for copies of
+    parameters. Each device has its own link to CPU memory. Without ``overlaps``, a device never computes and copies at
+    the same time.
 
     Args:
         stages: the stages of one iteration in the order of dispatch.
-        machine: the devices.
+        machine: the devices and their connections.
         num_microbatch: number of microbatches.
         iterations: number of iterations, one after the other.
-        staleness: 0: an iteration begins after the gradients of the iteration before are complete. 1: an iteration
-            begins without waiting, because it uses parameters that lack the latest optimizer step.
+        staleness: with 0, an iteration begins after the gradients of the previous iteration are complete. With 1, an
+            iteration begins without waiting, with parameters that lack the latest optimizer step.
         cursor: index of the device of the first stage.
 
     Returns:
-        Times, traffic and peak memory.
+        Times, copied bytes and peak memory.
 
     Raises:
         ConfigError: if a device has too little memory.
@@ -172,7 +172,7 @@ def simulate(
 
 
 def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> float:
-    """Return the time of one iteration if copies take no time.
+    """Return the time of one iteration of a pipeline if data transfers take no time.
 
     Args:
         times: time of each stage on one microbatch, in the order of dispatch.
@@ -180,7 +180,7 @@ def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> f
         num_microbatch: number of microbatches.
 
     Returns:
-        The time, in the unit of ``times``.
+        The time of the iteration, in the unit of ``times``.
 
     >>> makespan([1.0, 1.0, 1.0, 1.0], 2, 2)
     5.0
@@ -189,7 +189,7 @@ def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> f
 
 
 def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, num_microbatch: int) -> float:
-    """Return the time of one iteration if copies take no time, for stages with copies on several devices.
+    """Return the time of one iteration without data transfers, if several devices may run the same stage.
 
     >>> makespan_of_copies([(1.0, 1), (2.0, 2)], 3, 4)
     6.0
@@ -210,7 +210,7 @@ def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, nu
 
 
 class _State:
-    """The times at which each device, link and microbatch is free again."""
+    """The simulated times at which each device, each link and each microbatch is free for the next step."""
 
     def __init__(self, machine: Machine, num_microbatch: int) -> None:
         self.machine = machine
@@ -247,7 +247,7 @@ class _State:
             self._run_alone(index, load, device, microbatches)
 
     def _shares(self, load: StageLoad, microbatches: Sequence[int]) -> tuple[int, int]:
-        """Return the bytes of gradients that a copy of a stage receives from other copies and sends to the last one."""
+        """Return how many bytes of gradients a copy of a stage receives from other copies, and how many it sends."""
         if load.copy is None or not load.share:
             return 0, 0
         if load.copy + 1 < load.copies:

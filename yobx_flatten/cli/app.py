@@ -90,9 +90,9 @@ def repository(what: str) -> pathlib.Path:
 
 
 def matrix(arguments: typer.Context) -> int:
-    """Export every model type in transformers, and check each step.
+    """Export a small model of every model type in transformers, and check each step of the export.
 
-    A clone of the repository is needed. `python -m matrix` gets the arguments, such as --sample 8 (8 model types).
+    The command needs a clone of the repository. Its arguments, such as --sample 8, are passed to `python -m matrix`.
     """
     root = repository("the matrix")
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""``yobx-flatten demo``: export small models of real architectures, and print one row of results for each.
+"""``yobx-flatten demo``: export small models of real architectures, and print one line of results for each.
 
 .. code-block:: text
 
@@ -6,8 +6,8 @@
                                                  +--> export_onnx --> replay --> one row of the table
     configuration --> model, random weights -----+
 
-The models have random weights, and fill the KV caches themselves. Test cases have left padding, and fewer, as many or
-more cached tokens than the attention window. Each decoding step gets the cache of the previous step.
+The models have random weights, and compute the KV caches of the test cases. The cases have left padding, and fewer, as
+many or more cached tokens than the attention window. Each decoding step gets the KV cache of the previous step.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def demo(
     """Export small models to ONNX, run them in onnxruntime, and compare with eager PyTorch.
 
     The models have random weights. Each ONNX file reads the Zen of Python token by token; each call gets the KV cache
-    that the previous call returned. Exit status: 0 all files compute the same values as the models; 1 a file differs.
+    that the previous call returned. Exit status: 0 files and models compute the same values; 1 they do not.
     """
     names = list(dict.fromkeys(name.strip() for name in models.split(",")))
     unknown = [name for name in names if name not in MODELS]
@@ -201,7 +201,7 @@ def _inputs(model: Any, sizes: DecodeSizes, text: str) -> dict[str, Any]:
 
 
 def _tokens(text: str, rows: int, length: int) -> torch.Tensor:
-    """Return tokens of shape (rows, length), one token per byte; each row starts at the next line of the text."""
+    """Return token ids (batch, length), one per byte of a text; row ``i`` starts at line ``i`` of the text."""
     from transformers import ByT5Tokenizer
 
     tokenizer = ByT5Tokenizer(extra_ids=0)
@@ -218,7 +218,7 @@ def _zen_of_python() -> str:
 
 
 def _layers(cache: Any) -> str:
-    """Return the layers of a cache by kind, such as ``2x W8 + 2x D`` for two with a window of 8 and two without."""
+    """Count the layers of a KV cache by type: ``2x W8 + 2x D`` is two layers with a window of 8 and two without."""
     if hasattr(cache, "cross_attention_cache"):
         return f"{_layers(cache.self_attention_cache)}\ncross {_layers(cache.cross_attention_cache)}"
     codes = Counter(code_of(layer) for layer in cache.layers)

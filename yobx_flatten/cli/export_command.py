@@ -53,8 +53,8 @@ def export(
     """Export a Hugging Face model to a folder of files that generate text, and compare the files with the model.
 
     The files have the names and inputs that generation tools expect. The outputs of each file are compared with the
-    model's, and 40 generated tokens (8 for 1 GB of weights or more) with model.generate (--proof). DIR is created only
-    if all checks pass. Exit status: 0 all checks passed; 1 a file differs from the model.
+    model's outputs, and 40 generated tokens with model.generate (8 tokens for 1 GB of weights or more; --proof changes
+    this). DIR is created only if all checks pass. Exit status: 0 all checks passed; 1 a file differs from the model.
     """
     quantization = _quantization(quantize, perplexity_ratio, activations)
     adapters = named_folders(adapter) if adapter else {} if room_for_adapters else None

@@ -70,12 +70,12 @@ def verify(
 ) -> int:
     """Check an exported folder: run its stored inputs, generate tokens, and compare with the model's stored results.
 
-    The model is not loaded, because the folder contains its results. Exit status: 0 all results agree; 1 a result
-    differs. With --explain, the model is exported again, and the first node whose values differ is shown.
+    The model is not loaded, because the folder contains the model's results. Exit status: 0 all results agree; 1 a
+    result differs. With --explain, the model is exported again, and the first node whose values differ is shown.
 
-    With --model, check files from any exporter: files and model run on the same inputs of several sizes, with padding,
-    with texts longer than the attention window, and in a decoding loop with the file's cache. Exit status with --model:
-    0 all files agree with the model; 1 a file differs; 2 a file cannot be compared, or fails on all inputs.
+    With --model, check files from any exporter. Files and model run on the same inputs: several sizes, padding, texts
+    longer than the attention window, and a decoding loop with the file's KV cache. Exit status with --model: 0 all
+    files agree with the model; 1 a file differs; 2 a file cannot be compared, or fails on all inputs.
     """
     if model is not None:
         if device is not None or explain is not None:
@@ -125,8 +125,8 @@ def adapter(
 ) -> int:
     """Add LoRA adapters to an exported folder, and compare the outputs of the files with PEFT.
 
-    DIR must have been exported with --adapter or --room-for-adapters. The model is loaded for the comparison. Exit
-    status: 0 all checks passed; 1 the files differ from PEFT, and nothing was written.
+    DIR must have been exported with --adapter or --room-for-adapters. The original model is loaded for the comparison.
+    Exit status: 0 all checks passed; 1 the files differ from PEFT, and nothing was written.
     """
     found = []
     for name, place in named_folders(added).items():

@@ -75,7 +75,7 @@ def object_of(name: str) -> Any:
 
 
 def call_of(returned: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]] | None:
-    """Return the module, args and kwargs of a tuple that starts with a module; ``None`` for any other object."""
+    """Return module, args and kwargs from a tuple (module, args, kwargs) or (module, kwargs); ``None`` otherwise."""
     if not isinstance(returned, tuple) or not returned or not isinstance(returned[0], torch.nn.Module):
         return None
     args = next((part for part in returned[1:] if isinstance(part, tuple)), ())
@@ -152,8 +152,8 @@ def explain(
 ) -> int:
     """Draw the structure of an object or a file.
 
-    For a model file, draw inputs and outputs. For stored inputs and for objects, draw the tree of leaves. Objects that
-    torch cannot flatten are marked, together with the line of code that registers their class.
+    For a model file, draw its inputs and outputs. For stored inputs and for objects, draw the tree of leaves. Objects
+    that torch cannot flatten are marked, together with the line of code that registers their class.
     """
     path = pathlib.Path(target)
     if path.exists():
@@ -230,7 +230,7 @@ def list_classes(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """List the classes that can be flattened, their leaves, and the libraries that flatten them.
+    """List the classes that can be flattened, the leaves of each class, and the library that flattens it.
 
     The list contains the transformers classes that `register_flattening_functions(patch_transformers=True)` registers.
     A class that belongs to one model is listed only if --import names the model's module.

@@ -13,13 +13,13 @@ kind           measure                                     float32, float64    f
 ``rows``       largest difference / largest expected       1e-3                3e-2         1.5e-1       6
 =============  ==========================================  ==================  ===========  ===========  ======
 
-1. Different kernels compute in a different order, and each layer adds rounding errors. The differences of 316 model
-   types with random weights are below the tolerance.
+1. Different kernels compute in a different order, and each layer adds rounding errors. For 316 model types with random
+   weights, outputs of exported files and models differ by less than the tolerance.
 2. The same kernels run in a different program, such as a split model; 1e-6 is about 8 roundings of float32.
-3. The gradients of a parameter that is used several times are added in a different order.
+3. If a parameter is used several times, the terms of its gradient are added in a different order.
 4. The same terms are added in a different order and grouping, such as the losses of the microbatches of a batch.
 5. The same kernels run on the same numbers in one ONNX file.
-6. The same rows are computed in one batch and in smaller batches: kernels differ, and layers amplify their rounding.
+6. The rows of a batch are computed in one batch or in smaller batches: kernels differ, and layers amplify rounding.
 """
 
 from __future__ import annotations

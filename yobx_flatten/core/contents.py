@@ -1,7 +1,7 @@
 """List the contents of an object without running code of its class, and copy values that can be written in place.
 
-Attributes are read from the ``__dict__`` and the slots of an instance, and items by the methods of the built-in
-container, since a class can define the code that ``getattr``, ``isinstance``, ``len`` and ``iter`` run::
+Attributes are read from the ``__dict__`` and the slots of an instance, and items with the methods of the built-in
+container. ``getattr``, ``isinstance``, ``len`` and ``iter`` are not used, since they can run code of the class::
 
     class Layer(Base):                  state.layers          a list            list.__iter__
         __slots__ = ("keys",)           state.layers[0]       a Layer
@@ -151,7 +151,7 @@ class Layouts:
 
 
 def size_in_bytes(tensor: Any) -> int:
-    """Return the size in bytes of a tensor or array, as if no elements shared memory; 0 if the size is not known."""
+    """Return number of elements times element size of a tensor or array, in bytes; 0 if the size is not known."""
     try:
         if issubclass(type(tensor), torch.Tensor):
             with DisableTorchFunctionSubclass():  # a subclass may run its own code
@@ -202,7 +202,7 @@ REMEMBERING = type(functools.cache(len))
 
 
 def reader_of(kind: type) -> Reader | None:
-    """Return a function that makes a fingerprint of an instance to detect writes; ``None`` if it has no values."""
+    """Return a function that fingerprints an instance to detect writes; ``None`` for a type without values."""
     if issubclass(kind, torch.Tensor):
         return mark_of_tensor
     if issubclass(kind, torch.Generator):
@@ -232,7 +232,7 @@ def _place(tensor: torch.Tensor) -> object:
 
 
 def mark_with_bits(tensor: torch.Tensor) -> object:
-    """Return a fingerprint of a tensor from its bytes and version counter, which torch does not always increment."""
+    """Return a fingerprint of a tensor's version counter and bytes: torch does not always increment the counter."""
 
     def read() -> object:
         flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

@@ -11,8 +11,8 @@ A call can write a tensor in place, extend a list, set an attribute or rebind a 
 
 A snapshot contains, in breadth-first order, all objects that a call can reach: containers, attributes and slots,
 modules, partials and bound methods, closure variables and defaults of functions, and the globals and classes that code
-outside of installed libraries reads. The state of optimizers is left out, since it is twice as large as the model, and
-a step in another thread may write it. A snapshot runs no code of a user, and names each object by the first path found.
+outside of installed libraries reads. Snapshots omit the state of optimizers, since it is twice as large as the model,
+and another thread may write it. A snapshot runs no code of a user, and names each object by the first path found.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Snapshot:
             content.restore()
 
     def keep_values(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Copy all values that a call may write in place; of ``nn.Parameter`` objects only those in ``parameters``."""
+        """Copy all values that a call may write in place; skip ``nn.Parameter`` objects not in ``parameters``."""
         copied: dict[object, Any] = {}  # one copy of a storage that several tensors share
         written = {id(parameter) for parameter in parameters}
         for content in self._contents:
@@ -124,8 +124,8 @@ def undisturbed(
 ) -> Iterator[Snapshot]:
     """Undo all changes that a ``with`` block makes to the given objects (``roots``), also after an exception.
 
-    Objects, values, tensor versions, and the random generators of torch, NumPy and Python are restored. A result that
-    shares memory with one of the ``roots`` is reset with the object: copy the result inside the ``with`` block.
+    Objects, values, tensor versions, and the random generators of torch, NumPy and Python are restored. If a result of
+    the block shares memory with one of the ``roots``, the result is also reset: copy it inside the block.
     """
     # seed: seed of random numbers in the block; by default the generators continue
     # parameters: the parameters that the call writes; none by default. Other parameters are large and rarely written:
@@ -300,7 +300,7 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
 
 
 class _Way:
-    """Reads, restores and names the entries of objects of one type; the base class handles dicts."""
+    """Reads, restores and names the items or attributes of objects of one type; the base class handles dicts."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         return dict.copy(owner)
@@ -372,7 +372,7 @@ class _Set(_Way):
 
 
 class _Cell(_Way):
-    """Reads and restores a closure variable of a function; an unbound variable has no entry."""
+    """Reads and restores the value of a closure variable of a function; an unbound variable has no value."""
 
     def read(self, owner: Any) -> dict[Any, Any]:
         try:
@@ -463,7 +463,7 @@ def _is_data(value: object) -> bool:
 
 
 class _Holder(NamedTuple):
-    """An object that contains other objects, and its entries at the time of the snapshot."""
+    """An object that contains other objects, and the contained objects at the time of the snapshot."""
 
     path: str
     owner: Any
@@ -507,7 +507,7 @@ class _Holder(NamedTuple):
 
 
 def _is_same(one: object, other: object) -> bool:
-    """Return whether two entries are the same object, or equal values of a built-in type."""
+    """Return whether two objects are identical, or equal values of a built-in type."""
     if one is other:
         return True
     if type(one) is not type(other):

@@ -16,15 +16,15 @@ _OTHERS_TABLES = "torch (Python), torch (C++)"  # where `torch.utils._pytree.reg
 
 @dataclasses.dataclass(frozen=True)
 class FlatteningRow:
-    """One row of the list that :func:`flattening_list` returns: a class, and how it is flattened.
+    """One item of the list that :func:`flattening_list` returns: a class, and how the class is flattened.
 
     Attributes:
-        kind: kind of the class: ``"layer"`` (of a KV cache), ``"cache"``, ``"output"`` or ``"container"``.
+        kind: what the class is: ``"layer"`` (of a KV cache), ``"cache"``, ``"output"`` or ``"container"``.
         cls: module and name of the class.
-        code: letters that stand for the class of a layer; for any other class, its name in saved programs.
+        code: for a layer, letters that stand for its class; for any other class, the class name in saved programs.
         leaves: names of the leaves or children that the class is flattened into.
         counters: names of the leaves or attributes that count the tokens in a cache.
-        static: static data of the class, for which an exported program accepts only the values of its example.
+        static: static data of the class; an exported program accepts only the static data of its example inputs.
         registered_by: the library that registers the class: ``"yobx_flatten"`` (in the context manager) or
             ``"transformers"``; ``"-"`` for a layer, which is flattened with its cache.
         tables: names of the registration tables that contain the class; empty for layers.
@@ -46,12 +46,12 @@ class FlatteningRow:
 def flattening_list() -> list[FlatteningRow]:
     """List the classes that ``register_flattening_functions(patch_transformers=True)`` can register.
 
-    The layers and caches are classes of the installed ``transformers.cache_utils``; classes of model modules are listed
-    if the module is imported.
+    The list contains the layers and caches of the installed ``transformers.cache_utils``, and the classes of all model
+    modules that are imported.
 
     Returns:
-        One row per class, sorted into layers, caches, outputs and containers.
-        The list is empty if transformers is not installed.
+        One :class:`FlatteningRow` per class, sorted into layers, caches, outputs and containers. The list is empty if
+        transformers is not installed.
 
     >>> [(row.code, row.leaves) for row in flattening_list() if row.cls.endswith(".DynamicLayer")]
     [('D', 'key, value')]

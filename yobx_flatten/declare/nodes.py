@@ -1,10 +1,10 @@
 """Register a class as a pytree node with decorators in the style of JAX, or copy a registration between libraries.
 
-The decorators register a class with torch (Python, C++ and ``fx``), optree and JAX. optree and JAX are not imported: a
-class is registered with a library when the program imports the library.
+The decorators register a class with torch (Python pytree, C++ pytree and ``torch.fx``), optree and JAX. optree and JAX
+are not imported: a class is registered with either library when the program imports the library.
 
-The static part is called *aux* in JAX and *context* in torch. JAX passes the static part first:
-``unflatten(aux, children)``.
+The static part of a flattened object is called *aux* in JAX and *context* in torch. JAX passes the static part as the
+first argument: ``unflatten(aux, children)``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def register_pytree_node(
     Args:
         cls: the class; subclasses need their own registration.
         flatten: a function ``obj -> (children, static)``.
-        unflatten: a function ``(static, children) -> obj`` of a tuple of children; torch's order is the reverse.
+        unflatten: a function ``(static, children) -> obj`` whose ``children`` is a tuple; torch swaps the arguments.
         flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch; if it is
             ``None``, the keys are numbers.
         backends: library names, such as ``"torch"`` or ``["optree", "jax"]``; ``"all"`` for all installed libraries.
@@ -133,12 +133,12 @@ def register_pytree_with_keys(
     *,
     backends: Backends = "all",
 ) -> bool:
-    """Register a class by functions in the form that JAX expects, which give each child a key.
+    """Register a class by functions with JAX's arguments and results; the flatten function gives each child a key.
 
     Args:
         cls: the class; subclasses need their own registration.
         flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of JAX or torch.
-        unflatten: a function ``(static, children) -> obj`` of a tuple of children.
+        unflatten: a function ``(static, children) -> obj`` whose ``children`` is a tuple.
         flatten: a function ``obj -> (children, static)``, faster for calls that need no keys. If ``flatten`` is
             ``None``, ``flatten_with_keys`` is called and its keys are dropped.
         backends: see :func:`register_pytree_node`.
@@ -250,8 +250,8 @@ def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends 
 def static_field(**options: Any) -> Any:
     """Declare that a field of a :func:`pytree_dataclass` is static: part of the tree spec, not a leaf.
 
-    Static data is compared and, by JAX, hashed at every call; a program accepts only the static data of its example.
-    Static data may be strings, numbers, tuples, dtypes, enums, and lists and dicts of them; tensors must be children.
+    Static data is compared, and hashed by JAX, at every call. A program accepts only its example's static data. Static
+    data may be strings, numbers, tuples, dtypes, enums, and lists and dicts of them; tensors must be children.
 
     Args:
         options: keyword arguments of :func:`dataclasses.field`.
@@ -279,8 +279,8 @@ def pytree_dataclass(cls: None = None, *, backends: Backends = "all", **options:
 def pytree_dataclass(cls: C | None = None, *, backends: Backends = "all", **options: Any) -> C | Callable[[C], C]:
     """Make a class a dataclass and a pytree node: its fields are flattened, except each :func:`static_field`.
 
-    Unflatten calls neither ``__init__`` nor ``__post_init__``, which may refuse the placeholders of a trace; a value
-    that ``__post_init__`` computes is restored if it is a field (``dataclasses.field(init=False)``).
+    Unflatten calls neither ``__init__`` nor ``__post_init__``, which may refuse the placeholders of a trace. A value
+    that ``__post_init__`` computes is restored only if it is a field (``dataclasses.field(init=False)``).
 
     A subclass inherits the fields, but not the registration: instances of a subclass without the decorator are leaves.
 
@@ -382,7 +382,7 @@ def _claim(
     caller: str,
     backends: Backends,
 ) -> bool:
-    """Register a class with the functions ``make(cls, *written)``, unless the same registration exists."""
+    """Register a class with the flatten functions that ``make(cls, *written)`` returns, unless already registered."""
     libraries = REGISTRY.libraries(backends, caller)
     source = (make, written)
     for library in libraries:
@@ -419,10 +419,10 @@ def mirror(
         cls: a class that is registered with ``source``, such as a class of flax, equinox, chex or transformers.
         source: the library from which the functions are copied: ``"jax"``, ``"torch"`` (its Python pytree) or
             ``"optree"``.
-        to: the names of the libraries to register with.
+        to: name or names of the libraries that get the functions: ``"torch"``, ``"jax"`` or ``"optree"``.
         namespace: optree namespace in which the class is registered, for ``source="optree"``; ``""`` is global.
-        f_check: a function that makes an instance, with which flatten, unflatten and the storing of static data are
-            checked before the class is registered. ``None`` checks nothing.
+        f_check: a function that makes an instance of the class. If the instance differs after flatten and unflatten, or
+            its static data cannot be stored, the registration is undone. ``None`` checks nothing.
 
     Returns:
         ``True`` if this call registered the class, ``False`` if it was registered already with each library of ``to``.
@@ -432,7 +432,7 @@ def mirror(
         InvalidArgumentError: when a library is unknown, or ``to`` contains ``source``.
         MissingDependencyError: when a library is not installed.
         NotRegisteredError: when the class is not registered with ``source``.
-        AlreadyRegisteredError: when this package registered the class with a library of ``to``, with other functions.
+        AlreadyRegisteredError: when a library of ``to`` has different functions that this package registered.
         RoundTripError: when the instance of ``f_check`` differs after flatten and unflatten.
 
     >>> import optree, torch, yobx_flatten

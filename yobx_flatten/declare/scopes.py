@@ -51,8 +51,8 @@ def register_class_flattening(
 
     Args:
         cls: the class; subclasses need their own registration.
-        f_flatten: a function ``obj -> (children, static)``: a list of tensors and containers, and the other data that
-            ``f_unflatten`` needs; or the tuple of all functions from :func:`~yobx_flatten.functions_from_fields`.
+        f_flatten: a function ``obj -> (children, static)`` that returns a list of tensors and containers, and all other
+            data; or the three functions from :func:`~yobx_flatten.functions_from_fields`.
         f_unflatten: a function ``(children, static) -> obj``.
         f_flatten_with_keys: a function ``obj -> ([(key, child), ...], static)`` with keys of ``torch.utils._pytree``;
             if it is ``None``, the keys are numbers.
@@ -60,7 +60,7 @@ def register_class_flattening(
             not registered.
         verbose: 1 or more logs each registration (logger ``yobx_flatten``); 0 by default.
         backends: library names, such as ``"torch"`` or ``["optree", "jax"]``; ``"all"`` for all installed libraries.
-        axes: for each key of a child, the axes that vary between calls, with their names: ``{"hidden": {1: "batch"}}``.
+        axes: names of the axes that vary between calls, by key of the child: ``{"hidden": {1: "batch"}}``.
 
     Returns:
         ``True`` if this call registered the class with at least one library.
@@ -112,7 +112,7 @@ def register_class_flattening(
 def unregister_class_flattening(cls: type, verbose: int = 0) -> None:
     """Undo :func:`register_class_flattening`: restore the former registration of the class in each library.
 
-    JAX, which cannot unregister a class, continues to use the last functions.
+    JAX cannot unregister a class, and continues to use the functions that were registered last.
 
     Args:
         cls: the class.
@@ -166,9 +166,9 @@ def make_flattening_function_for_dataclass(cls: type, supported_classes: set[typ
 
 
 class Undo(dict[type, bool]):
-    """The result of :func:`register_cache_flattening`: each class, and whether the call registered functions for it.
+    """The result of :func:`register_cache_flattening`: a dict that maps each class to whether the call registered it.
 
-    :func:`unregister_cache_flattening` takes the object, and undoes the registrations.
+    Pass the dict to :func:`unregister_cache_flattening` to undo the registrations.
     """
 
     def __init__(self) -> None:
@@ -216,15 +216,15 @@ def register_cache_flattening(
 
     Args:
         patch_transformers: whether to register every cache class of transformers and of its models, including models
-            imported later, and to make a traced program accept inputs of all lengths. Subclasses of ``ModelOutput``
-            keep the registration that transformers makes. ``False`` by default.
+            imported later, and to patch transformers so that exported programs accept inputs of all lengths. Subclasses
+            of ``ModelOutput`` keep the registration that transformers makes. ``False`` by default.
         patch_diffusers: whether to register the output classes of diffusers' models and pipelines, including modules
             imported later. ``False`` by default.
         verbose: 1 or more logs each change of a registration; 0 by default.
 
     Returns:
-        A dict from class to ``True`` if this call registered the class, or ``False`` if an earlier registration stays.
-        Pass the dict to :func:`unregister_cache_flattening`.
+        A dict that maps each class to ``True`` if this call registered the class, or ``False`` if an earlier
+        registration stays. Pass the dict to :func:`unregister_cache_flattening`.
 
     Raises:
         MissingDependencyError: when transformers or diffusers is requested, but not installed.
@@ -307,7 +307,7 @@ def unregister_cache_flattening(undo: dict[type, bool], verbose: int = 0) -> Non
 def register_flattening_functions(
     patch_transformers: bool = False, patch_diffusers: bool = False, verbose: int = 0
 ) -> Block:
-    """Register caches and model outputs inside a ``with`` block, so that ``torch.export`` accepts them at any length.
+    """Return a ``with`` block in which ``torch.export`` accepts KV caches and model outputs of any length.
 
     At the end of the block, also after an exception, all registrations and patched attributes are restored. ``with``
     blocks can be nested, and can be active in several threads at once.
@@ -387,7 +387,7 @@ def _undone_when_dropped(undo: Undo) -> Iterator[None]:
 
 
 def options_in_use() -> dict[str, bool]:
-    """Return the ``patch_...`` options of ``register_flattening_functions``: true for each imported library."""
+    """Return options ``patch_...`` of :func:`register_flattening_functions`: true for imported libraries."""
     return {f"patch_{library}": library in sys.modules for library in ("transformers", "diffusers")}
 
 

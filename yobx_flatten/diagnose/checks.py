@@ -33,8 +33,8 @@ class Finding:
     """One error or warning that :func:`check_inputs` reports before an export.
 
     Attributes:
-        severity: one of ``"error"`` (the export fails, or the program is wrong) and ``"warning"`` (the program may
-            refuse inputs or fix sizes that you want to vary).
+        severity: ``"error"`` if the export fails or the program is wrong; ``"warning"`` if the program may refuse
+            inputs or fix sizes that you want to vary.
         path: the input that causes the problem, as Python code inside ``forward``.
         message: description of the problem.
         remedy: line of code that solves the problem; empty if no line is known.
@@ -102,10 +102,10 @@ def check_inputs(
             ``None`` (default) makes every size static.
 
     Returns:
-        The errors, followed by the warnings. Checks search for an object that contains itself, which ends the check;
-        for arguments that ``forward`` does not take, does not name or never reads; for objects of unregistered classes;
-        for ``dynamic_shapes`` that do not fit the arguments; for offloaded weights and inputs on another device; for
-        one tensor passed twice; for slices of larger tensors; for dynamic axes of size 0 or 1, or of equal sizes.
+        The errors, followed by the warnings. Possible problems are arguments that ``forward`` does not accept, name or
+        read; objects of unregistered classes; ``dynamic_shapes`` that do not fit the arguments; offloaded weights;
+        inputs on another device; one tensor passed twice; slices of larger tensors; dynamic axes of size 0 or 1, or of
+        equal sizes. If an object contains itself, nothing else is checked.
 
     >>> class Adds(torch.nn.Module):
     ...     def forward(self, x, y):
@@ -295,7 +295,7 @@ def _shapes(module: Callable[..., Any], inputs: dict[str, Any], shapes: DynamicS
 
 
 def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
-    """Yield a warning for dynamic axes with different names or positions that have the same size in the example."""
+    """Yield a warning for dynamic axes that have the same size in the example, but different names or positions."""
     # axes without a name and with the same position count as one size, which is usually the batch
     by_size: dict[int, dict[Any, Axis]] = {}
     for axis in axes:

@@ -51,14 +51,14 @@ def compare_specs(
     Args:
         first: a ``TreeSpec`` of ``torch.utils._pytree``, an ``ExportedProgram`` (its inputs are compared), or any other
             object. Pass ``(args, kwargs)`` for the inputs of a call.
-        second: the structure to compare with, in one of the same forms.
+        second: the structure to compare with: a ``TreeSpec``, an ``ExportedProgram`` or any other object.
         name: the start of the paths, ``"tree"`` by default; in the structure of a call, paths start with ``args`` or
             ``kwargs``.
         names: the names of the two structures in the printed text; ``("first", "second")`` by default.
 
     Returns:
-        One :class:`Difference` for each position that differs, without its children. If the list is empty, a program
-        that was exported for the first structure accepts inputs of the second structure.
+        One :class:`Difference` for each position that differs; children of such a position are not compared. If the
+        list is empty, a program that was exported for the first structure accepts inputs of the second structure.
 
     Raises:
         InvalidArgumentError: when ``names`` is not a pair.
@@ -231,7 +231,7 @@ def _compare(left: _View, right: _View, path: str, names: tuple[str, str]) -> It
 
 
 def _is_call(view: _View) -> bool:
-    """Return whether a structure is a pair of the positional and the keyword arguments of a program."""
+    """Return whether a structure is ``(args, kwargs)``, the arguments of a program."""
     classes = [child.cls for child in view.children.values()]
     return view.cls == "tuple" and classes == ["tuple", "dict"]
 
@@ -290,7 +290,7 @@ class Report(abc.ABC):
         return self.max_difference <= self.tolerance and not self.without_number()
 
     def without_number(self) -> list[str]:
-        """Return the outputs without a finite element in any test case, for which a comparison shows nothing."""
+        """Return the names of outputs that have no finite element in any test case: comparing them shows nothing."""
         least: dict[str, float] = {}
         for shares in self.nan_shares():
             least |= {name: min(share, least.get(name, 1.0)) for name, share in shares.items()}

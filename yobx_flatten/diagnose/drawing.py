@@ -25,7 +25,7 @@ class DrawingRow:
     """One line of a drawing that :func:`explain` returns.
 
     Attributes:
-        depth: nesting depth of the row; 0 for the row of the drawn object.
+        depth: nesting depth of the line; 0 for the line of the drawn object.
         label: the last key of the path, as Python: ``['a']``, ``[0] … [31]``, ``.hidden``.
         text: description of the object.
         kind: one of ``"node"`` (is flattened), ``"tensor"``, ``"value"`` (any other leaf) and ``"opaque"`` (a leaf that
@@ -48,9 +48,9 @@ class Drawing:
     """The result of :func:`explain`: a tree, which ``print`` shows as text.
 
     Attributes:
-        rows: the rows from top to bottom.
+        rows: the lines of the drawing from top to bottom.
         unregistered: the objects that :func:`~yobx_flatten.find_unregistered` finds.
-        width: largest number of characters in a row; 80 by default.
+        width: largest number of characters in a line; 80 by default.
     """
 
     rows: tuple[DrawingRow, ...]
@@ -72,16 +72,16 @@ class Drawing:
 def explain(tree: PyTree, *, name: str = "tree", width: int = 80) -> Drawing:
     """Draw an object as torch flattens it: nodes, leaves with their types and shapes, static parts.
 
-    An object that contains tensors but is not flattened is marked, and the line that registers its class follows the
-    tree. Three or more equal siblings are drawn as one row, also if they alternate (``key_0, value_0, key_1, ...``).
+    An object that contains tensors but is not flattened is marked, and the code that registers its class follows the
+    tree. Three or more equal siblings are drawn as one line, also if they alternate (``key_0, value_0, ...``).
 
     Args:
         tree: any object.
         name: the name of the object in the drawing; ``"tree"`` by default.
-        width: largest number of characters in a row, 80 by default; longer rows are cut.
+        width: largest number of characters in a line, 80 by default; longer lines are cut.
 
     Returns:
-        A :class:`Drawing`, which ``print`` shows as text, and whose ``rows`` contain the lines as data.
+        A :class:`Drawing`: ``print`` shows the drawing as text, and its attribute ``rows`` contains the lines as data.
 
     >>> print(explain({"x": torch.zeros(2, 3), "layers": [torch.zeros(4)] * 24, "flag": True}, name="kwargs"))
     kwargs: dict of 3
@@ -188,7 +188,7 @@ def _one_line(value: object) -> str:
 
 
 def _merged(parts: list[_Part]) -> list[_Part]:
-    """Merge equal siblings into one row, and alternating siblings, such as keys and values, into one row per kind."""
+    """Merge equal siblings into one line, and alternating siblings, such as keys and values, into several lines."""
     merged: list[_Part] = []
     patterns = [part.pattern for part in parts]
     start = 0
@@ -204,7 +204,7 @@ def _merged(parts: list[_Part]) -> list[_Part]:
 
 
 def _best_repetition(patterns: list[tuple[str, _Part]], start: int) -> tuple[int, int]:
-    """Return the period and the number of repetitions of siblings from ``start``; ``(1, 1)`` if they do not repeat."""
+    """Return the period and the number of repetitions of siblings from ``start``; ``(1, 1)`` without repetitions."""
     best = (1, 1)
     for period in range(1, _LONGEST_PERIOD + 1):
         end = start + period

@@ -1,7 +1,7 @@
 """Explain error messages of ``torch.export``: cause, place, and line of code to change (:func:`explain_error`).
 
-Each row of the table explains one kind of message. torch words some messages differently with ``strict=True``, and
-newer versions reword messages, so a row searches for the words that all versions have.
+A table maps regular expressions for torch's messages to explanations. torch words some messages differently with
+``strict=True`` and in newer versions, so an expression contains only words that all variants of a message have.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _tensors(failure: Failure) -> list[tuple[str, torch.Tensor]]:
 
 
 def _fixed(text: str, line: str, paths: tuple[str, ...] = ()) -> Callable[[Failure, re.Match[str]], Explanation]:
-    """Return a function that makes an explanation with a fixed text, in which ``FOUND`` is the last matched group."""
+    """Return a function that makes an explanation with a fixed text; the last matched group replaces ``FOUND``."""
     return lambda failure, found: Explanation(text.replace("FOUND", found[found.lastindex or 0]), paths, line)
 
 
@@ -212,8 +212,8 @@ def explain_error(
 
     Args:
         error: the exception that was raised, or its text from a log.
-        module: the module that was exported, or the program that was called, in which the place of the error is found.
-            If torch refused an output, the module is called once more.
+        module: the module that was exported, or the program that was called; the explanation names the line of its code
+            that failed. If torch refused an output, the module is called once more.
         args: positional arguments of the export or the call; none by default.
         kwargs: keyword arguments of the export or the call; none by default.
         dynamic_shapes: as passed to ``torch.export.export``.

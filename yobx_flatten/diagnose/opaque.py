@@ -69,16 +69,16 @@ def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]
     """Find every object in nested inputs that holds tensors and that torch does not flatten.
 
     No property or method of the objects runs, and nothing is imported: attributes, ``__slots__`` and the items of
-    built-in containers are read directly. Only the flatten functions of registered classes are called. A
-    ``torch.nn.Module`` is an object whose parameters are tensors; variables of functions are not searched.
+    built-in containers are read directly. The only user code that runs are the flatten functions of registered classes.
+    The parameters of a ``torch.nn.Module`` count as its tensors; closure variables of functions are not searched.
 
     Args:
         tree: any object, such as arguments, outputs or a batch.
         name: the variable name of ``tree`` in your code, with which the paths begin; ``"tree"`` by default.
 
     Returns:
-        One :class:`Unregistered` for each leaf that contains tensors but is not a tensor, and for each object in a leaf
-        that becomes a leaf when the class of the leaf is registered.
+        One :class:`Unregistered` for each leaf that contains tensors but is not a tensor, and for each object inside
+        such a leaf whose class must also be registered.
 
     >>> import torch
     >>> class Memory:
@@ -126,7 +126,7 @@ _CONTAINERS = (list, tuple, dict)
 
 @dataclasses.dataclass(slots=True)
 class Holder:
-    """An object in a leaf whose class may need registration, with the number and total bytes of its tensors."""
+    """An object inside a leaf, or the leaf itself, with the number and total bytes of its tensors."""
 
     path: str
     obj: Any
@@ -150,7 +150,7 @@ class _Frame:
 
 
 def holders_in(leaf: object, layouts: Layouts, covers: Callable[[type], bool]) -> list[Holder]:
-    """Return the leaf, if it holds tensors, and all objects in the leaf that hold tensors and need registration."""
+    """Return all objects in a leaf, including the leaf, that hold tensors and whose classes need registration."""
     walk = _Walk(layouts, covers)
     walk.enter("", leaf)
     while walk.frames:

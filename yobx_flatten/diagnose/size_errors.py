@@ -175,7 +175,7 @@ class Explanation:
         text: the meaning of the error.
         paths: the inputs or outputs that cause the error, as Python expressions.
         remedy: line of code that solves the problem; empty if no line is known.
-        known: whether :func:`explain_error` knows the error.
+        known: whether :func:`explain_error` has an explanation for the error; else ``text`` quotes torch's message.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""All exceptions of the package. Each error message names the place, the class, the object found, and a remedy."""
+"""All exceptions of the package. Each message names the object found, its class and position, and a remedy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FlattenError(Exception):
 
 
 class ReplacedFunctionWarning(UserWarning):
-    """A library function with unexpected parameters is traced unchanged, although traces usually replace the function.
+    """A trace runs a library function that it usually replaces, because the function has unexpected parameters.
 
     A comparison of the exported program with the model shows whether the missing replacement changes results.
     """
@@ -100,7 +100,7 @@ class ReplayError(VersionDependentError, FlattenError, ValueError):
     """An exported program returns different values than the eager model; ``error.report`` lists all test cases.
 
     Attributes:
-        report: the :class:`~yobx_flatten.export.proof.report.ExportReport` of the export; ``None`` if there is none.
+        report: the :class:`~yobx_flatten.export.proof.report.ExportReport` of the export; ``None`` without an export.
     """
 
     def __init__(self, message: str, report: object = None) -> None:

@@ -1,6 +1,6 @@
 """Catch errors of any class from code of users and other libraries; format and log them.
 
-Other files use these functions instead of ``except Exception``, with few exceptions that a comment explains.
+The package uses the functions of this file instead of ``except Exception``; a comment justifies each exception.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def format_bytes(count: float) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ", width: int | None = None) -> list[str]:
-    """Return rows of cells as lines of text with aligned columns.
+    """Format a table, given as rows of cells, as lines of text with aligned columns.
 
     >>> for line in table([["case", "steps", "worst"], ["batch 3", "2", "logits"], ["batch 12", "why"]], indent="| "):
     ...     print(line)
@@ -155,7 +155,7 @@ _WANTED: contextvars.ContextVar[int] = contextvars.ContextVar("yobx_flatten_verb
 
 @contextlib.contextmanager
 def verbosity(verbose: int) -> Iterator[None]:
-    """In a ``with`` block, show log records of the package and this thread: 1 shows ``INFO``, 2 shows ``DEBUG``."""
+    """In a ``with`` block, show this thread's log messages: ``INFO`` for ``verbose=1``, also ``DEBUG`` for 2."""
     level = sys.maxsize if not verbose else logging.INFO if verbose == 1 else logging.DEBUG
     before = _WANTED.set(min(level, _WANTED.get()))
     try:

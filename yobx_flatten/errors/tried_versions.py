@@ -1,6 +1,6 @@
 """Add to errors the names of libraries whose installed version is newer than the newest tested version.
 
-CONTRIBUTING.md ("Renewing the versions") explains how to update the versions.
+CONTRIBUTING.md ("Renewing the versions") explains how to update the newest tested versions.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def read_document(
 
 
 def read_configuration(path: pathlib.Path, form: type[T], *, failure: type[Exception], remedy: str = "") -> T:
-    """Read a JSON configuration; accept infinity and NaN as numbers and in the form that transformers 5 writes."""
+    """Read a JSON configuration; accept infinity and NaN, as plain numbers or in the format of transformers 5."""
     # `read_document` does not convert the numbers, so that a changed configuration can be written in the same form
 
     def untagged(entries: dict[str, Any]) -> Any:
@@ -219,7 +219,7 @@ def write_tensor_file(
 
 @contextlib.contextmanager
 def file_for_torch(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a new file that raises the first error of a write only at the end of the ``with`` block."""
+    """Yield a new file for writing; the first error of a write is raised only at the end of the ``with`` block."""
     # torch's archive writer also writes in its C++ destructor, where an error would end the process
     with _Lenient(path, "wb") as file:
         try:
@@ -257,7 +257,7 @@ def read_onnx(path: pathlib.Path, *, failure: type[Exception]) -> onnx.ModelProt
 
 
 def data_files_of(path: pathlib.Path) -> set[str]:
-    """Return the names of the external data files of an ONNX file that have names in the form of this package."""
+    """Return the names of an ONNX file's external data files, without names that :func:`.data_path` cannot return."""
     # a missing file, or a file that is not ONNX, refers to no files
     if not path.is_file():
         return set()

@@ -36,7 +36,7 @@ _MOST = 2**26  # bytes of a result
 
 
 class LimitError(RuntimeError):
-    """A call took too long, needed too much memory, or returned too much."""
+    """A function call took too long, needed too much memory, or returned too much data."""
 
 
 def limited(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -89,7 +89,7 @@ class _Child:
         self.end = weakref.finalize(self, _end, self.owner, number, self._connection)
 
     def ask(self, arguments: object) -> tuple[bool, Any] | None:
-        """Return ``(True, result)`` or ``(False, error)`` of a call; ``None`` if the process ended during the call."""
+        """Return ``(True, result)`` or ``(False, error)`` of a function call; ``None`` if the process ended."""
         try:
             self._connection.send(arguments)
             if self._connection.poll(_SECONDS):

@@ -65,7 +65,7 @@ def scratch_for(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) -> None:
-    """Raise an error if a file or folder cannot be written, to be called before a long computation."""
+    """Raise an error if a file or folder cannot be written; call the function before a long computation."""
     # a trial folder is created and removed, since the permissions of a folder do not show a read-only disk
     # in_parent: whether to check the parent folder, where the target is first written under a hidden name
     import psutil
@@ -86,7 +86,7 @@ def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) ->
 
 
 def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    """Return the path for an ONNX file's external data: ``NAME.data``, or ``NAME.<random>.data`` if a file exists."""
+    """Return the path for external data of an ONNX file: ``NAME.data``; if it exists, ``NAME.<random>.data``."""
     # an existing file keeps its own data until the file itself is replaced
     name = f"{target.name}.data"
     if target.exists() or (target.parent / name).exists():
@@ -309,7 +309,7 @@ def flush_folder(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def opened_folder(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
-    """Yield a function that flushes the file names of a folder to the disk, also when no more files can be opened."""
+    """Yield a function that flushes a folder's list of file names to the disk, even if no more files can be opened."""
     if os.name == "nt":  # Windows opens no folders
         yield lambda: None
         return

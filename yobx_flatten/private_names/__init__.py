@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Private(NamedTuple):
-    """The location of a private name in another library, and a replacement for the name."""
+    """The module and name of a private object of another library, and what can replace the object."""
 
     module: str
     name: str  # its name in the module, with dots for an attribute of a class

@@ -1,4 +1,4 @@
-"""Private names of torch. A name whose module imports dynamo, sympy or inductor is imported on first use."""
+"""Private names of torch. A name in a module that imports dynamo, sympy or inductor is imported on first use."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cxx_pytree_exists() -> bool:
 
 
 def cxx_pytree_is_imported() -> bool:
-    """Return whether torch has imported its C++ pytree; else classes wait in :func:`cxx_pytree_pending`."""
+    """Return whether torch has imported its C++ pytree; if not, :func:`cxx_pytree_pending` has registrations."""
     return bool(pytree._cxx_pytree_imported)
 
 
@@ -113,7 +113,7 @@ def clipping_functions() -> list[tuple[Any, str]]:
 
 
 def norm_and_scaling() -> tuple[Any, str, str] | None:
-    """Return the module and names of the two steps of ``clip_grad_norm_``; ``None`` if torch lacks one of them."""
+    """Return the module and names of the two functions in ``clip_grad_norm_``; ``None`` if either is missing."""
     inner, names = torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")
     return (inner, *names) if all(hasattr(inner, name) for name in names) else None
 
@@ -125,7 +125,7 @@ def transforms_are_active() -> bool:
 
 
 def setter_of_parametrizations() -> tuple[Any, str]:
-    """Return module and name of torch's function that sets a parametrized parameter, so that it can be patched."""
+    """Return module and name of torch's function that sets a parametrized parameter, to patch the function."""
     return importlib.import_module("torch.nn.utils.parametrize"), "_maybe_set"
 
 
@@ -179,7 +179,7 @@ def aot_compile(*args: Any, **kwargs: Any) -> Any:
 
 
 def cpp_kernels() -> type | None:
-    """Return inductor's class that writes the loops of C++ kernels, to patch a bug; ``None`` if torch lacks it."""
+    """Return inductor's class that writes loops of C++ kernels, to patch its bug; ``None`` if it is missing."""
     return getattr(importlib.import_module("torch._inductor.codegen.cpp"), "CppKernelProxy", None)
 
 

@@ -1,4 +1,4 @@
-"""Train models larger than device memory: the model stays in CPU memory, and its stages go to the devices in turn.
+"""Train models larger than device memory: the model stays in CPU memory, and devices get a few layers at a time.
 
 ::
 
@@ -10,7 +10,7 @@
         loss = model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)
         model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
 
-Importing the package starts no thread and touches no accelerator.
+Importing ``roundpipe_runtime`` starts no thread and touches no accelerator.
 """
 
 from __future__ import annotations

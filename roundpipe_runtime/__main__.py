@@ -1,4 +1,4 @@
-"""The command line ``roundpipe``, also ``python -m roundpipe_runtime``."""
+"""Run the command line ``roundpipe`` as ``python -m roundpipe_runtime``."""
 
 from __future__ import annotations
 

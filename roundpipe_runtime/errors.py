@@ -1,4 +1,4 @@
-"""Exceptions and warnings of this package."""
+"""Exceptions and warnings of ``roundpipe_runtime``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class RoundPipeError(Exception):
-    """Base class of the errors of this package."""
+    """Base class of the errors of ``roundpipe_runtime``."""
 
 
 class ConfigError(RoundPipeError, ValueError):
-    """A field of a run configuration, or an argument, has an invalid value."""
+    """A field of ``RoundPipeRunConfig``, or a function argument, has an invalid value."""
 
 
 class SplitError(RoundPipeError, ValueError):
@@ -45,11 +45,11 @@ class PlanError(RoundPipeError, ValueError):
 
 
 class DeviceError(RoundPipeError, RuntimeError):
-    """A device does not exist, or does not support what is requested."""
+    """A device does not exist, is closed, or does not support an operation."""
 
 
 class UseAfterReleaseError(DeviceError):
-    """Memory of a device was read after it was released, on another device, or before it was written."""
+    """A tensor on a device was read after its memory was released, from another device, or before it was written."""
 
 
 class DeviceMemoryError(DeviceError, MemoryError):
@@ -57,15 +57,15 @@ class DeviceMemoryError(DeviceError, MemoryError):
 
 
 class DistributedError(RoundPipeError, RuntimeError):
-    """Ranks differ, a rank failed, or a rank has ended; all ranks discard the results of the call."""
+    """Ranks made different calls, or a rank failed or ended; all ranks discard the results of the current call."""
 
 
 class StageError(RoundPipeError, RuntimeError):
-    """A stage could not be run. Exceptions of a layer or a loss are raised unchanged, not as this class."""
+    """A forward, backward or optimizer step failed. Exceptions raised in a layer or loss function pass unchanged."""
 
 
 class RoundPipeWarning(UserWarning):
-    """Base class of the warnings of this package."""
+    """Base class of the warnings of ``roundpipe_runtime``."""
 
 
 class UnevenSplitWarning(RoundPipeWarning):
@@ -76,18 +76,18 @@ _INSIDE = ("roundpipe_runtime", "torch")
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Emit a warning at the innermost line of the call stack that is neither in this package nor in torch."""
+    """Emit a warning at the innermost line of the call stack that is outside ``roundpipe_runtime`` and torch."""
     warnings.warn(message, category, stacklevel=_of_caller()[0])
 
 
 def call_site() -> str:
-    """Return ``"file:line"`` of the innermost line of the call stack that is neither in this package nor in torch."""
+    """Return ``"file:line"`` of the innermost line of the call stack outside ``roundpipe_runtime`` and torch."""
     frame = _of_caller()[1]
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _of_caller() -> tuple[int, types.FrameType]:
-    """Return the frame of the user's call, and the ``stacklevel`` of this frame for ``warnings.warn``."""
+    """Return the stack frame of the user's code, and the ``stacklevel`` of this frame for ``warnings.warn``."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back
@@ -107,7 +107,7 @@ class CheckpointWarning(RoundPipeWarning):
 
 
 class StoppedByRankError(DistributedError):
-    """Stops the work of this rank because another rank failed, whose error is raised instead afterwards."""
+    """Stops this rank because another rank failed; afterwards, the error of that rank is raised instead."""
 
 
 class RankStepError(DistributedError):
@@ -121,7 +121,7 @@ def format_failure(error: BaseException) -> str:
 
 
 def raise_first(own: BaseException | None, failures: Sequence[str | None]) -> None:
-    """Raise the error of this rank, or otherwise the error of the first other rank that failed."""
+    """Raise the error of this rank if it failed, otherwise the error of the first rank that failed."""
     # failures: the result of `format_failure` on each rank; `None` for a rank without an error
     if own is not None:
         raise own
@@ -176,9 +176,9 @@ class CutError(VersionDependentError, RoundPipeError, ValueError):
     """A model cannot be split into layers.
 
     Attributes:
-        reason: ``"layers"`` (none found), ``"example"`` (the model does not run on the example), ``"copy"``,
-            ``"structure"`` (a value cannot be passed from layer to layer), or ``"values"`` (the split model computes
-            other values).
+        reason: ``"layers"`` (no layers found), ``"example"`` (the model fails on the example batch), ``"copy"`` (the
+            model cannot be copied), ``"structure"`` (a value cannot be passed from layer to layer), or ``"values"``
+            (the split model computes other values).
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -190,11 +190,11 @@ class CutError(VersionDependentError, RoundPipeError, ValueError):
 
 
 class BatchStructureError(VersionDependentError, RoundPipeError, RuntimeError):
-    """A batch takes another path through the model's code than the example with which the model was split."""
+    """A batch runs other parts of the model's code than the example batch with which the model was split."""
 
 
 class MissingEmbeddingError(BatchStructureError):
-    """A model uses an embedding after its layers for this batch, but not for the example that it was split with."""
+    """After its layers, a model uses an embedding for this batch, but not for the example with which it was split."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
@@ -208,7 +208,7 @@ class MissingEmbeddingError(BatchStructureError):
 
 
 class CutRefusedWarning(RoundPipeWarning):
-    """A model was not split at all layers."""
+    """A model could not be split into layers, so it runs unsplit."""
 
 
 def changed_results(layer: str) -> str:
@@ -274,4 +274,4 @@ def other_loss() -> LossError:
 
 
 class FineTuneError(RoundPipeError, ValueError):
-    """A model, text, tokenizer or folder is not usable for the training, or a training cannot continue."""
+    """A model, text, tokenizer or folder cannot be used for fine-tuning, or a fine-tuning cannot continue."""

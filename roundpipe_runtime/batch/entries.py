@@ -1,4 +1,4 @@
-"""Flatten the inputs and labels of a call, and find each tensor's batch axis and the rows of each microbatch."""
+"""Flatten the inputs and labels of a batch; find each tensor's batch axis and the row count of each microbatch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Entry:
 
     @property
     def counted(self) -> tuple[int, ...] | None:
-        """The rows of each microbatch, from tensor shapes, for ``RoundPipePackedData`` without stored row counts."""
+        """The row counts of microbatches in a ``RoundPipePackedData`` that stores none, counted from tensor shapes."""
         if not isinstance(self.value, RoundPipePackedData) or self.stated is not None:
             return None
         # packed data is split by its entries, also with a rule that passes it whole
@@ -78,7 +78,7 @@ def entries_of_flat(flat: FlatTree, rules: Mapping[str, Rule]) -> list[Entry]:
 
 
 def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
-    """Raise an error for objects with tensors that pytree does not flatten and no rule passes to every microbatch."""
+    """Raise an error for objects that hold tensors, but are not flattened by pytree or passed unsplit by a rule."""
     if all(type(leaf.value) in _CLOSED for leaf in flat.leaves):
         return
     ours = [leaf.path for leaf in flat.leaves if isinstance(leaf.value, RoundPipePackedData | HeldMask)]
@@ -253,7 +253,7 @@ Rows = tuple[int, ...]
 def rows_with_packed(
     entries: Sequence[Entry], batch: int | None, cut: Sequence[str], *, apart: bool
 ) -> list[int | None] | None:
-    """Return the number of rows in each microbatch of ``RoundPipePackedData``; ``None`` if no value is packed."""
+    """Return the number of rows of each microbatch; ``None`` if no input or label is a ``RoundPipePackedData``."""
     # apart: whether rules cut each leaf separately
     packed = [entry for entry in entries if isinstance(entry.value, RoundPipePackedData)]
     if not packed:
@@ -299,10 +299,10 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
 def rows_of_parts(
     parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 ) -> list[int | None]:
-    """Return the rows of each microbatch that a user's split function made; ``None`` for each unclear number.
+    """Return the row count of each microbatch that a user's split function returned; ``None`` for all if ambiguous.
 
-    A tensor that is the same object in all microbatches was not split. Rows of split tensors are counted along batch
-    axes. If tensors differ, sizes that sum to the unsplit size, or that ``others`` has, are used.
+    Rows are counted along the batch axes of split tensors; a tensor that is the same object in all microbatches is
+    ignored. If tensors have different row counts, only counts that add up to the unsplit size are used.
 
     >>> import torch
     >>> table = torch.zeros(5, 6)
@@ -324,7 +324,7 @@ def rows_of_parts(
 
 
 def _columns(parts: Sequence[Mapping[str, Any]]) -> tuple[set[Rows], dict[Rows, list[str]]]:
-    """Return the sizes of tensors with a known batch axis, and the key paths of other tensors by sizes of axis 0."""
+    """Return row counts along known batch axes, and a mapping from sizes of axis 0 to the other tensors' key paths."""
     tables = [{entry.path: entry for entry in entries_of(part, {})} for part in parts]
     known: set[Rows] = set()
     seen: dict[Rows, list[str]] = {}

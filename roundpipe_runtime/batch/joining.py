@@ -26,20 +26,20 @@ def join(
     """Join the outputs of all microbatches of a batch into the output of the whole batch.
 
     Tensors are concatenated along axis 0, or along the batch axis that the registration of their container class
-    declares. A tensor is returned unchanged if it is equal in all microbatches and axis 0 does not have the rows of the
-    microbatches. Scalar tensors are averaged with ``weights``. All other values must be equal in all microbatches.
+    declares. A tensor is returned unchanged if it is equal in all microbatches and the size of axis 0 is not their
+    number of rows. Scalar tensors are averaged with ``weights``. All other values must be equal in all microbatches.
 
     Args:
-        outputs: nested outputs, one for each of one or more microbatches.
-        weights: weight of each microbatch in an average: the number of rows, or the weight that the loss function
-            returned. If a weight is ``None``, scalars cannot be averaged.
-        rows: number of rows of each microbatch, by which tensors with a batch axis are found. Default: ``weights``.
-        merge: ``None`` or ``True`` for the default rules; or a tree of :class:`TensorChunkSpec` and :class:`Replicate`,
-            each a rule for all values below it; or a mapping from key paths (``"outputs['logits']"``) to rules; or a
-            function ``list of outputs -> output``.
+        outputs: list with the output of each microbatch, any nested object.
+        weights: weight of each microbatch in averages of scalars: its number of rows, or the weight that the loss
+            function returned. If a weight is ``None``, scalars cannot be averaged.
+        rows: number of rows of each microbatch; tensors with these sizes on axis 0 are joined. Default: ``weights``.
+        merge: ``None`` or ``True`` for the default rules; a tree of rules, or a mapping from key paths
+            (``"outputs['logits']"``) to rules; or a function ``list of outputs -> output``. A rule is a
+            :class:`TensorChunkSpec` or :class:`Replicate`, and applies to all values below it.
 
     Returns:
-        The joined output. A single output is returned unchanged if ``merge`` is ``None``.
+        The joined output. The output of a single microbatch is returned unchanged if ``merge`` is ``None``.
 
     Raises:
         JoinError: outputs cannot be joined; the message names the key path of the value.
@@ -145,7 +145,7 @@ def _cat(path: str, tensors: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
 
 
 def _mean(path: str, tensors: Sequence[torch.Tensor], given: Sequence[float | None]) -> torch.Tensor:
-    """Return the weighted mean of tensors; a tensor with weight zero is ignored, even if it is NaN."""
+    """Return the weighted mean of scalar tensors; a tensor with weight zero is ignored, even if it is NaN."""
     if not (tensors[0].is_floating_point() or tensors[0].is_complex()):
         value: torch.Tensor = _the_same(path, tensors)
         return value

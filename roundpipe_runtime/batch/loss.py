@@ -10,9 +10,9 @@
     (sum, weight)          sum of sums / sum of weights     1 / c                    c / sum of weights
 
 The seed is the initial gradient of a microbatch's backward. For a sum or a mean, the seed is known before the backward,
-so the accumulated gradient needs no scaling. The total weight of pairs is unknown when the first backward starts,
-because later losses are not computed. The seed of a pair is therefore 1 / c, and after the last microbatch, the
-gradient of the call is scaled in one pass. Unscaled gradients are stored apart from gradients of earlier calls.
+so the accumulated gradient needs no scaling. For pairs ``(sum, weight)``, the total weight is unknown when the first
+backward starts, because later losses are not computed. Their seed is therefore 1 / c, and the accumulated gradient is
+scaled after the last microbatch. Until then, it is stored apart from gradients of earlier ``forward_backward`` calls.
 
 In the table, c is the power of two nearest to the number of rows. Seeds of 1 / c keep sums over long batches in the
 range of half precision, and multiplication by a power of two does not round. A mean of 16-bit losses is scaled after
@@ -77,10 +77,10 @@ class LossValue:
 def read_loss(value: Any) -> LossValue:
     """Parse the value that a loss function returned for one microbatch.
 
-    A list contains several losses. A :class:`WeightedLoss` is a sum and its weight, and so is a plain tuple whose
-    second item is a number, an integer tensor, or a tensor without grad after a sum that requires grad. A plain tuple
-    of tensors that require grad contains several losses. A plain tuple of two floating-point tensors without grad is
-    refused, because it may be either.
+    A list of tensors is read as several losses. A plain tuple is read as a pair ``(sum, weight)`` if its second item is
+    a number or an integer tensor, or if only its first item requires grad. A plain tuple of tensors that require grad
+    is read as several losses. A plain tuple of two floating-point tensors without grad raises an error, because it is
+    ambiguous.
 
     Args:
         value: value that ``loss_fn(outputs, labels)`` returned.
@@ -133,11 +133,11 @@ def _format_items(ratios: Sequence[float], rows: int) -> str:
 class LossContract:
     """Collects the losses of microbatches; computes the initial gradients of each backward, and the batch's loss.
 
-    Each call of ``forward_backward`` creates an instance. The threads that run the last layer call :meth:`add` for each
-    microbatch; afterwards, any thread may call the other methods.
+    Each call of ``forward_backward`` creates a ``LossContract``. The threads that run the last layer call :meth:`add`
+    for each microbatch; afterwards, any thread may call the other methods.
 
     Args:
-        reduction: ``"sum"``, ``"mean"``, ``"rows"`` or ``"items"``; has no effect on pairs ``(sum, weight)``.
+        reduction: ``"sum"`` of losses, or weighting by rows (``"mean"``, ``"rows"``) or ``"items"``; pairs ignore it.
         rows: number of rows of each microbatch; ``None`` for an unknown number.
 
     >>> contract = LossContract("mean", [2, 1])
@@ -164,16 +164,16 @@ class LossContract:
 
         Args:
             index: index of the microbatch.
-            value: value that ``loss_fn`` returned. A weight on an accelerator is read, which waits for the accelerator.
-            items: number of items over which ``loss_fn`` took each mean. Default: not known.
+            value: value that ``loss_fn`` returned. Reading a weight on an accelerator waits for the accelerator.
+            items: number of averaged items, for each mean that ``loss_fn`` computed. Default: unknown.
 
         Returns:
             The losses that require grad, each with its initial gradient. The list is empty if the microbatch has
             weight 0: its gradient is zero even if its loss is NaN.
 
         Raises:
-            LossError: the value is not a loss; or another microbatch returned a different kind of loss; or the
-                reduction is ``"mean"``, and the value is a mean over items other than rows.
+            LossError: ``value`` is not a loss, or not the kind of loss that other microbatches returned; or reduction
+                is ``"mean"``, but ``value`` is a mean over items other than rows.
         """
         try:
             read = read_loss(value)
@@ -197,7 +197,7 @@ class LossContract:
         return [BackwardTerm(t, torch.full_like(t, seed)) for t in read.tensors if t.requires_grad]
 
     def _check_items(self, index: int, items: Sequence[float]) -> None:
-        """Raise an error if the number of items that a mean was taken over is not proportional to the rows."""
+        """Raise an error if the number of averaged items in a microbatch is not proportional to its rows."""
         rows = self.rows[index]
         if not rows:
             return
@@ -253,9 +253,9 @@ class LossContract:
         return [self._weight(index) for index in range(len(self.rows))]
 
     def gradient_scale(self) -> float:
-        """Return the factor by which to multiply the accumulated gradient, known after the last microbatch.
+        """Return the factor by which to multiply the accumulated gradient; call this after the last microbatch.
 
-        The factor is ``1.0`` if no scaling is needed, and ``0.0`` if all weights are 0, so that no backward ran.
+        The factor is ``1.0`` if the gradient needs no scaling, and ``0.0`` if all weights of microbatches are 0.
         """
         if not self._is_late:
             return 1.0

@@ -1,14 +1,14 @@
-"""Find the weights with which losses of microbatches add up to the loss of the batch, by tests on a few rows.
+"""Find the weights with which losses of microbatches add up to the batch's loss, by tests on a few rows.
 
-A loss is computed for a few rows at once, and for the same rows in two uneven parts::
+The loss function is called with a few rows of the batch, and with two uneven subsets of these rows::
 
     rows 0 to 2       loss 0.93     gradients at rows 0, 1, 2, and at what the loss trains
     rows 0 and 1      loss 0.90     rows: (2 * 0.90 + 1 * 0.99) / 3 = 0.93, and every gradient alike
     row 2             loss 0.99
 
-A weight may be the number of rows, the number of items that torch's loss functions average over, or 1. Weights are
-accepted if weighted losses give the loss and all gradients of all rows, also for changed values: random and ignored
-labels, larger and smaller outputs. A loss that compares rows, or selects rows by their values, has no such weights.
+A subset's weight may be its number of rows, the number of items that torch's loss functions average over, or 1. Weights
+are accepted if the weighted sum has the loss and gradients of all rows, also with changed labels and outputs. No
+weights fit a loss that compares rows with each other, or selects rows by their values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Role: TypeAlias = Literal["label", "mask", "output"]
 
 
 class NotProvenError(Exception):
-    """The loss function cannot be checked: it fails for a few rows, or returns different values at each call."""
+    """The loss function cannot be checked: it fails when called with few rows, or returns other values at each call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +155,7 @@ class _Difference:
         self.is_of_zeros = not any(self._expected) and not any(bool(loss.any()) for loss in losses)
 
     def is_none(self, way: Way) -> bool:
-        """Return whether the weighted losses of the subsets give the loss and all gradients of all rows."""
+        """Return whether the weighted sum of the subsets' losses has the loss and the gradients of all rows."""
         shares = self._shares(way)
         if shares is None:
             return False
@@ -270,14 +270,14 @@ def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> 
 
 
 def _without_mask(column: Column) -> Column:
-    """Replace labels that are all 0 or 1, and may be a mask, by ones."""
+    """Replace labels by ones if all of them are 0 or 1, because they may be a mask."""
     value = column.value
     is_mask = column.role == "label" and bool(((value == 0) | (value == 1)).all())
     return dataclasses.replace(column, value=torch.ones_like(value)) if is_mask else column
 
 
 def _cleared(column: Column, filling: int, keeps: int) -> torch.Tensor:
-    """Return the values with padding in the last row, except at its last ``keeps`` positions."""
+    """Return a copy of a column whose last row is padding, except the last ``keeps`` positions of that row."""
     value = column.value.clone()
     last = value.select(column.axis, value.shape[column.axis] - 1)
     is_whole = value.is_floating_point() or value.dtype == torch.bool
@@ -349,7 +349,7 @@ class _Watch(TorchFunctionMode):
         return found
 
     def finish(self) -> None:
-        """Read the counts after the loss is computed: an earlier read would break the graph of a compiled loss."""
+        """Read the item counts after the loss is computed: an earlier read would break the graph of a compiled loss."""
         counts = [(float(count), is_trained) for count, is_trained in self.counts]
         self.items.counts += [count for count, _ in counts]
         self.items.trained += [count for count, is_trained in counts if is_trained]

@@ -12,13 +12,13 @@ from ..errors import ConfigError, RoundPipeError, SplitError
 
 
 class RoundPipePackedData(list[Any]):
-    """The output of a run with ``merge_output=False``: a list with one entry per microbatch.
+    """The output of a pipeline called with ``merge_output=False``: a list with the output of each microbatch.
 
-    If the list is an input of another pipeline, entry i is the input of microbatch i. The other pipeline does not join
-    or split entries, and its call does not wait until they are computed.
+    A pipeline that gets this list as an input uses entry i as the input of microbatch i, without joining or splitting
+    entries. The pipeline call does not wait until the entries are computed.
 
     Args:
-        values: one entry per microbatch.
+        values: list entries, one per microbatch.
         rows: number of rows of each microbatch; ``None`` for an unknown number.
         wait: function that returns when all entries can be read on the host; :meth:`synchronize` calls it once.
 
@@ -72,7 +72,7 @@ class TensorChunkSpec:
 class Replicate:
     """A rule that passes an input unsplit to every microbatch, or requires an output to be equal in all microbatches.
 
-    A rule is the class itself, as in ``(TensorChunkSpec(0), Replicate)``, or an instance.
+    Pass the class ``Replicate`` itself, as in ``(TensorChunkSpec(0), Replicate)``, or an instance.
 
     >>> import torch
     >>> from roundpipe_runtime.batch import split
@@ -84,7 +84,7 @@ class Replicate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
-    """How all values at or below a key path are split or joined."""
+    """A rule for all values at or below a key path: how inputs are split and how outputs are joined."""
 
     dim: int | None  # axis to split along; `None` passes the leaf on whole
     # function of two arguments that reduces the outputs, starting with `init`; then `dim` is not used
@@ -107,7 +107,7 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
         empty microbatch has no mean loss. A batch without rows becomes one empty microbatch.
 
     Raises:
-        ConfigError: ``num_microbatch`` is not a number of at least 1.
+        ConfigError: ``num_microbatch`` is not an integer of at least 1.
 
     >>> sizes(10, 4), sizes(2, 4), sizes(0, 4)
     ([3, 3, 2, 2], [1, 1], [0])
@@ -143,7 +143,7 @@ def rule_for(path: str, rules: Mapping[str, Rule]) -> Rule | None:
 
 
 def is_below(path: str, above: str) -> bool:
-    """Return whether the key path ``path`` is ``above``, or continues it.
+    """Return whether the key path ``path`` equals ``above`` or names a value inside it.
 
     >>> is_below("args[0]['x']", "args[0]"), is_below("args[10]", "args[1]"), is_below("label", "label")
     (True, False, True)

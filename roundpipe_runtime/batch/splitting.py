@@ -36,8 +36,8 @@ class Microbatch:
         args: positional arguments.
         kwargs: keyword arguments.
         label: labels for the loss.
-        rows: number of rows; ``None`` if unknown, because the results of a split function have no clear batch axis,
-            packed data has no tensors, or rules split tensors into different numbers of rows.
+        rows: number of rows of the batch in this microbatch; ``None`` if unknown, for example because a split function
+            returned tensors without a clear batch axis.
     """
 
     index: int
@@ -75,20 +75,20 @@ def split(
 ) -> list[Microbatch]:
     """Split arguments and labels into microbatches.
 
-    Tensors are split along their batch axis into views, with the sizes of ``torch.tensor_split``. Every microbatch gets
-    all values that are not split: tensors without an axis of the batch's size, tensors of size 1 along axis 0, numbers,
-    strings, ``None``.
+    Tensors are split along their batch axis into views, with the sizes of ``torch.tensor_split``. All other values are
+    passed unsplit to every microbatch: numbers, strings, ``None``, tensors of size 1 along axis 0, and tensors that
+    have no axis of the batch size.
 
     Args:
         args: positional arguments, of any nesting.
         kwargs: keyword arguments, of any nesting.
         label: labels, of any nesting.
         num_microbatch: number of microbatches; a batch with fewer rows gets one microbatch per row.
-        split_input: ``None``; or ``(spec of args, spec of kwargs)``, each ``None`` or a tree of
-            :class:`TensorChunkSpec` and :class:`Replicate`, each a rule for all values below it; or a mapping from key
-            paths to rules, labels included (``{"kwargs['mask']": Replicate, "label[1]": Replicate}``); or a function
-            ``(args, kwargs, num_microbatch) -> (list of args, list of kwargs)``.
-        split_label: ``None``, a tree of rules, or a function ``(label, num_microbatch) -> list of labels``.
+        split_input: ``None``; a pair of rules ``(rules of args, rules of kwargs)``; a mapping from key paths of
+            arguments and labels to rules, as in ``{"kwargs['mask']": Replicate}``; or a function ``(args, kwargs,
+            num_microbatch) -> (list of args, list of kwargs)``. Rules are trees of :class:`TensorChunkSpec` and
+            :class:`Replicate`; a rule applies to all values below it.
+        split_label: ``None``, a tree of rules as above, or a function ``(label, num_microbatch) -> list of labels``.
 
     Returns:
         The microbatches, in the order of the rows.
@@ -282,7 +282,7 @@ def _split_by_functions(
 
 
 def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
-    """Split inputs into the row counts of split labels, or vice versa; write row counts that are found to ``rows``."""
+    """Split inputs by the row counts of split labels, or labels by those of inputs; fill in unknown ``rows``."""
     entries = entries_of(trees, rules)
     stated = next((entry.stated for entry in entries if entry.stated is not None), None)
     if None in rows and stated is not None and len(stated) == len(rows):
@@ -385,7 +385,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
 
 
 def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]:
-    """Return the batch size of packed tensors, with key paths; of several sizes, the one in ``others``."""
+    """Map the batch size of ``RoundPipePackedData`` to its key paths; of several sizes, take the size in ``others``."""
     found: dict[int, list[str]] = {}
     for entry in entries:
         if entry.counted:

@@ -8,7 +8,7 @@
     runs/.checkpoint-00000005.leaving/       being deleted
     runs/.writing/                           locked by the process that writes a checkpoint
 
-The Trainer's checkpoints have the same layout, and are named by the number of the optimizer step.
+Checkpoints of the Hugging Face Trainer use the same layout, with the optimizer step as number.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def write_manifest(folder: pathlib.Path, files: Mapping[str, object] | None = No
 
 
 def is_complete(folder: pathlib.Path) -> bool:
-    """Return whether each file of the manifest exists with the recorded size; no file is read."""
+    """Return whether each file in the checkpoint's manifest exists with the listed size; contents are not read."""
     try:
         _check_sizes(folder)
     except CheckpointError:
@@ -77,7 +77,7 @@ def is_complete(folder: pathlib.Path) -> bool:
 
 
 def verify(folder: pathlib.Path, part: int = 0, parts: int = 1) -> None:
-    """Compare the checksums of files with the manifest."""
+    """Raise an error if the checksum of a file in a checkpoint differs from the checkpoint's manifest."""
     # part: index of this process: it reads every `parts`-th file, starting with this one
     for name, entry in list(_check_sizes(folder).items())[part::parts]:
         try:
@@ -182,7 +182,7 @@ def appearing(
 
 @contextlib.contextmanager
 def only_writer(folder: pathlib.Path) -> Iterator[None]:
-    """Create a folder, and prevent other processes from writing a checkpoint into it during the block."""
+    """Create a folder, and prevent other processes from writing a checkpoint into it in the with block."""
     if not folder.is_dir():
         if file := next((one for one in (folder, *folder.parents) if one.is_file()), None):
             path = file.with_name(f"{file.stem}-checkpoints")

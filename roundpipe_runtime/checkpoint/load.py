@@ -35,7 +35,7 @@ def load_checkpoint(
 
     Before loading, every file of the checkpoint is compared with its checksum. A damaged checkpoint is skipped with a
     warning, and the previous checkpoint is loaded. The number of devices, the number of microbatches and the execution
-    plan may differ from the run that saved the checkpoint.
+    plan may differ from those at the save.
 
     Args:
         folder: folder that was passed to :func:`save_checkpoint`, or a single checkpoint in the folder.
@@ -101,7 +101,7 @@ def _newest(there: list[pathlib.Path], ranks: CheckpointRanks) -> pathlib.Path |
 
 
 def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
-    """Check some files of a checkpoint in each process; return the first error of all processes, or ``None``."""
+    """Verify the files of a checkpoint, some in each process; return the first error of all processes, or ``None``."""
 
     def check() -> str | None:
         try:
@@ -116,7 +116,7 @@ def _damage(path: pathlib.Path, ranks: CheckpointRanks) -> str | None:
 def _restore(
     path: pathlib.Path, model: nn.Module, parts: training_state.TrainingObjects, ranks: CheckpointRanks
 ) -> dict[str, Any]:
-    """Restore the optimizers, then the model, each in all processes or in no process; return the saved ``data``."""
+    """Restore optimizers and model from a checkpoint and return its ``data``; undo all if an optimizer fails."""
     with contextlib.ExitStack() as stack:
         undo = stack.enter_context(contextlib.ExitStack())
         # 1. All that can fail is read and checked while nothing has changed yet.
@@ -183,7 +183,7 @@ def _restore_model(stored: dict[str, Any], tensors: dict[str, torch.Tensor], mod
 
 
 def _check_parts(stored: dict[str, Any], parts: training_state.TrainingObjects) -> None:
-    """Raise an error if the number of optimizers or schedulers differs; warn of saved objects that are not loaded."""
+    """Raise an error if another number of optimizers or schedulers was saved; warn of saved objects not loaded."""
     scalers = [stored["scaler"]] if stored["scaler"] is not None else []
     kinds = [
         ("optimizer", parts.optimizers, stored["optimizers"]),

@@ -34,7 +34,7 @@ def check_writes_at_once(model: nn.Module) -> None:
 
 
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Put parameters and buffers into ``tensors``; a tied weight is stored only under its first name."""
+    """Put a model's parameters and buffers into ``tensors``; a tied weight is stored only under its first name."""
     # returns: the other names of tied weights (`"aliases"`), values that are not tensors (`"extra"`), and digests of
     # frozen quantized weights, which are not stored (`"frozen"`)
     first: dict[int, str] = {}
@@ -108,7 +108,7 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def check_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Check the counters and tensors that :func:`collect_progress` returned when the checkpoint was saved."""
+    """Check the counters and tensors in a checkpoint that :func:`collect_progress` returned when it was saved."""
     for entry in stored["pipelines"].values():
         counts = [entry["runs"], *([entry["replicas"]] if entry.get("replicas") is not None else [])]
         if not all(type(count) is int and count >= 0 for count in counts):
@@ -134,7 +134,7 @@ def restore_parameters(model: nn.Module, stored: Mapping[str, Any], tensors: Map
 
 
 def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
-    """Load safetensors weights a few at a time, to save memory; return ``False`` if names or shapes differ."""
+    """Load safetensors weights a few at a time to save memory; return ``False`` if names or shapes do not match."""
     with open_tensors(folder, "model") as tensors:
         state = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         first: dict[int, str] = {}
@@ -148,7 +148,7 @@ def load_weights(folder: pathlib.Path, model: nn.Module) -> bool:
 
 
 def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a few tensors at a time, and release the memory of loaded tensors."""
+    """Load tensors into a model, a few at a time, and release the memory of loaded tensors."""
     places = model.state_dict(keep_vars=True)
     sizes = {name: value.nbytes if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
     for names in names_in_parts(sizes, _PART):
@@ -160,10 +160,10 @@ def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def collect_progress(model: nn.Module) -> dict[str, Any]:
-    """Return the training state of a model's pipelines, except what the model's state dict contains.
+    """Return the training state of a model's pipelines that is not in the model's state dict.
 
-    The training state contains the number of runs, from which dropout seeds are derived; master weights of
-    ``optim_dtype``; gradients that no optimizer step has used yet; and buffers that are not in the state dict.
+    The training state contains the number of pipeline calls (for dropout seeds), master weights, gradients that no
+    optimizer step has used yet, and buffers that are not in the state dict.
     """
     pipelines, masters = {}, {}
     for prefix, pipeline in _pipelines(model):
@@ -214,7 +214,7 @@ def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
 
 
 def optimizer_targets(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the tensor that an optimizer updates for each parameter name: the master weight or the parameter."""
+    """Return, for each parameter name, the tensor that an optimizer updates: the master weight or the parameter."""
     found: dict[str, nn.Parameter] = {}
     for prefix, pipeline in _pipelines(model):
         found.update(pipeline.optim_named_parameters(prefix))

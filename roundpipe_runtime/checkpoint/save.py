@@ -32,7 +32,7 @@ _PENDING: dict[pathlib.Path, Future[None]] = {}
 class Checkpoint:
     """A saved checkpoint, whose files may still be written in the background.
 
-    A checkpoint can be used as a path: ``from_pretrained(checkpoint)``.
+    A ``Checkpoint`` can be passed as a path, as in ``from_pretrained(checkpoint)``.
 
     Attributes:
         path: folder of the checkpoint.
@@ -60,7 +60,7 @@ class Checkpoint:
 
     @property
     def done(self) -> bool:
-        """Whether the checkpoint has been written, or writing has failed."""
+        """Whether writing the checkpoint has ended, successfully or with an error."""
         return self._writing is None or is_done(self._writing)
 
     @property
@@ -99,16 +99,16 @@ def save_checkpoint(
 
     The new checkpoint appears in the folder when all files of the checkpoint are written. The weights are stored under
     the names of the state dict, so that ``from_pretrained`` can load a Hugging Face model. A checkpoint contains
-    weights, optimizer, states of random generators, number of runs (for dropout seeds) and gradients.
+    weights, optimizer state, gradients, random generator states, and the counter for dropout seeds.
 
     Args:
-        folder: folder of the checkpoints of one run, which no other run writes to.
+        folder: folder for the checkpoints of a single training.
         model: pipeline, module that holds pipelines, or any other module.
         optimizer: PyTorch optimizer of the model's parameters, or a list of optimizers.
         scheduler: learning rate scheduler, or a list of schedulers.
         scaler: gradient scaler.
         data: position in the training data: a dictionary of numbers, strings and tensors, of any nesting.
-        keep: number of checkpoints to keep; ``None`` keeps all.
+        keep: number of complete checkpoints to keep, the newest; ``None`` keeps all.
         is_async: whether to copy the state in memory and write it in the background. If the background write fails,
             :meth:`Checkpoint.wait` or the next save into the folder raises the error.
         max_shard_bytes: largest size of a weight file in bytes; only a file with a single tensor may be larger.

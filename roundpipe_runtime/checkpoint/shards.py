@@ -5,7 +5,7 @@
     shards/shard-00001-model-00001-of-00001.safetensors     rows of the first rank, with their places
     shards/shard-00002-model-00001-of-00001.safetensors     rows of the second
 
-The shards are files of ``torch.distributed.checkpoint`` in its safetensors format, without pickle.
+Shards are stored in the safetensors format of ``torch.distributed.checkpoint``, without pickle.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 
 def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTensor]:
-    """Return each ``DTensor`` with the shard of this process in CPU memory."""
+    """Return each ``DTensor`` with the current process's shard in CPU memory."""
     found = {}
     for name, tensor in tensors.items():
         local = tensor.to_local()
@@ -49,7 +49,7 @@ def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTens
 
 
 def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: Any, file_bytes: int) -> None:
-    """Write the shards of all processes; all processes must call this function."""
+    """Write the ``DTensor`` shards of all processes to a checkpoint; all processes must call this function."""
     # group: group of the processes; `None` for one process
     # file_bytes: largest number of bytes of a file, unless one part is larger; a file is in memory while it is written
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -70,7 +70,7 @@ def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: An
 def read_shards(
     folder: pathlib.Path, names: Callable[[str], bool], like: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Read sharded tensors, which any number of processes may have written, without communication."""
+    """Read sharded tensors without communication; any number of processes may have written them."""
     # like: DTensors by name, whose mesh and placements are used for the read tensors; other tensors are read whole
     if not (folder / SHARDS).is_dir():
         return {}
@@ -110,7 +110,7 @@ def _alone() -> Iterator[None]:
 
 
 def cut_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the shard of this process if ``target`` is sharded, otherwise the whole tensor."""
+    """Return the current process's shard of ``tensor`` if ``target`` is sharded, otherwise the whole tensor."""
     if tensor.numel() == 1 and target.numel() == 1:
         tensor = tensor.reshape(target.shape)  # with several processes, a scalar is a vector of one element
     if not is_sharded(target) or is_sharded(tensor) or tensor.shape != target.shape:
@@ -163,7 +163,7 @@ class CheckpointRanks:
             self.group = group
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order; all ranks must call this method."""
+        """Return the ``value`` arguments of all ranks, in rank order; all ranks must call this method."""
         if self.group is None:
             return [value]
         import torch.distributed as dist
@@ -201,7 +201,7 @@ class CheckpointRanks:
 
 
 def ranks_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> CheckpointRanks:
-    """Return the processes in the mesh of a pipeline or of sharded tensors."""
+    """Return the processes that save a model together: the mesh of its pipeline or of its sharded tensors."""
     pipelines = [module for module in model.modules() if isinstance(module, RoundPipe)]
     meshes = [pipeline.mesh for pipeline in pipelines if pipeline.mesh is not None]
     meshes += [tensor.device_mesh for tensor in tensors.values() if is_sharded(tensor)]

@@ -1,4 +1,4 @@
-"""Read and write safetensors files named as by transformers, and nested states as JSON files next to their tensors.
+"""Read and write safetensors files under the names that transformers uses, and encode nested states as JSON.
 
 ::
 

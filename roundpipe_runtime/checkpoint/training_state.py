@@ -107,7 +107,7 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
 def read_training(
     folder: pathlib.Path, only: Sequence[str] | None = None, *, targets: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return the stored training state without the tensors of the model; ``only`` selects keys."""
+    """Return a checkpoint's training state without the model's tensors; ``only`` lists the keys to read."""
     # targets: parameters that optimizers update, by name; states, gradients and master weights of sharded parameters
     # are read as shards. Default: everything is whole.
     return read_values(folder, _TRAINING, only, targets=targets)
@@ -116,7 +116,7 @@ def read_training(
 def read_weights(
     folder: pathlib.Path, tensors: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model, including tensors that are stored in shards."""
+    """Return the model's tensors from a checkpoint, including tensors that are stored in shards."""
     like = {f"{_WEIGHTS}{name}": target for name, target in targets.items()}
     shards = read_shards(folder, lambda name: name.startswith(_WEIGHTS), like)
     found = {**tensors, **{name.removeprefix(_WEIGHTS): tensor for name, tensor in shards.items()}}
@@ -181,7 +181,7 @@ def read_values(
     *,
     targets: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Read the values that :func:`write_values` wrote; ``only`` selects keys."""
+    """Read the nested values that :func:`write_values` wrote; ``only`` lists the keys to read."""
     stored = read_document(folder / f"{stem}.json", dict[str, Any], failure=DamagedCheckpointError)
     wanted = {key: stored[key] for key in (stored if only is None else only)}
     places = _places(wanted, targets or {})

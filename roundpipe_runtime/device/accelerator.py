@@ -10,9 +10,9 @@
     # gradients                          ██████████                   of one stage, while the next one computes
 
 ``Tensor.record_stream`` notifies the allocator which streams read a tensor, so the tensor's memory is reused only after
-the reads. Torch's allocator does not reuse pinned host memory before copies from the memory are complete. The host may
-change the source of a copy, such as a parameter, only after :meth:`synchronize`, which the engine calls at the end of
-every run.
+the reads. Torch's allocator does not reuse pinned host memory before copies from it are complete. The host may change
+the source of a copy, such as a parameter, only after :meth:`synchronize`, which every forward and backward calls at its
+end.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _StreamEvent:
 
 
 class _Visit(NamedTuple):
-    """A stage that was submitted to the device: its bytes, and events at the end of its computation and copies."""
+    """A pipeline stage that was submitted to a device: bytes, and events at the end of its computation and copies."""
 
     nbytes: int
     computed: torch.Event
@@ -116,7 +116,7 @@ class AcceleratorDevice:
             raise DeviceMemoryError(f"{self.name} is out of memory: {error}") from error
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Copy a host tensor to the device, parameters on another stream than activations."""
+        """Copy a host tensor to the device, on the stream for parameters or on the stream for activations."""
         # ready: event after which the host tensor is complete. Default: the tensor is complete.
         # parameter: whether the copy is large and not urgent. Default: `False`.
         stream = self._parameters if parameter else self._activations
@@ -152,7 +152,7 @@ class AcceleratorDevice:
         *,
         after_compute: bool = False,
     ) -> None:
-        """Copy rows on the stream of activations, ahead of queued parameters of later stages."""
+        """Copy rows of a host tensor on the stream for activations, so that they do not wait for queued parameters."""
         # target: memory from `reserve`
         # after_compute: whether the copy waits for the computation, which wrote these rows. Default: `False`.
         if after_compute:
@@ -239,12 +239,11 @@ class AcceleratorDevice:
 
     @contextlib.contextmanager
     def visit(self, nbytes: int = 1) -> Iterator[Callable[[int], bool]]:
-        """Wait until the device has memory for one more stage, and run the with block on the compute stream.
+        """Wait until the device has memory for one more pipeline stage, and run the with block on the compute stream.
 
-        The device has memory for two stages of the largest size, and for a small stage between them, such as a head.
-        Without memory for the small stage, the upload of the next stage would wait until the stage before the small
-        stage has ended. Gradients of one ended stage may still be in transit, because a new stage needs gradient memory
-        only later.
+        Two stages of the largest size, and a small stage between them, such as an output head, may be on the device at
+        once. Without memory for the small stage, the upload of the stage after it would wait until the stage before it
+        has ended. Gradients of one completed stage may still be copied, because a new stage allocates gradients later.
         """
         # nbytes: bytes of the parameters and gradients of the stage
         # yields: function that returns whether the device has room for so many bytes of the following stage now
@@ -270,7 +269,7 @@ class AcceleratorDevice:
         return len(present) < _STAGES_AT_ONCE and nbytes + sum(present) <= _ROOM * max(self._largest, nbytes)
 
     def _has_room(self, nbytes: int) -> bool:
-        """Return whether the device has memory for the next stage, without waiting for the device."""
+        """Return whether the device has memory for the next pipeline stage, without waiting for the device."""
         while self._visits and self._visits[0].computed.query():
             self._copying.append(self._visits.popleft().copied)
         while len(self._copying) > 1 and self._copying[0].query():
@@ -302,12 +301,12 @@ class AcceleratorDevice:
 
 
 def _record(stream: torch.Stream, device: torch.device) -> torch.Event:
-    """Record an event for which the host waits without occupying a CPU core, which the optimizer may need."""
+    """Record an event; waiting for it does not occupy a CPU core, which the optimizer may need."""
     return stream.record_event(torch.Event(device, blocking=True))
 
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether another tensor shares the storage, for example because a layer has stored its output."""
+    """Return whether another tensor shares the storage of ``tensor``, for example a view that a layer has stored."""
     count = storage_use_count()
     return count is None or count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 
@@ -352,15 +351,15 @@ def parse_devices(devices: DeviceSpec = None) -> list[Device]:
     """Return the list of devices that an argument ``devices=`` describes.
 
     Args:
-        devices: ``"virtual:N"`` for N devices made of the CPU, ``"virtual:N:check"`` for N virtual devices that check
-            every memory access; a list of torch devices, or of :class:`Device` objects to share between pipelines;
-            ``None`` for all accelerators of the machine, or two virtual devices where there is none.
+        devices: ``"virtual:N"`` for N devices simulated on the CPU; ``"virtual:N:check"`` to check every memory access
+            also; a list of torch devices or :class:`Device` objects, which several pipelines can share. ``None`` uses
+            all accelerators of the machine, or two virtual devices on a machine without accelerators.
 
     Returns:
         The devices.
 
     Raises:
-        ConfigError: the argument describes no device.
+        ConfigError: ``devices`` is invalid or names no device.
 
     >>> parse_devices("virtual:2")
     [VirtualDevice('virtual:0'), VirtualDevice('virtual:1')]

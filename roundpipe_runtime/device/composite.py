@@ -8,8 +8,8 @@
 
 A quantized weight is recognized by its method ``__tensor_flatten__`` or by tensors in its attributes, not by its
 library. Only frozen weights are rebuilt, since integers have no gradients. :func:`check_copyable` rebuilds one weight
-of each kind as a trial: the tensors of the copy must be equal, the copy must not refer to tensors of the original, and
-the layer must compute the same bits with the copy.
+of each class as a test. The copied tensors must be equal, the copy must not refer to tensors of the original, and the
+layer must compute bitwise equal outputs with the copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StateSlot(NamedTuple):
 
 
 def is_composite(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is frozen and contains other tensors, such as scales, besides or instead of data."""
+    """Return whether a parameter is frozen and contains other tensors, such as the scales of a quantized weight."""
     if type(parameter) in (nn.Parameter, torch.Tensor) or parameter.requires_grad:
         return False
     return is_wrapper(parameter) or next(all_tensors(vars(parameter)), None) is not None
@@ -64,7 +64,7 @@ def states_of(module: nn.Module) -> list[StateSlot]:
 
 
 def parts_of(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Return plain tensors as they are, and the tensors inside quantized weights and states, without duplicates."""
+    """Return the plain tensors among the values, and the tensors inside quantized weights, without duplicates."""
     found: dict[Any, torch.Tensor] = {}
     for value in values:
         is_whole = isinstance(value, torch.Tensor) and not is_composite(value)
@@ -401,7 +401,7 @@ def has_few_bits(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def weights_kept(model: nn.Module) -> Iterator[None]:
-    """Restore quantized weights, and the related state of their modules, at the end of the block."""
+    """Restore quantized weights, and the related state of their modules, at the end of the with block."""
     # Linear4bit of bitsandbytes repacks its weight in evaluation mode on a CPU, and the repacked weight has no gradient
     # in training. Inside the block, modules hold new objects that share the memory of the weights.
     with contextlib.ExitStack() as stack:

@@ -113,7 +113,7 @@ class DiskMemory:
     def empty(
         self, key: Hashable, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
     ) -> torch.Tensor | None:
-        """An uninitialised tensor on the disk for a key; ``None`` if the key already has a tensor."""
+        """Return an uninitialised tensor on the disk, stored under a key; ``None`` if the key already has a tensor."""
         # stride: strides that leave no gaps. Default: those of a contiguous tensor.
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
@@ -129,13 +129,13 @@ class DiskMemory:
         return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride))
 
     def copy(self, key: Hashable, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Copy a dense host tensor to the disk, into the first free range of a key."""
+        """Copy a dense host tensor to the disk; a key may store several tensors."""
         place = self.next_empty(key, tensor, dtype)
         self.write(place, tensor.detach())
         return place
 
     def next_empty(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return an uninitialised tensor with the layout of ``like``, in the first free range of the file for a key."""
+        """Return an uninitialised tensor on the disk with the layout of ``like``; a key may store several tensors."""
         number = 0
         while (place := self.empty((key, number), like.shape, dtype or like.dtype, like.stride())) is None:
             number += 1  # a key has as many places as it had tensors at the same time
@@ -261,7 +261,7 @@ class DiskMemory:
         return_freed()
 
     def _ranges(self, tensors: Iterable[torch.Tensor]) -> list[tuple[_Part, int, int]]:
-        """Return the memory pages of tensors in this file, each range with the mapped range of the file."""
+        """Return the page ranges of tensors that are stored in this file, each with its mapped part of the file."""
         held = [tensor for tensor in tensors if tensor.numel() and self.holds(tensor)]
         found = []
         for start, end in pages_of(held):
@@ -314,12 +314,12 @@ def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
 
 
 def keep_with(model: nn.Module, memory: DiskMemory) -> None:
-    """Keep the disk memory open as long as the model exists."""
+    """Keep a :class:`DiskMemory` open as long as the model exists."""
     _OF_MODELS[model] = memory
 
 
 def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:
-    """Return the disk memory in the folder that already stores parameters of the model, or new disk memory."""
+    """Return the :class:`DiskMemory` in ``folder`` that already stores parameters of the model, or a new one."""
     found = next((memory for p in model.parameters() if (memory := disk_of(p)) is not None), None)
     return DiskMemory(folder) if found is None or found.folder != folder else found
 
@@ -386,7 +386,7 @@ def check_host(host: object) -> None:
 
 
 def disk_folder(host: object) -> pathlib.Path | None:
-    """Folder ``DIR`` of ``host="disk:DIR"``; ``None`` for ``"memory"``."""
+    """Return the folder ``DIR`` of an argument ``host="disk:DIR"``; ``None`` for ``host="memory"``."""
     if host == HOST_IN_MEMORY:
         return None
     if not isinstance(host, str) or not host.startswith(_PREFIX) or not host.removeprefix(_PREFIX):
@@ -462,7 +462,7 @@ def pages_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def fetch(start: int, end: int) -> bool:
-    """Read mapped pages from the disk; ``False`` if the kernel cannot (older than Linux 5.14)."""
+    """Read the mapped pages of an address range from the disk; return ``False`` on Linux older than 5.14."""
     return int(_libc().madvise(start, end - start, _POPULATE_READ)) == 0
 
 

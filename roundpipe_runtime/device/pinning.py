@@ -53,7 +53,7 @@ class PinnedModel:
         self._seen = {_key(tensor) for tensor in self._tensors()}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        """Return the host tensors that stages copy to devices and that can be pinned."""
+        """Return the host tensors of the model that are copied to devices and can be pinned."""
         for parameter in self._model.parameters():
             is_sent = sent_dtype(parameter) == parameter.dtype  # otherwise its copy is pinned
             if is_sent and not is_composite(parameter) and _is_on_host(parameter):
@@ -67,7 +67,7 @@ class PinnedModel:
                 yield buffer
 
     def _composites(self) -> list[Any]:
-        """Return the quantized weights, and the state that their modules store for them."""
+        """Return the quantized weights of the model, and the state that their modules store for them."""
         found: list[Any] = [p for p in self._model.parameters() if is_composite(p)]
         return found + [slot.value for module in self._model.modules() for slot in states_of(module)]
 
@@ -162,7 +162,7 @@ _LOST, _LOST_AT_END = 0.01, 0.005
 
 
 def plan_slabs(sizes: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
-    """Plan large memory blocks (slabs) for tensors of the given sizes, of which about 1% stays unused.
+    """Plan large memory blocks (slabs) for tensors of the given sizes, with about 1% of the memory unused.
 
     >>> plan_slabs([6000, 2000, 100])
     [(8192, {0: 0, 1: 6016, 2: 8064})]

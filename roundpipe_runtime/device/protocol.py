@@ -5,7 +5,7 @@ Two classes implement the interface :class:`Device`:
 - :class:`VirtualDevice` simulates a device on the CPU with copied tensors, its own thread, and events that are complete
   at once. In check mode, reading memory that was released, is on another device, or is incomplete raises an error.
 - :class:`AcceleratorDevice` is any device of ``torch.accelerator``, with one stream each for parameters, activations,
-  compute and downloads.
+  compute, downloads and gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .worker import Worker
 
 @runtime_checkable
 class Device(Protocol):
-    """The interface of a device for the scheduler; the device owns all tensors from ``copy_in`` and ``allocate``.
+    """The interface of a device for the scheduler; a device owns the tensors that its methods allocate.
 
     >>> from roundpipe_runtime import VirtualDevice
     >>> device = VirtualDevice()
@@ -68,11 +68,11 @@ class Device(Protocol):
         """Copy rows of a host tensor into reserved device memory; later computations wait for this copy.
 
         Args:
-            target: memory of the device.
+            target: device memory into which the rows are copied.
             source: host tensor from which the rows are copied.
             runs: ranges of rows to copy, as pairs ``(start, stop)``.
-            after_compute: whether the copy waits for all computation submitted before the copy, which wrote the rows
-                (default: ``False``).
+            after_compute: whether the copy waits for all earlier computations on the device, because they wrote the
+                rows (default: ``False``).
         """
 
     def copy_rows_out(
@@ -81,7 +81,7 @@ class Device(Protocol):
         """Return a host tensor with copies of some rows and zeros elsewhere; ``tensor`` must not change afterwards.
 
         Args:
-            tensor: tensor of the device.
+            tensor: device tensor to copy from.
             runs: ranges of rows to copy, as pairs ``(start, stop)``.
             target: host tensor to copy to, which a device may ignore (default: a new tensor).
 
@@ -98,7 +98,7 @@ class Device(Protocol):
         """Return a host copy of a device tensor, and the event after which the copy is complete.
 
         Args:
-            tensor: tensor of the device.
+            tensor: device tensor to copy from.
             last: whether the tensor is not written any more, so that no later computation has to wait for the copy.
             parameter: whether the copy is large and not urgent, so that it must not delay activations.
             target: host tensor to copy to, which a device may ignore (default: a new tensor).
@@ -108,28 +108,28 @@ class Device(Protocol):
         """
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Make this device current while a layer runs, after all earlier copies to the device are complete.
+        """Return a context manager in which a layer runs on this device after all earlier copies to the device.
 
         Args:
             after: event at which the layer's parameters are on the device (default: all earlier copies are complete).
         """
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[HasRoom | None]:
-        """Wait for enough memory, then run one stage in a with block, from copying to releasing its parameters.
+        """Wait for enough memory, then run one pipeline stage in a with block: copy, use and release its parameters.
 
         Args:
             nbytes: bytes of the parameters and gradients of the stage (default: 1).
 
         Returns:
-            A context manager that yields a function, which returns whether the device has memory for a number of bytes
-            of the next stage, or ``None`` if the device does not upload the next stage ahead.
+            A context manager that yields a function ``nbytes -> bool``, which checks whether the device has memory for
+            the next stage. It yields ``None`` if the device does not upload the next stage ahead.
         """
 
     def synchronize(self) -> None:
         """Wait until all earlier copies and computations of the device have ended."""
 
     def clock(self) -> Clock:
-        """Return the clock that measures how long this device works."""
+        """Return the clock that measures when work of this device begins and ends."""
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
         """In check mode, check that this device may read the given tensors now."""
@@ -169,7 +169,7 @@ NOW = _Passed()
 
 
 class Clock(Protocol):
-    """The interface of a clock that measures when the work of a device begins and ends in a run."""
+    """The interface of a clock that measures when the work of a device begins and ends."""
 
     @property
     def is_late(self) -> bool:
@@ -200,7 +200,7 @@ HOST_CLOCK = HostClock()
 
 
 class EventClock:
-    """The clock of an accelerator: the times of events in its streams."""
+    """The clock of an accelerator, which gets times from events that are recorded in its streams."""
 
     is_late = True
 

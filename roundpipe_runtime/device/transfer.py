@@ -1,7 +1,7 @@
 """Flatten nested values, including ``BlockMask`` objects, and copy their tensors to a device and back.
 
-Classes are flattened as registered by `yobx_flatten` and by torch's pytree. A tensor that occurs twice in a value is
-copied once, and the rebuilt value contains the copy twice.
+Objects are flattened by the functions that `yobx_flatten` and torch's pytree have registered for their classes. A
+tensor that occurs twice in a value is copied once, and the rebuilt value contains the copy twice.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def separate(leaves: Sequence[Any], spec: pytree.TreeSpec, *, what: str) -> tupl
 
 @dataclasses.dataclass(slots=True)
 class HostValue:
-    """A nested value with its tensors in host memory, which one stage passes to the next stage."""
+    """A nested value with its tensors in host memory, which one pipeline stage passes to the next stage."""
 
     structure: TreeStructure  # value without its tensors
     tensors: list[torch.Tensor]  # host copies, each once
@@ -147,7 +147,7 @@ def send(
     last: bool = False,
     copies: HostCopies | None = None,
 ) -> HostValue:
-    """Copy tensors to the host, and return a value that can be read when the copies are complete."""
+    """Copy device tensors to the host, and return a nested value that can be read when the copies are complete."""
     # needs_grad: whether a gradient flows back through each tensor
     # last: whether the caller no longer writes to the tensors. Default: `False`.
     # copies: copies that the host already has; new copies are added. Default: none.
@@ -191,7 +191,7 @@ def sent_nbytes(parameter: torch.Tensor) -> int:
 
 
 def as_sent(part: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor in its dtype on devices; a converted tensor for an accelerator is in pinned memory."""
+    """Return a tensor converted to ``dtype``; a converted tensor for an accelerator is in pinned memory."""
     if part.dtype == dtype:
         return part
     made = torch.empty_like(part, dtype=dtype, requires_grad=False, pin_memory=device.type not in ("cpu", "meta"))
@@ -213,12 +213,12 @@ def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
 
 
 def sent_as(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtypes on devices, by name, of parameters that have a different dtype on the host."""
+    """Return the names of parameters whose dtype on devices differs from that on the host, and the dtype on devices."""
     return {name: p.__dict__[_SENT_AS] for name, p in model.named_parameters() if _SENT_AS in p.__dict__}
 
 
 def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Set the dtypes on devices of parameters by name; all other parameters have their host dtype there."""
+    """Set the dtypes that parameters have on devices, by name; all other parameters keep their host dtype."""
     for name, parameter in model.named_parameters():
         if name in dtypes:
             parameter.__dict__[_SENT_AS] = dtypes[name]

@@ -116,12 +116,12 @@ class VirtualDevice:
         return tensor
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy of a host tensor after the event ``ready``, which must be complete already in check mode.
+        """Return a copy of a host tensor; in check mode, an event ``ready`` that is not complete raises an error.
 
         Args:
             tensor: host tensor.
             ready: event after which the host tensor is complete (default: the tensor is complete already).
-            parameter: without effect on the CPU.
+            parameter: ignored by virtual devices.
 
         Returns:
             The copy, on the device.
@@ -153,10 +153,10 @@ class VirtualDevice:
         """Copy rows of a host tensor to the virtual device immediately.
 
         Args:
-            target: memory of the device.
+            target: device memory into which the rows are copied.
             source: host tensor from which the rows are copied.
             runs: ranges of rows to copy, as pairs ``(start, stop)``.
-            after_compute: without effect on the CPU.
+            after_compute: ignored by virtual devices.
         """
         self.use([target])
         with torch.no_grad():
@@ -169,9 +169,9 @@ class VirtualDevice:
         """Return a host tensor with copies of some rows, and zeros elsewhere.
 
         Args:
-            tensor: tensor of the device.
+            tensor: device tensor to copy from.
             runs: ranges of rows to copy, as pairs ``(start, stop)``.
-            target: without effect on the CPU.
+            target: ignored by virtual devices.
 
         Returns:
             The host copy, and an event that is complete already.
@@ -193,10 +193,10 @@ class VirtualDevice:
         """Return a copy of a tensor on the host, which is complete immediately.
 
         Args:
-            tensor: tensor of the device.
-            last: without effect on the CPU.
-            parameter: without effect on the CPU.
-            target: without effect on the CPU.
+            tensor: device tensor to copy from.
+            last: ignored by virtual devices.
+            parameter: ignored by virtual devices.
+            target: ignored by virtual devices.
 
         Returns:
             The host copy, and an event that is complete already.
@@ -213,7 +213,7 @@ class VirtualDevice:
         return _ALWAYS
 
     def synchronize(self) -> None:
-        """Do nothing: all computations of a virtual device have ended."""
+        """Do nothing: a virtual device completes each computation immediately."""
 
     def clock(self) -> Clock:
         """Return the clock of the CPU, which does the work of a virtual device."""

@@ -1,7 +1,7 @@
-"""Worker threads, one per device: their mailbox, errors, Ctrl-C, forks, and the random generator that they share.
+"""Run work in threads, one per device: results, errors, Ctrl-C, forks, and the shared random generator.
 
-Submitted work returns a future. The first error stops the run: each other thread ends its work when it next waits for a
-result, and the caller gets the error with notes that state where the error happened.
+Submitting work to a thread returns a future. After an error in a forward or backward, each other thread ends its work
+when it next waits for a result. The caller gets the error, with notes that state where it happened.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class StoppedRun(BaseException):
-    """Ends the work of a thread because the run has failed in another thread. Users never see this exception."""
+    """Ends a thread's work on a forward or backward that failed in another thread. Users never see this exception."""
 
 
 class Worker:
@@ -87,7 +87,7 @@ _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Mailbox:
-    """Passes results between the threads of one run, until one of the threads fails.
+    """Passes results between the threads of one forward or backward, until one of the threads fails.
 
     >>> mailbox = Mailbox()
     >>> mailbox.put("x", 1)
@@ -121,7 +121,7 @@ class Mailbox:
             raise StoppedRun
 
     def fail(self, error: BaseException) -> None:
-        """Stop the run with an error; only the first error is raised, because it usually causes the later errors."""
+        """Stop all threads with an error; only the first error is raised, because it usually causes later errors."""
         with self._changed:
             if self._error is None and not isinstance(error, StoppedRun):
                 self._error = error
@@ -134,10 +134,10 @@ class Mailbox:
 
 
 def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
-    """Wait until all work of a run has ended, then raise the error that stopped the run, if there is one.
+    """Wait until all threads of a forward or backward have ended, then raise the error of the first that failed.
 
-    Ctrl-C during the wait stops the run: each thread completes its current layer, so that no thread works for the run
-    any more when the caller gets ``KeyboardInterrupt``.
+    Ctrl-C during the wait stops each thread after its current layer. The caller gets ``KeyboardInterrupt`` when all
+    threads have stopped.
     """
     try:
         wait_for_futures(work)

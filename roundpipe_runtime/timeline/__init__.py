@@ -1,4 +1,4 @@
-"""Record, load, summarize and draw timelines of runs."""
+"""Record, load, summarize and draw timelines of the work of each device."""
 
 from __future__ import annotations
 

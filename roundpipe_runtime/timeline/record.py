@@ -1,4 +1,4 @@
-"""Record a run as a timeline; save, load, draw and summarize timelines."""
+"""Record the work of each device as a timeline; save, load, draw and summarize timelines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Record:
     """One task in a timeline: its device, kind of work, start and end.
 
     Attributes:
-        stage: index of the stage in its run.
+        stage: index of the pipeline stage, counted within one pipeline call.
         microbatch: index of the microbatch; ``-1`` for work for the whole stage.
         device: name of the device.
         kind: ``"upload"``, ``"forward"``, ``"recompute"``, ``"loss"``, ``"backward"`` or ``"download"``.
@@ -53,7 +53,7 @@ class Record:
 
 
 class Timeline:
-    """Records what ran on which device and when, for every run inside its ``with`` block.
+    """Records which work ran on which device and when, for every forward and backward inside its ``with`` block.
 
     ::
 
@@ -108,7 +108,7 @@ class Timeline:
         self.records.append(Record(stage, microbatch, device, kind, start, end, layer))
 
     def add_parameters(self, uploaded: int, skipped: int) -> None:
-        """Add to the timeline the bytes of parameters that a run copied to devices.
+        """Add to the timeline the bytes of parameters that a forward or backward copied to devices.
 
         Args:
             uploaded: bytes that were copied to devices.
@@ -153,8 +153,8 @@ class Timeline:
     def to_chrome_trace(self) -> dict[str, Any]:
         """Return the timeline in the format of ``chrome://tracing``: a row per device, times in microseconds.
 
-        ``otherData`` contains the bytes of parameters, and the time of day of the first record, which aligns timelines
-        of several processes. A timeline that was not used as a context manager has no ``otherData``.
+        The key ``otherData`` contains the bytes of copied parameters, and the time of day of the first record, which
+        aligns timelines of several processes. A timeline that was not used as a context manager has no ``otherData``.
         """
         devices = sorted({record.device for record in self.records})
         first = _span(self.records)[0] if self.records else 0.0
@@ -340,7 +340,7 @@ class DeviceTotals:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StageTotals:
-    """Time of a stage, summed over all microbatches."""
+    """The computation and copy times of a pipeline stage, summed over all microbatches."""
 
     stage: int  # index of the stage in the run
     device: str
@@ -351,7 +351,7 @@ class StageTotals:
 
 
 def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
-    """Return the busy, copy and idle time of each device, over the time from the first to the last of all records.
+    """Return the busy, copy and idle time of each device between the first and the last record of the timeline.
 
     >>> records = [Record(0, -1, "a", "upload", 0, 2), Record(0, 0, "a", "forward", 1, 3)]
     >>> device_totals([*records, Record(1, 0, "b", "loss", 3, 4)])[0]
@@ -370,7 +370,7 @@ def device_totals(records: Sequence[Record]) -> list[DeviceTotals]:
 
 
 def stage_totals(records: Sequence[Record]) -> list[StageTotals]:
-    """Return the computation and copy times of each stage, the slowest stage first."""
+    """Return the computation and copy times of each pipeline stage, the slowest stage first."""
     # the same stage of another run may be on another device
     groups: dict[tuple[int, str], list[Record]] = {}
     for record in records:

@@ -50,7 +50,7 @@ class RankStore(ParameterStore):
         return whole
 
     def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype in which gradients of several groups are summed, which is the dtype after a backward."""
+        """Return the dtype in which a parameter's gradients are summed over groups of batch rows."""
         return self.gradient_dtype(parameter)
 
     def start_publication(self) -> None:
@@ -119,7 +119,7 @@ class ShardedStore(RankStore):
         """Do nothing: the gradients stay in shards, since no rank has memory for all gradients."""
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add stored gradients, which may be ``DTensor``s or whole tensors, to the shards, by name of the parameter."""
+        """Add gradients from a checkpoint, ``DTensor``s or whole tensors, to the sharded gradients, by name."""
         found = {p: self._loaded(p, gradients[name]) for name, p in self._listed() if name in gradients}
         self.add_gradients([found])
 
@@ -162,7 +162,7 @@ class ShardedStore(RankStore):
 
     @torch.no_grad()
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Write the updated rows of all ranks into the parameters of a layer, and into the copies that stages read."""
+        """Write the updated rows of all ranks into a layer's parameters, and into copies that pipeline stages read."""
         names = self._names()
         fresh = [p for p in parameters if p.requires_grad and names.get(id(p)) and id(p) not in self._published]
         # no optimizer has the other parameters
@@ -192,7 +192,7 @@ class Target:
     """The tensor that the optimizer updates for a parameter on this rank: a view of the parameter, or a master weight.
 
     If the optimizer works in the dtype of the parameter, the target is a view of the parameter's rows. Otherwise the
-    target is a master weight; for a frozen parameter, a single NaN expanded to the shape, which takes no memory.
+    target is a master weight, or, for a frozen parameter, an expanded NaN, which takes no memory.
     """
 
     def __init__(self, store: ShardedStore, parameter: nn.Parameter) -> None:
@@ -219,7 +219,7 @@ class Target:
             self.tensor.requires_grad_(parameter.requires_grad)
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """Update the tensor from the parameter's rows if other code has changed the parameter."""
+        """Update this target from the parameter's rows if other code has changed the parameter."""
         if self._state(parameter) != self._agreed:
             if self.is_master:
                 self.set(parameter, self._rows(parameter))
@@ -283,7 +283,7 @@ class RankSteps(StepRunner):
         _runners().add(self)
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run an optimizer step in this thread; a later forward waits for each layer's new weights of all ranks."""
+        """Run an optimizer step in this thread; the next forward waits for the new weights layer by layer."""
         self.synchronize()
         self._store.adopt()
         self._run_agreed(step)
@@ -293,11 +293,11 @@ class RankSteps(StepRunner):
         super().start(partial(self._run_agreed, step))
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
-        """Run an optimizer step in this thread; the next run gathers the new weights of all ranks in parallel."""
+        """Run an optimizer step in this thread; the next forward gathers new weights of all ranks in parallel."""
         self.run(step)
 
     def run_ended(self) -> None:
-        """Allow the exchange of new weights, after the run in parallel with the optimizer step has succeeded."""
+        """Allow the exchange of new weights, after the backward in parallel with the optimizer step has succeeded."""
         if self._unpublished:
             self.wait_update()
             self._start_publication()
@@ -319,7 +319,7 @@ class RankSteps(StepRunner):
         raise failure
 
     def _publish_next(self) -> None:
-        """Gather the new weights of all ranks, layer by layer, in parallel with the next run."""
+        """Gather the new weights of all ranks, layer by layer, in parallel with the next forward."""
         if self.ranks.num_shards == 1:
             self._store.publish(stepped=True)
             return
@@ -373,7 +373,7 @@ class RankSteps(StepRunner):
         )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait until all weights have arrived before a step; raise an error if the optimizer cannot update shards."""
+        """Before an optimizer step, wait for all new weights; raise an error if the optimizer cannot update shards."""
         if self.owns(optimizer) and not self._is_inside:
             self.synchronize()
             self._store.adopt()
@@ -467,14 +467,14 @@ def clip_grad_norm(
 
 
 def _in_turn(gradients: list[torch.Tensor], *, written: bool) -> Iterator[torch.Tensor]:
-    """Yield the gradients one by one; gradients on disk are loaded into memory for their turn."""
+    """Yield the gradients one by one; a gradient on a disk is loaded into memory while it is used."""
     groups = in_groups(gradients)
     for number in passing(groups, written=written):
         yield from groups[number]
 
 
 def _row_sums(ranks: Ranks, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Return the sum of powers of each row of each gradient (maximum for ``inf``), gathered from all shards."""
+    """Return the sum of powers (maximum for ``inf``) of each gradient row, gathered from all shards."""
     found, parts = [], []
     for gradient in _in_turn(gradients, written=False):
         local = local_of(gradient)

@@ -1,1 +1,1 @@
-"""Processes of a job: how they find each other, exchange data, and detect that one has failed."""
+"""Connect the processes of a training job, exchange data between them, and detect failed processes."""

@@ -1,13 +1,13 @@
 """Detect that another rank has failed, ended or was stopped, and raise an error in the current call of this rank.
 
-A failed rank writes a message to the store of ``torch.distributed``, and a thread of every rank reads the store ten
-times a second, because an error in a collective would be noticed only at the next collective, maybe minutes later. The
-thread also checks that the processes on its machine exist, since a killed process cannot write a message.
+A failed rank writes a message to the store of ``torch.distributed``, which a thread of every rank reads ten times a
+second. Without messages, a rank would notice failures only at its next collective, maybe minutes later. The thread also
+checks that the other ranks on its machine exist, since a killed process cannot write a message.
 
-gloo waits for a process that a signal (SIGSTOP) has stopped until the timeout of the job. Therefore a watchdog thread
-kills stopped processes on its machine after ``Alarm.patience`` seconds. If a process on another machine sends no
-heartbeat for as many seconds, the watchdog closes all connections. The watchdog does not wait for the store, because
-the process that runs the store may also be stopped.
+A gloo collective waits until the job's timeout for a process that a signal (SIGSTOP) has stopped. Therefore a watchdog
+thread kills stopped processes on its machine after ``Alarm.patience`` seconds. If a process on another machine sends no
+heartbeat during that time, the watchdog closes all connections. The watchdog does not wait for the store, because the
+process that runs the store may also be stopped.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class Alarm:
             self._listener = listener
 
     def raise_for(self, call: int) -> None:
-        """Notify the other ranks that this rank has failed in the call with this number."""
+        """Notify the other ranks that this rank has failed in the pipeline call with the given number."""
         self._send({"call": call})
 
     def notify_step_failed(self, text: str) -> None:
         self._send({"step": text})
 
     def take_step_failure(self) -> tuple[int, str] | None:
-        """Return the rank whose optimizer step failed and its error, only once; wait up to a second for a message."""
+        """Return and forget the rank whose optimizer step failed, and its error; wait up to a second for them."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._step_failure is None and self._gone is None and time.monotonic() < deadline:
             time.sleep(_PERIOD / 4)
@@ -95,7 +95,7 @@ class Alarm:
         return found
 
     def find_gone(self) -> list[int]:
-        """Return the ranks that do not answer; if the store does not answer, rank 0, whose process runs the store."""
+        """Return the ranks that do not answer a message; if the store does not answer, return rank 0, which runs it."""
         if self._gone is None and self._store is not None and self._size > 1:
             try:
                 self._gone = self._ask() or None
@@ -118,7 +118,7 @@ class Alarm:
         return sorted(missing) if self._gone is None else self._gone
 
     def seconds_stopped(self, rank: int) -> float:
-        """Return for how many seconds a rank was stopped before its process was ended; 0 if the end is long ago."""
+        """Return how many seconds a rank's process was stopped (SIGSTOP) before it ended; 0 if it ended long ago."""
         seconds, seen = self._last_stop.get(rank, (0.0, 0.0))
         return seconds if time.monotonic() - seen < _RECENT else 0.0
 
@@ -185,7 +185,7 @@ class Alarm:
             self._hear(None)
 
     def _lose_store(self) -> None:
-        """Stop the current call if the process with the store has ended, which the kernel may report a second later."""
+        """After the store has failed, stop the current call if a process ends, which the kernel may report late."""
         deadline = time.monotonic() + 10 * _PERIOD
         while self._listener is not None and self._gone is None and time.monotonic() < deadline:
             if ended := self._ended():
@@ -208,7 +208,7 @@ class Alarm:
             self._store.set(f"{self._prefix}/news/{number}", json.dumps({**news, "rank": self._rank}))
 
     def _take(self, number: int) -> bool:
-        """Handle the message with this number; return ``False`` if no rank has sent the message yet."""
+        """Handle the message with the given number; return ``False`` if no rank has sent that message yet."""
         key = f"{self._prefix}/news/{number}"
         if not self._store.check([key]):
             return False
@@ -356,7 +356,7 @@ class News:
 
     @contextlib.contextmanager
     def listening(self, number: int) -> Iterator[None]:
-        """Stop the call of the with block when another rank reports a failure."""
+        """Stop the pipeline call in the with block when another rank reports that it has failed."""
         # number: number of the call; errors of other calls are ignored
         # Other threads may deliver an error after the next call has begun, so each call has a separate object.
         call = self._call = _CallNews()
@@ -385,13 +385,13 @@ class News:
             call.run = None
 
     def watch(self, summed: Future[None]) -> Future[None]:
-        """Stop the call if the summation of gradients fails."""
+        """Stop the current pipeline call if the summation of gradients over the ranks fails."""
         with Uninterrupted():
             summed.add_done_callback(self._call.note_sums)
         return summed
 
     def wait(self, summed: Future[None]) -> None:
-        """Wait until the gradients are summed, or raise the error that stops the call."""
+        """Wait until the gradients are summed over the ranks, or raise the error that stops the pipeline call."""
         arrived = self._call.arrived
         with Uninterrupted(stop=arrived.put):
             found = arrived.get()

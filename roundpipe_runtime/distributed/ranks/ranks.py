@@ -1,8 +1,8 @@
-"""The communication between the processes that train one model, except for the tokens of long rows.
+"""Exchange data between the processes that train one model, except the tokens of long rows.
 
-Only this file and `token_exchange` call collectives of ``torch.distributed``.
+Only this file, `long_rows` and `checkpoint` call collectives of ``torch.distributed``.
 
-There are four gloo process groups, each used by one thread at a time, so that all ranks call in the same order:
+There are four gloo process groups. One thread at a time uses each group, so that all ranks call in the same order:
 
 ::
 
@@ -143,7 +143,7 @@ class MeshRanks(Ranks):
 
     @contextlib.contextmanager
     def _watched(self, channel: Channel) -> Iterator[None]:
-        """If a collective fails, raise an error that names the ended ranks, and wake all threads that wait for them."""
+        """If a collective in the with block fails, wake waiting threads, and raise an error that names ended ranks."""
         self.calls[channel] += 1
         try:
             yield

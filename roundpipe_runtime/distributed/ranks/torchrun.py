@@ -35,7 +35,7 @@ def is_one_of_many() -> bool:
 def join_job(backend: str = "gloo") -> bool:
     """Create torch's default process group if torchrun started several processes and the group does not exist yet.
 
-    The group also works after a restart by ``torchrun --max-restarts``, with every rendezvous backend.
+    The process group also works after a restart by ``torchrun --max-restarts``, with every rendezvous backend.
     """
     # backend: backend of the group: `"gloo"`, or `"cpu:gloo,cuda:nccl"` if other code needs nccl
     if dist.is_initialized() or not is_one_of_many():
@@ -71,7 +71,7 @@ def _agree_on_prefix(store: Store, rank: int, size: int) -> str:
 
 
 def own_devices() -> list[str] | None:
-    """Return this process's accelerators if torchrun started several processes here; ``None`` means no restriction."""
+    """Return this process's accelerators if torchrun started several processes on this machine, else ``None``."""
     count, own = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if count == 1 or found is None:

@@ -1,1 +1,1 @@
-"""Ranks that train the same model on different rows."""
+"""Train one model on several ranks, each with different rows of the batch."""

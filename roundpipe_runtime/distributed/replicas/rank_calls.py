@@ -1,4 +1,4 @@
-"""Run forward and backward of one rank's groups of rows, and write the gradients when all ranks have succeeded.
+"""Run forward and backward for one rank's rows of a batch; write gradients when all ranks have succeeded.
 
 ::
 
@@ -86,7 +86,7 @@ def loss_is_trained() -> errors.DistributedError:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RankCall(Call):
-    """One call of ``forward_backward`` on several ranks, which have compared their settings."""
+    """A call of ``forward_backward`` on several ranks, after a check that the ranks have equal settings."""
 
     plan: ReductionPlan
     first_rank: int  # rank with the first group that has rows
@@ -112,8 +112,8 @@ class RankCall(Call):
 class GroupLosses(LossContract):
     """Collects the losses of one group of rows for the :class:`LossContract` of the whole batch.
 
-    The initial gradients of a backward depend on the rows of all groups. The gradients are scaled after the sum over
-    all groups, because the scale is known only when all ranks have computed their losses.
+    The initial gradient of a group's backward depends on the row counts of all groups. The gradients are scaled after
+    the sum over all groups, because the scale is known only when all ranks have computed their losses.
     """
 
     def __init__(self, whole: LossContract, first: int, count: int) -> None:
@@ -140,7 +140,7 @@ class GroupLosses(LossContract):
 
 
 class RankCalls(OneGroup[Engine]):
-    """Runs the groups of rows that belong to this rank, and writes gradients when all ranks have succeeded."""
+    """Runs the groups of batch rows that belong to this rank, and writes gradients when all ranks have succeeded."""
 
     # replicas: number of groups of a batch. Default: number of ranks.
     # reduce_dtype: dtype in which gradients are sent. Default: the dtype of their sums.
@@ -164,7 +164,7 @@ class RankCalls(OneGroup[Engine]):
 
     @property
     def own(self) -> range:
-        """The numbers of the groups that this rank runs."""
+        """The indices of the groups of batch rows that this rank runs."""
         return groups_of(self.ranks.rank, self.ranks.size, self.replicas)
 
     @property
@@ -222,7 +222,7 @@ class RankCalls(OneGroup[Engine]):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank in the with block; the next call after the block sends their sums."""
+        """Accumulate gradients on this rank in the with block; the next call after it sums them over all ranks."""
         before, self._is_deferred = self._is_deferred, True
         try:
             yield
@@ -239,7 +239,7 @@ class RankCalls(OneGroup[Engine]):
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],
     ) -> Any:
-        """Run forward, loss and backward of this rank's rows; change the model only when all ranks have succeeded."""
+        """Run forward, loss and backward for this rank's rows; change the model only when all ranks have succeeded."""
         # cut: function that returns the microbatches of each group of this rank
         # config: complete settings of the call; `num_microbatch` is the number per group
         with self.calling():
@@ -248,7 +248,7 @@ class RankCalls(OneGroup[Engine]):
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Stop the call of the with block when another rank reports a failure."""
+        """Stop the pipeline call in the with block when another rank reports that it has failed."""
         # `open` increments the number only after it has cut the batch, which may take seconds. Errors of the previous
         # call that arrive meanwhile must be ignored.
         with self.news.listening(self._number + 1):
@@ -441,7 +441,7 @@ def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
 def describe_call(
     contents: list[LayerContents], config: RoundPipeRunConfig, *, call: str, step: int, is_deferred: bool
 ) -> dict[str, object]:
-    """Return the settings of a call that must be equal on all ranks, by a description for the error message."""
+    """Return the settings that must be equal on all ranks, by the name that an error message uses for each."""
     trainable = [
         (layer.index, number)
         for layer in contents
@@ -500,7 +500,7 @@ def _digest(tensor: torch.Tensor) -> int:
 
 
 class KeptSums:
-    """The gradients that calls in ``no_sync()`` have accumulated on this rank, by group and layer."""
+    """The gradients that calls in ``no_sync()`` have accumulated on this rank, by group of rows and layer."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[int, int], dict[nn.Parameter, torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Run forward of all groups of rows and then backward, in two passes, on several ranks.
+"""Run the forward of a whole batch before its backward, on several ranks.
 
 ::
 
@@ -44,7 +44,7 @@ class BatchLoss(Protocol):
 
 
 class RankGroups(RankCalls):
-    """Runs this rank's groups of rows like :class:`RankCalls`, also with forward and backward as separate calls."""
+    """Runs this rank's rows like :class:`RankCalls`; forward and backward may also be separate calls."""
 
     _forwarded = (0, 0)
 
@@ -162,7 +162,7 @@ class RankGroups(RankCalls):
         ]
 
     def _state_halfway(self, engine: Engine, call: RankCall, passes: GroupPasses, loss: BatchLoss) -> list[Any]:
-        """Run forward; return the inputs of the loss of every group of the batch."""
+        """Run the forward; return the loss inputs of all groups of batch rows, on all ranks."""
         own: list[Any] = []
         with Outcome() as outcome:
             with torch.enable_grad():
@@ -194,7 +194,7 @@ class RankGroups(RankCalls):
         passes: GroupPasses,
         gradients: Callable[[], Sequence[torch.Tensor | None]],
     ) -> Any:
-        """Run backward through all groups, and commit if all ranks succeed; return the loss."""
+        """Run the backward for this rank's rows, write gradients if all ranks succeed, and return the loss."""
         call.runs += passes.runs
 
         def work() -> None:
@@ -205,7 +205,7 @@ class RankGroups(RankCalls):
 
 
 def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:
-    """Return the outputs of the microbatches of each group, and a list of all tensors in the outputs."""
+    """Return the outputs of all microbatches by group of rows, and a list of all tensors in the outputs."""
     # flows: whether the tensors require gradients where the tensors of the model do
     outputs, tensors = [], []
     for on_host in passes.outputs():
@@ -232,7 +232,7 @@ def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[t
 
 @dataclasses.dataclass(slots=True)
 class GroupPasses:
-    """The forward runs of this rank's groups of rows, and everything that their backward needs."""
+    """The completed forward passes of this rank's rows, and everything that their backward needs."""
 
     parts: list[list[FlatMicrobatch]]  # microbatches of each group
     config: RoundPipeRunConfig  # settings of the call

@@ -1,4 +1,4 @@
-"""Sum the gradients of a batch's groups of rows, layer by layer, in the same order for any number of ranks.
+"""Sum gradients over groups of batch rows, layer by layer, in the same order for any number of ranks.
 
 ::
 
@@ -6,8 +6,8 @@
     all_to_all                     each rank gets the rows that it sums, from all ranks that have a group in this turn
     fold                           each rank adds up its rows of the gradients in ascending order of the groups
 
-A turn exchanges one group of each rank. All ranks exchange turns and layers in the same order. A rank without a group
-in a turn sends nothing. A failed rank sends zeros until all ranks have stopped, so that no rank waits for another.
+In each turn, a rank exchanges the gradients of one of its groups; a rank without another group sends nothing. Turns and
+layers have the same order on all ranks. A failed rank sends zeros until all ranks have stopped, so that none waits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReductionPlan:
 
 
 class Reduction:
-    """Sums the gradients of one call over the groups of all ranks, layer by layer."""
+    """Sums the gradients of one ``forward_backward`` over the groups of rows of all ranks, layer by layer."""
 
     def __init__(self, plan: ReductionPlan, ranks: Ranks) -> None:
         self._plan, self._ranks = plan, ranks
@@ -78,21 +78,21 @@ class Reduction:
     # -- what the runs of groups give --------------------------------------------------------------------------------
 
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
-        """Accept the gradients of a layer in one group; gradients are removed from the mapping when they are sent."""
+        """Accept a layer's gradients for one group of rows; sent gradients are removed from the mapping."""
         with self._changed:
             # setdefault: an empty mapping for a layer must not replace gradients that have arrived
             self._landed.setdefault((turn, layer), gradients)
             self._changed.notify_all()
 
     def stop(self) -> int:
-        """Begin no further exchange until :meth:`finish` is called; return how many exchanges this rank has begun."""
+        """Start no gradient exchange until :meth:`finish` is called; return the number that this rank has started."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
             return self._begun
 
     def finish(self, begun: int) -> None:
-        """End a stopped reduction: send zeros in exchanges in which other ranks wait for this rank."""
+        """End a stopped reduction: send zeros in gradient exchanges in which other ranks wait for this rank."""
         with self._changed:
             self._limit = begun
             self._changed.notify_all()
@@ -100,7 +100,7 @@ class Reduction:
     # -- in its own thread --------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run all exchanges with the other ranks in order, as the gradients arrive."""
+        """Exchange the gradients of all layers with the other ranks in order, as the gradients arrive."""
         for step, (turn, number) in enumerate(self._order):
             bucket = self._plan.buckets[number]
             if not self._may_begin(step, turn, bucket.layer):
@@ -131,7 +131,7 @@ class Reduction:
 
     @torch.no_grad()
     def _exchanged(self, turn: int, number: int, bucket: Bucket, *, is_giver: bool) -> torch.Tensor:
-        """Exchange the gradients of a bucket; return the sum over all groups so far, for the rows of this rank."""
+        """Exchange the gradients of a bucket; return the sum so far for the parameter rows that this rank sums."""
         ranks = self._ranks
         cuts = [self._pieces(parameter.detach()) for parameter in bucket.parameters]
         sizes = [sum(cut[rank].numel() for cut in cuts) for rank in range(ranks.size)]
@@ -181,7 +181,7 @@ class Reduction:
 
     @torch.no_grad()
     def _target_rows(self, bucket: Bucket, total: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sums for the rows that this rank's optimizer updates; ranks with the same shard exchange sums."""
+        """Return summed gradients of the rows that this rank's optimizer updates, exchanged between equal shards."""
         ranks = self._ranks
         rows, gathered = [], []
         at = 0
@@ -212,7 +212,7 @@ class Reduction:
     # -- when all ranks agree that the call has succeeded ------------------------------------------------------------
 
     def results(self, scale: float, had: set[tuple[int, int]]) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-        """Yield the summed gradients of each layer, last layer first, for the rows that this rank updates."""
+        """Yield the summed gradients of each layer, last layer first, for the parameter rows that this rank updates."""
         for number, bucket in enumerate(self._plan.buckets):
             found = {}
             for index, (parameter, rows) in enumerate(zip(bucket.parameters, self._rows.pop(number), strict=True)):
@@ -231,7 +231,7 @@ class Reduction:
 
 
 def groups_of(rank: int, size: int, replicas: int) -> range:
-    """Return the numbers of the groups that a rank runs, in ascending order.
+    """Return the indices of the groups of batch rows that a rank runs, in ascending order.
 
     >>> list(groups_of(1, 2, 5))
     [1, 3]
@@ -242,7 +242,7 @@ def groups_of(rank: int, size: int, replicas: int) -> range:
 def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
     """Return the indices of the rows of a global batch that one rank trains, group after group.
 
-    ``torch.tensor_split`` of the returned rows into as many parts as the rank has groups gives the groups of the rank.
+    Splitting the returned rows with ``torch.tensor_split`` into the rank's number of groups gives these groups.
 
     >>> rows_of_rank(7, 1, 2, 4)
     [2, 3, 6]

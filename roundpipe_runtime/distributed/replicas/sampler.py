@@ -26,21 +26,21 @@ from .reduction import rows_of_rank
 class ReplicaBatchSampler(Sampler[list[int]]):
     """A ``batch_sampler`` for a ``DataLoader`` that gives each rank its share of the rows of each batch.
 
-    A global batch is split into ``replicas`` groups of rows, of the sizes of ``torch.tensor_split``, and group ``g``
+    A global batch is split into ``replicas`` groups of rows, of the sizes of ``torch.tensor_split``. Group ``g``
     belongs to rank ``g`` modulo the number of ranks. The groups, and therefore the results of a training, do not depend
     on the number of ranks. If the last batch has too few rows for all ranks, some ranks get an empty list: see
     :func:`collate_with_empty`.
 
     Args:
-        batches: lists of the row numbers of each global batch, equal on all ranks: a ``BatchSampler``, or any
-            iterable that can be iterated several times.
+        batches: for each global batch, a list of indices of data set rows, equal on all ranks; a ``BatchSampler``, or
+            any iterable that can be iterated several times.
         model: pipeline with a mesh, from which ``replicas``, ``rank`` and ``size`` are read.
-        replicas: number of groups.
+        replicas: number of groups per batch.
         rank: rank of this process.
         size: number of ranks.
 
     Raises:
-        ConfigError: neither a pipeline nor the three numbers are given, or a number is out of range.
+        ConfigError: neither ``model`` nor ``replicas``, ``rank`` and ``size`` are given, or a number is out of range.
 
     >>> from torch.utils.data import BatchSampler, SequentialSampler
     >>> batches = BatchSampler(SequentialSampler(range(8)), batch_size=5, drop_last=False)
@@ -113,11 +113,11 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
 
 def collate_with_empty(collate_fn: Callable[[list[Any]], Any], row: Any) -> Callable[[list[Any]], Any]:
-    """Return a ``collate_fn`` that also accepts no rows, since the last batch may have fewer rows than ranks.
+    """Return a ``collate_fn`` that also accepts an empty list, since the last batch may have fewer rows than ranks.
 
     Args:
         collate_fn: function that makes a batch of rows, ``torch.utils.data.default_collate`` for example.
-        row: any row, which determines the shapes of a batch without rows.
+        row: any row of the data set, which determines the shapes of an empty batch.
 
     Returns:
         The function.

@@ -1,8 +1,8 @@
-"""Store which ``with`` blocks need a class registered, and restore its earlier registration after the last block.
+"""Store which ``with`` blocks need a class registered; after the last block, restore its earlier registration.
 
-A *library* is torch (three pytree tables), optree or JAX. The first claim on a class reads the entry of the class in
-each table of the library (*found*), and registers the flatten functions. The release of the last claim restores
-*found*. Claims can be released in any order.
+A *library* is torch (three pytree tables), optree or JAX. A *claim* keeps a class registered. The first claim on a
+class stores the class's present entry of each pytree table (*found*), and registers the flatten functions. The release
+of the last claim restores the stored entries. Claims can be released in any order.
 
     claims on DynamicCache      registered      what happens
     -                           theirs          found = theirs
@@ -31,7 +31,7 @@ TORCH = ("torch",)  # the libraries that the documented functions use by default
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Claim:
-    """A request of a with block or of the user to keep a class registered until :meth:`Registry.release`."""
+    """A request, by a ``with`` block or by the user, to keep a class registered until :meth:`Registry.release`."""
 
     recipe: Recipe
     by_user: bool
@@ -79,7 +79,7 @@ class Registry:
             return next((base for base in cls.__mro__[1:] if base in held), None)
 
     def libraries(self, backends: str | Iterable[str], function: str) -> tuple[str, ...]:
-        """Check the argument ``backends``; return the libraries that it names, all known libraries for ``"all"``."""
+        """Return the libraries that the argument ``backends`` names (``"all"``: each known library), and check it."""
         names = (backends,) if isinstance(backends, str) else tuple(backends)
         unknown = [name for name in names if name != "all" and name not in self._libraries]
         if unknown or not names:
@@ -95,7 +95,7 @@ class Registry:
         return tuple(name for name in self._libraries if name in names or "all" in names)
 
     def claim(self, recipe: Recipe) -> Claim | None:
-        """Register a class with torch for a with block; return ``None`` if the user has registered the class."""
+        """Register a class with torch for a ``with`` block; return ``None`` if the user has registered the class."""
         (library,) = TORCH
         with self._lock:
             slot = self._slots.get((library, recipe.cls))
@@ -111,7 +111,7 @@ class Registry:
             return claim
 
     def claim_for_user(self, recipe: Recipe, libraries: tuple[str, ...] = TORCH) -> Claim | None:
-        """Register a class for the user with each library that does not have the class yet."""
+        """Register a class for the user, with each of ``libraries`` in which the class is not registered yet."""
         with self._lock:
             free, refused = [], None
             for library in libraries:
@@ -130,7 +130,7 @@ class Registry:
         raise errors.AlreadyRegisteredError(_registered_twice(refused, recipe))
 
     def release(self, claim: Claim) -> None:
-        """Release a claim; the last claim on a class restores the earlier registration. A second release is ignored."""
+        """Release a claim if it is still held; the last release of a class restores its earlier registration."""
         with self._lock:
             for library in claim.libraries:
                 self._release(library, claim)
@@ -160,7 +160,7 @@ class Registry:
         self._retired[claim.recipe.cls] = slot.recipe.remedy
 
     def _open(self, recipe: Recipe, libraries: tuple[str, ...], *, by_user: bool) -> Claim:
-        """Register a class in all tables of the libraries, or in no table if an error occurs."""
+        """Register a class in all pytree tables of the libraries, or in none of the tables if an error occurs."""
         found = {library: [b.read(recipe.cls) for b in self._libraries[library]] for library in libraries}
         written: list[tuple[Backend, Any]] = []
         try:
@@ -214,9 +214,9 @@ REGISTRY = Registry({"torch": (TorchPython(), TorchCpp(), TorchFx()), "optree": 
 
 
 class Backend(Protocol):
-    """The interface of a library's table of registered classes, which :class:`Registry` reads and writes.
+    """The interface through which :class:`Registry` reads and writes a library's table of registered classes.
 
-    Each method either does all of its work, or raises an error and changes nothing.
+    A method that raises an error leaves the table unchanged.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""Register classes with optree and JAX, at once or, if the library is not yet imported, when a program imports it.
+"""Register classes with optree and JAX, at once or, if the library is not imported yet, right after its import.
 
-In optree all classes are in the namespace ``"yobx_flatten"``:
-``optree.tree_flatten(tree, namespace="yobx_flatten")`` flattens the registered classes, and
-``optree.tree_accessors(tree, namespace="yobx_flatten")[0].codify("inputs")`` returns ``inputs['a'][0].x``.
+In optree, registered classes are in the namespace ``"yobx_flatten"``: ``optree.tree_flatten(tree,
+namespace="yobx_flatten")`` flattens the registered classes, and ``optree.tree_accessors(tree,
+namespace="yobx_flatten")[0].codify("inputs")`` returns ``inputs['a'][0].x``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Optree:
         self.waiting = Waiting("optree", self._put)
 
     def read(self, cls: type) -> Any:
-        """Return optree's entry of a class, or the ``Recipe`` that waits for optree's import, or ``None``."""
+        """Return optree's entry of a class, or ``None``; before optree is imported, the ``Recipe`` to be registered."""
         with self.waiting.lock:
             return registered(NAMESPACE, cls) if self.waiting.library_is_there() else self.waiting.get(cls)
 
@@ -90,17 +90,17 @@ def _unflatten(recipe: Recipe, static: Static, children: Iterable[Any]) -> Any:
 
 
 class _Attribute(str):
-    """Path entry of a child that is an attribute, which is shown as the attribute's name."""
+    """Entry of an optree path for a child that is an attribute; it is shown as the attribute's name."""
 
     __slots__ = ()
 
 
 class _Index(int):
-    """Path entry of a child in a sequence, which is shown as the child's index."""
+    """Entry of an optree path for a child in a sequence; it is shown as the child's index."""
 
 
 def _entry(key: KeyEntry) -> Any:
-    """Convert a key to a path entry of a class from which :func:`_entry_type` gets the kind of the key."""
+    """Convert a torch key to an object whose class states to :func:`_entry_type` if it is a name or an index."""
     if isinstance(key, GetAttrKey):
         return _Attribute(key.name)
     if isinstance(key, SequenceKey):
@@ -110,7 +110,7 @@ def _entry(key: KeyEntry) -> Any:
 
 @functools.cache
 def _entry_type() -> Any:
-    """Return a subclass of optree's ``PyTreeEntry`` that makes an entry of the kind of each child's key."""
+    """Return a class for optree that makes each child's path entry: an attribute, an index or a mapping key."""
     optree = sys.modules["optree"]
 
     class KeyedEntry(optree.PyTreeEntry):  # type: ignore[misc,name-defined] # optree counts as untyped
@@ -160,7 +160,7 @@ class Jax:
         self.waiting.put(recipe)
 
     def restore(self, recipe: Recipe, found: object) -> None:
-        """Mark the functions as unregistered; JAX, which cannot unregister a class, continues to call them."""
+        """Mark the class as unregistered; JAX, which cannot unregister a class, continues to call its functions."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 self.waiting.drop(recipe)
@@ -188,7 +188,7 @@ class Jax:
 
 
 class _Node:
-    """JAX's entry for one class: three methods that call the currently registered flatten functions."""
+    """Functions registered with JAX for one class, which call the flatten functions that the user registered last."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.in_force: Recipe | None = recipe
@@ -219,7 +219,7 @@ class _Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Later:
-    """Static data from the second or a later registration of a class; static data of the first is not wrapped."""
+    """Wrapper of static data made by a class's second or later flatten functions, with the number of the functions."""
 
     number: int
     static: Any
@@ -251,7 +251,7 @@ logger = logging.getLogger("yobx_flatten")
 
 
 class Waiting:
-    """Classes to register with a library when the library is imported, with their flatten functions."""
+    """Classes, with their flatten functions, to be registered with a library when the library is imported."""
 
     # deliver: registers one recipe with the library; called while `lock` is held
     # lock: a backend holds the lock from its check of the library until its change is done, so that no other thread
@@ -265,7 +265,7 @@ class Waiting:
         self.lock = LOCK
 
     def library_is_there(self) -> bool:
-        """Return whether the library is imported; if so, first register the classes that wait for the import."""
+        """Return whether the library is imported; if so, register the classes that were stored until the import."""
         # no import and no wait for an import: the importing thread may wait for our lock
         with self.lock:
             if not self._there:

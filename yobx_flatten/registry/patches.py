@@ -1,4 +1,4 @@
-"""Patch attributes reversibly, including those of modules that are imported later, under the lock of the registry."""
+"""Replace attributes, also of modules that are imported later, and restore them; all threads share one lock."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _MISSING = object()
 
 
 class AttributePatch:
-    """A patch of an attribute or dict entry, which is applied while at least one ``with`` block or other user holds it.
+    """Replaces an attribute or dict entry while at least one ``with`` block or other caller has acquired the patch.
 
-    A patch can be acquired and released in any order, from any thread. If other code replaces the attribute after the
-    patch, the release does not restore the attribute.
+    A patch can be acquired and released in any order, from any thread. If other code replaces a patched attribute, the
+    release of the patch does not restore the attribute.
     """
 
     def __init__(self, owner: object, name: object, replacement: object) -> None:
@@ -64,7 +64,7 @@ class AttributePatch:
 
 
 class _Traces(threading.local):
-    """The number of nested traces in each thread."""
+    """The number of :func:`tracing_here` blocks that each thread is in."""
 
     count = 0
 
@@ -74,7 +74,7 @@ _TRACES = _Traces()
 
 @contextlib.contextmanager
 def tracing_here() -> Iterator[None]:
-    """In a ``with`` block that runs a trace, apply every acquired :class:`TracePatch` in this thread."""
+    """Context manager for tracing a model: every acquired :class:`TracePatch` applies to the current thread."""
     _TRACES.count += 1
     try:
         yield
@@ -107,9 +107,9 @@ def _in_traces(original: Any, version: Any) -> Any:
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """An import hook that calls a function right after a module was imported for the first time.
+    """An import hook that calls a function right after the first import of a module.
 
-    The hook avoids an early import of a large module (``torch.export._trace`` imports all of dynamo).
+    With the hook, a patch need not import a large module early (``torch.export._trace`` imports all of dynamo).
     """
 
     def __init__(self, wanted: Callable[[str], bool], action: Callable[[ModuleType], None]) -> None:

@@ -1,7 +1,7 @@
 """Register classes with torch: ``torch.utils._pytree``, ``torch.fx._pytree`` and ``torch.utils._cxx_pytree``.
 
-torch's own ``_deregister_pytree_node`` cannot restore an earlier registration and, if two classes have no serialized
-name, raises ``KeyError`` after it has changed some tables. Only this file reads and writes torch's tables.
+torch's ``_deregister_pytree_node`` cannot restore an earlier registration; for two classes without a serialized name,
+it raises ``KeyError`` after it has changed some tables. Only this file reads and writes torch's tables.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class TorchFx:
 
 
 def _flatten_spec(recipe: Recipe, obj: object, spec: pytree.TreeSpec) -> list[Any]:
-    """Flatten an object as the spec of a program states, or raise an error that shows the difference."""
+    """Flatten an input of a program; raise an error if its class or static data differ from the program's spec."""
     if type(obj) is not recipe.cls:
         raise SpecMismatchError(
             f"The program was exported with {describe_class(recipe.cls)} here, but it was called with "
@@ -183,7 +183,7 @@ class _Pending(NamedTuple):
 
 
 class TorchCpp:
-    """Registers classes with torch's C++ pytree (optree's namespace ``"torch"``), or for its later import."""
+    """Registers classes with torch's C++ pytree (optree's namespace ``"torch"``), also before its import."""
 
     name = "torch_cpp"
 
@@ -239,7 +239,7 @@ def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
 
 
 def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
-    """Remove a class, or only its entry of ``recipe``, from torch's pending list; return its first position there."""
+    """Remove a class (only its entry of ``recipe``, if given) from torch's pending list; return its first position."""
     pending, place = of_torch.cxx_pytree_pending(), None
     for index in reversed(range(len(pending))):
         waiting, flatten, _ = pending[index][0]
@@ -260,7 +260,7 @@ def unregister(namespace: str, cls: type) -> None:
 
 
 def register_again(found: Any) -> None:
-    """Register a class with optree again, from its former entry ``found``; do nothing for ``None``."""
+    """Register a class with optree as in its former entry ``found``; do nothing if ``found`` is ``None``."""
     if found is not None:
         sys.modules["optree"].register_pytree_node(
             found.type,
@@ -272,7 +272,7 @@ def register_again(found: Any) -> None:
 
 
 def replace(found: Any, namespace: str, cls: type, register: Callable[[], object]) -> None:
-    """Unregister a class with the entry ``found``, and call ``register``; restore the entry if ``register`` fails."""
+    """Unregister a class, and call ``register``; if ``register`` fails, restore the former entry ``found``."""
     with order_kept(found):
         if found is not None:
             unregister(namespace, cls)
@@ -282,7 +282,7 @@ def replace(found: Any, namespace: str, cls: type, register: Callable[[], object
 
 @contextlib.contextmanager
 def order_kept(found: Any) -> Iterator[None]:
-    """Restore the order of optree's classes after the with block, since optree can only append a class."""
+    """Restore the order of optree's classes after the ``with`` block, since optree appends a registered class."""
     table = _table()
     order = list(table) if found is not None else []
     try:

@@ -1,1 +1,1 @@
-"""Open exported files in a runtime, and call them: inputs and outputs are passed by name."""
+"""Open exported files in a runtime (such as onnxruntime), and call them with inputs and outputs by name."""

@@ -1,4 +1,4 @@
-"""Read and switch LoRA adapters, whose matrices are optional inputs of ONNX files, and add these inputs at export."""
+"""Read and switch LoRA adapters, whose matrices are optional inputs of ONNX files; add the inputs during the export."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_adapter(path: pathlib.Path, rooms: Mapping[str, Port]) -> dict[str, tor
 
 
 def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port], where: str) -> None:
-    """Raise an error if the files have no input for a LoRA matrix, or an input with another shape or dtype."""
+    """Raise an error if LoRA matrices do not fit inputs of the exported files (name, shape, dtype), or each other."""
     for name, matrix in found.items():
         port = rooms.get(name)
         if port is None:
@@ -70,7 +70,7 @@ _TYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bflo
 
 
 def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
-    """Return the optional inputs for LoRA matrices, by name, of all ONNX files in a folder."""
+    """Return the optional inputs for LoRA matrices that the ONNX files in a folder have, by input name."""
     require("onnx", purpose="adapters of a folder", extra="onnx")
     found = {}
     for path in sorted(folder.glob("*.onnx")):
@@ -178,7 +178,7 @@ def _adding(module: Any, own: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
 
 
 def rooms_in(module: torch.nn.Module) -> dict[str, str]:
-    """Return the input name in an exported file for each LoRA matrix, by the matrix's name in the module."""
+    """Return a dict from each LoRA matrix's name in the module to the name of its input in the exported file."""
     return {
         f"{place}.{matrix}": f"{getattr(one, _MARK)}.{matrix}"
         for place, one in module.named_modules(remove_duplicate=False)

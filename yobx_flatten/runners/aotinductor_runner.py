@@ -96,7 +96,7 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
 
 
 def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]) -> AOTInductorRunner:
-    """Open an AOTInductor package if the caller trusts it, since its machine code is loaded into the process."""
+    """Open an AOTInductor package, or refuse it if the caller does not trust the machine code that it contains."""
     # failure: class of the error if the file is missing, or torch cannot load the file
     if not path.is_file():
         raise failure(f"There is no file {path}.")

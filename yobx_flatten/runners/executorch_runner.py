@@ -40,7 +40,7 @@ _FITS = {"2.13": "1.5"}  # minor versions of torch and executorch that were trie
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The in-place cache inputs and the batch axes of an ExecuTorch file that reads one row of the batch per call."""
+    """The KV cache inputs and the batch axes of an ExecuTorch file that processes one row of the batch per call."""
 
     in_place: list[str]  # the inputs that are buffers
     inputs: dict[str, int]  # the axis of rows of each input that has one
@@ -55,7 +55,7 @@ class Rows:
 
 
 def room_for(total: int) -> int:
-    """Return the capacity, in tokens, to allocate for a cache buffer that must hold ``total`` tokens."""
+    """Return the capacity, in tokens, to allocate for a KV cache buffer that must hold ``total`` tokens."""
     # a call attends over the whole capacity, with a mask; a full buffer is copied to a larger buffer
     return total + max(32, total // 32)
 
@@ -141,7 +141,7 @@ def require_executorch(caller: str) -> None:
 
 
 def _use_threads(threads: int) -> None:
-    """Set the number of threads of ExecuTorch's pool, which all files of the process share."""
+    """Set the number of threads of ExecuTorch's thread pool, which all open files of the process share."""
     library: Any = importlib.import_module("executorch.extension.pybindings._C")
     found = library._threadpool_get_thread_count()
     if found == threads:
@@ -159,7 +159,7 @@ def _use_threads(threads: int) -> None:
 def open_pte(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> ExecuTorchRunner:
-    """Open an ExecuTorch file, which contains no code: the caller need not trust it, and ExecuTorch checks it."""
+    """Open an ExecuTorch file; callers need not trust the file, as it contains no code and ExecuTorch checks it."""
     # failure: class of the error if the file is missing
     # threads: number of threads of all files in the process; `None` for the present number
     require_executorch(caller)

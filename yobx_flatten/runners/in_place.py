@@ -1,4 +1,4 @@
-"""Define KV caches that a runtime updates in place, so that a step of generation copies no keys and values.
+"""Define KV caches that a runtime updates in place, so that generating a token copies no earlier keys and values.
 
 .. code-block:: text
 
@@ -29,7 +29,7 @@ from .signature import Signature
 
 
 class InPlaceCache(dict[str, Any]):
-    """A KV cache, as a dict by input name, with tensors in memory that the runtime overwrites at each step."""
+    """A KV cache (a dict from input name to tensor) in memory that the runtime overwrites at each step."""
 
     # presents: for each input that is written in place, the name of the output that the file would return
 
@@ -41,19 +41,19 @@ class InPlaceCache(dict[str, Any]):
 
     @property
     def others(self) -> dict[str, Any]:
-        """The cache tensors that are not updated in place: each call returns them as new outputs."""
+        """The tensors of the KV cache that are not updated in place, since each call returns new ones."""
         return {name: value for name, value in self.items() if name not in self.presents}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return copies of the buffers that are updated in place, without unused capacity; none in the base class."""
+        """Return copies of the KV cache tensors that are updated in place, without unused capacity, by input name."""
         return {}
 
     def crop(self, kept: int) -> None:
-        """Remove the last tokens from buffers that are updated in place, so that ``kept`` tokens remain."""
+        """Remove the last tokens from the cache tensors that are updated in place, so that ``kept`` tokens remain."""
         raise NotImplementedError
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select rows of the batch in buffers that are updated in place."""
+        """Select rows of the batch in the cache tensors that are updated in place, as beam search needs."""
         # rows: for each new row the index of an old row
         raise NotImplementedError
 
@@ -92,11 +92,11 @@ class TensorBuffers(InPlaceCache):
         self._move({name: self[name] for name in self.presents})
 
     def _room(self, total: int) -> int:
-        """Return the capacity, in tokens, of new buffers for ``total`` tokens and for some later tokens."""
+        """Return the capacity, in tokens, of new KV cache buffers for ``total`` tokens and some later tokens."""
         return max(2 * total, _LEAST)
 
     def _move(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Copy cache tensors to new buffers with the current capacity."""
+        """Copy keys and values to new, larger buffers, with room for ``_capacity`` tokens."""
         for name, leaf in leaves.items():
             rows, heads, _, *size = leaf.shape
             shape = rows, heads, self._capacity, *size
@@ -114,12 +114,12 @@ class TensorBuffers(InPlaceCache):
         self._note_shapes()
 
     def crop(self, kept: int) -> None:
-        """Keep the first ``kept`` tokens; later calls overwrite the memory of the removed tokens."""
+        """Keep the first ``kept`` tokens of the KV cache; later calls overwrite the memory of the other tokens."""
         self.seen = kept
         self._note_shapes()
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select rows of the batch; the buffers are reused if the number of rows is unchanged."""
+        """Select rows of the batch in the KV cache; its buffers are reused if the number of rows is unchanged."""
         own = self._own  # before the first layer is moved
         for name in self.presents:
             found = self[name][:, :, : self.seen][rows]
@@ -143,7 +143,7 @@ def copied(runner: Runner, cache: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> dict[str, Any] | None:
-    """Return the first ``kept`` tokens of a KV cache; ``None`` if it has recurrent states or a sliding window."""
+    """Return a KV cache cut to ``kept`` tokens; ``None`` if it has recurrent states or a sliding window."""
     # cache: the caller may not use it afterwards
     returned = cache.others if isinstance(cache, InPlaceCache) else cache
     others = {name: value for name, value in returned.items() if ".encoder." not in name}
@@ -163,7 +163,7 @@ def cropped(runner: Runner, cache: Mapping[str, Any], seen: int, kept: int) -> d
 
 
 def held_before(cache: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the cache tensors to save before a call, so that :func:`rewound` can undo the call."""
+    """Return the KV cache tensors to save before a call, so that :func:`rewound` can undo the call."""
     return cache.others if isinstance(cache, InPlaceCache) else dict(cache)
 
 
@@ -179,7 +179,7 @@ def rewound(cache: Mapping[str, Any], held: Mapping[str, Any], seen: int) -> dic
 
 
 class CheckedRunner:
-    """A base class of runners that checks the inputs of an exported file; each subclass calls one runtime library."""
+    """Base class that checks the inputs of an exported file; each subclass runs the file with one runtime library."""
 
     runtime: ClassVar[str]
 
@@ -239,7 +239,7 @@ class CheckedRunner:
         return cache
 
     def _called(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> dict[str, torch.Tensor]:
-        """Run the file with an in-place KV cache, and return the outputs that are not updated in place."""
+        """Run the file with a KV cache that is updated in place; return the other outputs by name."""
         made = [name for name in self.outputs if name not in self.in_place.values()]
         found = dict(zip(made, self._call_in_place(tensors, cache, tokens), strict=True))
         cache.grown(tokens)
@@ -256,6 +256,6 @@ class CheckedRunner:
         raise NotImplementedError
 
     def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
-        """Run the file with an in-place KV cache on contiguous tensors for all other inputs, in the order of inputs."""
+        """Run the file with a KV cache that is updated in place; ``tensors`` are all other inputs, in their order."""
         # tokens: number of new tokens
         raise NotImplementedError

@@ -1,11 +1,11 @@
-"""Run an ONNX file in onnxruntime: a single call, or a step of generation without copies of the KV cache.
+"""Run an ONNX file in onnxruntime: a single call, or one step of generation, which does not copy the KV cache.
 
 .. code-block:: text
 
     step 1   past (empty)  ──> session ──> present ──┐ an OrtValue: memory that onnxruntime owns
     step 2   past  <── the same OrtValue ────────────┘ ──> session ──> present ── ...
 
-If a file states that its inputs and outputs may share memory, the KV cache is a :class:`.BufferedCache`.
+If a file's metadata states that cache inputs and outputs may share memory, its KV cache is a :class:`.BufferedCache`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class OnnxRunner:
         self._has_text = any(node.type == "tensor(string)" for node in (*nodes, *session.get_outputs()))
 
     def with_adapter(self, matrices: Mapping[str, torch.Tensor]) -> Self:
-        """Return a runner of the same file that passes the adapter's matrices for which the file has inputs."""
+        """Return a runner of the same file with a LoRA adapter, whose matrices are passed to inputs of the file."""
         found = copy.copy(self)
         found._adapter = {
             name: to_value(name, kind, matrices[name]) for name, kind in self._room_kinds.items() if name in matrices
@@ -101,7 +101,7 @@ class OnnxRunner:
             return {name: from_value(value) for name, value in found.items()}
 
     def refuses(self, inputs: Mapping[str, Any]) -> bool:
-        """Return whether ``GroupQueryAttention`` refuses inputs: several rows, several new tokens and cached tokens."""
+        """Return whether ``GroupQueryAttention`` refuses inputs, as they have several rows, new tokens and a cache."""
         if not self.shared:
             return False
         tokens = _tokens(inputs)
@@ -121,7 +121,7 @@ class OnnxRunner:
         return {**{name: found[name] for name in self.outputs if is_present(name)}, **self._joined(calls)}
 
     def _joined(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Join the outputs of calls with one token each to the outputs that one call with all tokens would return."""
+        """Join outputs of several calls, one per token, to the outputs that one call with all tokens would return."""
         last = calls[-1]
         return {
             name: value if name in self.of_last else torch.cat([found[name] for found in calls], dim=1)
@@ -203,7 +203,7 @@ SHARED_CACHE = "yobx_flatten.shared_cache"
 
 
 class BufferedCache(TensorBuffers):
-    """A KV cache for onnxruntime: buffers bound once and updated in place, and ``OrtValue``s for other cache inputs."""
+    """A KV cache for onnxruntime: buffers, bound once and updated in place, and other inputs as ``OrtValue``s."""
 
     # fixed: inputs that are equal in each step, which are bound once
 

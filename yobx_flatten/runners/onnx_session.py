@@ -69,7 +69,7 @@ def session_options(*, threads: int | None = None, pack: bool = True) -> Any:
 
 
 def mapped_options(path: str | os.PathLike[str], *, threads: int | None = None) -> Any:
-    """Return session options with which onnxruntime memory-maps the weights of a file instead of copying them."""
+    """Return session options with which onnxruntime memory-maps the weights of a file, and does not copy them."""
     import onnxruntime
     import psutil
 
@@ -128,7 +128,7 @@ _MEMORY: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKey
 
 
 def use_huge_pages(session: Any) -> None:
-    """Ask Linux to move a session's weights to huge memory pages; do nothing on other systems."""
+    """Ask Linux to move the weights of an onnxruntime session to huge memory pages; do nothing on other systems."""
     # afterwards each token takes 4 to 9 % less time; the request takes as long as 20 tokens, so it is for long loops
     for start, end in _MEMORY.pop(session, ()):
         _advise(start, end)
@@ -159,7 +159,7 @@ def _anonymous() -> list[tuple[int, int]]:
 
 
 def _without(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the address ranges of ``ranges`` outside of ``others``, since Linux merges neighbouring mappings."""
+    """Yield those parts of the address ranges ``ranges`` that no address range of ``others`` overlaps."""
     for start, end in ranges:
         for low, high in sorted(others):
             if low >= end or high <= start:
@@ -200,7 +200,7 @@ DEVICES = {
 
 
 def choose_providers(device: str | None, providers: Providers | None) -> list[str | tuple[str, dict[str, Any]]]:
-    """Return onnxruntime's execution providers for a device, with the CPU last for operators that other providers lack.
+    """Return onnxruntime's execution providers for a device; the last is the CPU, for operators that the others lack.
 
     >>> choose_providers(None, None)
     ['CPUExecutionProvider']
@@ -240,7 +240,7 @@ def is_on_cpu(providers: Providers) -> bool:
 
 
 def check_runs_on(session: Any, providers: Providers, file: str, failure: type[FlattenError] = GenerationError) -> None:
-    """Raise an error if an execution provider did not start, since onnxruntime would use the next one."""
+    """Raise an error if an execution provider did not start; onnxruntime would use the next provider silently."""
     lost = [_name(one) for one in providers if _name(one) not in session.get_providers()]
     if lost:
         raise failure(

@@ -1,4 +1,4 @@
-"""Open an exported file by its suffix, or with a given runtime."""
+"""Open an exported file in the runtime for its suffix, or in a given runtime."""
 
 from __future__ import annotations
 

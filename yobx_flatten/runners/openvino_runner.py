@@ -92,7 +92,7 @@ def read_model(path: pathlib.Path) -> Any:
 def open_openvino(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> OpenVINORunner:
-    """Open an OpenVINO or ONNX file, which contains no code, in OpenVINO: the caller need not trust the file."""
+    """Open an OpenVINO or ONNX file in OpenVINO; the caller need not trust the file, since it contains no code."""
     # failure: class of the error if the file is missing, or OpenVINO cannot compile the file
     # threads: number of threads that one operator can use; `None` for OpenVINO's own choice
     require("openvino", purpose=caller, extra="openvino")
@@ -114,7 +114,7 @@ def last_line(error: BaseException) -> str:
 
 
 def _signature(model: Any, path: pathlib.Path) -> Signature:
-    """Return the signature in a model file, or, if the file has none, a signature made from the model's inputs."""
+    """Return the signature (names, dtypes, sizes) stored in a model file, or one made from the model's inputs."""
     for place in ([KEY], ["framework", KEY]):  # in OpenVINO files; in ONNX files
         if model.has_rt_info(place):
             return Signature.from_json(model.get_rt_info(place).astype(str), str(path))
@@ -139,7 +139,7 @@ def variable_of(name: str, present: str) -> str:
 
 
 class StateCache(InPlaceCache):
-    """A KV cache by input name, in state variables of an OpenVINO request, or else in outputs of each call."""
+    """A KV cache by input name, held in state variables of an OpenVINO request; other tensors are outputs of calls."""
 
     # request: an `openvino.InferRequest` that no other cache uses
 
@@ -177,7 +177,7 @@ class StateCache(InPlaceCache):
         self._write({name: leaf[:, :, :kept] for name, leaf in self.tensors().items()})
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select rows of the batch; if the number of rows is unchanged, the next call selects them without a copy."""
+        """Select rows of the batch in the KV cache; if their number is unchanged, the next call selects them itself."""
         # rows: for each new row the index of an old row
         if len(rows) == len(self.rows):
             self.rows = self.rows[rows]

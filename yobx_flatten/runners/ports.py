@@ -1,4 +1,4 @@
-"""Describe the inputs of an exported file, and match each KV cache input with the output for the next call.
+"""Describe an exported file's inputs, and find the output that becomes each KV cache input in the next call.
 
 .. code-block:: text
 
@@ -6,7 +6,7 @@
     past_key_values.length         <-- next time --   present.length
     past_key_values.0.encoder.key      unchanged after the first call, if no output has its name
 
-Each call returns all other cache tensors: a file that does not return its KV cache would lose earlier tokens.
+Each call must return all other KV cache tensors, since otherwise the next call would lose earlier tokens.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_cache_outputs(
 
 
 def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = "") -> list[CacheSlot]:
-    """Return the inputs that are tensors of the KV cache, each with the output that becomes the input of the next call.
+    """Return the inputs that are KV cache tensors, each with the output that becomes this input in the next call.
 
     >>> counter = Port("past_key_values.length", (), torch.int64)
     >>> cache_slots([Port("input_ids", (None, None), torch.int64), counter], ["logits", "present.length"], "model.onnx")
@@ -111,7 +111,7 @@ def is_present(name: str) -> bool:
 def split_cache(
     found: Mapping[str, Any], slots: Iterable[CacheSlot], cache: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split all outputs of a step into the KV cache for the next step and the other outputs.
+    """Split the outputs of a generation step into outputs such as logits, and the KV cache for the next step.
 
     >>> slots = [CacheSlot(Port("past_key_values.length", (), torch.int64), "present.length")]
     >>> split_cache({"logits": 1, "present.length": 4}, slots, {"past_key_values.length": 3})
@@ -140,7 +140,7 @@ def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
 
 
 class Runner(Protocol):
-    """The interface of an open exported file or program, which comparisons and generation loops call.
+    """The interface of an exported file that is open in a runtime, which comparisons and generation loops call.
 
     ::
 
@@ -257,7 +257,7 @@ def pack(codes: Any, packed: int) -> Any:
 
 
 def unpack(data: Any, packed: int, count: int) -> Any:
-    """Return the ``count`` numbers that :func:`pack` packed, each as one byte of a flat array."""
+    """Undo :func:`pack`: return ``count`` numbers of a flat array, each in its own byte."""
     import numpy
 
     bits = 8 // packed

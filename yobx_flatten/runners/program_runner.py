@@ -1,4 +1,4 @@
-"""Run a program of ``torch.export`` on tensors by input name, from which the arguments of its module are built."""
+"""Run a program of ``torch.export`` on tensors by input name; the arguments of its module are built from them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ProgramRunner:
 
     @property
     def ports(self) -> Mapping[str, Port]:
-        """The program's inputs that are tensors or token counters, by name."""
+        """The inputs of the program that are tensors or integers that count tokens, by name."""
         return self._interface[0]
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Check the names, dtypes and sizes of inputs, and relations between sizes, for runtimes that do not check inputs.
+"""Check names, dtypes and sizes of inputs, and relations between sizes, for runtimes that check nothing.
 
 Compiled code reads memory by the sizes and strides that it was compiled for, so inputs are checked before each call:
 
@@ -76,7 +76,7 @@ class Signature:
         where: str,
         held: Mapping[str, tuple[int, ...]] | None = None,
     ) -> list[torch.Tensor]:
-        """Check the dtypes and sizes of input values, and return contiguous tensors in the order of the inputs."""
+        """Check dtypes and sizes of given inputs; return contiguous tensors in the order of the file's inputs."""
         # held: shapes of inputs in the library's own memory, which the result does not contain
         held = held or {}
         taken = [(name, dtype) for name, dtype, _ in self.inputs if name not in held]
@@ -173,12 +173,12 @@ def as_tensor(name: str, dtype: torch.dtype, value: Any, failure: type[FlattenEr
 
 
 def _alone(size: Size) -> str | None:
-    """Return the variable of a dynamic size that is one variable; ``None`` for a number or a sum."""
+    """Return the variable that a dynamic size consists of; ``None`` if the size is a number or a sum."""
     return next(iter(size)) if isinstance(size, Mapping) and list(size.values()) == [1] and "" not in size else None
 
 
 def place_of_sizes(signature: Signature) -> dict[str, tuple[str, int]]:
-    """Return, for the name of each dynamic size, the first input and axis of this size."""
+    """Return, by name of each dynamic size, the first input that has an axis of this size, and the axis."""
     found: dict[str, tuple[str, int]] = {}
     for name, _, sizes in signature.inputs:
         for axis, size in enumerate(sizes):
@@ -267,7 +267,7 @@ def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
 
 
 def bound_by_sums(name: str, relations: Iterable[Expression]) -> int:
-    """Return the least value of a size that equations set equal to sums of sizes, if each summed size is at least 2.
+    """Return the least value of the size ``name`` that equations between sizes allow if all other sizes are at least 2.
 
     >>> bound_by_sums("total", [("==", ("+", "past", "new"), "total"), ("<=", 9, "total")])
     4
@@ -282,7 +282,7 @@ def bound_by_sums(name: str, relations: Iterable[Expression]) -> int:
 
 
 def _grows(found: Expression) -> bool:
-    """Return whether an expression is a sum or product without negative numbers, and so grows with each size."""
+    """Return whether an expression of sizes consists of sums and products without negative numbers."""
     if isinstance(found, tuple):
         return found[0] in ("+", "*") and all(map(_grows, found[1:]))
     return isinstance(found, str) or found >= 0
@@ -345,7 +345,7 @@ def format_expression(found: Expression, shown: Mapping[str, Any]) -> str:
 
 
 def from_lists(found: Any, *, top: bool = True) -> Expression:
-    """Convert a comparison of sizes from the nested lists of a JSON text to nested tuples."""
+    """Convert a comparison of sizes from nested lists, as read from JSON, to nested tuples."""
     # top: whether the result must be a comparison; otherwise it must be a number
     if not top and (type(found) is int or isinstance(found, str)):
         return found

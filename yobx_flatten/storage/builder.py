@@ -54,8 +54,8 @@ class MiniOnnxBuilder:
         Args:
             name: name of the output.
             tensor: a tensor, a NumPy array, a number, text or another value that is not a container.
-            randomize: whether to store only the type and the shape of a tensor of floats; the model generates random
-                values instead. ``False`` by default.
+            randomize: whether to store only the type and the shape of a float tensor; the model then generates random
+                values. ``False`` by default.
 
         Raises:
             InvalidArgumentError: when an output has that name already.
@@ -137,8 +137,8 @@ def create_onnx_model_from_input_tensors(
     Args:
         inputs: nested values; see :func:`save_nested`.
         switch_low_high: ignored, because every ONNX file is little-endian.
-        randomize: whether to store only the types and shapes of tensors of floats; the model generates random values
-            instead. ``False`` by default.
+        randomize: whether to store only the types and shapes of float tensors; the model then generates random values.
+            ``False`` by default.
         sep: ignored, because tensors are named by their key paths, such as ``past_key_values.0.key``.
 
     Returns:
@@ -209,7 +209,7 @@ def _records(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def randomized(structure: Structure) -> Structure:
-    """Replace the data of float tensors by random seeds, from which the ONNX model generates values when it runs."""
+    """Replace the data of float tensors by seeds, from which the ONNX model generates random values when it runs."""
     payloads: list[Payload] = []
     for payload in structure.payloads:
         if payload.record["leaf"] == "torch" and payload.record["dtype"] in _FLOATS:
@@ -223,7 +223,7 @@ _ENGINES = ("onnx", "onnxruntime", "ReferenceEvaluator")
 
 
 class RunOutputs:
-    """Runs an ONNX model without inputs, and reads stored values from its outputs (see :class:`.structure.Source`)."""
+    """Reads stored values by running the ONNX model, which returns them as outputs (see :class:`.structure.Source`)."""
 
     # path: the file of the model; `None` for a model in memory
     # sep: separator between the name of a dict and `keys` or `values`, see `MiniOnnxBuilder`
@@ -260,7 +260,7 @@ class RunOutputs:
             raise DamagedFileError(f"The model has no output {record['name']!r} of shape {dims}.")
 
     def fill(self, record: dict[str, Any], element: Element, view: memoryview) -> None:
-        """Copy the bytes of an output into ``view``; if the graph cast the output to float32, first undo the cast."""
+        """Copy an output's bytes to ``view``; if the graph has cast the output to float32, cast it back before."""
         import numpy
 
         array = numpy.ascontiguousarray(self._outputs[record["name"]])

@@ -49,7 +49,7 @@ def save_case(
     Args:
         path: the file to write.
         inputs: nested inputs: a tuple, or a dict of keyword arguments, which are matched with model inputs by name.
-        outputs: the outputs of a module for these inputs.
+        outputs: the outputs of the model for ``inputs``, which later runs are compared with.
         name: short description of the test case; empty by default.
         external_data: see :func:`save_nested`.
 
@@ -127,7 +127,7 @@ class OutputDifference:
 
 @dataclasses.dataclass(frozen=True)
 class CaseReport(Report):
-    """The differences that :func:`replay_case` found. ``print(report)`` shows a table.
+    """The differences from stored outputs that :func:`replay_case` found. ``print(report)`` shows a table.
 
     Attributes:
         case: name of the test case.
@@ -135,7 +135,7 @@ class CaseReport(Report):
         outputs: the differences, one :class:`OutputDifference` for each stored output.
         unused: names of inputs in the test case that the model does not have.
         seconds: duration of the run of the model.
-        tolerance: largest absolute difference allowed.
+        tolerance: largest allowed absolute difference of an output value.
     """
 
     case: str
@@ -150,7 +150,7 @@ class CaseReport(Report):
         return (output.difference for output in self.outputs)
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
-        """Yield one dict from output name to the share of NaN elements in the stored output."""
+        """Yield one dict from the name of each stored output to the share of its elements that are NaN."""
         yield {output.name: output.nan for output in self.outputs if output.nan is not None}
 
     def __str__(self) -> str:
@@ -174,7 +174,7 @@ def replay_case(
     Args:
         case: a test case from :func:`load_case`, or a new :class:`StoredCase`.
         model: the path of an ONNX file, or an ``onnxruntime.InferenceSession``.
-        tolerance: largest absolute difference allowed; 1e-4 by default.
+        tolerance: largest allowed absolute difference of an output value; 1e-4 by default.
         providers: execution providers of onnxruntime if ``model`` is a path; ``("CPUExecutionProvider",)`` by default.
 
     Returns:

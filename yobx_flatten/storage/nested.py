@@ -75,8 +75,8 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
     Args:
         path: the file. The file of external data, ``<path>.data``, must be in the same folder if it exists.
         device: device of the tensors; ``"cpu"`` by default.
-        expected: class of the returned object, such as ``dict`` or ``dict[str, torch.Tensor]``; an object of another
-            class is refused. The types of items are not checked. ``None``, the default, accepts any object.
+        expected: class that the returned object must have, such as ``dict`` or ``dict[str, torch.Tensor]``, whose item
+            types are not checked. ``None``, the default, accepts any object.
 
     Returns:
         The nested object, bitwise identical to the stored object.
@@ -143,7 +143,7 @@ def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
 
 
 def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) -> Any:
-    """Check that an ONNX model contains nested values, and return their structure, which its metadata stores."""
+    """Return the structure of the nested values in an ONNX model, read from its metadata; refuse other ONNX models."""
     # content: the expected kind of content; `None` for any
     # protobuf returns bytes for invalid text
     found = {entry.key: entry.value for entry in model.metadata_props if isinstance(entry.value, str)}
@@ -226,7 +226,7 @@ class Initializers:
         return tensor
 
     def _place(self, record: dict[str, Any], tensor: onnx.TensorProto) -> tuple[pathlib.Path, int, int]:
-        """Return the file with the data of a tensor, and the offset and the length of the data."""
+        """Return the file that holds the data of a tensor, and the offset and length of the data in bytes."""
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location = entries.get("location", "")
         # a file may only refer to files in its own folder

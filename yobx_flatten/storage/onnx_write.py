@@ -63,7 +63,7 @@ class OnnxWriter:
             self.add_output(record["name"], _FLOAT if first.element.cast else first.element.code, first.dims)
 
     def add(self, payload: Payload, *, output: bool = True) -> None:
-        """Add one value to the graph: an initializer, or a ``RandomUniform`` node if only a random seed is stored."""
+        """Add a value to the ONNX graph, as an initializer or, for a stored seed, as a ``RandomUniform`` node."""
         # output: whether the graph returns the leaf; `True` by default
         name, element = payload.record["name"], payload.element
         self._payloads[name] = payload
@@ -162,7 +162,7 @@ def save(
     content: str = "values",
     external_data: bool | None = None,
 ) -> int:
-    """Write a flattened object to an ONNX file, and large tensors to a second file in the same folder."""
+    """Write a flattened object to an ONNX file; large tensors are written to a second file in the same folder."""
     # path: the file; the second file is `<path>.data`, or `<path>.1f0e3dad.data` if `path` or `<path>.data` exists
     # external_data: whether to use a second file; `None` to decide by size
     path = pathlib.Path(path)

@@ -5,7 +5,7 @@
     {"node": "transformers.cache_utils:DynamicCache", "static": ["key_0", "value_0"], "children": [...]}]}
 
 A leaf is converted to a *record*, which is an entry of the JSON, and, if the leaf has data, to a *payload*, from which
-an initializer is made. The bytes of a payload are read only when the payload is written to the file.
+an initializer is made. A tensor's bytes are read only when its payload is written to the file.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Structure(NamedTuple):
 
 
 def flatten_tree(tree: PyTree) -> Structure:
-    """Flatten a nested object; Hugging Face caches and outputs are flattened even if unregistered."""
+    """Flatten a nested object; classes of Hugging Face caches and outputs need not be registered."""
     check_no_cycles(tree, "values")
     taken: set[str] = set()
     names = iter([unique(name or "value", taken) for name in leaf_names(tree)])
@@ -105,7 +105,7 @@ def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTr
 
 
 def unique(name: str, taken: set[str]) -> str:
-    """Return a name that is unique in the graph, and that protobuf can store.
+    """Return ``name``, changed if it is not unique in the ONNX graph or if protobuf cannot store it.
 
     >>> taken = set()
     >>> unique("a.b", taken), unique("a.b", taken)
@@ -144,7 +144,7 @@ def _functions_of(cls: type, node_type: Any) -> _Functions | None:
 
 
 def _check_called(name: str, node: _Functions, static: Static) -> None:
-    """Refuse a file that names code for torch to call as a named tuple or as the factory of a ``defaultdict``."""
+    """Refuse a file that would make torch call any code as a named tuple class or ``defaultdict`` factory."""
     if name == "collections:defaultdict":
         factory = static[0]
         if factory is not None and not (isinstance(factory, type) and factory.__module__ == "builtins"):
@@ -438,7 +438,7 @@ class Obstacle(NamedTuple):
 
 
 def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
-    """Describe why a tensor cannot be stored directly; ``None`` if nothing prevents direct storage.
+    """Return why a tensor cannot be stored directly, and code that converts it; ``None`` if it can be stored.
 
     >>> obstacle_of(torch.eye(2).to_sparse()).line
     'tensor.to_dense()'

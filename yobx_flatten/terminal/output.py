@@ -67,7 +67,7 @@ def _finite(value: object) -> object:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of plain text without rich markup; lines are never broken inside a word."""
+    """Print a table of plain text (square brackets are no markup); lines are never broken inside a word."""
     # rows: the cells of each row; the first two cells name the row. If the longest words of all columns do not fit in
     # one line, each row takes several lines.
     from rich import box
@@ -99,7 +99,7 @@ def _in_lines(headings: Sequence[str], row: Sequence[str], width: int) -> list[s
 
 
 class _Lines(logging.Handler):
-    """Shows the steps that ``yobx_flatten`` logs in the progress bar."""
+    """A log handler that shows steps logged by ``yobx_flatten`` in the progress bar."""
 
     def __init__(self, show: Any) -> None:
         super().__init__(logging.INFO)

@@ -61,7 +61,7 @@ def has_libraries(program: str) -> bool:
 
 
 def reflow_help(app: typer.Typer) -> None:
-    """Join the lines of help texts, so that they wrap at the width of the terminal and not of the docstring."""
+    """Join the lines of each help paragraph, so that the text wraps at the width of the terminal."""
     for command in (app.registered_callback, *app.registered_commands):
         paragraphs = inspect.cleandoc(command.callback.__doc__ or "").split("\n\n")
         command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -86,7 +86,7 @@ def run_app(
     expected: tuple[type[Exception], ...] = (FlattenError,),
     is_reporter: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Run one command and return its exit status; ``context.obj`` contains the words of the command line."""
+    """Run a command, and return its exit status; ``context.obj`` of typer holds the words of the command line."""
     with lasting_streams(), terminable():
         import typer
 
@@ -157,7 +157,7 @@ class _LastingStream:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """In a ``with`` block, printing never raises an error, and characters that the terminal lacks are escaped."""
+    """In a ``with`` block, printing to a closed pipe raises no error; characters that a terminal lacks are escaped."""
     with contextlib.ExitStack() as stack:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -251,7 +251,7 @@ def _with(line: str, text: str) -> str:
 
 
 def meant_option(typed: str, known: Iterable[str]) -> str:
-    """Return "Did you mean ...?" with the known option of similar meaning or spelling; ``""`` if there is none."""
+    """Return "Did you mean ...?" with a known option of similar meaning or spelling; ``""`` without such an option."""
     names = {name.strip("-"): name for name in known}
     name = typed.strip("-").replace("_", "-")
     close = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in names else difflib.get_close_matches(name, names, 1)

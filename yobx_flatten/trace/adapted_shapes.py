@@ -1,7 +1,7 @@
-"""Read ``dynamic_shapes``, and adapt a specification that was written for a different registration of a cache.
+"""Adapt ``dynamic_shapes`` that were written for another registration of a KV cache to this package's registration.
 
 ``torch.export`` requires one entry for each child of a node, so a specification of a cache fits one registration only.
-Specifications in these forms, for a cache with n layers, are adapted to the registration of this package::
+Specifications in the following forms, for a cache with n layers, are adapted to the registration of this package::
 
     [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
     [keys 0, values 0, ..., Dim.AUTO]                   earlier versions of this package: the counter is an integer
@@ -86,7 +86,7 @@ class _Adapting:
         return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
 
     def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
-        """Adapt the entries of a cache to the registration ``recipe``; return an unknown form unchanged."""
+        """Adapt the ``dynamic_shapes`` of a cache to the registration ``recipe``; return an unknown form unchanged."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
             shapes = recipe.flatten(shapes)[0]
@@ -104,7 +104,7 @@ class _Adapting:
         return shapes if by_tensor is None else self.written(children, by_tensor)
 
     def written(self, children: list[Any], by_tensor: dict[int, Any]) -> list[Any]:
-        """Return the entries of a cache's children, in order, from entries by the ``id`` of each tensor."""
+        """Return the ``dynamic_shapes`` of a cache's children, in order, looked up by the ``id`` of each tensor."""
         varies = any(map(_varies, by_tensor.values()))
         entries: list[Any] = []
         for child in children:
@@ -159,7 +159,7 @@ def _varies(entry: DynamicShapes) -> bool:
 
 
 def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
-    """Convert a list of entries for keys and a list of entries for values to a dict by the ``id`` of each tensor."""
+    """Convert a cache's ``dynamic_shapes``, in a list for keys and one for values, to a dict by ``id`` of tensors."""
     parts = list(shapes.values()) if isinstance(shapes, dict) else shapes
     layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
     if not isinstance(parts, (list, tuple)) or len(parts) != 2:
@@ -176,7 +176,7 @@ def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any]
 
 
 def _by_attributes(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
-    """Convert a list with one entry per attribute of a cache to a dict by the ``id`` of each tensor."""
+    """Convert a cache's ``dynamic_shapes``, in a list with one entry per tensor attribute, to a dict by ``id``."""
     tensors = list(_tensors_of(cache))
     if not isinstance(shapes, (list, tuple)) or len(shapes) != len(tensors) or not all(map(_fits, tensors, shapes)):
         return None
@@ -214,7 +214,7 @@ def spec_classes() -> types.ModuleType | None:
 
 
 def opened_spec(spec: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Return the parameters and the assumptions of a ``ShapesSpec`` or ``ParamsSpec``, or another value unchanged."""
+    """Return the entries of a ``ShapesSpec`` or ``ParamsSpec`` by parameter name, and its assumptions about sizes."""
     classes, assumptions = spec_classes(), ()
     if classes is not None and isinstance(spec, classes.ShapesSpec):
         assumptions = tuple(one.node.expr for one in spec.assumptions)
@@ -243,7 +243,7 @@ def refuse_specs_of_keys(
     kwargs: dict[str, Any] | None,
     spec: DynamicShapes,
 ) -> None:
-    """Raise DynamicShapesError for a ``ShapesSpec`` with entries for a KV cache or another object with keys."""
+    """Raise DynamicShapesError for a ``ShapesSpec`` with entries for a KV cache or another class with pytree keys."""
     # `torch.export` looks up the entries of an `ObjectSpec` by attribute name, and the children of caches have keys
     from ..private_names.of_torch import combine_args  # imports much
 

@@ -1,14 +1,14 @@
-"""Wrap every ``torch.export`` call inside a ``with`` block, and the exported programs.
+"""Change ``torch.export`` calls and exported programs inside the ``with`` block of ``register_flattening_functions``.
 
-* Dimensions that are equal only in the example stay independent (duck shapes off), and input slices are copied.
+* Sizes that are equal only in the example stay independent (duck shapes off), and inputs that are slices are copied.
 * Model libraries install their traceable functions (see :mod:`yobx_flatten.huggingface.tracing.support`).
-* ``torch.onnx.export`` gets a few more operators (see :mod:`yobx_flatten.trace.onnx_operators`).
+* ``torch.onnx.export`` translates more operators (see :mod:`yobx_flatten.trace.onnx_operators`).
 * ``torch.nn.TransformerEncoder`` returns zeros at padding, as in eager mode.
 * A package of AOTInductor gets inputs with the strides that it was compiled for (see
   :mod:`yobx_flatten.trace.program`).
-* A program remembers the classes of its inputs and outputs. If a class is not registered at a call, the error names the
-  class; torch alone raises ``KeyError: <class ...>``. A program refuses a value for an input that was ``None`` in the
-  example.
+* A program remembers the classes of its inputs and outputs. If a program is called while such a class is not
+  registered, the error names the class; torch alone raises ``KeyError: <class ...>``. A program refuses a value for an
+  input that was ``None`` in the example.
 
 Replaced functions are active only in a thread that runs a trace; eager models inside the block are unchanged.
 """
@@ -73,7 +73,7 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_TypePromotionInterpreter.run_node``: run a node with a known value only if its arguments are cast."""
+    """Wrap ``_TypePromotionInterpreter.run_node``: cast a node's inputs, but do not run a node with a known value."""
     from ..private_names.of_torch import type_promotion_rule
 
     @functools.wraps(original)
@@ -230,7 +230,7 @@ def _wrapping(
 
 
 def _with_own_memory(tree: PyTree) -> PyTree:
-    """Return example inputs with copies of slices and of repeated tensors."""
+    """Return example inputs in which slices, and tensors that are passed twice, are copied."""
     # A program traced with a slice such as `ids[:, 5:]` refuses contiguous tensors ("Guard failed:
     # input_ids.stride()[0] != input_ids.size()[1]"). Permuted tensors (channels last) keep their strides. If a tensor
     # is passed twice, torch makes one input of it, and the program would read this input for both arguments.
@@ -261,7 +261,7 @@ EXPORT_HOOK = ExportHook()
 
 
 def _drops_padding(encoder: Any, src: Tensor) -> bool:
-    """Return whether a ``TransformerEncoder`` drops padding in eager mode without gradients."""
+    """Return whether a ``TransformerEncoder`` computes no outputs at padding in eager mode (its fast path)."""
     first = encoder.layers[0]
     return bool(
         torch.backends.mha.get_fastpath_enabled()
@@ -304,7 +304,7 @@ class _Smallest(torch.nn.Module):
 
 @functools.cache
 def _has_defect(export: Callable[..., Any]) -> bool:
-    """Export and call a small module, and return whether torch exports nested values in ``**kwargs`` wrongly."""
+    """Return whether a small module with nested values in ``**kwargs``, exported by torch, raises ``NameError``."""
     x, kwargs = torch.ones(3, 2), {"extra": {"a": torch.ones(3, 2)}}
     shapes = {"x": {0: Dim.AUTO}, "extra": {"a": {0: Dim.AUTO}}}
     # earlier versions refuse the shapes

@@ -34,7 +34,7 @@ class Translation(NamedTuple):
 
 
 def add_translation(registry: Any, module: ModuleType, translation: Translation) -> None:
-    """Add a translation to a registry of torch's ONNX exporter, before other translations of the same operator."""
+    """Add a translation to a registry of torch's ONNX exporter; it is used before others of the same operator."""
     if registry.opset_version < translation.opset:
         return
     # `register_op` would print on the terminal that a plain function has no ONNX signature
@@ -172,7 +172,7 @@ _TABLES: dict[Any, tuple[Any, Any]] = {}
 
 
 def _remembered(request: Any, sources: Callable[[], Any], read: Callable[[], Any]) -> Any:
-    """Return the cached table for a request, and read the table again if its sources have changed."""
+    """Return a cached table of torch's ONNX exporter; read it again if the values that it depends on have changed."""
     with LOCK:
         read_from, table = _TABLES.get(request, (None, None))
     if read_from != sources():
@@ -183,7 +183,7 @@ def _remembered(request: Any, sources: Callable[[], Any], read: Callable[[], Any
 
 
 def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a copy of torch's filled ``ONNXRegistry``, to which the caller may add translations."""
+    """Return a copy of torch's ``ONNXRegistry`` with all of its translations, to which the caller may add more."""
     # read: the original classmethod `from_torchlib`
     request = read, cls, args, tuple(sorted(kwargs.items()))
     table = _remembered(request, _known, functools.partial(read.__get__(None, cls), *args, **kwargs))
@@ -193,7 +193,7 @@ def filled_registry(read: classmethod[Any, Any, Any], cls: type, args: tuple[Any
 
 
 def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Callable[[Any], dict[Any, Any]]:
-    """Wrap ``create_onnx_friendly_decomposition_table``, so that the result is cached by operators."""
+    """Wrap ``create_onnx_friendly_decomposition_table``, so that a table is cached for each set of operators."""
 
     @functools.wraps(original)
     def create(onnx_registered_ops: Iterable[Any]) -> dict[Any, Any]:
@@ -204,14 +204,14 @@ def remembering_decompositions(original: Callable[[Any], dict[Any, Any]]) -> Cal
 
 
 def _decomposed() -> tuple[Any, ...]:
-    """Return what the decomposition table depends on: all operators, and the decompositions in Python."""
+    """Return the values that a cached decomposition table depends on: all operators, and torch's decompositions."""
     from ..private_names.of_torch import decompositions
 
     return (operator_names(), operators_with_kernel("CompositeImplicitAutograd"), list(decompositions.items()))
 
 
 def _known() -> tuple[Any, ...]:
-    """Return what an ``ONNXRegistry`` depends on: the operators of all libraries, and onnxscript's functions."""
+    """Return the values that a cached ``ONNXRegistry`` depends on: all operators, and onnxscript's functions."""
     registration = sys.modules.get("onnxscript.function_libs.torch_lib.registration")
     functions = getattr(registration, "default_registry", {}).items()
     return (operator_names(), [(name, *entry.overloads, *entry.complex) for name, entry in functions])

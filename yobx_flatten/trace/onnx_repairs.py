@@ -1,7 +1,7 @@
-"""Translations for operators that torch's ONNX exporter translates wrongly at some values, or not at all.
+"""Translate to ONNX operators that torch's exporter does not translate, or translates wrongly at some values.
 
-``make operators`` finds wrong translations, and writes a page of their errors. The cost of ``cumprod``, ``cummax`` and
-``logcumsumexp`` is quadratic in the length of the axis, since ONNX has no operators for them.
+``make operators`` finds torch's wrong translations, and writes a page that lists them. The cost of ``cumprod``,
+``cummax`` and ``logcumsumexp`` is quadratic in the length of the axis, since ONNX has no operators for them.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _logaddexp(x: OnnxValue, y: OnnxValue, *, base: float = math.e) -> OnnxValue
 
 
 def _number_of(x: OnnxValue, y: OnnxValue, *, largest: bool) -> OnnxValue:
-    """Return the larger or smaller of two numbers; if one number is NaN, return the other number."""
+    """Translate ``fmax`` (or ``fmin``) to ONNX: the larger of two numbers, or the other number if one is NaN."""
     op = _operators()
     found = op.Max(x, y) if largest else op.Min(x, y)
     if not _is_float(x):
@@ -142,7 +142,7 @@ def _clamp(x: OnnxValue, least: float | None = None, most: float | None = None) 
 
 
 def _extreme(x: OnnxValue, dims: Sequence[int] | None, keepdim: bool, *, largest: bool, is_float: bool) -> OnnxValue:
-    """Return the largest or smallest number, or NaN if the numbers contain NaN."""
+    """Translate ``max`` (or ``min``) along axes to ONNX; the result is NaN if the numbers contain NaN."""
     op = _operators()
     axes = _axes(*dims) if dims else None
     reduce = op.ReduceMax if largest else op.ReduceMin
@@ -154,7 +154,7 @@ def _extreme(x: OnnxValue, dims: Sequence[int] | None, keepdim: bool, *, largest
 
 
 def _place_of_extreme(x: OnnxValue, dim: int, keepdim: bool, *, largest: bool, is_float: bool) -> OnnxValue:
-    """Return the first index of the largest or smallest number, or of NaN if the numbers contain NaN."""
+    """Translate ``argmax`` (or ``argmin``) along an axis to ONNX; the result is the index of the first NaN, if any."""
     op = _operators()
     find = op.ArgMax if largest else op.ArgMin
     found = find(x, axis=dim, keepdims=int(keepdim))
@@ -196,9 +196,9 @@ def _aminmax(x: OnnxValue, dim: int | None = None, keepdim: bool = False) -> tup
 
 
 def _up_to_each(x: OnnxValue, dim: int, empty: float) -> tuple[OnnxValue, OnnxValue, list[int]]:
-    """Repeat an axis: row ``i`` of the result has the values up to position ``i``, and then ``empty``.
+    """Repeat an axis of n values n times: copy ``i`` has the values up to position ``i``, and then ``empty``.
 
-    Returns: the rows, with the repeated axis at the end; the positions; the permutation that moves the last axis back.
+    Returns: the copies, with the axis at the end; the positions; the permutation that moves the last axis back.
     """
     op = _operators()
     rank = len(x.shape)
@@ -250,7 +250,7 @@ def _cumulative_extreme(x: OnnxValue, dim: int, *, largest: bool) -> tuple[OnnxV
 
 
 def _kth(x: OnnxValue, k: OnnxValue, dim: int, keepdim: bool, *, is_float: bool) -> tuple[OnnxValue, OnnxValue]:
-    """Return the k-th smallest number and its index; NaN counts as the largest number."""
+    """Translate ``kthvalue`` to ONNX: the k-th smallest number and its index; NaN counts as the largest number."""
     op = _operators()
     given = op.Where(op.IsNaN(x), _like(math.inf, x), x) if is_float else x
     _, places = op.TopK(given, k, axis=dim, largest=0, sorted=1)
@@ -268,7 +268,7 @@ def _median(x: OnnxValue, dim: int, keepdim: bool = False) -> tuple[OnnxValue, O
 
 
 def _middle(x: OnnxValue, dim: int, keepdim: bool, *, is_float: bool) -> tuple[OnnxValue, OnnxValue]:
-    """Return the median and its index, as torch does: the lower of two middle numbers, or NaN if there is a NaN."""
+    """Translate ``median`` to ONNX: the lower of two middle numbers, or NaN if there is a NaN, and its index."""
     op = _operators()
     count = op.Gather(op.Shape(x), _axes(dim))
     found, place = _kth(x, op.Div(op.Add(count, _axes(1)), _axes(2)), dim, keepdim, is_float=is_float)
@@ -419,7 +419,7 @@ def plain_attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> OnnxValue:
-    """Translate attention to basic ONNX operators, for any number of axes; fully masked queries get zeros."""
+    """Translate attention to basic ONNX operators, for tensors of any rank; it returns 0 for fully masked queries."""
     op = _operators()
     rank, width = len(key.shape), query.shape[-1]
     if enable_gqa and not (isinstance(query.shape[-3], int) and query.shape[-3] == key.shape[-3]):

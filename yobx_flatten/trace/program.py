@@ -1,6 +1,6 @@
 """Read the inputs of exported programs, check classes and constants at each call, and load programs faster.
 
-A call fails with the name of an unregistered class, or of an input that differs from a constant of the example.
+A call with an unregistered class, or with an input that differs from a constant in the program, raises an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def arguments_of(program: ExportedProgram) -> list[ArgumentSpec]:
 
 
 def traced_inputs(program: ExportedProgram) -> list[Any]:
-    """Return the traced tensor or size of each leaf of the user's inputs; ``None`` for a leaf fixed as a constant."""
+    """Return the fake tensor or symbolic size of each input leaf of a program; ``None`` for a leaf that is constant."""
     values = {node.name: node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")}
     return [None if isinstance(arg, ConstantArgument) else values[arg.name] for arg in arguments_of(program)]
 
@@ -61,7 +61,7 @@ def _is_enum(leaf: object) -> bool:
 
 
 def enums_as_texts(args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree, _Members]:
-    """Replace enum members in the inputs by text, and return the members by the index of the leaf."""
+    """Replace enum members in the inputs by text; also return a dict from the index of each such leaf to its member."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     members = {place: leaf for place, leaf in enumerate(leaves) if _is_enum(leaf)}
     if members:
@@ -79,7 +79,7 @@ def with_members(args: PyTree, kwargs: PyTree, members: _Members) -> tuple[PyTre
 
 @contextlib.contextmanager
 def members_in_forward(module: torch.nn.Module, names: list[str], members: _Members) -> Iterator[None]:
-    """In a with block, convert the text that a trace passes to a module's ``forward`` back to enum members."""
+    """In a ``with`` block, convert text that a trace passes to a module's ``forward`` back to enum members."""
     # names: the keyword arguments in the order of the export, which determines the numbers of the leaves
     if not members:
         yield
@@ -156,7 +156,7 @@ class StoredInteger(int):
 
 
 def with_integers(program: ExportedProgram) -> _Hook | None:
-    """Make a hook that converts tensors in a call to integers where an older exported program takes integers."""
+    """Make a hook that converts token counters in a call to integers, which an older exported program takes."""
     # returns: the hook for `register_forward_pre_hook(with_kwargs=True)`; `None` if the program takes no integer
     given = arguments_of(program)
     places = {index for index, arg in enumerate(given) if isinstance(arg, SymIntArgument)}
@@ -196,7 +196,7 @@ def sizes_of(program: ExportedProgram, inputs: Sequence[str]) -> dict[str, Seque
 
 
 def joined(past: torch.fx.Node, present: Any) -> torch.fx.Node | None:
-    """Return the graph node that appends new tokens to a cache input if the program returns that node, or ``None``."""
+    """Return the output ``present`` if its graph node appends new tokens to the cache input ``past``, else ``None``."""
     value = past.meta.get("val")
     if value is None or value.ndim != 4:
         return None
@@ -210,7 +210,7 @@ def joined(past: torch.fx.Node, present: Any) -> torch.fx.Node | None:
 
 
 class _RememberingProgram(ExportedProgram):
-    """An ``ExportedProgram`` whose errors name classes that are not registered."""
+    """An ``ExportedProgram`` that names unregistered classes in its errors, and checks inputs that are constants."""
 
     def module(self, *args: Any, **kwargs: Any) -> torch.fx.GraphModule:
         classes = _classes_of(self)
@@ -328,7 +328,7 @@ def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
 
 
 def _follows(expression: sympy.Basic, stated: Collection[sympy.Basic], ranges: Mapping[sympy.Symbol, Any]) -> bool:
-    """Return whether ``n >= bound`` follows from another assertion of the form ``n // size >= count``."""
+    """Return whether an assertion ``n >= bound`` follows from another assertion ``n // size >= count``."""
     if not (isinstance(expression, sympy.Ge) and isinstance(expression.lhs, sympy.Symbol)):
         return False
     number, bound = expression.args
@@ -341,7 +341,7 @@ def _follows(expression: sympy.Basic, stated: Collection[sympy.Basic], ranges: M
 
 
 def _in_order(extreme: sympy.Expr) -> sympy.Expr:
-    """Return the argument that a ``Min`` or ``Max`` equals for all values of the symbols, else the expression."""
+    """Return the argument that equals a ``Min`` or ``Max`` for all values of its symbols, or the ``Min`` or ``Max``."""
     for one in extreme.args:
         differences = [sympy.expand(other - one) for other in extreme.args]
         if all(d.is_nonnegative if isinstance(extreme, Min) else d.is_nonpositive for d in differences):
@@ -364,7 +364,7 @@ _HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
 
 
 def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collection[str]]) -> Callable[..., Any]:
-    """Wrap a reader of stored tree specs to first import modules of ``libraries``, which registers their classes."""
+    """Wrap a reader of stored tree specs: before, import the modules of ``libraries`` that define the named classes."""
 
     @functools.wraps(read)
     def json_to_treespec(schema: object) -> Any:
@@ -380,7 +380,7 @@ def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collecti
 
 
 def _names_of_classes(schema: object) -> Iterator[str]:
-    """Yield the names under which the classes of a stored tree spec are registered."""
+    """Yield the serialized type names of the classes in a stored tree spec."""
     if isinstance(schema, Mapping):
         if isinstance(schema.get("type"), str):
             yield schema["type"]

@@ -24,7 +24,7 @@ _STEPS = DispatchKey.CompositeImplicitAutograd
 
 
 class AttentionSizes:
-    """A context manager in which a trace computes the output size of an attention directly from the arguments."""
+    """A context manager in which a trace computes an attention's output size from its inputs, without operators."""
 
     # torch runs the twenty operators of the attention on fake tensors. With dynamic sizes this takes two fifths of a
     # trace of Llama. The conditions of these operators on the sizes are also checked here, so that the program has the
@@ -68,7 +68,7 @@ class AttentionSizes:
 
 
 class _PlainAttention:
-    """Traces ``scaled_dot_product_attention`` with the output strides of its math kernel, not of a fused kernel."""
+    """A context manager: traces give ``scaled_dot_product_attention`` the output strides of its math kernel."""
 
     # The attention stays one operator, but a `contiguous` after it is dropped if the strides of the CPU's fused kernel
     # make it redundant. The ONNX exporter then cannot view the result ("Cannot view a tensor with shape", T5 and AFMoE
@@ -100,7 +100,7 @@ class _PlainAttention:
                 self._context.run(self._choice.close)
 
     def forget_others(self) -> None:
-        """Forget the traces of all other threads, which do not exist in a forked child process."""
+        """After a fork, forget the traces of other threads, since the child process has only the forking thread."""
         with LOCK:
             held = bool(self._holders)
             self._holders = [thread for thread in self._holders if thread == threading.get_ident()]
@@ -128,7 +128,7 @@ def fake_tensor_cache_off() -> contextlib.AbstractContextManager[None]:
 
 
 def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:
-    """Return whether torch accepts the arguments and their sizes determine the size of the result."""
+    """Return whether torch accepts the arguments of an attention, and their sizes determine its output size."""
     query, key, value, *masks = given
     if any(type(tensor) is not FakeTensor or tensor.device != query.device for tensor in given):
         return False
@@ -145,7 +145,7 @@ def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:
 
 
 def _size(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[int, ...]:
-    """Check the sizes in the order of torch's attention operators, and return the output size."""
+    """Return the output size of an attention; check the input sizes in the order of torch's attention operators."""
     heads = query.shape[1]  # also for keys and values: fewer heads are repeated
     width, length = key.shape[3], key.shape[2]
     torch._check(query.shape[3] == width, lambda: f"queries of {query.shape[3]} numbers, and keys of {width}")
@@ -157,16 +157,16 @@ def _size(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tup
 
 
 class TraceSupport:
-    """Interface of a model library's replacements for traces and exported programs; the base class replaces nothing."""
+    """Interface for functions of a model library that are replaced in traces; the base class replaces nothing."""
 
     def __init__(self, modules: str) -> None:
         self.modules = modules
 
     def acquire(self) -> None:
-        """Install, for a with block, the replacements of library functions that exported programs need when called."""
+        """Install, for a ``with`` block, replacements of library functions that exported programs need when called."""
 
     def release(self) -> None:
-        """Restore, at the end of a with block, the library functions that :meth:`acquire` replaced."""
+        """Restore, at the end of a ``with`` block, the library functions that :meth:`acquire` replaced."""
 
     def named_for(self, forward: Callable[..., Any], entries: Mapping[str, Any]) -> Mapping[str, Any]:
         """Rename keyword arguments, or their dynamic shapes, to the parameter names of a module's ``forward``."""
@@ -185,7 +185,7 @@ class TraceSupport:
         return contextlib.nullcontext()
 
     def translations(self) -> Iterable[Translation]:
-        """Return the translations to ONNX of the operators that the library defines."""
+        """Return translations to ONNX for the operators that the model library defines."""
         return ()
 
 

@@ -1,4 +1,4 @@
-"""Visit nested objects, and list the names and the dynamic shapes of their leaves."""
+"""Visit nested objects (pytrees), and list the names and the dynamic shapes of their leaves."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _EXAMPLE = '\n    args=(x,), kwargs={"y": y}'
 
 
 def check_arguments(module: object, args: object, kwargs: object) -> None:
-    """Raise an error if ``module`` is not a module, or if its ``forward`` or ``torch.export`` refuses the arguments."""
+    """Raise an error if ``module`` is not a module, or ``args`` and ``kwargs`` do not fit ``forward`` or an export."""
     owner = getattr(module, "__self__", None)
     if inspect.ismethod(module) and isinstance(owner, torch.nn.Module):
         name, kind = module.__name__, type(owner).__qualname__
@@ -58,7 +58,7 @@ def check_arguments(module: object, args: object, kwargs: object) -> None:
 
 
 def _check_tensors(tree: PyTree, name: str) -> None:
-    """Refuse an input that contains itself, or a nested or sparse tensor."""
+    """Raise an error for an input that contains itself, a nested tensor or a sparse tensor."""
     check_no_cycles(tree, name)
     for path, leaf in torch_leaves(tree, name):
         if not issubclass(type(leaf), torch.Tensor) or not (leaf.is_nested or leaf.layout in _SPARSE):
@@ -73,13 +73,13 @@ def _check_tensors(tree: PyTree, name: str) -> None:
 
 
 def instance_hint(given: object) -> str:
-    """Return a sentence on how to make an instance if ``given`` is a class; else an empty string."""
+    """If ``given`` is a class, return a sentence for an error message on how to make an instance; else ``""``."""
     how = ".from_pretrained(FOLDER)" if hasattr(given, "from_pretrained") else "(...)"
     return f" Make an instance: {given.__qualname__}{how}." if isinstance(given, type) else ""
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Return a sentence that suggests known names for misspelt names, or an empty string.
+    """Return a sentence for an error message that suggests known names for misspelt names, or ``""``.
 
     >>> did_you_mean(["attention_masks"], ["input_ids", "attention_mask"])
     " Did you mean 'attention_mask'?"
@@ -106,7 +106,7 @@ def inputs_by_name(module: object, args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str, Any]:
-    """Return the entry of ``dynamic_shapes`` for every input, ``None`` for inputs without an entry."""
+    """Return the ``dynamic_shapes`` of every input by name; inputs without an entry get ``None``."""
     # shapes: a dict by parameter name, or a list in the order of the inputs
     if isinstance(shapes, (tuple, list)):
         if len(shapes) > len(inputs):
@@ -131,7 +131,7 @@ def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str
 
 
 def check_no_modules(inputs: Mapping[str, Any]) -> None:
-    """Refuse inputs that contain a module, for which torch would raise the error "expected 0 shapes, got 1"."""
+    """Raise a clear error for inputs that contain a module, where torch would report "expected 0 shapes, got 1"."""
     for name, value in inputs.items():
         for path, leaf in torch_leaves(value, name):
             if isinstance(leaf, torch.nn.Module):
@@ -145,7 +145,7 @@ def check_no_modules(inputs: Mapping[str, Any]) -> None:
 
 
 def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collection[str] = ()) -> str:
-    """Return a text that names a weight or input with a shape but no data; empty if all have data."""
+    """Return a text that names a weight or input without data (fake or on ``meta``); ``""`` if all have data."""
     # brought: names of weights that are loaded when a layer is called; none by default
     from ..private_names.of_torch import FakeTensor
 

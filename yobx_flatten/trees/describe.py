@@ -1,7 +1,7 @@
 """Describe a nested object in one line: :func:`string_type`.
 
-A table maps class names to functions that describe an object. The table contains names instead of classes, so that
-NumPy and transformers are not imported.
+A table maps class names to functions that describe an object. Since its keys are names instead of classes, NumPy and
+transformers are not imported.
 
 ::
 
@@ -100,7 +100,7 @@ def string_type(
 
 @dataclasses.dataclass
 class _Writer:
-    """The options of one :func:`string_type` call, and the ids of the enclosing objects, by which cycles are found."""
+    """The options of one :func:`string_type` call, and the ids of enclosing objects, with which it finds cycles."""
 
     shape: bool
     values: bool

@@ -1,4 +1,4 @@
-"""Convert shapes of ``torch.fx.experimental.dynamic_spec`` to ``dynamic_shapes``.
+"""Convert specifications of ``torch.fx.experimental.dynamic_spec`` to ``dynamic_shapes``.
 
 .. code-block:: text
 
@@ -59,7 +59,7 @@ class Stated(NamedTuple):
 
 
 def with_attached(module: torch.nn.Module, forward: Callable[..., Any], shapes: DynamicShapes) -> DynamicShapes:
-    """Return the given shapes; for ``"auto"``, the shapes that ``@dynamic_spec`` attached to ``forward``, if any."""
+    """Return ``shapes``; but if they are ``"auto"`` and ``forward`` is decorated with ``@dynamic_spec``, its shapes."""
     attached = attached_spec(forward)
     if attached is None or shapes is None:
         return shapes
@@ -72,7 +72,7 @@ def with_attached(module: torch.nn.Module, forward: Callable[..., Any], shapes: 
 
 
 def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[Any, tuple[Any, ...]]:
-    """Convert a ``ShapesSpec`` or ``ParamsSpec`` to a dict of entries by input name, and assumptions about sizes."""
+    """Return the entries of a ``ShapesSpec`` or ``ParamsSpec`` by input name, and its assumptions about sizes."""
     # shapes: a `ShapesSpec`, a `ParamsSpec`, or a dict of the same form; any other value is returned unchanged. The
     # entries `"*args"` and `"**kwargs"` are replaced by entries with the names of the inputs.
     shapes, assumptions = opened_spec(shapes)
@@ -95,7 +95,7 @@ def by_parameter(forward: Callable[..., Any], shapes: DynamicShapes) -> tuple[An
 
 
 def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumptions: tuple[Any, ...] = ()) -> Stated:
-    """Convert ``TensorSpec`` and similar entries to entries of ``dynamic_shapes``; leave other entries unchanged."""
+    """Convert ``TensorSpec``, ``IntVar`` and similar entries to ``dynamic_shapes``; other entries stay unchanged."""
     classes = spec_classes()
     if classes is None:  # this torch has no such classes
         return Stated(dict(shapes), (), ())
@@ -113,7 +113,7 @@ class _Writing:
         self.sizes: list[Size] = []
 
     def write(self, obj: object, spec: DynamicShapes, path: tuple[str, ...]) -> DynamicShapes:
-        """Convert one entry to ``dynamic_shapes``, and count the leaves of the input that the entry describes."""
+        """Convert the specification of one input to ``dynamic_shapes``, and count the leaves of the input."""
         node = node_of(obj)
         if node is None:
             self.leaves += 1
@@ -258,7 +258,7 @@ def _kind(spec: DynamicShapes) -> str:
 
 
 def _name(expression: sympy.Basic) -> str:
-    """Return the text of an expression without the numbers that distinguish symbols with the same name."""
+    """Return a sympy expression as text, without the numbers that distinguish symbols of the same name."""
     text = str(expression)
     for symbol in sorted(map(str, expression.free_symbols), key=len, reverse=True):
         text = text.replace(symbol, symbol.partition("#")[0])

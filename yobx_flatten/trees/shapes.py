@@ -1,8 +1,8 @@
-"""Make ``dynamic_shapes`` for nested inputs, and check ``dynamic_shapes`` before a call of torch.
+"""Make ``dynamic_shapes`` for nested inputs, and check ``dynamic_shapes`` before ``torch.export`` is called.
 
-torch requires entries in the structure of the inputs; an object of a registered class needs a *list* of one entry per
-child. In a KV cache, batch and length are dynamic; heads and head size are not. Each axis of a tensor outside of caches
-gets ``Dim.AUTO``, so that torch decides which axes are dynamic.
+The entries must have the structure of the inputs; an object of a registered class needs a *list* of one entry per
+child. In a KV cache, batch and length are dynamic, heads and head size are fixed. Each axis of a tensor outside of
+caches gets ``Dim.AUTO``, so that torch decides which axes are dynamic.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def dynamic_shapes(
         The entry is ``Dim.AUTO`` for a dynamic axis or a token counter of a cache, ``None`` for a number, text or bool.
 
     Raises:
-        DynamicShapesError: when a path of ``overrides`` is not among the inputs, or its entry does not fit; when the
-            example is larger than a bound.
+        DynamicShapesError: when a path of ``overrides`` is not among the inputs, when an override does not fit the
+            input at its path, or when the example is larger than a bound.
         InvalidArgumentError: when an object contains itself, or a bound is not a size or has an unknown name.
 
     >>> shapes = dynamic_shapes({"x": torch.zeros(2, 3), "y": torch.zeros(4), "flag": True}, {"x": {0: Dim.DYNAMIC}})
@@ -77,7 +77,7 @@ def dynamic_shapes(
 
 
 def make_dynamic_shapes_kv_cache(cache: TransformersCache, shape_of_one: DynamicShapes) -> list[Any]:
-    """Make the ``dynamic_shapes`` of one cache whose keys and values all vary along the same axes.
+    """Make the ``dynamic_shapes`` of one KV cache in which all keys and values have the same dynamic axes.
 
     Args:
         cache: a KV cache of a class whose registration states ``axes``.
@@ -119,7 +119,7 @@ def check_dynamic_shapes(inputs: PyTree, shapes: DynamicShapes) -> None:
         shapes: the ``dynamic_shapes`` specification to check.
 
     Raises:
-        DynamicShapesError: when an entry does not fit; the message names the key path, the entry and what fits.
+        DynamicShapesError: when an entry does not fit its input; the message names the key path and a valid entry.
         InvalidArgumentError: when an object contains itself.
 
     >>> check_dynamic_shapes({"x": torch.zeros(2, 3)}, {"x": {5: Dim.AUTO}})
@@ -149,7 +149,7 @@ def without_names(shapes: DynamicShapes) -> DynamicShapes:
 
 
 def with_none_below(obj: PyTree, shapes: DynamicShapes) -> DynamicShapes:
-    """Replace the entry ``None`` of a container, which ``torch.export`` does not accept, by one ``None`` per leaf."""
+    """Replace ``None`` for a container in ``dynamic_shapes``, which ``torch.export`` refuses, by ``None`` per leaf."""
     node = node_of(obj)
     if node is None or shapes is not None:
         return shapes
@@ -214,7 +214,7 @@ def _dim(tensor: torch.Tensor, axis: int, path: _Path, meaning: str | None, boun
 
 
 def same_container(obj: Any, node: Node, below: list[Any]) -> DynamicShapes:
-    """Combine the entries of an object's children in the container that ``torch.export`` expects for the object."""
+    """Combine the ``dynamic_shapes`` of an object's children in the container that ``torch.export`` expects for it."""
     kind = builtin_kind(obj, node)
     if kind is None or kind is list:
         return below
@@ -231,7 +231,7 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 def builtin_kind(obj: object, node: Node | None = None) -> Any:
-    """Return the type that ``dynamic_shapes`` must have for a built-in container; ``None`` for a registered class."""
+    """Return the type of a built-in container, which its ``dynamic_shapes`` must share; ``None`` for other objects."""
     kind = get_node_type(obj)
     kind = tuple if kind is torch.Size else kind  # torch converts it to a tuple before its check
     return kind if kind in pytree.BUILTIN_TYPES and (node is None or node.recipe is None) else None

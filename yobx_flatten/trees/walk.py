@@ -1,4 +1,4 @@
-"""Visit nested objects, list their leaves as torch's pytree does, and name them, as in ``past_key_values.0.key``."""
+"""Visit nested objects, and list and name their leaves as in torch's pytree, such as ``past_key_values.0.key``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..registry.claims import REGISTRY
 
 
 class Place(NamedTuple):
-    """One object that :func:`walk` visits, with its key path and its parent."""
+    """An object inside a nested object that :func:`walk` visits, with its key path and its parent."""
 
     keys: tuple[Any, ...]  # the keys from the root to the object
     obj: Any
@@ -33,7 +33,7 @@ Children = Callable[[Any, tuple[Any, ...]], Sequence[tuple[Any, Any]] | None]
 
 
 def walk(tree: PyTree, children: Children) -> Iterator[Place]:
-    """Yield a nested object and everything inside it, parents before children, in the order of the leaves.
+    """Yield a nested object and all objects inside it, parents before children, in the order of the leaves.
 
     >>> tree = {"x": [1]}
     >>> tree["x"].append(tree)
@@ -95,7 +95,7 @@ def format_path(name: str, keys: Iterable[Any]) -> str:
 
 
 def format_entry(key: object) -> str:
-    """Return one key of a path as Python code.
+    """Return one key of a pytree path as Python code.
 
     >>> format_entry(pytree.MappingKey("a")), format_entry(pytree.SequenceKey(2)), format_entry(pytree.GetAttrKey("x"))
     ("['a']", '[2]', '.x')
@@ -185,7 +185,7 @@ def node_of(obj: object) -> Node | None:
 
 
 def own_children(obj: object, keys: tuple[Any, ...] = ()) -> list[tuple[Any, Any]] | None:
-    """Return the direct children of an object with their keys, ``None`` for a leaf, as :func:`walk` needs them."""
+    """Return an object's direct children with their keys, for :func:`walk`; ``None`` if the object is a leaf."""
     node = node_of(obj)
     return None if node is None else list(zip(node.keys, node.children, strict=True))
 
@@ -201,7 +201,7 @@ def leaf_places(tree: PyTree, children: Children, name: str = "tree") -> Iterato
 
 
 def recipe_for(cls: type) -> Recipe | None:
-    """Return the flatten functions of a registered class, or of a cache class or output class of transformers."""
+    """Return this package's flatten functions for a registered class or a transformers cache or output class."""
     recipe = REGISTRY.recipe_in_force(cls)
     if recipe is None and "transformers.cache_utils" in sys.modules and cls.__module__.startswith("transformers."):
         from ..huggingface.recipes import transformers_recipes
@@ -240,7 +240,7 @@ def format_cycle(inner: str, outer: str) -> str:
 
 
 def key_name(key: object) -> str:
-    """Return one key of a path as plain text, without brackets or quotes.
+    """Return one key of a pytree path as plain text, without brackets or quotes.
 
     >>> import torch.utils._pytree as pytree
     >>> key_name(pytree.MappingKey("input_ids")), key_name(pytree.SequenceKey(1)), key_name(pytree.GetAttrKey("x"))
@@ -306,7 +306,7 @@ def leaves_of(tree: PyTree) -> list[Any]:
 def plain_names(tree: PyTree) -> list[str]:
     """Return the key path of every leaf, as ``torch.export`` names it: ``cache.key_0``.
 
-    Exporters replace the dots by underscores, and use the key paths as names of inputs unless names are given.
+    If no input names are given, exporters use key paths with underscores instead of dots.
 
     >>> plain_names({"input_ids": 1, "extra": [2, {"a": 3}]})
     ['input_ids', 'extra.0', 'extra.1.a']
@@ -315,7 +315,7 @@ def plain_names(tree: PyTree) -> list[str]:
 
 
 def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Return the position of the leaf to which each input or output name of a graph belongs.
+    """Match the names of a graph's inputs or outputs with leaves; return the leaf's position by name.
 
     Names are compared exactly and, if none is equal, in lower case with underscores for all characters except letters
     and digits. Leaves are matched by order if the unmatched leaves have no names (entries of a tuple, or a single

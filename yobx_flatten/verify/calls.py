@@ -1,4 +1,4 @@
-"""Find the call of a model (such as a prefill) that a file of another exporter implements, and run the file.
+"""Find the call of a model (such as a prefill) that a file from another exporter implements, and run the file.
 
 Inputs and outputs of the file are matched with inputs and outputs of the model by exporters' naming conventions:
 
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 def place_of(name: str, *, flat: int = 2) -> Place | None:
-    """Return the :class:`Place` of the KV cache tensor with an input or output name; ``None`` for other names.
+    """Return the :class:`Place` of a KV cache tensor, from the name of an input or output; ``None`` for other names.
 
     >>> place_of("past_key_values.3.decoder.key"), place_of("present_2"), place_of("input_ids")
     (Place(layer=3, side='decoder', kind='key'), Place(layer=1, side='decoder', kind='key'), None)
@@ -126,7 +126,7 @@ WINDOW = "._sliding_window_tensor"
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One of the calls that an exported file may compute (such as a prefill), with inputs for a comparison."""
+    """A call of a model (such as a prefill) that an exported file may implement, with inputs for a comparison."""
 
     what: str  # a description for the report
     module: torch.nn.Module
@@ -176,7 +176,7 @@ class FileSide(ByName):
         return super().feed_back(kwargs, outputs)
 
     def _as_returned(self, name: str, value: object, leaf: object) -> object:
-        """Convert an output to the module's dtype; remove tokens before the sliding window from a cache output."""
+        """Convert a file's output to the module's dtype; in a cache output, remove tokens before the sliding window."""
         if not isinstance(value, torch.Tensor) or not isinstance(leaf, torch.Tensor):
             return value
         kept = self._call.window - 1  # a prefill may return all tokens, but the next call reads only the window
@@ -263,7 +263,7 @@ def fitting(
     stated: Mapping[str, str],
     counted: Sequence[str] = (),
 ) -> Call | None:
-    """Return the :class:`Call` of the module if the file has the same inputs as the test cases; else ``None``."""
+    """Return a :class:`Call` of ``module`` if the file has the same inputs as the test cases; else ``None``."""
     # counted: inputs that the file computes from other inputs
     inputs = _arguments(module, cases[0])
     names, plain = leaf_names(inputs), plain_names(inputs)
@@ -338,7 +338,7 @@ def _cases_of(piece: Piece, steps: int) -> list[Case]:
 
 
 def _empty_cache(piece: Piece) -> list[Case]:
-    """Return a test case with an empty KV cache; empty list if layers store other state than keys and values."""
+    """Return a test case with an empty KV cache, or none if cache layers hold more than all keys and values."""
     layers = getattr(cache_of(piece.kwargs), "layers", None)
     if layers is None or any(type(layer).__name__ != "DynamicLayer" or layer.keys.dim() != 4 for layer in layers):
         return []
@@ -355,7 +355,7 @@ def _empty_cache(piece: Piece) -> list[Case]:
 
 
 def _whole_texts(model: TransformersModel) -> list[Case]:
-    """Return test cases without a cache in the same sizes as the test cases with a cache."""
+    """Return test cases without a KV cache, of as many tokens as the test cases with a cache."""
     takes = inspect.signature(model.forward).parameters
     like = dict.fromkeys(name for name in ("input_ids", "attention_mask", "position_ids") if name in takes)
     found: list[Case] = []
@@ -366,7 +366,7 @@ def _whole_texts(model: TransformersModel) -> list[Case]:
 
 
 def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) -> list[Case]:
-    """Return ``cases`` with an argument ``name``, whose values are the argument ``reads`` of ``others``."""
+    """Return test cases with an additional argument ``name``: the argument ``reads`` of the cases in ``others``."""
     pairs = zip(cases, others, strict=True)
     return [dataclasses.replace(one, kwargs={**one.kwargs, name: other.kwargs[reads]}) for one, other in pairs]
 
@@ -377,7 +377,7 @@ def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) 
 def _left_out(
     runner: Runner, module: torch.nn.Module, example: Case
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield arguments of the module that the file lacks, and arguments that the file may compute from other inputs."""
+    """Yield arguments of ``module`` to leave out, as the file lacks them, and arguments that the file may compute."""
     takes = inspect.signature(module.forward).parameters
     read = {name for name in example.kwargs if {name, *ALIASES.get(name, ())} & set(runner.ports)}
     unread = [name for name in _LEFT_OUT if name in example.kwargs and name not in read]

@@ -55,11 +55,11 @@ class VerifiedFile:
 
     Attributes:
         call: the call of the model that the file implements, such as a prefill; ``""`` if no call was found.
-        report: the results of all test inputs; ``None`` if no call of the model was found.
+        report: the comparisons for all test inputs; ``None`` if no call of the model was found.
         why_not: the reason why nothing was compared; ``""`` if the file was compared.
         names: a dict from input and output names in the file to the names that files of this package have.
         not_compared: outputs of the file that the model does not return.
-        first: the first node of an ONNX file whose output is wrong; ``None`` if unknown.
+        first: the first node of a wrong ONNX file whose output differs from a correct export; ``None`` if unknown.
     """
 
     call: str = ""
@@ -75,7 +75,7 @@ class VerifiedFile:
         return None if self.report is None or self.why_not else self.report.ok
 
     def joined(self, *others: VerifiedFile) -> VerifiedFile:
-        """Return one result with the comparisons of this result and of other results for the same file."""
+        """Return one result with the comparisons of this result and those of ``others``, for the same file."""
         for other in others:
             if self.report is not None and other.report is not None:
                 self.report.cases += other.report.cases
@@ -119,7 +119,7 @@ class FileReport:
 
     @property
     def ok(self) -> bool | None:
-        """Whether all files match the model; ``None`` if no file differs and some file could not be compared."""
+        """Whether all files match the model; ``None`` if no file differs, but a file could not be compared."""
         found = [one.ok for one in self.files.values()]
         return False if False in found else None if None in found or not found else True
 
@@ -145,17 +145,17 @@ def verify_file(
     explain: bool = True,
     on_file: Callable[[str], None] | None = None,
 ) -> FileReport:
-    """Compare a file from any exporter with its model, for several sizes, with cache and padding, in a loop of calls.
+    """Compare a file from any exporter with its model: several sizes, a KV cache, padding, several calls in a row.
 
-    Inputs and outputs are found by the names that optimum, onnxruntime-genai, transformers.js, transformers' exporters
-    and ``torch.onnx.export`` use. The model gets the same inputs as the file, in the sizes that the file fixes.
+    Inputs and outputs of the file are found by the names that optimum, onnxruntime-genai, transformers.js,
+    transformers' exporters and ``torch.onnx.export`` use. The model gets the same inputs as the file, in sizes that the
+    file accepts.
 
     Args:
         path: an ONNX file, an OpenVINO file (``.xml``), a ``.pt2`` or ``.pte`` file, or a folder of such files.
         model: the model from which the file was exported: a module, or any ``model`` that ``export_folder`` accepts.
-        cases: test inputs, the first in the sizes of the export; by default, inputs that this package makes for a
-            Hugging Face model.
-        names: a dict from names in the file that are unknown to this package to the names in files of this package;
+        cases: test inputs, the first of the export's sizes; by default, inputs made for a Hugging Face model.
+        names: a dict from unknown names of the file's inputs and outputs to the names that files of this package have;
             empty by default.
         trust: whether you trust the file; loading a ``.pt2`` file can run code. ``False`` by default.
         explain: whether to search a wrong ONNX file for the first node with a wrong output; ``True`` by default.
@@ -229,7 +229,7 @@ def _files(place: pathlib.Path) -> list[pathlib.Path]:
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """The dtype and the quantization of the weights of a file, read without running the file."""
+    """The dtype and the quantization of an exported file's weights, read without running the file."""
 
     dtype: str = "float32"
     quantized: str = ""  # `"int8"` or `"int4"` for quantized weights

@@ -40,7 +40,7 @@ def check_adapters(kwargs: Mapping[str, Any]) -> None:
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return a model's text configuration, that of the decoder if there is one; ``None`` without a configuration."""
+    """Return the configuration of a model's text decoder, or of its text part; ``None`` without a configuration."""
     config = getattr(model, "config", None)
     find = getattr(config, "get_text_config", None)
     return config if find is None else find(decoder=True)
@@ -86,7 +86,7 @@ def without_cache(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
 
 def plain_rows(kwargs: Kwargs) -> Kwargs:
-    """Convert mappings inside lists to dictionaries, because image processors return objects of their own classes."""
+    """Convert mappings inside list arguments to dictionaries, because image processors return other mapping classes."""
     return {
         name: [dict(one) if isinstance(one, Mapping) else one for one in value] if type(value) is list else value
         for name, value in kwargs.items()

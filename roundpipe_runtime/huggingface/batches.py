@@ -150,7 +150,7 @@ def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> li
 
 
 def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequence[int]) -> PyTree:
-    """Join the outputs of microbatches, including tensors whose axis 0 has rows times length entries."""
+    """Join the outputs of microbatches, including tensors of shape ``(rows * length, ...)``."""
     outputs, of_pictures = without_encoder_outputs(outputs)
     rules = {}
     for column in zip(*(leaves(output, name="outputs") for output in outputs), strict=False):
@@ -164,7 +164,7 @@ def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequ
 
 
 def _axis(values: Sequence[Any], rows: Sequence[int]) -> int | None:
-    """Return the axis along which tensors are joined; ``None`` if axis 0 has one entry per row, or no axis fits."""
+    """Return the axis along which tensors must be joined; ``None`` if axis 0 is the batch axis, or no axis fits."""
     if not all(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values):
         return None
     shapes = [tuple(value.shape) for value in values]
@@ -184,7 +184,7 @@ _BY_PICTURE = ("last_hidden_state", "pooler_output")
 
 
 def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], dict[str, Any]]:
-    """Return the outputs without image, video and audio encoder outputs, and these encoder outputs joined."""
+    """Separate image, video and audio encoder outputs from the other outputs of microbatches, and join them."""
     if len(outputs) == 1 or not all(isinstance(output, dict) for output in outputs):
         return outputs, {}
     columns = {name: [output.get(name) for output in outputs] for name in _NAMES}
@@ -200,7 +200,7 @@ def _with_entries(output: Mapping[str, Any], entries: Mapping[str, Any]) -> Any:
 
 
 def _is_taken(column: Sequence[Any]) -> bool:
-    """Return whether the values of an output are dictionaries or lists, or tensors that some microbatches lack."""
+    """Return whether an output is a dictionary or list, or a tensor that some microbatches do not have."""
     present = _present(column)
     if not present:
         return False
@@ -318,9 +318,9 @@ def split_lists(
 
 
 def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
-    """Return whether entry i of a list, which has as many entries as the batch has rows, belongs to row i.
+    """Return whether a list argument with as many entries as the batch has rows contains one entry per row.
 
-    If each entry has as many rows as the batch, the model's forward must declare the argument as a list.
+    If axis 0 of each entry also has the size of the batch, the model's forward must declare the argument as a list.
     """
     held = itertools.chain(*(value.values() if isinstance(value, Mapping) else [value] for value in values))
     tensors = [value for value in held if isinstance(value, torch.Tensor)]
@@ -365,7 +365,7 @@ def is_packed(kwargs: Mapping[str, Any]) -> bool:
 
 
 def keeps_texts_apart(model: nn.Module) -> bool | None:
-    """Return whether a text has the same outputs alone and packed with another one; ``None`` if the model fails."""
+    """Return whether a text has equal outputs alone and packed with another text; ``None`` if the model fails."""
     one, other = torch.tensor([[3, 4, 5, 6, 7]]), torch.tensor([[8, 9, 3, 5]])
     positions = torch.cat([torch.arange(5), torch.arange(4)])[None]
 
@@ -389,7 +389,7 @@ def loss_fn_with_weight(
     is_share: bool = False,
     is_proven: bool = True,
 ) -> Callable[[Any, Any], Any]:
-    """Wrap ``loss_fn`` so that it takes outputs ``(output, items, rows)``, and returns the loss with its weight."""
+    """Wrap ``loss_fn`` so that it takes ``(output, items, rows)`` of a microbatch, and returns a weighted loss."""
     # batch: function that returns the rows of the batch; `None` for models that compute no loss
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:
@@ -412,7 +412,7 @@ def loss_fn_with_weight(
 
 
 def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
-    """Merge the outputs of the microbatches, and put the new entries of their KV caches into the caller's cache."""
+    """Merge the outputs of the microbatches, and put the contents of their KV caches into the caller's cache."""
     # merge: merge function for outputs without caches
     # outputs: `(output, items, rows)` of each microbatch
     rows = [count for _, _, count in outputs]

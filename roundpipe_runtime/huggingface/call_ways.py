@@ -1,4 +1,4 @@
-"""Decide how a wrapped model runs a call: in microbatches, with one loss of the joined outputs, or as one batch."""
+"""Decide how a pipeline runs a batch: in microbatches, with one loss of all joined outputs, or as one microbatch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .loss_proof import LossOfModel, LossWays, PieceRows
 
 
 class CutModel(RoundPipe):
-    """A pipeline of a split Hugging Face model, which decides how the loss of each kind of call is computed."""
+    """A pipeline of a split Hugging Face model, which decides how the loss of each batch is computed."""
 
     _rp_cut: Cut
     _rp_warned_of_packed = False
@@ -70,7 +70,7 @@ class CutModel(RoundPipe):
 
     @property
     def model(self) -> nn.Module:
-        """The model's submodule ``model``, such as the decoder without its head; the model itself if it has none."""
+        """The submodule ``model`` of the wrapped model (a decoder without its head); else the wrapped model itself."""
         whole_model = self.cut.model
         inner = getattr(whole_model, "model", whole_model)
         return inner if isinstance(inner, nn.Module) else whole_model
@@ -87,7 +87,7 @@ class CutModel(RoundPipe):
     # -- how a loss is computed ----------------------------------------------------------------------------------------
 
     def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossWay:
-        """Return how the loss of a call is computed, and store the weights of microbatches in the call's options."""
+        """Return how the loss of a batch is computed, and store in the options how microbatch losses are weighted."""
         options: CallOptions = kwargs[CALL_OPTIONS]
         if options.weight_by is not None:  # set by `LongRows`: a check in one process would wait for the others
             return options.weight_by
@@ -117,7 +117,7 @@ class CutModel(RoundPipe):
     def _rp_way_of_function(
         self, args: tuple[Any, ...], kwargs: Kwargs, function: LossOfModel, config: RoundPipeRunConfig, way: LossWay
     ) -> LossWay:
-        """Return how the loss is computed if the caller's ``loss_fn`` is a function of the model's loss."""
+        """Return how the loss of a batch is computed if the caller's ``loss_fn`` is a function of the model's loss."""
         resolved = self._rp_config(config)
         is_one, has_groups = resolved.num_microbatch == 1, self._rp_options.has_groups
         if way in ("joined", "whole") or (is_one and not has_groups):
@@ -137,7 +137,7 @@ class CutModel(RoundPipe):
     def _rp_way_for_rows(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay, *, is_late: bool = False
     ) -> LossWay:
-        """Return how a call runs; modules in which rows influence each other run once for the whole batch."""
+        """Return how a batch runs; modules in which its rows influence each other run once for the whole batch."""
         # is_late: whether gradients are scaled after the last microbatch
         options: CallOptions = kwargs[CALL_OPTIONS]
         last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
@@ -170,13 +170,13 @@ class CutModel(RoundPipe):
             warn(text, RoundPipeWarning)
 
     def _rp_way_without_parts(self, kwargs: Kwargs) -> LossWay:
-        """Warn that labels are of a kind that was not checked, and return how their loss is computed."""
+        """Warn that the loss of the given labels was not checked, and return how it is computed."""
         way: LossWay = "whole" if self.cut.report.is_whole or is_cache(cache_of(kwargs)) else "joined"
         self._rp_warn_of_loss(LossProof(way, "this batch has labels of a kind that was not checked"), 0)
         return way
 
     def _rp_warn_of_loss(self, proof: LossProof, rows: int, whose: str = "") -> None:
-        """Warn once that a loss cannot be added over microbatches, and state how it is computed."""
+        """Warn once that the loss of a batch is not a sum of microbatch losses, and state how it is computed."""
         # whose: name of the function that computes the loss. Default: the class of the model.
         held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
         how = (

@@ -1,4 +1,4 @@
-"""Run ``generate`` of transformers with a pipeline's forward, if a trial gives the results of the model."""
+"""Run the ``generate`` method of a Hugging Face model through its pipeline, if a trial gives the model's results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def forward_of(model: nn.Module, forward: Callable[..., Any]) -> AttributePatch:
 
 
 def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
-    """Return the reason why a model cannot generate through its pipeline; ``None`` if a trial gives its logits."""
+    """Return the reason why a model cannot generate through its pipeline; ``None`` if a trial gives equal logits."""
     inner = model_inside(cut.model)
     if cut.report.is_whole:
         return "it runs in one piece"
@@ -79,7 +79,7 @@ _ROWS = 2
 
 
 class GenerationPath:
-    """Runs an encoder or an encoder-decoder in ``generate`` through a pipeline, which is made at the first call.
+    """Runs an encoder or an encoder-decoder in ``generate`` through a pipeline, which is created by the first call.
 
     The model's own forward runs on the host if the pipeline fails, or if its outputs differ from the model's outputs.
     """
@@ -126,7 +126,7 @@ class GenerationPath:
 
 
 def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
-    """Return a path for the encoder and one for the whole encoder-decoder; an empty list for other models."""
+    """Return the :class:`GenerationPath` of an encoder and of its encoder-decoder; an empty list for other models."""
     inner = model_inside(model)
     find = getattr(inner, "get_encoder", None)
     if find is None or not getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
@@ -138,7 +138,7 @@ def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[Gener
 
 @contextlib.contextmanager
 def use_paths(paths: list[GenerationPath]) -> Iterator[None]:
-    """Context manager in which the models of ``paths`` run through the pipelines of the paths."""
+    """Context manager in which calls of an encoder or encoder-decoder run through its :class:`GenerationPath`."""
     with contextlib.ExitStack() as stack:
         for path in paths:
             stack.enter_context(forward_of(path.model, path))
@@ -146,7 +146,7 @@ def use_paths(paths: list[GenerationPath]) -> Iterator[None]:
 
 
 def _first_rows(kwargs: Mapping[str, Any]) -> Kwargs:
-    """Return copies of the first two rows of the arguments, because some models write into arguments."""
+    """Return copies of the first two rows of a model's arguments, because some models write into their arguments."""
     tensors = [leaf for leaf in pytree.tree_leaves(_without_cache(kwargs)) if isinstance(leaf, torch.Tensor)]
     rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
 
@@ -165,7 +165,7 @@ def _without_cache(kwargs: Mapping[str, Any]) -> Kwargs:
 def _difference_of_encoder(
     model: nn.Module, forward: Callable[..., Any], example: dict[str, Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Return the reason why the pipeline is not used; ``None`` if its outputs equal the model's outputs."""
+    """Return the reason why an encoder's pipeline is not used; ``None`` if its outputs equal the model's outputs."""
     calls: list[dict[str, Any]] = [example]
     name, cache = name_in(kwargs), cache_of(kwargs)
     held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2

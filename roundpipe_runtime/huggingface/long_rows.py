@@ -5,9 +5,9 @@
     rank 0   tokens 0 to T/2    layers, each token independent ... attention: all tokens, half of the heads ... layers
     rank 1   tokens T/2 to T    layers, each token independent ... attention: all tokens, half of the heads ... layers
 
-Each rank has a part of the tokens of all rows, with positions counted from the beginning of the row. The label of a
-rank's last token is the first token of the next rank. The loss is a sum over tokens divided by the number of tokens in
-the batch, so the gradients of all ranks add up to the gradients of unsplit rows.
+Each rank has a part of the tokens of all rows; their positions are counted from the beginning of the row. The label of
+a rank's last token is the first token of the next rank. The loss is a sum over tokens divided by the number of tokens
+in the batch, so the gradients of all ranks add up to the gradients of unsplit rows.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class LongRows:
     for activations of ``1 / N`` of the tokens, and for attention of ``1 / N`` of the heads over all tokens.
 
     Args:
-        model: Hugging Face causal language model. Its numbers of query heads and of key/value heads must be multiples
+        model: Hugging Face causal language model. The numbers of query heads and of key/value heads must be multiples
             of the number of processes.
         mesh: ``DeviceMesh`` of the processes, as for :class:`RoundPipe`.
         **options: further arguments of :func:`wrap_model_to_roundpipe`; ``devices`` must be one device.
 
     Raises:
-        ConfigError: heads cannot be divided by processes, or the model gives different results for split rows.
+        ConfigError: head counts are not multiples of the number of processes, or split rows give different results.
 
     ::
 
@@ -111,7 +111,7 @@ class LongRows:
             The mean loss of the tokens whose label is not ignored, equal in every process.
 
         Raises:
-            ConfigError: the batch has other arguments, or labels of padding that are not ignored.
+            ConfigError: the batch has unsupported arguments, or padding has labels that are not ignored.
             DistributedError: the processes have different batches, or another process has failed.
         """
         own = self.cut(batch)
@@ -171,7 +171,7 @@ class LongRows:
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute attention over all tokens with this rank's heads, as an attention function of transformers."""
+        """Compute attention over all tokens for this rank's heads; transformers calls this attention function."""
         total = query.shape[2] * self._exchange.size
         if (window := options.pop("sliding_window", None)) is not None and window < total:
             raise ConfigError(
@@ -209,7 +209,7 @@ class LongRows:
         return tensor[:, self._exchange.rank * length : (self._exchange.rank + 1) * length].contiguous()
 
     def _example(self) -> dict[str, torch.Tensor]:
-        """Return two short rows, with three tokens for each process and an ignored label."""
+        """Return an example batch: two short rows, with three tokens for each process and an ignored label."""
         tokens = random_tokens(self._inner, 2, 3 * self._exchange.size)
         labels = tokens.clone()
         labels[0, 1] = _IGNORED
@@ -315,7 +315,7 @@ class TokenExchange:
         return found
 
     def swap(self, parts: torch.Tensor) -> torch.Tensor:
-        """Send slice i along axis 0 to rank i, and return the slices from all ranks."""
+        """Send slice i of a tensor along axis 0 to rank i, and return the slices that this rank got from all ranks."""
         if self._group is None:
             self._group = dist.new_group(self._members, timeout=job_timeout(), backend="gloo")
         out = parts.to("cpu").contiguous()
@@ -339,7 +339,7 @@ class TokenExchange:
 
 
 class _Exchanged(torch.autograd.Function):
-    """The exchange of a tensor in one direction, and of its gradient in the opposite direction."""
+    """The exchange of a tensor between ranks in forward, and the reverse exchange of its gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, exchange: TokenExchange, is_to_heads: bool) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Check on a few rows in which modules rows influence each other, and how losses of microbatches add up.
+"""Check on a few rows whether rows influence each other in a module, and how microbatch losses must be weighted.
 
-At calls 1, 2, 4, 8, ... of one structure, the code after the last layer runs on a few rows at once and on two uneven
-subsets. If no weights fit, or if the code draws random numbers, the loss is computed once for the batch.
+At calls 1, 2, 4, ... with similar arguments, the code after the last layer runs on a few rows, and on two subsets of
+these rows. If no weights of the two losses give the loss of all rows, the loss is computed once for the whole batch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ROWS = 3
 
 
 class PieceRows:
-    """Runs a few rows to find modules in which rows influence each other, and stores the results by kind of call."""
+    """Runs a few rows to find modules in which rows influence each other, and stores results for similar calls."""
 
     # shares_batches: whether other processes run parts of the same batches. A process may have fewer rows than a trial
     # needs, so each trial runs on the host, without waiting for other processes.
@@ -60,7 +60,7 @@ class PieceRows:
         self._compared: collections.Counter[Hashable] = collections.Counter()
 
     def mixing(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int) -> GradientTrial:
-        """Check whether rows influence each other in ``number`` modules, and whether gradients scale with the loss."""
+        """Check whether rows influence each other in the first modules, and whether gradients scale with the loss."""
         kind = self.kind_of(args, kwargs), number, config.requires_grad
         if self._repeats.is_due(kind) or kind not in self._mixing:
             batch = FlatBatch.of(args, kwargs, None)
@@ -92,7 +92,7 @@ class PieceRows:
     def join(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
     ) -> Callable[[list[CutState]], CutState] | None:
-        """Return a function that joins the layers' outputs of all microbatches of a call."""
+        """Return a function that joins the outputs that the layers returned for all microbatches of a batch."""
         # returns: the function, which may raise `CannotJoinError`; `None` if joining is impossible
         if self.made.report.is_whole:
             return None
@@ -107,19 +107,19 @@ class PieceRows:
         return partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
 
     def joined_state(self, kind: Hashable, trial: RowTrial, states: Sequence[CutState], shown: CutState) -> CutState:
-        """Join the layers' outputs for subsets of a trial's rows; raise `CannotJoinError` if they cannot be joined."""
+        """Join the outputs of the layers for subsets of a few rows; raise `CannotJoinError` if this is impossible."""
         axes = self._axes[kind] = RowAxes.of(shown, states[-1])
         return join_states([*states], axes, *call_of(trial.whole))
 
     def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-        """Return the properties of a call that may decide which code of the model runs."""
+        """Return the properties of a model's arguments that may decide which code of the model runs."""
         given, options = split_options(kwargs)
         asked = options is not None and (options.loss_only, options.smoothed_loss is not None)
         named = frozenset((name, kind_of_value(value)) for name, value in given.items() if value is not None)
         return named, tuple(map(kind_of_value, args)), self.made.model.training, asked
 
     def repeated_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield trials of three rows, of which two are equal, so that both subsets of a trial have the repeated row."""
+        """Yield sets of three rows, of which two are equal, split into two subsets that both have the repeated row."""
         in_two = dataclasses.replace(config, num_microbatch=2)
         for trial in itertools.islice(self.some_rows(batch, config), 1):
             for one, other in itertools.permutations(range(trial.count), 2):
@@ -130,7 +130,7 @@ class PieceRows:
                     yield RowTrial(whole, found)
 
     def three_at_least(self, batch: FlatBatch, config: RoundPipeRunConfig) -> tuple[FlatBatch, RoundPipeRunConfig]:
-        """Repeat the row of a one-row batch three times, and return its settings; return other batches unchanged."""
+        """Repeat the row of a one-row batch three times; return a batch with more rows, and its settings, unchanged."""
         if [one.rows for one in self.engine.split(batch, config)] != [1]:
             return batch, config
         kwargs, options = split_options(batch.kwargs.tree)
@@ -145,12 +145,12 @@ class PieceRows:
         return few, self._split_again(few, config)
 
     def few_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield trials with a few rows of the batch and their labels; yield no trial if rows cannot be split."""
+        """Yield sets of a few rows of the batch and their labels; yield nothing if the batch cannot be split."""
         with contextlib.suppress(CannotJoinError, SplitError):
             yield from self.some_rows(batch, config)
 
     def some_rows(self, batch: FlatBatch, config: RoundPipeRunConfig, most: int = _ROWS) -> Iterator[RowTrial]:
-        """Yield trials, each with a few rows of the batch; raise `CannotJoinError` if the batch cannot be split."""
+        """Yield sets of a few rows of the batch; raise `CannotJoinError` if the batch cannot be split into rows."""
         counts = [one.rows for one in self.engine.split(batch, config)]
         if None in counts:
             raise CannotJoinError("it is not clear how many rows a microbatch has")
@@ -172,7 +172,7 @@ class PieceRows:
         return dataclasses.replace(config, split_input=split_lists(self.made.model, few.args.tree, kwargs, pictures))
 
     def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
-        """Return the layers' outputs for each subset of a trial, and for a set of more rows than the last subset."""
+        """Return the outputs of the layers for each subset of a few rows, and for more rows than in the last subset."""
         with self._trial_engine() as engine:
             # devices have memory for the rows of a microbatch, so no more rows run at once
             shown = [trial.whole] if trial.parts[0].rows == trial.parts[-1].rows else []
@@ -191,7 +191,7 @@ def call_of(microbatch: FlatMicrobatch) -> tuple[tuple[Any, ...], Kwargs]:
 
 
 def _leaves(output: Any) -> Sequence[object]:
-    """Return the outputs of a module that are compared: all except losses, which have a separate check."""
+    """Return the outputs of a module that must not depend on other rows: all outputs except losses."""
     found = state_leaves(output)[0] if isinstance(output, CutState) else pytree.tree_leaves(output)
     return [one for one in found if not isinstance(one, torch.Tensor) or one.dim() > 0]
 
@@ -218,14 +218,14 @@ class SomeRows:
 
 @dataclasses.dataclass(frozen=True)
 class LossOfModel:
-    """A caller's ``loss_fn`` of a model that also computes a loss; both losses must have the same weights."""
+    """A caller's ``loss_fn`` for a model that also computes a loss; microbatches have equal weights in both losses."""
 
     function: Callable[[Any, Any], Any]
     label: Any
 
 
 class LossWays:
-    """Finds how the losses of microbatches add up to that of a batch, and stores the result by kind of call."""
+    """Finds how microbatch losses are combined to the loss of the batch, and stores results for similar calls."""
 
     def __init__(self, rows: PieceRows) -> None:
         self._rows, self._made, self._engine = rows, rows.made, rows.engine
@@ -239,7 +239,7 @@ class LossWays:
     def find(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, function: LossOfModel | None = None
     ) -> LossProof:
-        """Return how the loss of a call is computed; a check runs at calls 1, 2, 4, 8, ... of the same kind."""
+        """Return how the loss of a batch is computed; checked at calls 1, 2, 4, ... with similar arguments."""
         # function: function of the model's loss, whose weights are already known. Default: the model's own loss.
         kind, code, label = self._rows.kind_of(args, kwargs), None, None
         if function is not None:
@@ -409,7 +409,7 @@ class Tail:
         return found
 
     def _loss(self, rows: SomeRows, values: dict[Key, torch.Tensor], *, seed: int) -> tuple[Part | None, bool]:
-        """Return the loss of some rows, ``None`` without a loss, and whether random numbers were drawn."""
+        """Return the loss of some rows (``None`` if there is no loss), and whether random numbers were drawn."""
         # values: outputs of the layers
         torch.default_generator.manual_seed(seed)
         before = torch.default_generator.get_state()
@@ -443,7 +443,7 @@ def _rows_of(microbatch: FlatMicrobatch) -> SomeRows:
 
 @contextlib.contextmanager
 def _with_all_layers(made: Cut) -> Iterator[None]:
-    """Context manager in which a model with LayerDrop or batch norms is in evaluation mode."""
+    """Context manager in which a model that has LayerDrop or batch norms is in evaluation mode."""
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     normalizes = any(isinstance(module, kinds) for module in made.model.modules())
     if not made.model.training or not (normalizes or drops_layers(made.model)):

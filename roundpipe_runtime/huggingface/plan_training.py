@@ -29,7 +29,7 @@ from .loss.lazy_logits import loss_only, without_logits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SettingsChange:
-    """A change of settings that makes a training fit into memory, or come closest to fitting."""
+    """A change of settings with which a training fits into device memory, or comes closest to fitting."""
 
     what: str  # options of the command line
     device_bytes: int  # peak memory of a device after the change
@@ -111,7 +111,7 @@ class PlannedTraining:
         )
 
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:
-        """Return the memory for a loss of the whole batch; whether it is needed is known after the first batch."""
+        """Return the memory that is needed if the loss must be computed from the whole batch at once."""
         # returns: memory of the device that runs the last layer, and additional host memory
         return joined_loss(self._layers(batch, length, start=len(self.cut.pieces) - 1)[-1])
 
@@ -193,7 +193,7 @@ def _batch(rows: int, length: int) -> Kwargs:
 
 
 def _last_call(piece: nn.Module, value: Any) -> Any:
-    """Call the last module of the pipeline as training does, which uses only the loss."""
+    """Call the last module of the pipeline as in training, where only the loss is used."""
     if isinstance(piece, Phase):
         return without_logits(piece.copy, loss_only(piece.copy, lambda: piece(value)))
     if isinstance(piece, Whole):

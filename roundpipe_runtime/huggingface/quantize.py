@@ -29,8 +29,8 @@ def quantize_frozen(
 ) -> nn.Module:
     """Quantize the linear layers of a model in place, and freeze all of its weights.
 
-    Only layers in lists of modules are quantized; embeddings, norms and the head stay unchanged. Weights of a model on
-    ``meta`` are read one after the other, and each is quantized before the next one is read.
+    Only linear layers inside a list of modules are quantized; embeddings, norms and the head stay unchanged. Weights of
+    a model on ``meta`` are read one after the other, and each weight is quantized before the next weight is read.
 
     Args:
         model: Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``.
@@ -42,8 +42,8 @@ def quantize_frozen(
         The model itself.
 
     Raises:
-        ConfigError: ``kind`` is unknown, a weight has a different shape, the model has no linear layer in a list, or
-            ``weights`` is given and a buffer on ``meta`` is not part of the state dict.
+        ConfigError: ``kind`` is unknown, ``weights`` returns a tensor of another shape, the model has no linear layer
+            in a list, or a buffer on ``meta`` is not in the state dict, so that ``weights`` cannot return it.
         MissingDependencyError: bitsandbytes or torchao is not installed.
 
     >>> model = nn.Sequential(nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]))
@@ -102,7 +102,7 @@ def count_weights(model: nn.Module) -> int:
 
 
 class _Weights:
-    """Reads the weights of a model that are on meta; a tied weight is read once."""
+    """Reads the values of a model's weights that are on ``meta``; a tied weight is read once."""
 
     def __init__(self, read: Callable[[str], torch.Tensor] | None) -> None:
         self._read = read
@@ -132,7 +132,7 @@ class _Weights:
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield each linear layer in a list of layers by name, except layers with tied weights."""
+    """Yield name and module of each linear layer inside a list of layers, except layers with tied weights."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for found in candidates(model):
         for path, layer in found.layers.items():

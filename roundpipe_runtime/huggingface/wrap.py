@@ -68,8 +68,8 @@ def wrap_model_to_roundpipe(
 ) -> WrappedModel:
     """Wrap a Hugging Face model so that it trains through a pipeline.
 
-    The model is split by a run of its forward on a small batch (:func:`cut`), and compared with the original model. A
-    model that cannot be split runs as one module, and a warning states the reason.
+    A forward on a small batch finds how to split the model (:func:`cut`), and the split model is compared with the
+    original model. If the model cannot be split, it runs as one module, and a warning states the reason.
 
     Args:
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``.
@@ -78,15 +78,15 @@ def wrap_model_to_roundpipe(
         lower_threshold: size in bytes; a smaller model is not split, and runs in one microbatch.
         upper_threshold: size in bytes; a model of at most this size is not split. Default: 0.
         skip_modules: modules whose layers are not split.
-        override_config: ``{model: RoundPipeRunConfig(...)}``, to override ``model_run_config``; no other key.
+        override_config: ``{model: RoundPipeRunConfig(...)}`` overrides ``model_run_config``. Other keys are refused.
         model_run_config: default settings for every call.
-        name: name in errors and timelines. Default: ``"file:line"``.
+        name: name of the pipeline in errors and timelines. Default: ``"file:line"`` of the call.
         example: keyword arguments of the model's forward for the split. Default: a few tokens.
         check: whether to compare the split model with the original model.
         **roundpipe_kwargs: further arguments of :class:`RoundPipe`, such as ``devices`` and ``compile``.
 
     Returns:
-        The model, wrapped.
+        A pipeline around the model.
 
     Raises:
         CutError: the model does not run on the example, or cannot be split although ``use_sequential_preset=True``.
@@ -149,7 +149,7 @@ def _check_model(model: object) -> None:
 class WrappedModel(CutModel):
     """A Hugging Face model that runs through a pipeline, made by :func:`wrap_model_to_roundpipe`.
 
-    Parameters, names, ``config``, ``generate``, ``save_pretrained`` and all other attributes are the model's own.
+    Parameters, ``config``, ``generate``, ``save_pretrained`` and all other attributes are those of the wrapped model.
     ``forward`` and ``forward_backward`` take the arguments of the model's forward.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -178,7 +178,7 @@ class WrappedModel(CutModel):
             The output of the whole batch.
 
         Raises:
-            BatchStructureError: the batch takes a different path through the model than the example for the split.
+            BatchStructureError: the batch runs other code of the model than the example for the split.
             SplitError: inputs cannot be split into microbatches.
         """
         kwargs, config = self._rp_prepared(args, kwargs, roundpipe_run_config)
@@ -271,9 +271,9 @@ class WrappedModel(CutModel):
         Args:
             input_args: positional arguments of the model.
             input_kwargs: keyword arguments of the model.
-            label: labels for ``loss_fn``, split like the inputs.
-            loss_fn: ``loss_fn(outputs, label)`` of a microbatch. Default: the loss that the model computed. With a
-                `SmoothedLoss`, the labels can also be among ``input_kwargs``.
+            label: labels for ``loss_fn``, which are split into microbatches like the inputs.
+            loss_fn: ``loss_fn(outputs, label)`` returns the loss of a microbatch. Default: the loss that the model
+                computed. With a `SmoothedLoss`, the labels can also be among ``input_kwargs``.
             return_outputs: whether to also return the outputs, joined and detached.
             run_config: settings of this call, which override the settings of the pipeline.
 
@@ -282,7 +282,7 @@ class WrappedModel(CutModel):
             ``return_outputs``, ``(loss, outputs)``.
 
         Raises:
-            BatchStructureError: the batch takes a different path through the model than the example for the split.
+            BatchStructureError: the batch runs other code of the model than the example for the split.
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
@@ -394,7 +394,7 @@ class WrappedModel(CutModel):
         return self.cut.model.push_to_hub(*args, **kwargs)  # type: ignore[operator] # attributes of modules
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
-        """Resize the token embeddings as the model does; raise an error if an optimizer has copies of the embeddings.
+        """Resize the token embeddings as the model does, unless an optimizer may already have copies of the embeddings.
 
         Args:
             *args: positional arguments of the model's ``resize_token_embeddings``.
@@ -404,7 +404,7 @@ class WrappedModel(CutModel):
             The value that the model's ``resize_token_embeddings`` returns.
 
         Raises:
-            ConfigError: an optimizer has copies of the embeddings, because of ``optim_dtype``.
+            ConfigError: the pipeline has master weights, or ``update`` is not ``"masters"``.
         """
         self.synchronize()
         if (args or kwargs) and (self._rp_engine.store.masters() or self._rp_options.update != "masters"):
@@ -447,7 +447,7 @@ def _check_merge(config: RoundPipeRunConfig) -> None:
 
 
 class WholeBatchLoss:
-    """Computes the loss of a batch, including the auxiliary loss of experts, from outputs in several processes."""
+    """Computes the loss of a batch, including the auxiliary loss of experts, from the outputs of several processes."""
 
     def __init__(
         self, model: nn.Module, kwargs: Kwargs, loss_fn: Callable[[Any, Any], Any], label: Any, *, as_tuple: bool
@@ -476,7 +476,7 @@ class WholeBatchLoss:
     def compute(
         self, groups: Sequence[Sequence[PyTree]], own: Sequence[int], stated: Sequence[dict[str, Any] | None]
     ) -> tuple[Any, PyTree]:
-        """Return the loss of the batch and the joined output of this process; see :class:`BatchLoss`."""
+        """Return the loss of the batch, and the joined output of the rows of this process."""
         here = [group for group in groups if group]
         if not here:
             return None, None

@@ -28,11 +28,11 @@ class PassedTensor:
 
     Attributes:
         name: name of the argument of the first layer that takes the tensor, or name of a captured output.
-        kind: ``"hidden"``, passed from each layer to the next one; ``"side"``, passed from the model's own code to
-            layers in addition to the hidden state; ``"carried"``, passed from a layer to later layers, or to the
-            model's own code; ``"captured"``, captured in a layer by hooks for the output of the model.
-        shape: shape for the example inputs.
-        bytes: number of bytes for the example inputs.
+        kind: where the tensor comes from. ``"hidden"``: the hidden state, passed from layer to layer. ``"side"``:
+            another tensor that the model's code outside of its layers passes to layers. ``"carried"``: another output
+            of a layer that later code reads. ``"captured"``: captured in a layer by hooks for the output of the model.
+        shape: shape of the tensor for the example inputs.
+        bytes: number of bytes of the tensor for the example inputs.
         made: index of the module that produces the tensor.
         read: indices of the modules that receive the tensor, in order.
     """
@@ -48,17 +48,17 @@ class PassedTensor:
 def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[PassedTensor]:
     """Return the tensors that pass between the modules of a split model, in the order of their creation.
 
-    The arguments of the model are not included, because every module that runs the model's own code gets them.
+    The arguments of the model are not included, because every module that runs code outside of the layers gets them.
 
     Args:
         made: split model, whose parameters may be on ``meta``.
-        example: keyword arguments of the model, of the same kind as the example for the split. Default: a few tokens.
+        example: keyword arguments of the model, named as in the example for the split. Default: a few tokens.
 
     Returns:
-        The tensors; an empty list if the model was not split.
+        The passed tensors; an empty list if the model was not split.
 
     Raises:
-        BatchStructureError: the example takes a different path through the model than the example for the split.
+        BatchStructureError: with this example, the model runs other code than with the example for the split.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut
@@ -116,7 +116,7 @@ def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _StateTensor], CallL
 
 
 def _contents(state: CutState) -> dict[Any, torch.Tensor]:
-    """Return the tensors of a state by key; a tensor in a mutable container by container number and key path."""
+    """Return the tensors of a :class:`CutState` by key; for a tensor inside a list or dict, by number and path."""
     found: dict[Any, torch.Tensor] = dict(state.values)
     for number, content in state.boxes.items():
         for path, leaf in pytree.tree_flatten_with_path(content)[0]:
@@ -126,7 +126,7 @@ def _contents(state: CutState) -> dict[Any, torch.Tensor]:
 
 
 def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]) -> list[Any]:
-    """Return the keys of the tensors that a module reads; a module with the model's own code may read all tensors."""
+    """Return the keys of the passed tensors that a module reads; a module that runs no layer may read all of them."""
     if not isinstance(piece, LayerCall):
         return list(held)
     spec = call_log.calls.get(piece.place)
@@ -183,7 +183,7 @@ def _leaves(tree: Tree) -> Iterator[tuple[Any, Any]]:
 
 
 def _arguments(call: CallSpec, layer: nn.Module) -> Iterator[tuple[str, Key | BoxUse]]:
-    """Yield a call's tensors and mutable containers, each with the name of its parameter of the layer's forward."""
+    """Yield the tensors, lists and dictionaries among a layer's arguments, each with its parameter name."""
     parameters = list(inspect.signature(layer.forward).parameters)
     for path, leaf in _leaves(call.arguments):
         if not isinstance(leaf, (Key, BoxUse)):

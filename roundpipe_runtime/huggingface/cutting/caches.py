@@ -1,4 +1,4 @@
-"""KV caches in a pipeline: those of the caller, which stay in CPU memory, and those that the model's code creates.
+"""KV caches in a pipeline: caches of the caller, which stay in CPU memory, and caches that the model's code creates.
 
 ::
 
@@ -7,7 +7,7 @@
     layer       reads its own entry, which is copied to the device, updated and copied back
     afterwards  the entries are joined and put into the caller's cache; after an exception the cache is unchanged
 
-The cache of an encoder-decoder consists of two caches, and a dictionary of the layers that have read the encoder.
+The KV cache of an encoder-decoder consists of two caches, and a dictionary of the layers that have read the encoder.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class HeldCache(Static):
         )
 
     def before(self) -> Any:
-        """Return a copy of the cache as it was before the forward."""
+        """Return a copy of the KV cache as it was before the forward."""
         cache, _, _ = self._held()
         return with_layers(cache, [[copy.copy(layer) for layer in part.layers] for part in parts_of(cache)])
 
     def after(self) -> Any:
-        """Return the cache with the entries that layers wrote in this forward."""
+        """Return the KV cache with the keys and values that layers wrote in the running forward."""
         cache, changed, read = self._held()
         lists = []
         for side, part in enumerate(parts_of(cache)):
@@ -67,7 +67,7 @@ class HeldCache(Static):
 
     @contextlib.contextmanager
     def opened(self, device: torch.device) -> Iterator[Any]:
-        """Context manager that yields the cache with entries on ``device``, and copies them to the host at exit."""
+        """Context manager that yields the KV cache with tensors on ``device``, and copies them to the host at exit."""
         cache, changed, read = self._held()
         entries = [_Entries(part.layers, device) for part in parts_of(self.after())]
         view = with_layers(cache, entries, read)
@@ -79,7 +79,7 @@ class HeldCache(Static):
 
 
 class _Entries(list[Any]):
-    """The layers of a cache, each copied to the device when it is read."""
+    """The layers of a KV cache; the tensors of each layer are copied to the device when they are read."""
 
     def __init__(self, layers: Sequence[Any], device: torch.device) -> None:
         super().__init__(layers)
@@ -109,7 +109,7 @@ def _is_pair(cache: Any) -> bool:
 
 
 def parts_of(cache: Any) -> list[Any]:
-    """Return the caches with layers: the cache itself, or an encoder-decoder's self- and cross-attention caches."""
+    """Return a list of KV caches: the cache itself, or the self- and cross-attention caches of an encoder-decoder."""
     return [cache.self_attention_cache, cache.cross_attention_cache] if _is_pair(cache) else [cache]
 
 
@@ -168,7 +168,7 @@ def cache_argument(model: nn.Module) -> str | None:
 def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
     """Rename a KV cache among keyword arguments to the argument name that the model's forward has.
 
-    A different name, as in earlier versions of transformers, gives a `FutureWarning` at the caller's line.
+    If the caller used another name, as in earlier versions of transformers, a `FutureWarning` is given.
     """
     # without this, the model's forward would warn in each phase and microbatch, at a line of this package
     renamed = named_for(model_inside(model).forward, kwargs)
@@ -265,7 +265,7 @@ _Described: TypeAlias = tuple[type, pytree.TreeSpec, tuple[Any, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MadeCache:
-    """A record of a KV cache that the model created for a layer, with a key instead of each tensor."""
+    """A KV cache that the model created for a layer, stored without tensors: a :class:`Key` stands for each tensor."""
 
     empty: Any  # the cache without entries
     # description of each entry, by part; `None` for an entry that the layer does not read
@@ -291,7 +291,7 @@ class MadeCache:
         return {leaf for _, _, leaves in held for leaf in leaves if isinstance(leaf, Key)}
 
     def build(self, values: Mapping[Key, torch.Tensor]) -> Any:
-        """Return a KV cache with the tensors in ``values``, which records the entries that a layer reads."""
+        """Return a KV cache with the tensors in ``values``, which records the layers of the cache that are read."""
         return with_layers(self.empty, [_MadeEntries(_entry(one, values) for one in part) for part in self.entries])
 
 
@@ -337,7 +337,7 @@ def entries_read(arguments: PyTree) -> frozenset[Entry]:
 
 
 def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> None:
-    """Check that no two layer calls read the same entry of a KV cache that the model created."""
+    """Check that no two layer calls read the same layer of a KV cache that the model created."""
     readers: dict[Entry, int] = {}
     for place, entries in sorted(read.items()):
         for entry in sorted(entries):

@@ -1,4 +1,4 @@
-"""Find the layers of a model, and log arguments and results of their calls, with keys instead of tensors."""
+"""Find the layers of a model, and log the arguments and results of their calls, in which keys stand for tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Tree:
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
-        """Return the keys of all tensors, including tensors inside mutable containers and KV caches."""
+        """Return the keys of all tensors, including tensors inside lists, dictionaries and KV caches."""
         found = {leaf for leaf in self.leaves if isinstance(leaf, Key)}
         for leaf in self.leaves:
             if isinstance(leaf, BoxUse) and leaf.content is not None:
@@ -97,7 +97,7 @@ class Embedded:
 
 @dataclasses.dataclass(frozen=True)
 class CallLog(Static):
-    """Arguments and results of the layer calls of one microbatch until now, with keys instead of tensors."""
+    """Arguments and results of all layer calls of one microbatch until now, in which keys stand for tensors."""
 
     calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)  # calls by position in the plan
     # keys of the tensors without which the next phase cannot continue
@@ -116,7 +116,7 @@ class CallLog(Static):
     is_of_others: bool = False
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
-        """Return a copy of the log with new calls, and with keys of tensors that later modules need."""
+        """Return a copy of the log with new layer calls, and with keys of tensors that later modules need."""
         last_use = dict(self.last_use)
         for place, call in sorted(calls.items()):
             last_use.update(dict.fromkeys(call.arguments.keys(), place))
@@ -125,7 +125,7 @@ class CallLog(Static):
         )
 
     def made(self, place: int, result: Tree, captured: Tree | None) -> CallLog:
-        """Return a copy of the log with the result of the call at ``place``."""
+        """Return a copy of the log with the result of layer call number ``place``."""
         held = self.captured if captured is None else {**self.captured, place: captured}
         return dataclasses.replace(self, results={**self.results, place: result}, captured=held)
 
@@ -133,7 +133,7 @@ class CallLog(Static):
 def live(
     values: Mapping[Key, torch.Tensor], call_log: CallLog, place: int, kept: frozenset[Key]
 ) -> dict[Key, torch.Tensor]:
-    """Return the tensors that modules after the layer call at ``place`` need."""
+    """Return the tensors that later modules of the pipeline need after layer call number ``place``."""
     # dropped values are not copied to the next device, and not kept for the backward
     captured = set().union(*(tree.keys() for tree in call_log.captured.values())) if call_log.captured else frozenset()
     return {
@@ -144,7 +144,7 @@ def live(
 
 
 def is_box(value: Any) -> bool:
-    """Report whether a value is a mutable mapping or sequence, into which a layer could write."""
+    """Report whether a value is a dictionary, list or other mutable container, into which a layer could write."""
     return isinstance(value, (MutableMapping, MutableSequence))
 
 
@@ -172,7 +172,7 @@ class Candidate:
 def candidates(model: nn.Module) -> list[Candidate]:
     """Return the outermost lists of modules in a model, largest first.
 
-    A list has at least two modules, all with parameters. Modules of an ``nn.Sequential`` must be of one class.
+    Each list has at least two modules, all with parameters. Modules of an ``nn.Sequential`` must be of one class.
 
     >>> [found.path for found in candidates(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2)] * 2)}))]
     ['h']

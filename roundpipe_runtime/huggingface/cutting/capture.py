@@ -1,7 +1,7 @@
 """Collect outputs that transformers captures by hooks in layers: router logits, attentions, hidden states.
 
-A forward that returns such outputs sets a context variable, the collector ``{name: list}``, and hooks append to the
-lists. In a pipeline, layers run in other threads, later, and more than once, so there are two kinds of collectors::
+A forward that returns captured outputs sets a context variable, the collector ``{name: list}``, and hooks append to its
+lists. In a pipeline, layers run in other threads, later, and more than once, so two kinds of collectors exist::
 
     phase       the model's collector        completed calls extend it, recorded calls append a placeholder
     layer       a collector for each call    hooks append to it; its lists pass to later phases like other outputs
@@ -47,7 +47,7 @@ def collected_so_far() -> tuple[tuple[str, int], ...]:
 def collect_recorded(stand_in: Any) -> None:
     """Append a placeholder to the captured outputs of the running forward, for a layer that is recorded but not run.
 
-    The placeholder gives the lists of outputs the right lengths, and ends the forward if code computes with it.
+    With placeholders, lists of captured outputs have the right lengths. Code that computes with one ends the forward.
     """
     for name, found in _collected().items():
         if name != _SELECTION:  # the first layer adds two hidden states: its input and its output
@@ -115,7 +115,7 @@ def install_hooks(model: nn.Module) -> None:
 
 
 def asked_for(model: nn.Module, kwargs: Mapping[str, Any]) -> Literal["none", "extras", "all"]:
-    """Return which layer outputs a call returns: ``"all"``, ``"extras"`` (all except hidden states) or ``"none"``."""
+    """Return which layer outputs a model returns: ``"all"``, ``"extras"`` (all except hidden states) or ``"none"``."""
 
     def asked(name: str) -> bool:
         given = kwargs.get(name)

@@ -35,8 +35,8 @@ def check_equivalence(
 ) -> Equivalence:
     """Check that the modules of a split model, run on one device, give the outputs and gradients of the model.
 
-    The check needs memory for the gradients of one module, because each gradient is reduced to a digest when it is
-    computed, and parameters are not copied. The check does not change ``grad`` of the parameters.
+    The check needs memory for the gradients of one module only, because each gradient is reduced to a digest when it is
+    computed. The check does not change ``grad`` of the parameters.
     """
     with own_gradients(model) as plain, untied(model, plain), torch.enable_grad():
         outputs = model(*args, **kwargs)
@@ -84,7 +84,7 @@ class _Host(VirtualDevice):
 
 
 def objective(outputs: PyTree, labels: Any) -> torch.Tensor:
-    """Return a loss that depends on every value in the outputs, so that every gradient is compared."""
+    """Return a loss that depends on every value in the outputs, so that every parameter gets a gradient."""
     total: torch.Tensor | None = None
     for tensor in _tensors(outputs).values():
         if tensor.requires_grad:
@@ -159,7 +159,7 @@ class Gradients:
         self.digests[name] = found if before is None else before + found
 
     def offer(self, parameter: nn.Parameter, gradient: torch.Tensor) -> bool:
-        """Call :meth:`add` and return ``True``; return ``False`` if hooks of the parameter need the summed gradient."""
+        """Add a gradient and return ``True``; return ``False`` if hooks of the parameter need the summed gradient."""
         if id(parameter) in self.watched:
             return False
         self.add(parameter, gradient)
@@ -189,8 +189,8 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
 def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
     """Context manager in which each use of a large tied parameter has its own parameter with the same memory.
 
-    For a single parameter, autograd would sum the gradients of an embedding and its tied head, which needs three more
-    tensors of the embedding's size. With two parameters, the digests of both gradients are summed.
+    Autograd would sum the gradients of an embedding and its tied head, which needs three more tensors of the
+    embedding's size. With two parameters, the digests of both gradients are summed instead.
     """
     seen: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -250,7 +250,7 @@ class Equivalence:
 
 @dataclasses.dataclass(frozen=True)
 class CutReport:
-    """How a model was split: modules, sizes, and differences from the original model.
+    """The report of a split model: its modules, their sizes, and differences from the original model.
 
     Attributes:
         model: class of the model.
@@ -258,8 +258,8 @@ class CutReport:
         pieces: names of the modules of the pipeline, in order.
         bytes: bytes of the parameters of each module of the pipeline.
         equivalence: differences from the original model; ``None`` if they were not checked.
-        refused: reason and message of each rejected split.
-        losses: texts that state how the loss is computed, for each kind of call with labels.
+        refused: reason and message for each attempt to split the model that failed.
+        losses: a line for each set of argument names with labels, which states how the loss is computed.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut

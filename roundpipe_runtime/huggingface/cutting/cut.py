@@ -34,10 +34,10 @@ class Cut:
 
     Attributes:
         model: original model, whose parameters all modules in ``pieces`` share.
-        pieces: modules of the pipeline. The first module takes the arguments of the model, and the last module returns
-            the model's output. For a model that could not be split, there is one module.
+        pieces: modules of the split model. The first module takes the arguments of the model, and the last module
+            returns the model's output. If the model could not be split, the only module runs the whole model.
         report: result of the split in words and numbers.
-        layers: layers that became pieces, by name.
+        layers: layers of the model that became separate modules, by name.
         reading: record of the model's modules and parameters at the time of the split.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -63,7 +63,7 @@ class Cut:
             model: original model.
             pieces: modules of the pipeline, in order.
             report: result of the split in words and numbers.
-            layers: layers that became pieces, by name.
+            layers: layers of the model that became separate modules, by name.
         """
         made = cls(model, pieces, report, layers, _read(model, layers))
         made.sync()
@@ -74,7 +74,7 @@ class Cut:
 
     @property
     def program(self) -> CutPlan | None:
-        """The plan of the split: which code runs in which module; ``None`` if the model was not split."""
+        """The plan of the split: which code of the model each module runs; ``None`` if the model was not split."""
         first = self.pieces[0]
         return first.program if isinstance(first, Phase) else None
 
@@ -156,7 +156,7 @@ def cut(
     """Split a transformers model into the modules of a pipeline.
 
     A run of the model's forward on an example finds the layers and the model's own code around the layers. A check
-    compares outputs and gradients of the split model with those of the original model. If they differ, the model is
+    compares outputs and gradients of the split model with those of the original model. If the check fails, the model is
     split at fewer layers. If no split is possible, the whole model is one module, and the report states the reason.
 
     Args:
@@ -290,7 +290,7 @@ _MOST_PHASES = 300
 
 
 def discover(model: nn.Module, layers: Mapping[str, nn.Module], kwargs: Kwargs) -> CutPlan:
-    """Find the plan that splits a model at these layers, by running its forward with stubs instead of layers."""
+    """Find the plan that splits a model at ``layers``, by running its forward with stubs instead of layers."""
     with torch.no_grad():
         calls, _ = observe(dict(layers), lambda: model(**kwargs))
         if not calls:
@@ -374,7 +374,7 @@ def _fails_alone(layer: str, error: Exception) -> CutError:
 
 
 class _Tracked(dict[str, Any]):
-    """The parameters of a module by name, which adds each name that is read to a set."""
+    """A dictionary of a module's parameters, which adds the name of each parameter that is read to a set."""
 
     def __init__(self, held: dict[str, Any], prefix: str, read: set[str]) -> None:
         super().__init__(held)

@@ -22,7 +22,7 @@ from .stub import Key
 
 @dataclasses.dataclass(frozen=True)
 class CutPlan:
-    """The order of the modules of a split model: phases, which run the model's own code, and layer calls in between."""
+    """The order of the modules of a split model: layer calls, and phases, which run code outside of the layers."""
 
     calls: Sequence[Observed]  # calls of layers, in order
     ends: Sequence[int]  # position after the last call that each phase records
@@ -39,12 +39,12 @@ class CutPlan:
         return len(self.ends)
 
     def is_extra(self, place: int, leaf: int) -> bool:
-        """Report whether a layer's output is not the hidden state, which is the first output with an input's shape."""
+        """Report whether a layer output is not the hidden state (the first output that has the shape of an input)."""
         leaves = self.calls[place].form.leaves
         return leaf != next((i for i, like in enumerate(leaves) if isinstance(like, int) and like >= 0), None)
 
     def returned_others(self, results: Mapping[int, Tree]) -> bool:
-        """Report whether layers returned tensors where they returned ``None`` for the example, or vice versa."""
+        """Report whether layers returned ``None`` where they returned a tensor for the example, or vice versa."""
         for place, result in results.items():
             form = self.calls[place].form
             if len(form.leaves) == len(result.leaves):
@@ -72,8 +72,8 @@ class CutPlan:
 class CutState:
     """The values that a module of a split model passes to the next module, for one microbatch.
 
-    The engine flattens the state between two modules, to copy its tensors to the next device. A module never changes a
-    state in place, because the engine passes the same state again for recomputation.
+    The engine flattens this state between two modules, to copy its tensors to the next device. A module never changes
+    the state in place, because the engine passes the same state again for recomputation.
     """
 
     call: tuple[tuple[Any, ...], Kwargs]  # arguments of the model, `(args, kwargs)`
@@ -85,7 +85,7 @@ class CutState:
     seed: int  # seed of the random numbers that the model draws outside of its layers
 
     def restart_noise(self) -> None:
-        """Seed the random generators of the device and of the CPU as before the first run of the model's own code."""
+        """Seed the random generators of device and CPU, so that repeated code of the model draws the same numbers."""
         # transformers draws on the CPU which layers to drop, also if the model is on another device
         torch.default_generator.manual_seed(self.seed)
         _generator(self.call).manual_seed(self.seed)
@@ -110,13 +110,13 @@ def drops_layers(model: nn.Module) -> bool:
 
 
 def device_of(tree: PyTree) -> torch.device:
-    """Return the device of the first tensor; the host if there is no tensor."""
+    """Return the device of the first tensor in a tree; the CPU if the tree has no tensor."""
     found = (leaf.device for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     return next(found, torch.device("cpu"))
 
 
 def _generator(call: Any) -> Any:
-    """Return the object that seeds a call's device: torch's CPU generator, or a module such as ``torch.cuda``."""
+    """Return the object that seeds the device of a tree: torch's CPU generator, or a module such as ``torch.cuda``."""
     device = device_of(call)
     is_host = device.type in ("cpu", "meta")
     return torch.default_generator if is_host else torch.get_device_module(device)
@@ -146,7 +146,7 @@ class RowAxes:
 
     @classmethod
     def of(cls, whole: CutState, part: CutState) -> RowAxes:
-        """Find the batch axes of tensors by comparing two states of the same call, one of which has more rows."""
+        """Find the batch axes of passed tensors by comparing their shapes for two batches of different sizes."""
         (held, spec), (others, other_spec) = state_leaves(whole), state_leaves(part)
         if spec != other_spec or not _are_alike(held, others):
             raise CannotJoinError("the structure of the layers' outputs depends on the rows")
@@ -177,13 +177,13 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
 
 
 def state_leaves(state: CutState) -> tuple[list[Any], pytree.TreeSpec]:
-    """Flatten the values of a state, except the arguments of the model."""
+    """Flatten the values that pass between two modules, except the arguments of the model."""
     leaves, spec = pytree.tree_flatten((dict(sorted(state.values.items())), state.boxes))
     return leaves, spec
 
 
 def _are_alike(held: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two lists have tensors at the same positions; Zaya, for example, omits masks for some rows."""
+    """Return whether two lists have tensors at the same positions; a model may omit the mask for some rows."""
     return all(type(one) is type(other) for one, other in zip(held, others, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""The modules of a split model: phases, which run the model's own code, and calls of layers."""
+"""The modules of a split model: each runs one layer call, or code of the model before, between or after layers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Paused:
 
 
 class Phase(nn.Module):
-    """A module that runs the model's own code up to the next layers; the last phase returns the model's output."""
+    """A module that runs the model's code outside of its layers up to the next layer that has not run yet."""
 
     # copy: copy of the model with stubs instead of its layers
 
@@ -80,7 +80,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_runs_again(self) -> CutPlan:
-        """The key of modules that may write the same buffers: all phases, because each repeats the model's own code."""
+        """A key that all phases share, because they repeat the model's own code and may write the same buffers."""
         return self.program
 
     @property
@@ -89,7 +89,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_to_compile(self) -> None:
-        """``None``: the model's own code is not compiled, because an exception ends it at a layer."""
+        """``None``: code outside of the layers is not compiled, because an exception ends it at the next layer."""
         return
 
     @property
@@ -187,7 +187,7 @@ class Whole(nn.Module):
 
 
 class LayerCall(nn.Module):
-    """A module of a pipeline that runs one call of a layer."""
+    """A module of a split model that runs one call of a layer."""
 
     def __init__(self, program: CutPlan, place: int, layer: nn.Module) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class LayerCall(nn.Module):
         return self.observe(state)[0]
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
-        """Call the layer; return the new state, and the entries that the layer read from caches made by the model."""
+        """Call the layer; return the new state, and the layers that were read in KV caches which the model created."""
         spec = state.call_log.calls.get(self.place)
         if spec is None:
             return state, frozenset()
@@ -238,7 +238,7 @@ class LayerCall(nn.Module):
 
 
 def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:
-    """Return keys of outputs of layers and embeddings that the model returns, and of single-token embeddings."""
+    """Return keys of the layer and embedding outputs that the model returns, and of single-token embeddings."""
     # some models compare the embedding of an image token with the inputs in a later phase
     embedded = frozenset(
         one.key
@@ -277,9 +277,9 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 
 class PhaseSession:
-    """Answers calls of layers while the model's own code runs: replays completed calls and records new calls.
+    """Replaces layers while other code of the model runs: returns results of completed calls, and records new calls.
 
-    The model's forward restarts in every phase, because Python cannot continue a function in the middle::
+    The model's forward restarts in every phase, because Python cannot resume a function in the middle::
 
         phase 1 of 2    embed        placeholder with the shape of phase 0's output
                         layers.0     replayed: the output that the state holds
@@ -327,7 +327,7 @@ class PhaseSession:
         return self._record(self._next_place(layer), args, kwargs)
 
     def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree:
-        """Compute an embedding in phase 0; in later phases, return its stored output, or a placeholder."""
+        """Compute an embedding in the first module; in later modules, return its stored output, or a placeholder."""
         if self._phase == 0:
             out = run()
             if type(out) is torch.Tensor:
@@ -371,7 +371,7 @@ class PhaseSession:
         return pytree.tree_unflatten(leaves, result.spec)
 
     def _check_given(self, place: int, given: Sequence[Any]) -> None:
-        """Raise an error if the model passes a tensor where the recorded call had ``None``, or vice versa."""
+        """Raise an error if a layer gets a tensor where its recorded arguments had ``None``, or vice versa."""
         # The call was recorded before earlier layers ran. If an earlier layer returned a tensor for this batch, but
         # `None` for the example, the recorded arguments lack the tensor.
         if self.call_log.is_of_others:
@@ -484,7 +484,7 @@ def _ids(box: Any) -> list[int]:
 
 
 def _box_below(kwargs: Kwargs) -> Callable[[Any], bool]:
-    """Return a test for mutable containers that is false for the dictionary of keyword arguments."""
+    """Return a function that recognizes mutable containers, but returns ``False`` for ``kwargs`` itself."""
     # torch's flattening forms a reference cycle with this function, so the function must not refer to tensors
     outside = id(kwargs)
     return lambda value: id(value) != outside and is_box(value)

@@ -1,7 +1,7 @@
 """Copy a model with stubs instead of its layers, and make placeholders for the tensors that layers would return.
 
-A copy shares parameters, buffers and configuration with the model, but has its own module objects. The modules of a
-copy can have parameters on one device while layers and other copies run on other devices.
+A copy shares parameters, buffers and configuration with the model, but has its own module objects. So the copy can have
+parameters on one device while layers and other copies run on other devices.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _embed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _embedding_class(kind: Any) -> type:
-    """Return a subclass of an embedding's class, whose calls go to the :class:`Session` of the thread."""
+    """Return a subclass of an embedding's class whose calls run :meth:`Session.embed` of the current thread."""
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _embed})
 
 
@@ -124,7 +124,7 @@ def _shared(module: nn.Module) -> Iterator[Any]:
 
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
-    """Set parameters, buffers, training mode and plain attributes of a copy to the current ones of its model."""
+    """Set parameters, buffers, training mode and plain attributes of a copy to the current values of its model."""
     # used: names of the parameters for the copy; `None` for all
     for path, module in copied.named_modules():
         if "_rp_name" in module.__dict__:
@@ -168,7 +168,7 @@ def rebind_functions(copied: nn.Module, copies: Mapping[int, Any]) -> None:
 
 
 def _rebound(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any:
-    """Return the copy of a module, or a function that refers to copies; return other values unchanged."""
+    """Return the copy of a module, or a function that refers to copied modules; return any other value unchanged."""
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
     if isinstance(value, types.MethodType):
@@ -195,7 +195,7 @@ def _function(value: types.FunctionType, copies: Mapping[int, Any], made: dict[i
 
 
 def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any]) -> types.CellType:
-    """Return a new closure cell if the cell refers to a module; otherwise the same cell, for example of a counter."""
+    """Return a new closure cell that refers to the copied module; a cell without a module is returned unchanged."""
     try:
         held = cell.cell_contents
     except ValueError:  # not set yet
@@ -209,7 +209,7 @@ def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any])
 
 
 class Key(NamedTuple):
-    """Names a tensor: output ``leaf`` of layer call ``call``; a negative ``call`` means the model's own code."""
+    """The key of a tensor: output ``leaf`` of layer call ``call``; with a negative ``call``, not of a layer."""
 
     call: int
     leaf: int

@@ -1,4 +1,4 @@
-"""Options of one call of a pipeline, passed to its last module in addition to the model's arguments.
+"""Options that a pipeline passes to its last module in addition to the model's arguments.
 
 One option is label smoothing: the loss of the Trainer's ``label_smoothing_factor``, computed from the logits of a
 microbatch. For label smoothing, the model is called without labels, as in the Trainer, so that it computes no loss.
@@ -38,8 +38,8 @@ class SmoothedLoss(Static):
         shift_labels: whether token i predicts label i + 1. Default: ``True`` for classes that transformers lists as
             causal language models.
         num_items_in_batch: divisor of the sum of losses. Default: the number of labels that are not ignored.
-        ignore_index: label that is ignored.
-        scale: factor by which the loss is multiplied.
+        ignore_index: value of labels that are ignored.
+        scale: number by which the loss is multiplied.
 
     Raises:
         LossError: the factor is not between 0 and 1.
@@ -71,7 +71,7 @@ class SmoothedLoss(Static):
             labels: labels of the rows in ``outputs``.
 
         Returns:
-            The sum and the number of labels that are not ignored; or the loss if ``num_items_in_batch`` is given.
+            The summed loss and the number of labels that count; or the loss, if ``num_items_in_batch`` is given.
         """
         if self.shift_labels is None:
             raise LossError(
@@ -155,7 +155,7 @@ CALL_OPTIONS = "roundpipe_call_options"
 class CallOptions:
     """How the last module of a pipeline computes and returns the loss of a microbatch.
 
-    In a call with options, the last module returns ``(output, items, rows)``; see `with_loss_weight`.
+    With these options, the last module returns ``(output, items, rows)``; see `with_loss_weight`.
     """
 
     loss_only: bool = False  # whether only the loss of the output is used, so that logits are not needed
@@ -168,7 +168,7 @@ pytree_dataclass(CallOptions, backends="torch")
 
 
 def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None]:
-    """Separate the keyword arguments of the model from the options of the call.
+    """Separate the :class:`CallOptions` of a pipeline call from the keyword arguments of the model.
 
     >>> split_options({"input_ids": [1], CALL_OPTIONS: CallOptions(loss_only=True)})
     ({'input_ids': [1]}, CallOptions(loss_only=True, smoothed_loss=None, labels=None, weight_by=None))
@@ -184,7 +184,7 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
 
 
 def gives_share(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the losses of microbatches add up to the loss of the batch."""
+    """Return whether the loss of the batch is the sum of the microbatch losses, without weights."""
     options = kwargs.get(CALL_OPTIONS)
     if isinstance(options, CallOptions) and options.weight_by == "sum":
         return True
@@ -199,7 +199,7 @@ def is_proven(kwargs: Mapping[str, Any]) -> bool:
 
 
 def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> PyTree:
-    """Call ``run``, and return the model's output in the form that the options request."""
+    """Run the last module by calling ``run``, and return the model's output in the form that ``options`` requests."""
     # options: options of the call; without options, the output alone is returned
     if options is None:
         return run()

@@ -1,9 +1,9 @@
-"""Lazy logits, which are not computed if only their loss is needed.
+"""Lazy logits: logits that are not computed if only their loss is needed.
 
 The head of the model returns a `LazyLogits`: a tensor with a shape and no memory, which records elementwise operations
 (a scale, a soft cap, a wider dtype) and selections of rows. The `cross_entropy` of a `LazyLogits` is computed in
-chunks. Other operations compute the real logits. Code that writes into logits, or calls operators instead of torch
-functions, raises `NotLazy`, and the forward is repeated with the real head. Results are those of the real head.
+chunks. Any other operation computes the real logits. Code that writes into logits, or calls operators instead of torch
+functions, raises `NotLazy`, and the forward is repeated with the real head. Results equal those of the real head.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class LazyLogits(torch.Tensor):
         return LazyLogits(hidden, self.head, self.steps, self.computed)
 
     def check_unwritten(self) -> None:
-        """Raise an error if code wrote in place to values that were computed for these logits."""
+        """Raise an error if code wrote in place to logits after their values had been computed."""
         if any(values._version != version for values, version in self.computed):
             raise NotLazy
 
@@ -135,7 +135,7 @@ def _done(values: torch.Tensor, steps: Sequence[Callable[[torch.Tensor], torch.T
 
 
 def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-    """Return the result of an operation on lazy logits without the values of the logits; ``None`` if impossible."""
+    """Return the result of an operation on lazy logits if the values of the logits are not needed; else ``None``."""
     if func is functional.cross_entropy:
         return _loss(*args, **kwargs)
     logits = next((arg for arg in args if isinstance(arg, LazyLogits)), None)

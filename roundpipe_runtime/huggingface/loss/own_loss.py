@@ -1,8 +1,8 @@
 """The model's own loss: weights of microbatch losses, and the auxiliary loss of mixtures of experts.
 
-A model with labels may return a mean over rows, tokens, tokens that are not ignored, or tokens shifted by one, and its
-configuration does not state which. Calls of torch's averaging functions are intercepted during a forward to count the
-items. The loss of the batch is the sum of (mean x items) of microbatches, divided by all items, as `loss_proof` checks.
+The loss of a model may be a mean over rows, over all tokens, or over labels that are not ignored, and its configuration
+does not state which. During a forward, torch's averaging functions are intercepted to count the items of the mean. The
+loss of the batch is the sum of mean x items over microbatches, divided by all items, as `loss_proof` checks.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def with_loss_weight(
 
 
 def check_weights(items: Sequence[float], *, is_share: bool, is_proven: bool) -> None:
-    """Raise an error unless the weights are known with which losses of microbatches add up to the batch's loss."""
+    """Raise an error unless the loss of the batch is known to be a weighted sum of the microbatch losses."""
     is_known = all(math.isfinite(count) and (count >= 0 or is_share) for count in items)
     if len(items) > 1 and not (is_proven and is_known):
         raise UnprovenLossError
 
 
 def loss_of_batch(losses: Sequence[torch.Tensor], items: Sequence[float]) -> torch.Tensor:
-    """Return the sum of microbatch losses weighted by ``items``; a loss with -1 items is added with weight 1."""
+    """Return the mean of microbatch losses weighted by ``items``; a loss with -1 items is added with weight 1."""
     total = math.fsum(items)
     shares = [1.0 if count < 0 or len(items) == 1 else count / total if total else 0.0 for count in items]
     return torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()

@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` whose models run through pipelines. Loading this file imports transformers.
+"""``transformers.Trainer`` classes whose models run through pipelines. Loading this file imports transformers.
 
 ::
 
@@ -179,7 +179,7 @@ class GroupTrainer(PipelineTrainer):
         return loader_of_groups(loader, self.pipeline, self._rp_global_batch(), seed)
 
     def _rp_has_other_loss(self) -> bool:
-        """Return whether a subclass or ``compute_loss_func`` computes the loss or the training step."""
+        """Return whether a subclass or ``compute_loss_func`` replaces the Trainer's loss or training step."""
         if self.compute_loss_func is not None:
             return True
         # in `class Own(RoundPipeTrainer, Mine)`, the step of `Mine` comes after this class
@@ -320,12 +320,12 @@ def _seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
 class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
     """A ``transformers.Trainer`` that trains models larger than the memory of a device.
 
-    The arguments and the written files are the same as for the Trainer. ``from_pretrained`` loads checkpoint folders,
-    which appear when all files are written. The model stays in CPU memory. ``per_device_train_batch_size`` is the
-    number of rows of one batch, which is split into microbatches; loss and gradients are computed for the whole batch.
-    Under torchrun, each process trains its own rows on its own devices; loss and gradients cover the rows of all
-    processes. If the Trainer makes an elementwise optimizer, such as AdamW, the optimizer's state is sharded over
-    processes.
+    The arguments and the written files are the same as for the Trainer. ``from_pretrained`` can load a checkpoint
+    folder, which appears when all of its files are written. The model stays in CPU memory.
+    ``per_device_train_batch_size`` is the number of rows of one batch, which is split into microbatches; loss and
+    gradients are computed for the whole batch. Under torchrun, each process trains its own rows on its own devices;
+    loss and gradients cover the rows of all processes. If the Trainer makes an elementwise optimizer, such as AdamW,
+    the optimizer's state is sharded over processes.
 
     Args:
         model: Hugging Face model, or a model that :func:`wrap_model_to_roundpipe` has wrapped.
@@ -334,11 +334,11 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch. Default: number of devices + 1.
         keep_parameters: GB of each device for parameters that stay on it, or ``"auto"``, as for
-            :class:`RoundPipeRunConfig`. Useful when adapters are trained. Default: 0.
-        optim_dtype: dtype in which the optimizer works, as for :class:`RoundPipe`; ``torch.float32`` for a model in 16
-            bits.
+            :class:`RoundPipeRunConfig`. Values above 0 are useful if only adapters are trained. Default: 0.
+        optim_dtype: dtype in which the optimizer works, as for :class:`RoundPipe`. Use ``torch.float32`` for a model in
+            16 bits.
         example: example batch with which the model is split, as for :func:`wrap_model_to_roundpipe`. Default: a few
-            tokens; or two rows of the training data, if the model reads images or sounds or does not run on tokens.
+            tokens, or two rows of the training data if the model cannot run on tokens alone.
         use_sequential_preset: as for :func:`wrap_model_to_roundpipe`. ``True``: raise an error if the model cannot be
             split. ``False``: do not split the model. Default: split the model if possible.
         replicas: number of groups of ``per_device_train_batch_size`` rows in a batch. Process ``g % N`` of ``N``
@@ -408,7 +408,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
             self.label_smoother = _Shifted(self.label_smoother)
 
     def _rp_by_name(self, model: Any, args: Any, positional: tuple[Any, ...]) -> Kwargs:
-        """Return arguments by their names in the next class of the MRO, whose second argument may be another model."""
+        """Return positional arguments by the parameter names of the next Trainer class in the MRO."""
         if not positional and (args is None or isinstance(args, TrainingArguments)):
             return {"model": model, "args": args}
         names = inspect.signature(super().__init__)
@@ -423,14 +423,14 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
     ) -> torch.Tensor:
         """Add the gradient of a batch to the accumulated gradient, and return the loss of the batch.
 
-        The model's own loss is computed in microbatches, also with label smoothing. A ``compute_loss`` of a subclass,
-        a ``compute_loss_func``, and a ``training_step`` of ``Mine`` in ``class Own(RoundPipeTrainer, Mine)`` get the
-        joined output of the batch, and the backward of their loss runs through the pipeline.
+        The model's own loss is computed in microbatches, also with label smoothing. A custom ``compute_loss``,
+        ``compute_loss_func`` or ``training_step`` gets the joined output of the batch, and the backward of its loss
+        runs through the pipeline.
 
         Args:
             model: pipeline.
             inputs: batch.
-            num_items_in_batch: number of items of the accumulated batch, by which the loss is divided.
+            num_items_in_batch: number of labels in all accumulated batches, by which the loss is divided.
 
         Returns:
             The loss of the batch.

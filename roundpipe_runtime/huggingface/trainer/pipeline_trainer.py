@@ -87,7 +87,7 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _get_output_dir(self, trial: object) -> str:
-        """Return the folder of checkpoints; while a checkpoint is written, its temporary folder."""
+        """Return the folder that contains the checkpoints, or a temporary folder while a checkpoint is written."""
         return str(self._rp_writing_to or super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: object, trial: object, *args: object, **kwargs: object) -> None:
@@ -263,7 +263,7 @@ class PipelineTrainer(CheckpointingTrainer):
         return dict(collate([data[0], data[min(1, len(data) - 1)]]))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, which must leave batches on the host, because the pipeline copies them to devices."""
+        """Create the accelerator, which must leave batches on the host, because the pipeline copies them to devices."""
         check_arguments(self.args)
         # stages already recompute their activations
         self.args.activation_checkpointing = self.args.gradient_checkpointing = False
@@ -285,12 +285,12 @@ class PipelineTrainer(CheckpointingTrainer):
         self._rp_plain_backward(loss / self.args.world_size, **kwargs)
 
     def _rp_norm(self, *args: Any, **options: Any) -> torch.Tensor | None:
-        """Clip gradients and return their norm; return ``None`` if the optimizer has stepped in the backward."""
+        """Clip gradients and return their norm; return ``None`` if the backward has already updated the parameters."""
         is_gone = self.pipeline._rp_options.update == "in_backward"
         return None if is_gone else self._rp_clip_grad_norm(*args, **options)
 
     def _rp_clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip gradients as accelerate does; with groups of rows, bitwise equally for any number of processes."""
+        """Clip gradients as accelerate does; with ``replicas``, bitwise equally for any number of processes."""
         if not self._rp_has_groups():
             clipped: torch.Tensor = self._rp_plain_clip(parameters, max_norm, norm_type)
             return clipped
@@ -418,7 +418,7 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
 
 
 def check_precision(precision: str) -> None:
-    """Raise an error for mixed precision that scales gradients, because the scale would be on a device."""
+    """Raise an error for fp16 mixed precision, which scales gradients, because the scale would be on a device."""
     if precision not in ("no", "bf16"):
         raise ConfigError(
             f"RoundPipeTrainer: mixed precision {precision!r} is not supported. Use bf16=True; or load the model with "
@@ -443,7 +443,7 @@ def _saves_by_name(pipeline: RoundPipe) -> bool:
 
 
 def _load_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
-    """Load the state of a pipeline, unless the checkpoint is from a plain Trainer and has no such state."""
+    """Load the state of a pipeline from a checkpoint; a checkpoint of a plain Trainer has no such state."""
     if (folder / f"{_PROGRESS}.json").exists():
         restore_progress(pipeline, read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline)))
 
@@ -526,7 +526,7 @@ class SavingTrainer(PipelineTrainer):
             super()._issue_warnings_after_load(load_result)
 
     def _rp_load_converted(self, folder: str) -> None:
-        """Load weights whose names in the checkpoint differ from the names in the model, such as experts.
+        """Load weights whose names in the checkpoint differ from their names in the model, such as weights of experts.
 
         The Trainer would only warn about such weights: https://github.com/huggingface/transformers/issues/43701
         """

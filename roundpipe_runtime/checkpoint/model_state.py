@@ -162,7 +162,7 @@ def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
 def collect_progress(model: nn.Module) -> dict[str, Any]:
     """Return the training state of a model's pipelines that is not in the model's state dict.
 
-    The training state contains the number of pipeline calls (for dropout seeds), master weights, gradients that no
+    The training state contains the number of pipeline calls (for execution plans), master weights, gradients that no
     optimizer step has used yet, and buffers that are not in the state dict.
     """
     pipelines, masters = {}, {}

@@ -99,7 +99,7 @@ def save_checkpoint(
 
     The new checkpoint appears in the folder when all files of the checkpoint are written. The weights are stored under
     the names of the state dict, so that ``from_pretrained`` can load a Hugging Face model. A checkpoint contains
-    weights, optimizer state, gradients, random generator states, and the counter for dropout seeds.
+    weights, optimizer state, gradients, random generator states, and the number of pipeline calls.
 
     Args:
         folder: folder for the checkpoints of a single training.

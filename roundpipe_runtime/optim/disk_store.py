@@ -5,8 +5,8 @@
     # run     forward: layer 0, 1, ... parameters are read | backward: ..., 1, 0 parameters are read, gradients written
     # step    layer 0: all that its update needs is read, the update runs, all is written | layer 1 ...
 
-The optimizer steps layer by layer, bitwise identical to a whole step (:mod:`roundpipe_runtime.optim.parts`). An
-optimizer that cannot step layer by layer raises an error.
+The optimizer updates one layer at a time, bitwise identical to a step for all layers
+(:mod:`roundpipe_runtime.optim.parts`). An optimizer that cannot update one layer at a time raises an error.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class DiskStore(ParameterStore):
         _STORES.add(self)
 
     def _move(self) -> None:
-        """Move parameters to the disk that are still in memory, or were replaced."""
+        """Move parameters that are still in memory, or were replaced, to the disk."""
         for name, parameter in self.model.named_parameters():
             if _can_move(parameter) and not self.memory.holds(parameter):
                 parameter.data = self.memory.copy(("weight", name), parameter)
@@ -196,7 +196,7 @@ class DiskStore(ParameterStore):
     # -- parameters and master weights -------------------------------------------------------------------------------
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Make parameters and master weights equal, unless a step layer by layer has already made them equal."""
+        """Make parameters and master weights equal, unless an optimizer step by layers has already made them equal."""
         stepped = (self.note_published() or stepped) and not self._has_stepped
         self._has_stepped = False
         self.take_gradients()
@@ -230,7 +230,7 @@ class DiskStore(ParameterStore):
         )
 
     def close(self) -> None:
-        """End the threads of the disk; the parameters keep their values."""
+        """End the threads that read and write the disk; the parameters keep their values."""
         self._landing.close()
         self.memory.close()
         _STORES.discard(self)
@@ -369,7 +369,7 @@ class LayersAtHand:
 
     @contextlib.contextmanager
     def __call__(self, layer: int) -> Iterator[None]:
-        """Keep the tensors of a layer in memory during the block, which several devices may run in parallel."""
+        """Keep the tensors of a layer in memory in the with block, which several devices may run in parallel."""
         with self._lock:
             left = self._places.get(layer)
             place = left.popleft() if left else None

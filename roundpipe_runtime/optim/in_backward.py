@@ -6,9 +6,9 @@
     gradients            g3 --->      g2 --->       g1 --->      g0      float32, two layers at a time
     this thread             step L3    |  step L2    |  step L1    | step L0
 
-Only the gradients of a few layers are in memory at one time. A run does not read a layer's parameters after the layer's
-backward, so the results equal those of an optimizer step after the run. A parameter that several layers share is
-updated after the backward of all layers that use the parameter.
+Only the gradients of a few layers are in memory at one time. No parameter of a layer is read after the layer's
+backward, so the results equal those of an optimizer step after the whole backward. A parameter that several layers
+share is updated after the backward of all layers that use the parameter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IN_PLACE = 'RoundPipe(model, optim_dtype=torch.float32, gradient_dtype=torch.bf
 
 
 class InBackwardStore(ParameterStore):
-    """A parameter store for ``update="in_backward"``: the optimizer updates each layer during the backward of a run."""
+    """A parameter store for ``update="in_backward"``: the optimizer updates each layer during the backward."""
 
     is_in_place = True
 
@@ -60,7 +60,7 @@ class InBackwardStore(ParameterStore):
 
     @property
     def is_stepping(self) -> bool:
-        """Whether a run is in progress in which optimizers update layers."""
+        """Whether a forward and backward is in progress in which optimizers update layers."""
         return self._current is not None
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
@@ -152,7 +152,7 @@ class InBackwardStore(ParameterStore):
         self._landing.wait()
 
     def note_failed(self, error: BaseException) -> None:
-        """End the updates of a failed run, and add a note to the error that names the layers already updated."""
+        """End the updates of a failed backward, and add a note to the error that names the layers already updated."""
         steps, self._current = self._current, None
         if steps is not None:
             steps.stop(error)
@@ -174,7 +174,7 @@ class InBackwardStore(ParameterStore):
             raise StageError(self._damage())
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Set the master weights, and forget that an earlier run has updated only some of the layers."""
+        """Load stored weights, and forget that an earlier backward failed after updating some of the layers."""
         super().load_masters(masters)
         self._stepped.clear()
         self._not_called.clear()
@@ -193,7 +193,7 @@ class InBackwardStore(ParameterStore):
 
 
 class _Steps:
-    """The optimizer steps of one run, and gradients of shared parameters that wait for gradients of other layers."""
+    """The optimizer steps of one backward, and gradients of shared parameters that are not complete yet."""
 
     def __init__(self, optimizers: Sequence[Optimizer], contents: Sequence[LayerContents]) -> None:
         self.has_failed = False
@@ -234,7 +234,7 @@ _STORES: weakref.WeakSet[InBackwardStore] = weakref.WeakSet()
 
 @functools.cache
 def _watch_scalers() -> None:
-    """Make ``GradScaler.scale`` raise an error during a run, whose updates precede the division by the scale."""
+    """Make ``GradScaler.scale`` raise an error in a backward that updates layers before gradients are unscaled."""
     plain: Callable[..., Any] = torch.amp.GradScaler.scale
 
     @functools.wraps(plain)

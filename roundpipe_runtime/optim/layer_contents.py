@@ -5,9 +5,9 @@
     embedding   copies the rows that occur in a microbatch, and their gradients back
     head        copies slices of the vocabulary one after the other, and their gradients back
 
-Copying only the needed rows changes no bit of a result, so large embeddings always copy rows. Products with slices of a
-head are summed in another order than with the whole head, so slices are used only if the head does not fit on a device,
-or if the user requests slices.
+Copying only the needed rows of an embedding changes no bit of a result, so large embeddings always copy rows. Products
+with slices of an output head are summed in another order than with the whole head. Slices are therefore used only if
+the head does not fit on a device, or on request.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ if hasattr(os, "register_at_fork"):  # a thread of the parent process may have h
 
 
 def scan(layers: Sequence[nn.Module]) -> list[LayerContents]:
-    """Return the current parameters and buffers of the layers, which may have been replaced since the last run."""
+    """Return the current parameters and buffers of the layers, which may have been replaced since the last call."""
     seen: dict[int, int] = {}  # the first layer of each module that holds tensors, by the ``id()`` of the module
     first = list(range(len(layers)))
     found = []

@@ -1,4 +1,4 @@
-"""Parameters on the host, their gradients, and their master weights in the optimizer's dtype.
+"""Store parameters on the host, their gradients, and their master weights in the optimizer's dtype.
 
 The user's ``nn.Parameter`` is the host copy, and its ``grad`` is the gradient buffer, unless the optimizer works in
 another dtype. If the optimizer works in another dtype, the parameter has a *master weight* of the optimizer's dtype:
@@ -49,7 +49,7 @@ def resized_late() -> ConfigError:
 
 
 class ParameterStore:
-    """Holds master weights and gradients of a model's parameters, and the copies that stages read while a step runs."""
+    """Stores master weights and gradients of a model, and copies of parameters that are read while a step runs."""
 
     # optim_dtype: dtype in which the optimizer works; `None` for the dtype of each parameter
     # kept_dtype: dtype of the gradients of master weights between a run and the step; `None` for the same as the weight
@@ -75,7 +75,7 @@ class ParameterStore:
         self._steps = number_of_steps()
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each name and the tensor that the optimizer updates: the master weight, or the parameter."""
+        """Yield each parameter name with the tensor that the optimizer updates: the master weight, or the parameter."""
         names = self._names()
         for name, parameter in self._listed():
             if names[id(parameter)] == name or not remove_duplicate:
@@ -131,7 +131,7 @@ class ParameterStore:
                 tensor.grad = tensor.grad.detach().zero_()
 
     def publish(self, *, stepped: bool = False) -> None:
-        """Copy master weights into their parameters, but copy a parameter that was changed into its master weight."""
+        """Copy master weights into parameters, and parameters that the user has changed into their master weights."""
         # stepped: whether an optimizer has just stepped; steps of torch's optimizers are also detected
         stepped = self.note_published() or stepped
         self.take_gradients()
@@ -151,7 +151,7 @@ class ParameterStore:
         """Copy each parameter that was changed outside of an optimizer into its master weight.
 
         Writes through ``Tensor.data`` are detected by comparing some values of each parameter. All values are compared
-        at calls 1, 2, 4, 8, ..., and at all calls after a write through ``data`` was detected.
+        at calls 1, 2, 4, 8, ... of this method, and at all calls after a write through ``data`` was detected.
         """
         is_ahead = self._steps != number_of_steps()  # a step was not copied to the parameters yet
         compares_all = not is_ahead and (self._is_written_by_data or self._looks & (self._looks - 1) == 0)
@@ -161,7 +161,7 @@ class ParameterStore:
             self._adopt(compares_all=True)
 
     def _adopt(self, *, compares_all: bool) -> bool:
-        """Copy changed parameters into master weights; return whether torch had not counted one of the writes."""
+        """Copy changed parameters into master weights; return whether torch did not count one of the changes."""
         compares_all &= self.has_numbers_at_hand
         changes = [self._masters[name].adopt(p, compares_all=compares_all) for name, p in self._with_master()]
         return "uncounted" in changes
@@ -187,7 +187,7 @@ class ParameterStore:
         self.add_gradients([{p: gradients[name] for name, p in self.model.named_parameters() if name in gradients}])
 
     def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
-        """Return a function that copies a parameter for a master weight, and does not refer to this store."""
+        """Return a function that copies a parameter as a new master weight, and does not refer to this store."""
         return _copy_in_memory
 
     # -- other stores have another memory, or another time of the step ----------------------------------------------
@@ -215,27 +215,27 @@ class ParameterStore:
         """Wait until the gradients passed to :meth:`land` are stored; raise the error of a failed write."""
 
     def begin_run(self, contents: Sequence[LayerContents]) -> None:
-        """Prepare this store for the gradients of a run; raise an error if the store cannot take gradients."""
+        """Prepare this store for the gradients of a backward; raise an error if the store cannot take gradients."""
 
     def note_failed(self, error: BaseException) -> None:
-        """Handle a failed run, some of whose gradients may already be in this store."""
+        """Handle a failed backward, some of whose gradients may already be in this store."""
 
     def end_run(self) -> None:
-        """Handle the end of a successful run."""
+        """Handle the end of a successful backward."""
 
     def check_whole(self) -> None:
-        """Raise an error if a run has failed after it had updated some of the layers."""
+        """Raise an error if an earlier backward failed after updating some of the layers."""
 
     def close(self) -> None: ...
 
     # -- copies that stages read during an asynchronous step ----------------------------------------------------------
 
     def source(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that stages copy to devices: the parameter, or its copy while a step changes it."""
+        """Return the tensor to copy to devices: the parameter, or its copy while an optimizer step changes it."""
         return self._shadows.get(id(parameter), parameter)
 
     def freeze(self) -> None:
-        """Copy the trained parameters without a master weight, so that stages read the copies during a step."""
+        """Copy trained parameters that have no master weight; stages read these copies during an optimizer step."""
         self.note_names()
         missing = {
             id(parameter): parameter.detach()
@@ -249,7 +249,7 @@ class ParameterStore:
             self._shadows[key] = tensor.clone() if place is None else place.copy_(tensor)
 
     def note_names(self) -> None:
-        """Remember the host parameters until :meth:`thaw`, because modules contain device copies during a run."""
+        """Remember the host parameters until :meth:`thaw`, because modules contain device copies during a forward."""
         self.take_gradients(hides=True)  # a background step frees each gradient after its use
         self._before = list(self.model.named_parameters(remove_duplicate=False))
 
@@ -259,7 +259,7 @@ class ParameterStore:
         return [self._target(names[id(p)], p) if id(p) in names else p for p in parameters]
 
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """After a step, copy master weights to parameters, or parameters to the copies that stages read."""
+        """After an optimizer step, copy master weights to parameters, or parameters to the copies that stages read."""
         names = self._names()
         for parameter in parameters:
             name = names.get(id(parameter), "")
@@ -269,7 +269,7 @@ class ParameterStore:
                 self._shadows[id(parameter)].copy_(parameter.detach())
 
     def thaw(self) -> None:
-        """Delete the copies of parameters, so that stages read the parameters themselves again."""
+        """Delete the host copies of parameters, so that stages read the parameters themselves again."""
         self._shadows.clear()
         self._before = []
 
@@ -277,7 +277,7 @@ class ParameterStore:
         return name not in self._masters
 
     def _listed(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the named host parameters, from :meth:`note_names` while modules may contain device copies."""
+        """Return the host parameters with their names, also while modules contain device copies of parameters."""
         return self._before or list(self.model.named_parameters(remove_duplicate=False))
 
     def _names(self) -> dict[int, str]:
@@ -329,7 +329,7 @@ class _Master:
 
     A master weight counts as changed after every optimizer step, because torch's fused optimizers write without
     incrementing the version counter. While a parameter is frozen, its master weight is one NaN, expanded to the shape
-    of the parameter, because an optimizer may already refer to the master weight.
+    of the parameter, so that an optimizer can already refer to the master weight.
     """
 
     # shown: the gradient that each parameter shows, with its master weight; `None` for copies
@@ -356,7 +356,7 @@ class _Master:
         self.wake(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Freeze or unfreeze the master weight like its parameter, and give an unfrozen one the parameter's values."""
+        """Freeze or unfreeze the master weight like its parameter; its first unfreezing copies the parameter."""
         if parameter.requires_grad and not self.is_filled:
             self._fill(parameter)
         if self.tensor.requires_grad != parameter.requires_grad:

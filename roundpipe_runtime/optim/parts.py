@@ -35,7 +35,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class OptimizerParts:
-    """Runs an optimizer step for a few parameters at a time, with the options and gradients from its beginning."""
+    """Runs an optimizer step for a few parameters at a time, with the options and gradients at the step's beginning."""
 
     # hold_state: function that gets a parameter and its state after each update, and may move the tensors of the state.
     # Default: the tensors stay where the optimizer created them.
@@ -142,7 +142,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 
 def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-    """Step with gradients converted to the dtypes of the parameters; return an optimizer for the rest of the step."""
+    """Step with gradients converted to the dtypes of the parameters; return an optimizer that runs the rest."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if all(dtype_of_gradient(p) == p.dtype for p in held):
         return optimizer

@@ -1,7 +1,7 @@
-"""Decide when stages may read a layer's parameters, and when an optimizer step may replace the parameters.
+"""Decide when pipeline stages may read a layer's parameters, and when an optimizer step may replace them.
 
 :class:`LayerReadiness` has the rules, without threads, so that a test can try every order of events.
-:class:`ReadinessTable` has one instance per layer, and adds a lock and waiting.
+:class:`ReadinessTable` has one :class:`LayerReadiness` per layer, and adds a lock and waiting.
 
 ::
 
@@ -47,7 +47,7 @@ class LayerReadiness:
         self.readers -= 1
 
     def can_write(self, version: int) -> bool:
-        """Return whether ``version`` is the next version, and no run reads the current version now or later."""
+        """Return whether ``version`` is the next version, and no pipeline call still needs the current version."""
         free = not self.writing and not self.readers and not self.holds.get(self.version)
         return free and self.version + 1 == version
 
@@ -62,7 +62,7 @@ class LayerReadiness:
         self.version += done
 
     def hold(self, version: int) -> None:
-        """Count a run that reads the given version of the parameters, now or later."""
+        """Count a pipeline call that reads the given version of the parameters, now or later."""
         _require(version >= self.version, f"version {version} is gone", self)
         self.holds[version] = self.holds.get(version, 0) + 1
 
@@ -89,11 +89,11 @@ class ReadinessTable:
 
     @property
     def latest(self) -> int:
-        """Version of the parameters that a run reads if it starts now; some layers may get the version only later."""
+        """Version of the parameters that a pipeline call reads if it starts now; some layers may not have it yet."""
         return self._latest
 
     def advance(self) -> int:
-        """Increment the latest version, for which all later runs wait, and return the version."""
+        """Increment the latest version, for which all later pipeline calls wait, and return the version."""
         with self._changed:
             self._failure = None
             self._latest += 1
@@ -125,7 +125,7 @@ class ReadinessTable:
         self._each([layer], LayerReadiness.end_read)
 
     def write(self, layer: int, version: int, fill: Callable[[], None], *, done: bool = True) -> None:
-        """Wait until no run needs a layer's current parameters, then call ``fill`` to write the next version."""
+        """Wait until no pipeline call needs a layer's current parameters, then call ``fill`` to write new ones."""
         # done: whether `fill` completes the layer; otherwise a later call does. An error in `fill` keeps the version.
         with self._changed:
             self._changed.wait_for(lambda: self._layers[layer].can_write(version))
@@ -144,11 +144,11 @@ class ReadinessTable:
             self._changed.notify_all()
 
     def hold(self, version: int) -> None:
-        """Count a run that needs the given version of all layers, until :meth:`let_go`."""
+        """Count a pipeline call that needs the given version of all layers, until :meth:`let_go`."""
         self._each(range(len(self)), lambda state: state.hold(version))
 
     def hold_latest(self) -> int:
-        """Count a run that begins now, and return the version that the run needs."""
+        """Count a pipeline call that begins now, and return the version of the parameters that it needs."""
         with self._changed:
             self._each(range(len(self)), lambda state: state.hold(self._latest))
             return self._latest

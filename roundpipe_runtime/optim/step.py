@@ -43,13 +43,13 @@ class GradScaler(_GradScaler):
         model.step(lambda: (scaler.step(optimizer), optimizer.zero_grad()))
         scaler.update()
 
-    ``update`` waits for a background step, since it needs the step's result.
+    ``update`` waits for an optimizer step in the background, since it needs the step's result.
 
     Args:
         init_scale: initial scale.
-        growth_factor: factor of the scale after ``growth_interval`` steps without infinite gradients.
-        backoff_factor: factor of the scale after a step with infinite gradients.
-        growth_interval: number of steps between two growths.
+        growth_factor: multiplies the scale after ``growth_interval`` steps without infinite gradients.
+        backoff_factor: multiplies the scale after a step with infinite gradients.
+        growth_interval: number of steps without infinite gradients before the scale grows.
         enabled: whether to scale; ``False`` makes everything except ``step`` do nothing.
 
     >>> scaler = GradScaler(init_scale=4.0)
@@ -71,7 +71,7 @@ class GradScaler(_GradScaler):
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
 
     def scale(self, outputs: Any) -> Any:
-        """Return losses times the scale; first wait for a background step that sets the scale of this run."""
+        """Return losses times the scale; first wait for a background optimizer step, which may set the scale."""
         wait_for_updates(lambda runner: runner.is_exact)
         return super().scale(outputs)
 
@@ -108,7 +108,7 @@ _DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("roundpipe_optimize
 
 
 class OptimizerCtx:
-    """A context manager in which ``parameters()`` of a pipeline returns the parameters for an optimizer.
+    """A context manager in which ``parameters()`` of a pipeline returns the tensors that an optimizer updates.
 
     ::
 
@@ -156,14 +156,14 @@ class StepRunner:
         _RUNNERS.add(self)
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run a step function in this thread; the next run reads the new parameters."""
+        """Run an optimizer step in this thread; the next pipeline call reads the new parameters."""
         self.synchronize()
         self._store.adopt()
         _in_ctx(step)
         self._store.publish(stepped=True)
 
     def start(self, step: Callable[[], Any]) -> None:
-        """Run a step in the background; the next run reads the old parameters, later runs read the new ones."""
+        """Run an optimizer step in the background; the next pipeline call still reads the old parameters."""
         self.finish()
         self._store.adopt()
         self._store.freeze()
@@ -172,7 +172,7 @@ class StepRunner:
             self._update = self._worker.submit(_in_ctx, step)
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
-        """Start a step that runs layer by layer in the background, and return when the caller may continue."""
+        """Start an optimizer step that runs by layers in the background; return when the caller may continue."""
         self.synchronize()
 
         def not_begun(error: BaseException) -> None:
@@ -206,18 +206,18 @@ class StepRunner:
         return self._unpublished or self._publication is not None or ahead
 
     def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Return whether a background step may change one of the parameters before the next run reads it."""
+        """Return whether a background step may change one of the parameters before the next pipeline call reads it."""
         ahead = self._ahead
         return ahead is not None and ahead.is_ahead and ahead.writes(parameters)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the next run waits, layer by layer, for the step in the background."""
+        """Whether the next pipeline call waits, layer by layer, for the optimizer step in the background."""
         ahead = self._ahead
         return ahead is not None and ahead.is_ahead
 
     def run_ended(self) -> None:
-        """Start to write the result of the background step to the parameters, after the run during it succeeded."""
+        """Start to write the background step's result to the parameters; called after a successful pipeline call."""
         self.wait_update()
         if self._unpublished:
             with Uninterrupted():
@@ -227,7 +227,7 @@ class StepRunner:
                 self._unpublished = False
 
     def wait_cleared(self) -> None:
-        """Wait for a step that updates layers during the current run, because it may clear gradients at its end."""
+        """Wait for an optimizer step in parallel with this pipeline call, because it may clear gradients at its end."""
         ahead = self._ahead
         if ahead is not None and ahead.is_ahead:
             ahead.ended.wait()
@@ -242,7 +242,7 @@ class StepRunner:
             self.wait_update()
 
     def wait_update(self) -> None:
-        """Wait for the background step, and raise the error of a failed step."""
+        """Wait for the optimizer step in the background, and raise its error if it failed."""
         update, ahead = self._update, self._ahead
         if self.is_here():  # `_update` may not be set yet
             if ahead is not None and not ahead.is_ahead:
@@ -267,7 +267,7 @@ class StepRunner:
         return "step(..., is_async=True)" if self._ahead is None else 'step(..., is_async="exact")'
 
     def _end_exact(self) -> None:
-        """Forget a step that has finished or failed; the next run reads the result of the step."""
+        """Forget a background step that has finished or failed; the next pipeline call reads its result."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             if ahead.is_ahead:
@@ -277,7 +277,7 @@ class StepRunner:
             self._store.thaw()
 
     def note_raised(self, error: BaseException) -> None:
-        """Forget an error of a background step that a run has raised, so that the error is not raised again."""
+        """Forget an error of a background step that a pipeline call has raised, so that it is not raised again."""
         update = self._update
         if self._ahead is not None and update is not None and not self.is_here():
             with contextlib.suppress(BaseException):
@@ -287,7 +287,7 @@ class StepRunner:
                 self._end_exact()
 
     def resume(self) -> None:
-        """After a failure, continue to write the result of a step to the layers that do not have it yet."""
+        """After a failure, continue to write the result of an optimizer step to layers that do not have it yet."""
         update = self._update
         if self.is_exact and update is not None and is_done(update) and error_of(update) is None:
             self.wait_update()
@@ -318,7 +318,7 @@ class StepRunner:
             self._wait_publication()
 
     def synchronize(self) -> None:
-        """Write the result of the background step to the parameters, and let stages read the parameters themselves."""
+        """Write the result of the background step to the parameters, and let stages read parameters, not copies."""
         self.finish()
         if not self.is_here():
             self._store.thaw()
@@ -350,7 +350,7 @@ _LOG = logging.getLogger("roundpipe_runtime")
 
 @atexit.register
 def _report_failures() -> None:
-    """Log an error of the last background step that no call has raised."""
+    """Log the error of a background optimizer step that no pipeline call has raised."""
     for runner in list(_RUNNERS):
         for what, future in (("function given to", runner._update), ("publication of", runner._publication)):
             error = None if future is None else error_of(future)
@@ -363,7 +363,7 @@ _RUNNERS_LOCK = free_after_fork(threading.Lock())
 
 
 def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) -> None:
-    """Wait for background steps of all pipelines; their errors are raised by the next call of each pipeline."""
+    """Wait for background optimizer steps of all pipelines; the next call of each pipeline raises its errors."""
     # which: function that chooses the pipelines. Default: all.
     with _RUNNERS_LOCK:
         runners = list(_RUNNERS)
@@ -375,7 +375,7 @@ def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) 
 
 
 class LayerSteps:
-    """Runs a step function in the background, and lets the next run read each layer as soon as it is updated."""
+    """Runs an optimizer step in the background; the next pipeline call can read each layer once it is updated."""
 
     # expected: number of optimizers that the function steps; the caller continues when the last step has begun. `None`
     # if the number is not known: the caller continues when the function has ended.
@@ -400,7 +400,7 @@ class LayerSteps:
         self._released: dict[int, list[int]] = {}
 
     def run(self, step: Callable[[], Any]) -> None:
-        """Run the step function, after which the next run can read every layer."""
+        """Run the step function; afterwards, the next pipeline call can read every layer."""
         try:
             with on_error(self._fail):
                 with taking_over(self._take):
@@ -418,7 +418,7 @@ class LayerSteps:
             self._table.fail(error)
 
     def release_all(self) -> None:
-        """Let the next run read the remaining layers, with their current parameters."""
+        """Let the next pipeline call read the remaining layers, with their current parameters."""
         for contents in self._contents:
             if self._table.version(contents.index) < self._table.latest:
                 self._release(contents, lambda: None)

@@ -32,14 +32,14 @@ Hook: TypeAlias = Callable[[Optimizer, Any, Any], None]
 class Adam(torch.optim.Adam):
     """Adam on the CPU with torch's fused kernel, and with the arguments of ``Adam`` in the RoundPipe package.
 
-    A group with a complex parameter is updated by torch's loop over parameters, because the fused kernel does not
-    support complex numbers.
+    A parameter group with a complex parameter is updated by torch's loop over parameters, because the fused kernel does
+    not support complex numbers.
 
     Args:
         params: parameters or groups, from :meth:`RoundPipe.optim_parameters`.
         lr: learning rate.
         betas: coefficients of the running averages of the gradient and of its square.
-        eps: term added to the denominator.
+        eps: term added to the denominator for numerical stability.
         weight_decay: factor of the L2 penalty, or of the weight decay if ``decoupled_weight_decay`` is true.
         amsgrad: whether to use the AMSGrad variant.
         foreach: no effect here; if given, it is ignored with a warning.
@@ -154,7 +154,7 @@ def install() -> None:
 
 
 def hear_steps(before: Hook, after: Hook) -> None:
-    """Call functions of this package, which read no gradient, before and after every optimizer step."""
+    """Register functions that read no gradient to be called before and after every optimizer step."""
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     _OWN.add(after)
@@ -236,7 +236,7 @@ def _wait(optimizer: Optimizer, *_: Any) -> None:
 
 
 class HasMasters(Protocol):
-    """A store that knows the master weights of a model's parameters."""
+    """The interface of a store that knows the master weights of a model's parameters."""
 
     def originals(self) -> dict[int, torch.Tensor]:
         """Return the master weights, by the ``id()`` of their parameters."""

@@ -1,1 +1,1 @@
-"""The execution engine runs the layers of a model on devices, and adds the gradients to the parameters."""
+"""The execution engine: run the layers of a model on devices, and add the gradients to the parameters."""

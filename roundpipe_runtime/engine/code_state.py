@@ -1,7 +1,7 @@
 """Copy settings of the caller's thread to the threads that run layers, and detect changes of code between calls.
 
-Autocast, torch modes and thread locals must be copied, since they are not context variables of Python, which are copied
-to threads anyway. A change of the code of a layer or loss function calls for a new check.
+Autocast, torch modes and thread locals are copied here, since they are not Python context variables, which are copied
+separately. When the code of a layer or loss function changes, its checks are repeated.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def values_of(function: types.FunctionType) -> Iterator[Any]:
 
 
 def is_due(count: int) -> bool:
-    """Return whether the next run is checked, after ``count`` runs with inputs of the same structure.
+    """Return whether the next pipeline call is checked, after ``count`` calls with inputs of the same structure.
 
     >>> [count + 1 for count in range(20) if is_due(count)]
     [1, 2, 4, 8, 16]
@@ -189,7 +189,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 class Repeats:
-    """Decides which calls are checked, by counting calls and by detecting changes of layers and loss functions."""
+    """Decides which pipeline calls are checked, by counting calls and detecting changed layers and loss functions."""
 
     def __init__(self) -> None:
         self._calls: collections.Counter[Hashable] = collections.Counter()

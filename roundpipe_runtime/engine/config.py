@@ -18,38 +18,38 @@ from ..schedule.plan import ModelExecutePlan
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RoundPipeRunConfig:
-    """Configuration of a pipeline run. A field that is ``None`` gets the pipeline's setting, or else the default.
+    """Configuration of a pipeline call. A field that is ``None`` gets the pipeline's setting, or else the default.
 
     Attributes:
         requires_grad: whether gradients are computed (default: ``torch.is_grad_enabled()`` at the call).
         output_device: device of the outputs (default: the CPU).
-        preserve_rng_state: whether the recomputation draws the same random numbers (dropout) (default: ``True``).
-        recompute_grain: unit of recomputation in a backward stage, ``"stage"`` or ``"layer"`` (default: ``"stage"``).
-            ``"layer"`` needs less memory on the device.
+        preserve_rng_state: whether a recomputation draws the same dropout masks as the forward (default: ``True``).
+        recompute_grain: whether the backward recomputes a ``"stage"`` (several layers) or one ``"layer"`` at a time
+            (default: ``"stage"``). ``"layer"`` needs less memory on the device.
         num_microbatch: number of microbatches per batch (default: number of devices + 1).
         split_input: rule for splitting arguments, see :func:`roundpipe_runtime.batch.split` (default: along the batch).
         split_label: rule for splitting labels (default: along the batch).
         merge_output: rule for joining outputs, see :func:`roundpipe_runtime.batch.join` (default: ``True``, which
             concatenates outputs along the batch). With ``False``, outputs are not joined, and each output tensor is
             replaced by a :class:`RoundPipePackedData`.
-        execute_plan: layers of each stage (default: planned automatically from measured times).
+        execute_plan: layers of each pipeline stage (default: planned automatically from measured times).
         loss_reduction: how the losses of microbatches are combined to the loss of the batch (default: ``"auto"``).
-            ``"auto"``: loss and gradients are as without a pipeline. A few rows are computed to find weights of
+            ``"auto"``: loss and gradients are as without a pipeline. A test with a few rows finds the weights of
             microbatch losses; if no weights fit, the loss is computed as for ``"joined"``. ``"mean"``: the loss of a
             microbatch is a mean over rows, and the loss of the batch is the mean over all rows. ``"sum"``: losses are
             added, for a script that divides by the number of microbatches. ``"joined"``: the loss is computed once,
             from the joined outputs of all microbatches.
-        last_stage_copies: number of devices that compute the last layer, the loss and their backward in
-            ``forward_backward``, each for every n-th microbatch, if ``execute_plan`` is automatic (default: 1).
-            ``"auto"``: as many as make the simulated run clearly faster. Every number gives bitwise identical results.
-        keep_parameters: GB of each device for parameters that stay on the device after a stage, frozen parameters
-            first, so that only changed parameters are uploaded again (default: 0). ``"auto"``: all parameters if
-            parameters and gradients fit, else as many as fit in addition to the stages. Call
+        last_stage_copies: number of devices that compute the last layer and the loss in ``forward_backward``, each for
+            a share of the microbatches, if ``execute_plan`` is automatic (default: 1). ``"auto"``: the number for which
+            a simulation is clearly faster. All numbers give bitwise identical results.
+        keep_parameters: GB of each device's memory for parameters that stay there after use, frozen parameters first,
+            so that only changed parameters are uploaded again (default: 0). ``"auto"``: all parameters if parameters
+            and gradients fit, else as many as fit in addition to the stages. Call
             :meth:`RoundPipe.drop_kept_parameters` after a write through ``parameter.data``, which is only detected by
             sampling.
         upload_experts: which experts of a mixture-of-experts layer are copied to a device (default: ``"routed"``).
-            ``"routed"``: after the router has run, only the experts that tokens were routed to, unless runs of this
-            size need most experts anyway. ``"all"``: all experts, before the layer runs. Results of both are identical.
+            ``"routed"``: after the router has run, only the experts that get tokens, unless batches of this size need
+            most experts. ``"all"``: all experts, before the layer runs. Both settings give identical results.
 
     Raises:
         ConfigError: a field has an invalid value.
@@ -176,7 +176,7 @@ _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 
 class CompiledLayers:
-    """The layers of a pipeline, compiled with ``torch.compile``; the engine calls them in runs with gradients."""
+    """The layers of a pipeline, compiled with ``torch.compile``; they are used when gradients are computed."""
 
     # options: keyword arguments of `torch.compile`; `None` disables it
 

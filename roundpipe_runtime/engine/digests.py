@@ -2,13 +2,13 @@
 
 The gradients of a model take as much memory as the model, so large gradients are not stored. Each projection is a
 weighted sum of the gradient's values with random factors, which are the same for all gradients of one size. The mean
-square of the differences between the projections of two gradients is, in expectation, the square of the norm of the
-gradients' difference (Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996;
-here the factors are uniform random numbers instead of signs, so that two different values do not cancel). With sixteen
-projections the estimate is rarely wrong by half. An estimate that is too small by a factor of 25, which could treat a
+square of the differences between the projections of two gradients estimates the squared norm of the gradients'
+difference (Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996). Here the
+factors are uniform random numbers instead of signs, so that two different values do not cancel. With sixteen
+projections, the estimate is rarely wrong by 50 %. An estimate that is too small by a factor of 25, which could treat a
 mistake as rounding, has a probability of 10**-15.
 
-Projections are linear, so the gradients of a parameter in several layers are digested layer by layer and added.
+Projections are linear: for a parameter that several layers share, projections of the layers' gradients are added.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Record which random generators the layers of a run use: those of torch, NumPy, Python, or in attributes of layers.
+"""Record which random generators layers use: those of torch, NumPy, Python, or in attributes of layers.
 
-The seeds are derived from the state of torch's generator when the run begins, so restoring that state restores the
-dropout masks. When the run is committed, the generators that a layer has drawn from advance::
+The seeds of a pipeline call are derived from the state of torch's generator at its beginning, so restoring that state
+restores the dropout masks. When the call succeeds, the generators that a layer has drawn from advance::
 
     one microbatch           each layer call continues from the state after the previous call, as without a pipeline
     several microbatches     each layer call starts from its own seed, since several devices draw at the same time
@@ -44,7 +44,7 @@ def run_base() -> int:
 
 @dataclasses.dataclass(eq=False)
 class Draws:
-    """Records how the layer calls of a run use random generators, and advances the generators at the commit."""
+    """Records how layers use random generators during a pipeline call, and advances the generators at its end."""
 
     base: int  # digest of the state of torch's generator
     tag: str  # name of the pipeline
@@ -84,7 +84,7 @@ class Draws:
         self.end()
 
     def end(self) -> None:
-        """Record that this run has ended, so that a later run from the same generator state uses the same seeds."""
+        """Record that this pipeline call has ended; a later call from the same generator state gets equal seeds."""
         with _LOCK:
             _UNDER_WAY.discard(self)
 
@@ -122,7 +122,7 @@ class CallDraws:
         return generator.get()
 
     def restart(self) -> None:
-        """Reset the generators to the state that all layers get for the same microbatch."""
+        """Reset the generators to a state that depends on the microbatch, but not on the layer."""
         draws = self.draws
         for key, (generator, found) in self._given.items():
             if draws.moves and draws.in_order:
@@ -153,7 +153,7 @@ class CallDraws:
 
 
 def move_generator() -> None:
-    """Advance torch's generator on this rank, after a call in which any rank has drawn random numbers."""
+    """Advance torch's generator on this rank, after a pipeline call in which any rank has drawn random numbers."""
     with moving():
         _draw()
 
@@ -188,7 +188,7 @@ class ProcessState:
         return self.mark == _mark(torch.default_generator.get_state()) and self.others == process_marks()
 
     def is_moved(self) -> bool:
-        """Return whether all changes of the process's random generators since this state come from commits of runs."""
+        """Return whether all changes of the process's random generators since this state come from pipeline calls."""
         here: object = self.mark, self.others
         now = ProcessState()
         moves = list(_MOVES)
@@ -202,7 +202,7 @@ class ProcessState:
 
 @contextlib.contextmanager
 def moving() -> Iterator[None]:
-    """Record that changes of random generators in the with block come from the commit of a run."""
+    """Record that changes of random generators in the with block come from a pipeline call, not from user code."""
     with generator_lock():
         before = ProcessState()
         yield
@@ -442,8 +442,8 @@ _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary
 def traits_of(code: Any) -> LayerTraits:
     """Return the :class:`LayerTraits` of a layer or a loss function; repeated calls return the same object.
 
-    For an object that cannot be weakly referenced, such as a tuple, every call returns a new record, which states that
-    the backward calls forward code again.
+    For an object that cannot be weakly referenced, such as a tuple, every call returns a new object, which assumes that
+    the backward calls forward code again, as activation checkpointing does.
 
     >>> from torch import nn
     >>> layer = nn.Linear(1, 1)

@@ -169,7 +169,7 @@ class Engine(RunLifecycle):
 
     @contextlib.contextmanager
     def _leaving_no_trace(self) -> Iterator[None]:
-        """Suppress warnings in the with block; then restore the gradient mode and the number of the next device."""
+        """Suppress warnings in the with block; then restore the gradient mode and the index of the next device."""
         with warnings.catch_warnings(), self.lock, gradient_mode_kept():
             warnings.simplefilter("ignore")  # warnings about single rows or missing gradients do not concern the user
             cursor = self.round_robin.cursor
@@ -261,7 +261,7 @@ class Engine(RunLifecycle):
         loss_fn: Callable[[Any, Any], Any],
         config: RoundPipeRunConfig,
     ) -> Reduction | None:
-        """Find how the losses of microbatches add up to the loss of the batch; ``None`` if there are too few rows."""
+        """Find how the losses of microbatches add up to the batch's loss; ``None`` if the rows are too few to test."""
         microbatches = [one for part in parts for one in part]
         stated = config.loss_reduction or "auto"
         is_split = len(microbatches) > 1 or (
@@ -276,7 +276,7 @@ class Engine(RunLifecycle):
     def _samples(
         self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
     ) -> Iterator[Sample]:
-        """Yield outputs and labels to check the loss with: of a few rows run separately, then of one microbatch."""
+        """Yield outputs and labels to test the loss function with: of a few rows, and then of one microbatch."""
         self.wait_exact_step()
         others = [on_host(leaf.value) for leaf in batch.label.leaves]
         tried = [] if self.row_check is None else self.row_check.tried
@@ -307,7 +307,7 @@ class Engine(RunLifecycle):
 
     @contextlib.contextmanager
     def _noting_ends(self) -> Iterator[None]:
-        """After a call, warn about what its checks have found, and record the state of layers and losses."""
+        """After a pipeline call, warn about findings of its checks, and record the state of layers and losses."""
         try:
             yield
             if self.row_check is not None:
@@ -318,7 +318,7 @@ class Engine(RunLifecycle):
                 self.row_check.end()
 
     def cut(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
-        """Split a batch into the groups of this process, and each group into microbatches; a list may be empty."""
+        """Split this process's rows of a batch into groups, and each group into microbatches; a group may be empty."""
         count = self.groups.own_groups
         check_labels(batch.label)
         if count == 1:
@@ -390,7 +390,7 @@ def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor,
 
 
 class _Pipeline(torch.autograd.Function):
-    """Runs the forward stages of a run in ``forward``, and the backward stages in ``backward``."""
+    """An autograd function that runs the pipeline's stages: forward stages in ``forward``, others in ``backward``."""
 
     @staticmethod
     def forward(
@@ -435,7 +435,7 @@ class _Pipeline(torch.autograd.Function):
 
 
 def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Remove gradients of the given parameters from a run; sum the gradients of layers that share a parameter."""
+    """Remove and return the gradients of the given parameters, summed over layers that share a parameter."""
     totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, learned))
     for layer in sorted(run.collected.gradients, reverse=True):
         for parameter in [parameter for parameter in run.collected.gradients[layer] if id(parameter) in totals]:

@@ -1,4 +1,4 @@
-"""Run a layer call as a separate autograd graph, also with activation checkpointing inside the layer."""
+"""Run each layer call as a separate autograd graph, also with activation checkpointing inside the layer."""
 
 from __future__ import annotations
 
@@ -165,8 +165,8 @@ T = TypeVar("T")
 def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     """Run a backward, with the CPU's random generator locked if the backward recomputes a forward (checkpointing).
 
-    Only the first call of each layer is profiled, so checkpointing that starts later is not noticed. If the thread
-    already has a profiler, layers are not profiled, and every backward locks the generator.
+    A profiler looks for checkpointing in the first call of each layer only, so checkpointing that starts later is
+    missed. If the thread already has a profiler, every backward locks the generator.
     """
     if traits_of(code).reenters.get(_mode(code)) is False:
         return call()
@@ -262,7 +262,7 @@ _LOOSE = _references()
 
 
 def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
-    """Make a later backward to leaves raise an error, because a tensor left the layer as an attribute or in a hook."""
+    """Make a later backward raise an error if it reaches a layer call through a tensor that is not an output."""
     # leaves: inputs or parameters of a call that has ended; only an escaped tensor can still refer to them
     for leaf in leaves:
         if leaf is not None and leaf.requires_grad and tensor_use_count(leaf) > 1:

@@ -1,7 +1,7 @@
 """Prepare and execute the runs of one model (forward, or forward and backward), and commit their results.
 
-The results of a run are stored outside of the model until :meth:`RunLifecycle.commit`, so that a failed run changes no
-gradient, no buffer and no random generator.
+Results are stored outside of the model until :meth:`RunLifecycle.commit`, so that a failed forward or backward changes
+no gradient, no buffer and no random generator.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class PipelineProgress:
     """The training progress of a pipeline, which a checkpoint stores with its parameters and buffers.
 
     Attributes:
-        runs: Number of completed runs; execution plans are computed again after 1, 2, 4, 8, ... runs.
+        runs: Number of completed pipeline calls; execution plans are computed again after 1, 2, 4, 8, ... calls.
         masters: Master weights: copies of parameters in the optimizer's dtype, by parameter name (default: none).
         gradients: Accumulated gradients that no optimizer step has used yet, by parameter name (default: none).
-        replicas: Number of groups that batches were split into (default: not known).
+        replicas: Number of groups of rows that each batch was split into (default: not known).
     """
 
     runs: int
@@ -84,7 +84,7 @@ class PipelineProgress:
 
 
 class RunLifecycle:
-    """Prepares the runs of one model, executes their stages on its devices, and commits their results to the model."""
+    """Prepares forward and backward of a model, executes the stages on devices, and commits results to the model."""
 
     # take_gradient: function that is called with each parameter and its gradient after each microbatch's backward
     # through a layer. If the function returns true, the gradient is not stored in the parameter.
@@ -306,7 +306,7 @@ class RunLifecycle:
             self.commit_backward(run)
 
     def commit_forward(self, run: Run) -> None:
-        """Write the buffers that layers changed during a run to the model, and count the run."""
+        """Write the buffers that layers changed in a forward to the model, and count the pipeline call."""
         with on_error(lambda error: run.discard()):
             run.collected.buffers.check()
         if self.steps.is_exact:
@@ -325,7 +325,7 @@ class RunLifecycle:
             self.store.end_run()
 
     def wait_step(self, run: Run) -> None:
-        """Wait for a background optimizer step, so that an error of the step is raised before this run writes."""
+        """Wait for a background optimizer step, so that its error is raised before this call changes the model."""
         with on_error(lambda error: run.discard()):
             self.steps.wait_update()
 
@@ -414,7 +414,7 @@ _USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Dispatch]] = weakref.W
 
 
 class Dispatch:
-    """Sends the stages of one pipeline's runs to its devices, which other pipelines may share."""
+    """Sends the stages of one pipeline to its devices, which other pipelines may share."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = list(devices)
@@ -432,7 +432,7 @@ class Dispatch:
             run.timer.finish()
 
     def _submitted(self, run: Run, stages: Sequence[Stage]) -> list[Future[None]]:
-        """Submit all stages of a run; if a submission fails, stop the stages that would wait for a missing stage."""
+        """Submit stages to device threads; if a submission fails, stop stages that would wait for a missing stage."""
         work: list[Future[None]] = []
         with _DISPATCH:
             numbers = self.round_robin.assign(len(stages))
@@ -449,7 +449,7 @@ class Dispatch:
         return work
 
     def _settle(self, cursor: int, error: BaseException) -> None:
-        """Wait until a failed run has no work left on its devices."""
+        """Wait until no work of a failed forward or backward is left on the devices."""
         # A late error must not reach the next run, and memory must not be freed while a copy still writes to it.
         self.round_robin.cursor = cursor
         for device in self.devices:
@@ -460,7 +460,7 @@ class Dispatch:
                     break
 
     def close(self) -> list[Device]:
-        """Refuse further runs, and return the devices that no other pipeline uses."""
+        """Refuse further pipeline calls, and return the devices that no other pipeline uses."""
         self.is_closed = True
         alone = []
         with _DISPATCH:

@@ -1,7 +1,7 @@
 """Check on a few rows how the losses of microbatches add up, before a call computes its first gradient.
 
-The layers run on some rows of the batch, first together and then in parts, or on a microbatch. `batch/loss_proof` calls
-the loss function with these outputs, and all effects of the calls are undone::
+The layers run on a few rows of the batch, first together and then in two parts, or on a microbatch. `batch/loss_proof`
+calls the loss function with these outputs, and all effects of the calls are undone::
 
     loss_reduction="auto"    use matching weights of microbatches; if there are none, compute the loss of joined outputs
     loss_reduction="mean"    raise an error unless the loss is a mean over rows
@@ -223,7 +223,7 @@ class LossChecks:
         self._unclear: str | None = None  # why this call could not be checked
 
     def find(self, kind: Hashable, code: object, show: Callable[[LossProof | None], LossProof]) -> LossProof:
-        """Return how microbatch losses add up in calls of one kind: a stored result, or a new one if a check is due."""
+        """Return how microbatch losses add up in calls like this one: a stored result, or a new one if it is due."""
         # show: function that returns a new proof, given an earlier proof whose weights must match again
         known, is_due = self.proofs.get(kind), self.repeats.is_due(kind, code)
         # a loss that was not a weighted sum once is never treated as a weighted sum later

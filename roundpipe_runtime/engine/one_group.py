@@ -1,7 +1,7 @@
 """Run a batch as one group of rows in one process, and join the outputs of its microbatches.
 
-The engine splits a batch into groups, and runs the groups. :class:`OneGroup` joins the results; with several groups or
-ranks, its subclass in `distributed/replicas/rank_groups` does::
+The engine splits a batch into groups of rows, and runs the groups. :class:`OneGroup` joins the results of one group;
+its subclass in `distributed/replicas/rank_groups` handles several groups and ranks::
 
     one group          split the batch, run the group, commit the results
     several groups     split the batch, run each group, wait until all ranks have succeeded, commit the sums
@@ -163,7 +163,7 @@ class Call:
     land: Callable[[int, int, Gradients], None] | None = None
 
     def losses(self, turn: int) -> LossContract:
-        """Return the :class:`LossContract` that collects the losses of group ``turn`` of this process."""
+        """Return the :class:`LossContract` that collects the losses of this process's group of rows number ``turn``."""
         return self.contract
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:

@@ -1,4 +1,4 @@
-"""Measure times of layers and copies, to choose stages, threads and parameters that stay on devices in later runs."""
+"""Measure times of layers and copies, to choose stages, threads and parameters that stay on devices later."""
 
 from __future__ import annotations
 
@@ -65,16 +65,16 @@ class Planner:
         return self._inference if kind == "infer" else self._training
 
     def wants_events(self, kind: RunType) -> bool:
-        """Count a run of this kind; return whether its work on accelerators is timed.
+        """Count a pipeline call of a kind, such as training; return whether its work on accelerators is timed.
 
-        The first runs are timed, and the two runs before a plan is computed again; timing takes two events per task.
+        The first calls are timed, and the two calls before a plan is computed again. Timing takes two events per task.
         """
         self._runs[kind] += 1
         number = self._runs[kind]
         return number <= _MEASURED_FIRST or is_due(number - 1) or is_due(number)
 
     def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
-        """Return costs of the layers measured in runs of this kind, or of another kind if this kind has not run."""
+        """Return layer costs measured in training or in inference, by ``kind``; if not measured, those of the other."""
         own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
         return (own if own.is_measured or not other.is_measured else other).costs()
 
@@ -91,7 +91,7 @@ class Planner:
     def plan(
         self, kind: RunType, step: int, *, copies: int | Literal["auto"] = 1, num_microbatch: int | None = None
     ) -> ModelExecutePlan:
-        """Return the current plan, which is computed again after 1, 2, 4, 8 ... runs with more measurements."""
+        """Return the current execution plan, which is computed again after 1, 2, 4, 8 ... pipeline calls."""
         # copies: number of copies of the fused stage, or `"auto"`
         # num_microbatch: number of microbatches for which copies are planned. Default: number of devices + 1.
         key = kind, copies, None if copies == 1 else num_microbatch

@@ -1,8 +1,8 @@
 """Make a recomputation give the values of the first forward: with equal seeds, and with data that the layer saves.
 
-The seed of a layer call is derived from the state of torch's generator before the run, the layer, and the microbatch.
-The seed does not depend on devices or on the order of calls, so a recomputation needs no saved generator state.
-Generators of NumPy, Python and layers are reset by :mod:`.draws`.
+The seed of a layer call is derived from the state of torch's generator, the layer, and the microbatch. The seed does
+not depend on devices or on the order of calls, so a recomputation needs no saved generator state. Generators of NumPy,
+Python and layers are reset by :mod:`.draws`.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _shared_keys() -> set[int]:
 
 
 class VisitGenerator:
-    """The random generator of an accelerator during a stage: seeded for each call, and restored after the stage."""
+    """The random generator of an accelerator: seeded for each layer call, and restored after a pipeline stage."""
 
     # draws: draws of the run, which records whether a call drew from the device's generator
     # cpu_state: state of the CPU's generator after the last call; the stage sets it to `None` before other user code

@@ -1,13 +1,13 @@
 """Check that layers compute each row of a batch independently, before the batch is split into microbatches.
 
 A layer that normalizes over the batch, sorts, rolls or adds up rows, or expects the sequence on axis 0, would compute
-different values for each split. Therefore three rows run together, and again in two uneven parts::
+different values for each split. Therefore layers run on three rows together, and again on two uneven parts of these
+rows::
 
     layers    [a b c] -> [a' b' c']    [a b] -> [a' b']    [c] -> [c']
 
-During the check, dropout is off, and torch's random functions return a constant. A layer with another random source
-always gives different values. For such a layer, rows are combined with different rows, and all calls draw the same
-numbers::
+During the check, dropout is off, and torch's random functions return a constant. If a layer uses another random source,
+rows are combined with different rows, and all calls draw the same numbers::
 
     layers    [a b c] -> [a' b' c']    [a b b] -> [a' b' .]    [c b c] -> [. b' c']
 
@@ -117,7 +117,7 @@ class Rows(Protocol):
 
 
 class RowCheck:
-    """Checks that the layers of a pipeline treat rows independently, and remembers the result by kind of call."""
+    """Checks that the layers of a pipeline treat rows independently, and stores the result for similar calls."""
 
     def __init__(self) -> None:
         self._repeats = Repeats()
@@ -130,7 +130,7 @@ class RowCheck:
         self.is_nonlinear = False  # `GradientTrial.is_nonlinear` of the layers of this call
 
     def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
-        """Check that layers treat rows independently, in calls 1, 2, 4, ... of one kind, and if layers changed."""
+        """Check that layers treat rows independently, in calls 1, 2, 4, ... with similar inputs and after changes."""
         self.tried.clear()
         self.is_nonlinear = False
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
@@ -184,7 +184,7 @@ class RowCheck:
         self._repeats.end()
 
     def _note(self, kind: Hashable, reason: str) -> None:
-        """Warn about a kind of call that could not be checked, when it occurs for the second time."""
+        """Warn if a pipeline call could not be checked, at the second call with similar inputs."""
         self._failures[kind] += kind not in self._shown
         if self._failures[kind] == 2:
             self._shown.add(kind)
@@ -394,7 +394,7 @@ def few_rows(
     config: RoundPipeRunConfig,
     split_again: Callable[[FlatBatch, RoundPipeRunConfig], RoundPipeRunConfig] = lambda few, config: config,
 ) -> Iterator[RowTrial]:
-    """Yield trials with a few rows of the batch each; yield nothing if the rows cannot be split in two."""
+    """Yield :class:`RowTrial` objects with a few rows of the batch each; none if the rows cannot be split in two."""
     # split_again: function that returns the settings for splitting a few rows into two parts. Default: those of the
     # batch.
     in_two = dataclasses.replace(config, num_microbatch=2)

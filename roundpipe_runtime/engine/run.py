@@ -1,4 +1,4 @@
-"""A run: one pass of all microbatches through the layers, with its settings, and its results until the commit."""
+"""A run: one pass of all microbatches through the layers, its settings, and its results until they are committed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .recomputed import call_seed
 
 @dataclasses.dataclass
 class Run:
-    """One pass of all microbatches through the layers: settings, measured times, and results until the commit."""
+    """One pass of all microbatches through the layers, with settings, measured times, and uncommitted results."""
 
     spec: RunSpec
     store: ParameterStore
@@ -114,7 +114,7 @@ class Run:
         return self.contract.gradient_scale() if self.spec.kind == "fused" else 1.0
 
     def commit_gradients(self) -> None:
-        """Add the gradients of this run to the accumulated gradients, always from the last layer to the first."""
+        """Add the gradients of this backward to the accumulated gradients, always from the last layer to the first."""
         # Gradients of layers are scaled on their devices. Gradients of a loss function's own parameters, which have the
         # index after the last layer, were summed before the scale was known.
         scale = self.gradient_scale()
@@ -142,7 +142,7 @@ Trial: TypeAlias = Literal["parts", "others"]
 
 @dataclasses.dataclass(frozen=True)
 class RunSpec:
-    """The settings of a run, fixed before the run starts: kind, stages, layers, seeds and loss function."""
+    """The settings of one pass through the layers, fixed in advance: kind, stages, layers, seeds and loss function."""
 
     kind: RunType  # `"infer"`, `"train"` (forward now, backward later) or `"fused"`
     stages: Sequence[Stage]  # in the order of dispatch
@@ -176,7 +176,7 @@ class RunSpec:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward follows the forward, in this run or later."""
+        """Whether a backward follows the forward, either immediately or later."""
         return self.kind != "infer"
 
     @functools.cached_property
@@ -224,7 +224,7 @@ Copies: TypeAlias = list[tuple[torch.Tensor, Event] | None]
 
 @dataclasses.dataclass
 class Collected:
-    """The results of a run's stages, stored until the commit; one stage writes each entry."""
+    """The results of pipeline stages, stored until they are written to the model; one stage writes each entry."""
 
     buffers: WrittenBuffers  # buffers that layers wrote
     outputs: dict[int, HostValue] = dataclasses.field(default_factory=dict)  # outputs of the last layer, by microbatch
@@ -258,7 +258,7 @@ class Collected:
 
 
 class WrittenBuffers:
-    """The buffers that layers write in a run, such as running statistics."""
+    """The buffers that layers write in a forward, such as running statistics."""
 
     def __init__(self, contents: Sequence[LayerContents]) -> None:
         self._contents = contents
@@ -327,7 +327,7 @@ class WrittenBuffers:
         return found
 
     def keep_start(self) -> None:
-        """Keep copies of the model's buffers before this run overwrites the buffers, for the recomputation."""
+        """Keep copies of the model's buffers before this forward overwrites them, for the recomputation."""
         for layer, written in self._final.items():
             for number in written:
                 self._at_start[layer, number] = self._contents[layer].buffers[number].tensor.clone()

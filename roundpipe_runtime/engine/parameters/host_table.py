@@ -2,7 +2,7 @@
 
 A :class:`HostTable` replaces the parameter: a tensor with the parameter's shape and no memory. Operations that need
 only some rows or slices of the table copy these parts to the device (`on_tables`). All other operations first copy the
-whole table.
+whole table to the device.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PartsDevice(Protocol):
     def copy_out(self, tensor: torch.Tensor, *, last: bool, parameter: bool = False) -> tuple[torch.Tensor, Event]: ...
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager whose computations start after all earlier copies."""
+        """Return a context manager whose computations start after all earlier copies to the device."""
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Release the device memory of tensors that will not be read again."""
@@ -436,7 +436,7 @@ class HostSum:
         return self._total
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
-        """Queue the gradient of the rows ``place``; add queued gradients to the sum until ``waiting`` are left."""
+        """Queue the gradient of the rows ``place``; then add queued gradients to the sum until ``waiting`` are left."""
         # place: slice, or distinct row indices
         assert self.total is not None
         with self._lock:

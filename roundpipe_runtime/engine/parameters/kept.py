@@ -1,9 +1,9 @@
-"""Keep copies of parameters on a device, and reuse the copies in later stages and steps.
+"""Keep copies of parameters on a device, and reuse the copies in later pipeline stages and training steps.
 
-A stage copies the parameters of its layers to the device. A copy can be reused until its parameter changes, so some
-copies stay on a device with free memory. Copies of frozen parameters stay first, because an optimizer step changes
-trained parameters. The choice is fixed before a run, because a device runs all layers in turn, and a least recently
-used copy would always be the copy that is needed next.
+A pipeline stage copies the parameters of its layers to the device. A copy can be reused until its parameter changes, so
+some copies stay on a device with free memory. Copies of frozen parameters have priority, because an optimizer step
+changes trained parameters. The choice is fixed in advance, not by the time of the last use: since a device runs all
+layers in turn, the least recently used copy is the copy that is needed next.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class KeptParameters:
         version: int,
         nbytes: float,
     ) -> None:
-        """Choose the parameters whose copies stay on devices, and release all other copies, and outdated copies."""
+        """Choose the parameters whose copies stay on devices, and release all other copies and outdated copies."""
         if nbytes <= 0:
             self._chosen = frozenset()
             self.drop()
@@ -174,7 +174,7 @@ class GradientMemory:
     """Pinned memory with an address range for the gradient of each parameter of each layer.
 
     A gradient becomes the parameter's ``grad``, so its address range is in use until the gradient is cleared. When
-    gradients accumulate over several runs, the next run gets a second set of address ranges.
+    gradients accumulate over several backwards, the next backward gets a second set of address ranges.
     """
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class GradientMemory:
         return sum(places.nbytes for places in self._sets)
 
     def prepare(self, contents: Sequence[LayerContents], dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
-        """Set the size of the address range of each gradient of a run, and free ranges that no gradient uses."""
+        """Set the size of each gradient's address range for the next backward, and free ranges that are not used."""
         sizes: dict[Hashable, int] = {
             (layer.index, id(parameter)): parameter.numel() * dtype(parameter).itemsize
             for layer in contents

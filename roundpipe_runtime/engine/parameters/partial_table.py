@@ -1,7 +1,7 @@
 """Copy only those rows of a parameter to a device that a layer reads, such as the weights of experts that get tokens.
 
-The tensor on the device has memory for the whole parameter, and so has its gradient, so every operation gets tensors
-of the usual shapes. No operation reads rows that were not copied.
+The tensor on the device and its gradient have memory for the whole parameter, so every operation gets tensors of the
+usual shapes. No operation reads rows that were not copied.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def runs_of(rows: Iterable[int]) -> Runs:
 
 
 class PartialTable:
-    """Device memory for a parameter whose rows are copied when a layer reads the rows; later runs may reuse them."""
+    """Device memory for a parameter whose rows are copied when a layer reads them; later calls may reuse the rows."""
 
     # tensor: memory of the device
     # by_rows: whether rows are copied one by one; otherwise all of the parameter is copied or none of it
@@ -174,7 +174,7 @@ Members: TypeAlias = list[nn.Parameter]
 
 @dataclasses.dataclass(frozen=True)
 class PartialPlan:
-    """The parameters, such as experts, that a run copies to devices only when a layer reads the parameter."""
+    """The parameters, such as experts, that a pipeline call copies to devices only when a layer reads them."""
 
     # by parameter identity: whether its rows are read one by one, or all of it or nothing
     by_rows: Mapping[int, bool]
@@ -186,7 +186,7 @@ NOTHING_PARTIAL = PartialPlan({}, False, lambda tables: None)
 
 
 class RoutedParameters:
-    """Records which share of each parameter group was read, to decide which groups the next run copies on demand."""
+    """Records which share of each parameter group was read, to decide which groups are copied on demand next."""
 
     def __init__(self) -> None:
         self._shares: dict[tuple[Group, Hashable], float] = {}
@@ -246,7 +246,7 @@ class RoutedParameters:
 def find_groups(layer: LayerContents) -> dict[str, Members]:
     """Return the parameters of a layer that may be read in part, by name: stacked experts, or lists of expert modules.
 
-    Names of parameters in a list have a ``*`` instead of the index. Keys of an expert that is a ModuleDict stay names.
+    In names of parameters in a list, ``*`` replaces the index. Keys of an expert that is a ``ModuleDict`` are kept.
     """
     names = dict(_names(layer.module, ""))
     times = collections.Counter(id(slot.parameter) for slot in layer.slots)

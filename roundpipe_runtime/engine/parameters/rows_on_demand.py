@@ -10,8 +10,8 @@ and each operation on the placeholder first copies rows to the device:
     weight.shape, weight.transpose(1, 2)    copies no rows; a view is a placeholder too
     any other operation                     copies all rows
 
-After the copy, the operation runs on the parameter on the device. Values and autograd graph are the same as without a
-placeholder.
+After the copy, the operation runs on the device copy of the parameter. Values and autograd graph are the same as
+without a placeholder.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class KnownRows:
         return [row % rows for row in self._remembered(indices, lambda: _distinct(indices))]
 
     def of_ends(self, ends: torch.Tensor) -> list[int]:
-        """Return the indices of non-empty groups, given the end of each group; the host waits for the device."""
+        """Return the indices of non-empty row groups, given the end of each group; the host waits for the device."""
 
         def find() -> list[int]:
             bounds = itertools.pairwise([0, *ends.tolist()])
@@ -197,7 +197,7 @@ def _distinct(indices: torch.Tensor) -> list[int]:
 
 
 def _is_equal_without(func: Any, args: Arguments, kwargs: Mapping[str, Any], table: TableReader) -> bool:
-    """Compare a product and its backward bitwise: with NaN in the unused rows, and with the unused rows copied."""
+    """Return whether a product and its backward are bitwise equal with NaN in unused rows and with all rows copied."""
     table.table.poison()
     without = _product_alone(func, args, kwargs)
     table.complete()
@@ -303,7 +303,7 @@ class PartialLayer:
         return bool(stood_for)
 
     def release(self, skip: Callable[[int], None]) -> None:
-        """Record for later runs which rows the layer has read, and call ``skip`` with the bytes not copied."""
+        """Record for later calls which rows the layer has read, and call ``skip`` with the bytes not copied."""
         self._plan.note({key: table for key, (table, _) in self._tables.items()})
         for table, _ in self._tables.values():
             skip(table.bytes_missing)

@@ -1,1 +1,1 @@
-"""Run a stage: its layers, the loss, and their gradients."""
+"""Run a pipeline stage on a device: its layers, the loss, and their gradients."""

@@ -1,4 +1,4 @@
-"""Upload the layers of a stage to a device, call the layers with seeded random generators, and download gradients."""
+"""Upload a pipeline stage's layers to a device, call them with seeded random generators, and download gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DOWNLOAD = "the download of its gradients"
 
 
 class StageLayers:
-    """The copies of a stage's layers on its device, plus layers of the following stage if there is free memory."""
+    """The copies of a pipeline stage's layers on a device, plus layers of the next stage if there is free memory."""
 
     def __init__(self, run: Run, stage: Stage, device: Device, following: Stage | None, place: Place) -> None:
         self.run, self.stage, self.device, self._following, self._place = run, stage, device, following, place

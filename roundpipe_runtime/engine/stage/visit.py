@@ -1,4 +1,4 @@
-"""Run one stage on one device: copy its parameters, run every microbatch through its layers, copy gradients back.
+"""Run one pipeline stage on one device: copy parameters, run all microbatches through layers, copy gradients back.
 
 Every layer has a separate autograd graph, whichever stage contains the layer: its inputs are detached, and its backward
 starts from the gradients of its outputs. Therefore gradients are summed in the same order for any split of layers into
@@ -38,7 +38,7 @@ _NO_MODES = contextlib.nullcontext()
 
 
 def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, kind: type[Visit]) -> None:
-    """Run a stage with all microbatches; results and errors are stored in ``run``, and no error is raised."""
+    """Run a pipeline stage with all microbatches; results and errors are stored in ``run``, and no error is raised."""
     # following: stage that the device runs next, which is uploaded as soon as there is room
     # kind: class that runs the stage
     visit = kind(run, stage, device, following)

@@ -61,7 +61,7 @@ class DistributedError(RoundPipeError, RuntimeError):
 
 
 class StageError(RoundPipeError, RuntimeError):
-    """A forward, backward or optimizer step failed. Exceptions raised in a layer or loss function pass unchanged."""
+    """A forward, backward or optimizer step failed. Exceptions of layers and loss functions are raised unchanged."""
 
 
 class RoundPipeWarning(UserWarning):

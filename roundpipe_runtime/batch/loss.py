@@ -10,13 +10,13 @@
     (sum, weight)          sum of sums / sum of weights     1 / c                    c / sum of weights
 
 The seed is the initial gradient of a microbatch's backward. For a sum or a mean, the seed is known before the backward,
-so the accumulated gradient needs no scaling. For pairs ``(sum, weight)``, the total weight is unknown when the first
-backward starts, because later losses are not computed. Their seed is therefore 1 / c, and the accumulated gradient is
-scaled after the last microbatch. Until then, it is stored apart from gradients of earlier ``forward_backward`` calls.
+so the gradient needs no scaling. For pairs ``(sum, weight)``, the total weight is unknown when the first backward
+starts. The seed of a pair is therefore 1 / c, where c is the power of two nearest to the number of rows, and the
+gradient is scaled after the last microbatch. Unscaled gradients are stored apart from those of earlier calls.
 
-In the table, c is the power of two nearest to the number of rows. Seeds of 1 / c keep sums over long batches in the
-range of half precision, and multiplication by a power of two does not round. A mean of 16-bit losses is scaled after
-the last microbatch, because the 16-bit value of a seed such as 1 / 3 is wrong by up to 0.4 %.
+Seeds of 1 / c keep sums over long batches in the range of half precision, and multiplication by a power of two does not
+round. A mean of 16-bit losses is scaled after the last microbatch, because the 16-bit value of a seed such as 1 / 3 is
+wrong by up to 0.4 %.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class LossContract:
     for each microbatch; afterwards, any thread may call the other methods.
 
     Args:
-        reduction: ``"sum"`` of losses, or weighting by rows (``"mean"``, ``"rows"``) or ``"items"``; pairs ignore it.
+        reduction: ``"sum"``, or weighting of losses by rows (``"mean"``, ``"rows"``) or ``"items"``; unused for pairs.
         rows: number of rows of each microbatch; ``None`` for an unknown number.
 
     >>> contract = LossContract("mean", [2, 1])

@@ -222,7 +222,7 @@ class Column:
 
 
 def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors of columns, first unchanged, then with outputs scaled and labels and masks changed."""
+    """Yield the columns' tensors, first unchanged, then with scaled outputs and with changed labels and masks."""
     # ignored: labels that losses ignore
     yield [one.value for one in columns]
     draw = torch.Generator().manual_seed(5)

@@ -15,7 +15,7 @@ class RoundPipePackedData(list[Any]):
     """The output of a pipeline called with ``merge_output=False``: a list with the output of each microbatch.
 
     A pipeline that gets this list as an input uses entry i as the input of microbatch i, without joining or splitting
-    entries. The pipeline call does not wait until the entries are computed.
+    entries. A call with this list does not wait until its entries are computed.
 
     Args:
         values: list entries, one per microbatch.

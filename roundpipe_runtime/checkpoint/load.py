@@ -35,7 +35,7 @@ def load_checkpoint(
 
     Before loading, every file of the checkpoint is compared with its checksum. A damaged checkpoint is skipped with a
     warning, and the previous checkpoint is loaded. The number of devices, the number of microbatches and the execution
-    plan may differ from those at the save.
+    plan may differ from those of the saved training.
 
     Args:
         folder: folder that was passed to :func:`save_checkpoint`, or a single checkpoint in the folder.

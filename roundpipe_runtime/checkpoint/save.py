@@ -108,7 +108,7 @@ def save_checkpoint(
         scheduler: learning rate scheduler, or a list of schedulers.
         scaler: gradient scaler.
         data: position in the training data: a dictionary of numbers, strings and tensors, of any nesting.
-        keep: number of complete checkpoints to keep, the newest; ``None`` keeps all.
+        keep: number of complete checkpoints to keep; older checkpoints are deleted. ``None`` keeps all.
         is_async: whether to copy the state in memory and write it in the background. If the background write fails,
             :meth:`Checkpoint.wait` or the next save into the folder raises the error.
         max_shard_bytes: largest size of a weight file in bytes; only a file with a single tensor may be larger.

@@ -1,4 +1,4 @@
-"""Virtual devices and accelerators, with their memory, threads, copies and events."""
+"""Run work on virtual devices and accelerators: their memory, threads, copies and events."""
 
 from __future__ import annotations
 

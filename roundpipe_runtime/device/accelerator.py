@@ -243,7 +243,7 @@ class AcceleratorDevice:
 
         Two stages of the largest size, and a small stage between them, such as an output head, may be on the device at
         once. Without memory for the small stage, the upload of the stage after it would wait until the stage before it
-        has ended. Gradients of one completed stage may still be copied, because a new stage allocates gradients later.
+        has ended. Gradients of a completed stage may still be copied, because a new stage allocates gradients later.
         """
         # nbytes: bytes of the parameters and gradients of the stage
         # yields: function that returns whether the device has room for so many bytes of the following stage now

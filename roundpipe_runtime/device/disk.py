@@ -337,7 +337,7 @@ def in_groups(tensors: Iterable[torch.Tensor], nbytes: int = _GROUP) -> list[lis
 
 
 def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Iterator[int]:
-    """Yield the index of each list of tensors while they are in memory, and read the next list from the disk."""
+    """Load lists of tensors from the disk, one ahead, and yield the index of the list that is in memory."""
     memory = next((found for group in groups for tensor in group if (found := disk_of(tensor)) is not None), None)
     if memory is None:
         yield from range(len(groups))

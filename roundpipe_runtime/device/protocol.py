@@ -122,7 +122,7 @@ class Device(Protocol):
 
         Returns:
             A context manager that yields a function ``nbytes -> bool``, which checks whether the device has memory for
-            the next stage. It yields ``None`` if the device does not upload the next stage ahead.
+            the next stage. The context manager yields ``None`` if the device does not upload the next stage ahead.
         """
 
     def synchronize(self) -> None:

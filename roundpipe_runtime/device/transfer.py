@@ -309,7 +309,7 @@ def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any
 
 
 def _opened(function: Any, tensors: list[torch.Tensor]) -> Callable[[Sequence[Any]], Any]:
-    """Append the tensors in a function's closure to ``tensors``; return a maker of the function with new tensors."""
+    """Append tensors in a function's closure to ``tensors``; return a function that rebuilds it with new tensors."""
     if isinstance(function, functools.partial):
         held_by = (function.func, function.args, function.keywords)
     elif isinstance(function, types.FunctionType) and function.__closure__:

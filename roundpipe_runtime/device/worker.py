@@ -225,9 +225,9 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 class Uninterrupted:
     """A context manager that defers ``KeyboardInterrupt`` to the end of the with block.
 
-    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread. The context
-    manager installs another handler until the end of the with block. In threads other than the main thread, and if
-    SIGINT has no Python handler, the context manager has no effect.
+    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread.
+    ``Uninterrupted`` installs another handler until the end of the with block. In threads other than the main thread,
+    and if SIGINT has no Python handler, ``Uninterrupted`` has no effect.
 
     ::
 

@@ -1,1 +1,1 @@
-"""The execution engine: run the layers of a model on devices, and add the gradients to the parameters."""
+"""Run the layers of a model on devices, and add the gradients to the parameters."""

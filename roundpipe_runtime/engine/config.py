@@ -40,16 +40,16 @@ class RoundPipeRunConfig:
             added, for a script that divides by the number of microbatches. ``"joined"``: the loss is computed once,
             from the joined outputs of all microbatches.
         last_stage_copies: number of devices that compute the last layer and the loss in ``forward_backward``, each for
-            a share of the microbatches, if ``execute_plan`` is automatic (default: 1). ``"auto"``: the number for which
-            a simulation is clearly faster. All numbers give bitwise identical results.
+            a share of the microbatches, if ``execute_plan`` is automatic (default: 1). ``"auto"``: a simulation chooses
+            the number. All numbers of devices give bitwise identical results.
         keep_parameters: GB of each device's memory for parameters that stay there after use, frozen parameters first,
-            so that only changed parameters are uploaded again (default: 0). ``"auto"``: all parameters if parameters
-            and gradients fit, else as many as fit in addition to the stages. Call
+            so that only changed parameters are uploaded again (default: 0). ``"auto"``: all parameters stay if
+            parameters and gradients fit, else as many as fit in addition to the stages. Call
             :meth:`RoundPipe.drop_kept_parameters` after a write through ``parameter.data``, which is only detected by
             sampling.
         upload_experts: which experts of a mixture-of-experts layer are copied to a device (default: ``"routed"``).
-            ``"routed"``: after the router has run, only the experts that get tokens, unless batches of this size need
-            most experts. ``"all"``: all experts, before the layer runs. Both settings give identical results.
+            ``"routed"``: only the experts that get tokens are copied, unless batches of this size need most experts.
+            ``"all"``: all experts are copied before the layer runs. Both settings give identical results.
 
     Raises:
         ConfigError: a field has an invalid value.

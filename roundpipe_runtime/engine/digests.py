@@ -3,10 +3,10 @@
 The gradients of a model take as much memory as the model, so large gradients are not stored. Each projection is a
 weighted sum of the gradient's values with random factors, which are the same for all gradients of one size. The mean
 square of the differences between the projections of two gradients estimates the squared norm of the gradients'
-difference (Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996). Here the
-factors are uniform random numbers instead of signs, so that two different values do not cancel. With sixteen
-projections, the estimate is rarely wrong by 50 %. An estimate that is too small by a factor of 25, which could treat a
-mistake as rounding, has a probability of 10**-15.
+difference (Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996). The factors
+are uniform random numbers here, not signs as in that article, so that two different values do not cancel. With sixteen
+projections, the estimated norm is rarely wrong by 50 %. An estimate that is too small by a factor of 25, which could
+treat a mistake as rounding, has a probability of 10**-15.
 
 Projections are linear: for a parameter that several layers share, projections of the layers' gradients are added.
 """

@@ -276,7 +276,7 @@ class Engine(RunLifecycle):
     def _samples(
         self, batch: FlatBatch, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig
     ) -> Iterator[Sample]:
-        """Yield outputs and labels to test the loss function with: of a few rows, and then of one microbatch."""
+        """Yield outputs and labels to test the loss function with, of a few rows and then of one microbatch."""
         self.wait_exact_step()
         others = [on_host(leaf.value) for leaf in batch.label.leaves]
         tried = [] if self.row_check is None else self.row_check.tried

@@ -370,7 +370,7 @@ class RunLifecycle:
         return PipelineProgress(self.step, masters, gradients)
 
     def load_progress(self, progress: PipelineProgress) -> None:
-        """Load a result of :meth:`progress`, after the parameters of the model have been loaded."""
+        """Load training progress that :meth:`progress` returned, after the parameters of the model have been loaded."""
         self.synchronize()
         self.store.zero_grad()
         self.store.load_masters(progress.masters)

@@ -1,4 +1,4 @@
-"""Check on a few rows how the losses of microbatches add up, before a call computes its first gradient.
+"""Check on a few rows how the losses of microbatches add up, before a pipeline call computes gradients.
 
 The layers run on a few rows of the batch, first together and then in two parts, or on a microbatch. `batch/loss_proof`
 calls the loss function with these outputs, and all effects of the calls are undone::
@@ -182,7 +182,7 @@ class Sample:
 
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
-    """Undo changes of ``called`` and random generators by the with block; yield a function to run before each call."""
+    """Undo changes of the with block to ``called`` and random generators; yield a function to run before each call."""
     # no other thread draws meanwhile; 16-bit rounding by autocast would hide wrong weights; warnings about single rows
     # do not concern the user
     with (

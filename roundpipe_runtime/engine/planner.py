@@ -74,7 +74,7 @@ class Planner:
         return number <= _MEASURED_FIRST or is_due(number - 1) or is_due(number)
 
     def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
-        """Return layer costs measured in training or in inference, by ``kind``; if not measured, those of the other."""
+        """Return the layer costs measured in training or inference, depending on ``kind`` and on what was measured."""
         own, other = (self._inference, self._training) if kind == "infer" else (self._training, self._inference)
         return (own if own.is_measured or not other.is_measured else other).costs()
 

@@ -380,7 +380,7 @@ def shared_views(outputs: Sequence[torch.Tensor], title: str) -> Shared:
 
 
 def passed_on(shared: Shared, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Shared:
-    """Return the entries of ``shared`` for inputs that a layer returns unchanged, by index in the outputs."""
+    """Return the inputs in ``shared`` that a layer returns unchanged, by their index in the layer's outputs."""
     numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
     taken = {place: numbers[id(tensor)] for place, tensor in enumerate(outputs) if id(tensor) in numbers}
     return {place: shared[number] for place, number in taken.items() if number in shared}

@@ -1,4 +1,4 @@
-"""Optimizers for parameters on the host, master weights, versions of parameters, and the gradient scaler."""
+"""Run optimizer steps on the host, with master weights, versions of parameters, and a gradient scaler."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def _take(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
-    """Move the optimizer state of a parameter on a disk to the disk, for example after loading a checkpoint."""
+    """Move optimizer state to the disk if its parameter is on a disk, for example after loading a checkpoint."""
     state = getattr(optimizer, "state", {}).get(target)
     for store in list(_STORES):
         if state and store.memory.holds(target):

@@ -1,8 +1,8 @@
 """Run an optimizer step for a few parameters at a time, bitwise identical to one step for all parameters.
 
 Most optimizers update each parameter from its value, its gradient and its own state only, so updating a few parameters
-at a time, in any order, equals one step for all parameters. Each of the updates is run by a temporary optimizer of the
-same class, which has the same options and shares the state.
+at a time, in any order, equals one step for all parameters. A temporary optimizer of the same class, with the same
+options and state, runs each of these updates.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OptimizerParts:
         self.parameters: list[torch.Tensor] = list(dict.fromkeys(itertools.chain.from_iterable(self._gradients)))
 
     def give(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Add gradients that were computed after the step had begun."""
+        """Add gradients that were computed after the optimizer step had begun."""
         for group, known in zip(self._optimizer.param_groups, self._gradients, strict=True):
             known.update({p: (gradients[p], gradients[p]._version) for p in group["params"] if p in gradients})
 
@@ -142,7 +142,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 
 def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-    """Step with gradients converted to the dtypes of the parameters; return an optimizer that runs the rest."""
+    """Step with gradients converted to the dtypes of the parameters; return an optimizer that completes the step."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if all(dtype_of_gradient(p) == p.dtype for p in held):
         return optimizer

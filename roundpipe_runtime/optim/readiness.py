@@ -79,7 +79,7 @@ def _require(allowed: bool, problem: str, layer: LayerReadiness) -> None:
 
 
 class ReadinessTable:
-    """Lets a stage wait for a version of a layer's parameters, and a step wait for stages that read the layer."""
+    """Lets stages wait for a version of a layer's parameters, and optimizer steps for stages that read the layer."""
 
     def __init__(self, num_layers: int) -> None:
         self._layers = [LayerReadiness() for _ in range(num_layers)]

@@ -193,7 +193,7 @@ def under_way(optimizer: Optimizer, ended: threading.Event) -> None:
 
 
 def other_post_hooks(optimizer: Optimizer) -> bool:
-    """Whether code outside of this package has registered a hook after the steps of the optimizer."""
+    """Whether code outside of ``roundpipe_runtime`` has registered a hook after the steps of the optimizer."""
     everywhere = optimizer_post_hooks.values()
     return bool(optimizer._optimizer_step_post_hooks) or any(hook not in _OWN for hook in everywhere)
 

@@ -6,8 +6,8 @@ checks that the other ranks on its machine exist, since a killed process cannot 
 
 A gloo collective waits until the job's timeout for a process that a signal (SIGSTOP) has stopped. Therefore a watchdog
 thread kills stopped processes on its machine after ``Alarm.patience`` seconds. If a process on another machine sends no
-heartbeat during that time, the watchdog closes all connections. The watchdog does not wait for the store, because the
-process that runs the store may also be stopped.
+heartbeat for ``Alarm.patience`` seconds, the watchdog closes all connections. The watchdog does not wait for the store,
+because the process that runs the store may also be stopped.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Ranks:
         into.copy_(out)
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
-        """Send this rank's slices of tensors to the other members, and receive their slices (all-gather)."""
+        """Send this rank's slices of tensors to the ranks ``members``, and receive their slices (all-gather)."""
         # parts: for each tensor one contiguous part per member; the part of this rank is sent
 
     def shard_members(self) -> list[int]:

@@ -6,8 +6,8 @@
     join_job()                       running processes agree on a new prefix, under which the store has no keys
 
 After a restart, torchrun gives the new processes the old store, in which gloo would find the addresses of ended
-processes: https://github.com/pytorch/pytorch/issues/167288. The number of restarts cannot be the prefix of keys, since
-each machine counts only its own restarts: https://github.com/pytorch/pytorch/issues/135712.
+processes: https://github.com/pytorch/pytorch/issues/167288. The number of restarts cannot be a prefix of store keys,
+since each machine counts only its own restarts: https://github.com/pytorch/pytorch/issues/135712.
 """
 
 from __future__ import annotations

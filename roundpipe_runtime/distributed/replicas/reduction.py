@@ -7,7 +7,7 @@
     fold                           each rank adds up its rows of the gradients in ascending order of the groups
 
 In each turn, a rank exchanges the gradients of one of its groups; a rank without another group sends nothing. Turns and
-layers have the same order on all ranks. A failed rank sends zeros until all ranks have stopped, so that none waits.
+layers have the same order on all ranks. A failed rank sends zeros until all ranks have stopped, so that no rank waits.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Reduction:
             self._changed.notify_all()
 
     def stop(self) -> int:
-        """Start no gradient exchange until :meth:`finish` is called; return the number that this rank has started."""
+        """Start no gradient exchange until :meth:`finish` is called; return how many this rank has started."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
@@ -181,7 +181,7 @@ class Reduction:
 
     @torch.no_grad()
     def _target_rows(self, bucket: Bucket, total: torch.Tensor) -> list[torch.Tensor]:
-        """Return summed gradients of the rows that this rank's optimizer updates, exchanged between equal shards."""
+        """Return the summed gradients that this rank's optimizer needs; ranks with the same shard exchange rows."""
         ranks = self._ranks
         rows, gathered = [], []
         at = 0

@@ -1,1 +1,1 @@
-"""Parameters on a device, and the memory of their gradients."""
+"""Copy parameters to a device, and allocate the memory of their gradients."""

@@ -2,8 +2,8 @@
 
 A pipeline stage copies the parameters of its layers to the device. A copy can be reused until its parameter changes, so
 some copies stay on a device with free memory. Copies of frozen parameters have priority, because an optimizer step
-changes trained parameters. The choice is fixed in advance, not by the time of the last use: since a device runs all
-layers in turn, the least recently used copy is the copy that is needed next.
+changes trained parameters. The copies that stay are chosen in advance, not by their last use: a device runs all layers
+in turn, so the least recently used copy is needed next.
 """
 
 from __future__ import annotations

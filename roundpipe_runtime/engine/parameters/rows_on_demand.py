@@ -1,7 +1,7 @@
 """A placeholder for a parameter with one matrix per expert, which copies the matrices that an operation reads.
 
-The layer's router selects experts in the middle of the layer's forward. Therefore the layer gets a placeholder tensor,
-and each operation on the placeholder first copies rows to the device:
+In a mixture-of-experts layer, the router selects experts in the middle of the layer's forward. Therefore the layer gets
+a placeholder tensor, and each operation on the placeholder first copies rows to the device:
 
 ::
 

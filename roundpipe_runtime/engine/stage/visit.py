@@ -183,7 +183,7 @@ class Visit:
         return results
 
     def _drop_graph(self, graph: LayerGraph) -> None:
-        """Release the autograd graph of a layer call; a backward through an escaped tensor then raises an error."""
+        """Release the autograd graph of a layer call; a later backward through this layer call raises an error."""
         graph.exits.clear()
         if any(entry is not None for entry in graph.entries):
             watch_escaped(graph.entries, self.layers.here[graph.layer].title)

@@ -68,13 +68,13 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
 
     Args:
         module, args, kwargs: the module in the mode (``eval()``) to export, and example arguments for ``forward``.
-        path, keep_failed: the file to write if its outputs are right, and a folder for a file with wrong outputs.
+        path, keep_failed: the ONNX file to write if its outputs are right; a folder for a file with wrong outputs.
         dynamic_shapes, cases, steps, tolerance, proof, loop: same as in :func:`export_program`.
-        opset_version: the ONNX opset; ``None``, the default, for the newest opset with right outputs.
-        counter_input: whether a model with only sliding-window layers has the input ``past_key_values.length``;
-            ``False`` by default.
-        quantize: ``"int8"``, ``"int4"`` or a :class:`.quantization.Quantization`; no quantization by default.
-        optimize: ``"onnxruntime"`` for onnxruntime's attention, which does not copy the KV cache; ``None`` by default.
+        opset_version: ONNX opset of the file; ``None``, the default, chooses the newest opset with right outputs.
+        counter_input: whether the file of a model with only sliding-window layers has an input for the number of cached
+            tokens, ``past_key_values.length``; ``False`` by default.
+        quantize: ``"int8"``, ``"int4"`` or a :class:`.quantization.Quantization`; weights stay in float by default.
+        optimize: ``"onnxruntime"`` for an attention operator that does not copy the KV cache; ``None`` by default.
         translations: a dict from your own operators to onnxscript functions that replace them; none by default.
         adapters: LoRA adapters with which to check the file, see :class:`.adapters.Adapter`; none by default.
 
@@ -84,7 +84,7 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
     Raises:
         InvalidArgumentError, NotRegisteredError, DynamicShapesError: when an argument is invalid.
         MissingDependencyError, NoRoomError: when a library, disk space or memory is missing; raised before the trace.
-        ReplayError: when outputs differ by more than ``tolerance`` or a call fails, or quantization changes too much.
+        ReplayError: when a call fails, or outputs differ too much: by more than ``tolerance``, or due to quantization.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -153,31 +153,31 @@ def export_program(
             or 1, which ``torch.export`` would fix, are enlarged, and the report lists these axes.
         dynamic_shapes: as for ``torch.export.export``; ``"auto"`` chooses dynamic axes; ``None`` keeps all sizes fixed.
         bounds: largest input sizes, such as ``{"batch": 4, "length": 512}``: the batch size, and the number of tokens
-            in the cache; ``"new"`` limits the tokens of one call. The program refuses larger inputs. ``to_executorch``
-            requires bounds.
+            in the cache; ``"new"`` limits the tokens of one call. The program refuses inputs above the bounds.
+            ``to_executorch`` requires bounds.
         strict: as for ``torch.export.export``; ``False`` by default.
-        cases: additional test inputs; by default, for a transformers model, inputs with padding and with lengths around
-            its sliding window, and for any other module inputs of other sizes and values that the module accepts.
+        cases: additional test inputs. By default, a transformers model gets inputs with padding and with lengths around
+            its sliding window; any other module gets inputs of other sizes and values that the module accepts.
         steps: number of calls per test case, 3 by default; each call gets the cache that the previous call returned.
-        tolerance: largest absolute difference to the module's outputs; by default 1e-4, and for weights in half
-            precision five times the rounding error of the module, measured on the same test case.
+        tolerance: largest absolute difference to the module's outputs. The default is 1e-4; for weights in half
+            precision, five times the rounding error of the module, measured on the same test case.
         proof: what is compared with the module: ``"full"`` compares program and file on all test cases; ``"standard"``
             compares a file, but not its program; ``"sample"`` compares the example and the largest test case, two calls
             each; ``"none"`` compares nothing, as the report states. ``"auto"``, the default, is ``"full"`` for weights
             of less than 100 MB, ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
         loop: whether each call gets the cache of the previous call; ``True`` by default. With ``loop=True``, the
-            program also returns changes that ``forward`` makes to its arguments without returning them, such as an
-            extended cache, and a call of the exported model changes the arguments in the same way. Pass ``loop=False``
-            for a module that is called once, such as a module that reads a cache to compute a score.
+            program also returns the arguments that ``forward`` changes but does not return, such as an extended cache.
+            A call of the exported model then changes its arguments as ``forward`` does. Pass ``loop=False`` for a
+            module that is called once, such as a module that reads a cache to compute a score.
 
     Returns:
-        The exported program with the report of the comparison; usable outside ``register_flattening_functions``.
+        The exported program with the report of the comparison; callable outside ``register_flattening_functions``.
 
     Raises:
-        InvalidArgumentError: when the module does not take these arguments, or another argument is invalid.
+        InvalidArgumentError: when ``forward`` does not accept ``args`` and ``kwargs``, or another argument is invalid.
         NotRegisteredError: when an input contains an object of a class that is not registered as a pytree node.
         DynamicShapesError: when ``dynamic_shapes`` or ``bounds`` does not fit the inputs or the model.
-        ReplayError: when a test case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
+        ReplayError: when a call fails, or outputs differ by more than ``tolerance``; ``error.report`` has all results.
 
     >>> class Scale(torch.nn.Module):
     ...     def forward(self, pair):
@@ -217,14 +217,14 @@ def prove_program(
     """Compare a ``torch.export`` program with its module on test inputs, and return the program with a report.
 
     ``torch.export.export`` or ``transformers.exporters`` (attribute ``.program`` of the result) must create the program
-    inside ``register_flattening_functions``, where every cache has this package's registration.
+    inside ``register_flattening_functions``, in which this package flattens all caches.
 
     Args:
         program: result of ``torch.export.export``, whose example inputs are the first test case. Buffers that the
             program writes to are replaced in the program by copies, so that the buffers of the module do not change.
         module: the module that the program was exported from, in the same mode (``eval()``).
-        cases: additional test inputs; by default, for a transformers model, the cases of
-            :func:`~yobx_flatten.export_program` whose sizes the program accepts; the report names refused cases.
+        cases: additional test inputs. By default, a transformers model gets the cases of
+            :func:`~yobx_flatten.export_program` with sizes that the program accepts; the report names the other cases.
         steps: number of calls per test case, 3 by default; each call gets the cache that the previous call returned. A
             program with fixed sizes is called once per test case.
         tolerance: see :func:`~yobx_flatten.export_program`.
@@ -236,9 +236,9 @@ def prove_program(
 
     Raises:
         InvalidArgumentError: when ``program`` is not a program, or has no example inputs.
-        SpecMismatchError: when inputs were registered with other flattening functions during the export.
+        SpecMismatchError: when a class in the inputs had other flattening functions during the export.
         StaticDataError: when the pytree context of an output contains a dynamic size.
-        ReplayError: when a test case fails or differs by more than ``tolerance``; ``error.report`` holds all of them.
+        ReplayError: when a call fails, or outputs differ by more than ``tolerance``; ``error.report`` has all results.
 
     >>> linear = torch.nn.Linear(3, 2)
     >>> rows = {0: torch.export.Dim.AUTO}

@@ -92,11 +92,11 @@ class Bounds:
                 )
 
     def on(self, inputs: PyTree, shapes: DynamicShapes) -> DynamicShapes:
-        """Return the dynamic shapes with these bounds as the ``max`` of each ``Dim``."""
+        """Return the dynamic shapes with the bounds of this object as the ``max`` of each ``Dim``."""
         return None if shapes is None else self._on(inputs, shapes, (), None)
 
     def check_program(self, inputs: PyTree, shapes: DynamicShapes, program: ExportedProgram) -> None:
-        """Raise an error if a dynamic size of the program is above its bound in the example inputs."""
+        """Raise an error if a dynamic axis of the program is larger in the example inputs than its bound."""
         dims_of_leaves, values = shapes_of_leaves(inputs, shapes), traced_inputs(program)
         leaves = zip(leaf_names(inputs), leaves_of(inputs), dims_of_leaves, values, strict=True)
         for name, leaf, dims, value in leaves:
@@ -308,7 +308,7 @@ def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 def sizes_of(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache_is: str
 ) -> tuple[str, list[str]]:
-    """Return why inputs of other sizes are impossible (``""`` if possible), and notes on the model's settings."""
+    """Return why test inputs of other sizes cannot be made (``""`` if they can), and a note on a missing input."""
     if not options_in_use()["patch_transformers"]:
         return "there are positional arguments" if args else "transformers is not imported", []
     from ..huggingface.cases import ambiguous_without, why_not_resizable
@@ -321,7 +321,7 @@ def sizes_of(
 def _replaced(
     example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...], fixed: list[str], bounds: Bounds | None
 ) -> Example:
-    """Return the example with inputs without sizes 0 and 1; if the model refuses these inputs, set ``why_not``."""
+    """Return an example with inputs without sizes 0 and 1, or, if the model refuses them, with ``why_not`` set."""
     from ..huggingface.cases import DecodeSizes
 
     module = example.module
@@ -450,7 +450,7 @@ def varying_axes(example: Example) -> set[Axis]:
 
 
 def rows_of(example: Example) -> set[tuple[str, int]]:
-    """Return the batch axis of each input tensor: the first axis that is as large as axis 0 of the first tensor."""
+    """Return the batch axis of each input tensor: its first axis with the size of axis 0 of the first tensor."""
     tensors = {name: leaf for name, leaf in example.leaves.items() if isinstance(leaf, torch.Tensor) and leaf.ndim}
     rows = next((leaf.shape[0] for leaf in tensors.values()), None)
     return {(name, leaf.shape.index(rows)) for name, leaf in tensors.items() if rows in leaf.shape}

@@ -94,7 +94,7 @@ class ExportedModel:
             **kwargs: keyword arguments.
 
         Returns:
-            The same outputs as the module. The program changes its arguments, such as a cache, as the module does.
+            The same outputs as the module. The call changes the arguments, such as a KV cache, as the module does.
         """
         source = self._source
         about = self.program if source is None else source.example.module
@@ -117,8 +117,8 @@ class ExportedModel:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Store the program with ``torch.export.save``.
 
-        Load the file with ``torch.export.load`` inside ``register_flattening_functions``; register your own classes
-        before loading.
+        Register your own classes, and load the file with ``torch.export.load`` inside
+        ``register_flattening_functions``.
 
         Args:
             path: the file to write, usually with the suffix ``.pt2``; an incomplete file never has this name.
@@ -140,7 +140,7 @@ class ExportedModel:
             model's configuration.
 
         Raises:
-            InvalidArgumentError: when no export function made the program, or the program takes positional arguments.
+            InvalidArgumentError: when the program was not made by this package, or takes positional arguments.
             MissingDependencyError: when the installed transformers is older than 5.23.
         """
         example = source_of(self).example
@@ -181,13 +181,13 @@ class ExportedModel:
             translations: see :func:`export_onnx`; none by default.
 
         Returns:
-            The report: one result per test case.
+            The report of the comparison with the module: one result per test case.
 
         Raises:
             InvalidArgumentError: when an argument is invalid.
             MissingDependencyError: when onnx, onnxscript or onnxruntime is not installed.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a test case fails or differs by more than the export tolerance; nothing is written.
+            ReplayError: when a test case fails, or outputs differ by more than the export tolerance; no file is left.
         """
         return self._write(
             "onnxruntime",
@@ -207,16 +207,16 @@ class ExportedModel:
         Args:
             path: the file to write, with the suffix ``.pt2``. The file is created only if its outputs are right.
             cache: ``"returned"`` for a package that takes and returns keys and values; ``"in_place"``, the default, for
-                a package that writes keys and values into buffers, or if its outputs are wrong, for ``"returned"``.
+                a package that writes keys and values into buffers. If its outputs are wrong, ``"returned"`` is used.
 
         Returns:
-            The report: one result per test case.
+            The report of the comparison with the module: one result per test case.
 
         Raises:
-            InvalidArgumentError: when ``path`` has another suffix, or an input is a number that varies.
+            InvalidArgumentError: when ``path`` does not end with ``.pt2``, or an input is a number that varies.
             MissingDependencyError: when there is no C++ compiler.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a test case fails or differs by more than the export tolerance; nothing is written.
+            ReplayError: when a test case fails, or outputs differ by more than the export tolerance; no file is left.
         """
         return self._write("aotinductor", path, "to_aotinductor", cache=cache)
 
@@ -237,23 +237,23 @@ class ExportedModel:
             path: the file to write, with the suffix ``.pte``. The file is created only if its outputs are right.
             backend: ``"xnnpack"`` for XNNPACK's kernels for all operators that XNNPACK has; ``"portable"`` for
                 ExecuTorch's slower kernels. ``"auto"``, the default, is ``"xnnpack"`` if its outputs are right, else
-                ``"portable"``, because XNNPACK approximates GELU, with an error of 1e-3 in a small Gemma 3.
+                ``"portable"``: XNNPACK approximates GELU, with an error of 1e-3 in a small Gemma 3.
             quantize: ``"int8"`` or ``"int4"`` to store the weights of linear layers in 8 or 4 bits with torchao.
-                Kernels for quantized weights exist only in XNNPACK, and round activations to 8 bits. Errors are
-                measured as by :func:`export_onnx`. ``None``, the default, does not quantize weights.
-            cache: ``"returned"`` for a file that takes and returns keys and values, for all rows at once;
-                ``"in_place"``, the default, for a file that writes keys and values into buffers of its caller, one row
-                per call, or for ``"returned"`` if such a file is impossible or has wrong outputs.
+                Only XNNPACK has kernels for quantized weights, which round activations to 8 bits. The quantization
+                error is measured as by :func:`export_onnx`. ``None``, the default, does not quantize.
+            cache: ``"returned"`` for a file that takes and returns keys and values of a batch; ``"in_place"``, the
+                default, for a file with batch size 1 that writes keys and values into buffers of its caller. If such a
+                file is impossible or has wrong outputs, ``"returned"`` is used.
 
         Returns:
-            The report: one result per test case, and the memory that ExecuTorch plans for activations.
+            The report of the comparison with the module, and the memory that ExecuTorch plans for activations.
 
         Raises:
             InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
             DynamicShapesError: when a dynamic size has no upper bound.
             MissingDependencyError: when ExecuTorch is not installed, or does not fit the installed torch.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a test case fails or differs by more than the export tolerance; nothing is written.
+            ReplayError: when a test case fails, or outputs differ by more than the export tolerance; no file is left.
         """
         return self._write("executorch", path, "to_executorch", quantize=quantize, backend=backend, cache=cache)
 
@@ -272,19 +272,19 @@ class ExportedModel:
         Args:
             path: the file to write, with the suffix ``.xml``; the weights get the suffix ``.bin``. The two files are
                 created only if their outputs are right.
-            quantize: ``"int8"`` or ``"int4"`` to store the weights in 8 or 4 bits with NNCF; :func:`export_onnx`
-                measures the error in the same way. ``None``, the default, does not quantize weights.
+            quantize: ``"int8"`` or ``"int4"`` to store the weights in 8 or 4 bits with NNCF. :func:`export_onnx`
+                measures quantization errors in the same way. ``None``, the default, does not quantize.
             cache: ``"returned"`` for keys and values as inputs and outputs; ``"in_place"``, the default, for OpenVINO
-                state variables, or for ``"returned"`` if OpenVINO would copy the state or the outputs are wrong.
+                state variables. If OpenVINO would copy these, or outputs are wrong, ``"returned"`` is used.
 
         Returns:
-            The report: one result per test case.
+            The report of the comparison with the module: one result per test case.
 
         Raises:
             InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
             MissingDependencyError: when openvino, onnx, onnxscript or (for ``quantize``) NNCF is not installed.
             NoRoomError: when disk or memory is too small.
-            ReplayError: when a test case fails or differs by more than the export tolerance; nothing is written.
+            ReplayError: when a test case fails, or outputs differ by more than the export tolerance; no file is left.
         """
         return self._write("openvino", path, "to_openvino", quantize=quantize, cache=cache)
 

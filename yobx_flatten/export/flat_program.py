@@ -182,7 +182,7 @@ def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[s
 
 
 def _origins(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
-    """Yield the nodes whose values a node copies, concatenates or converts without a change of the axes."""
+    """Yield the nodes whose values an fx node copies, concatenates or casts, without changes of the axes."""
     name = _name(node)
     if name != "cat" and name not in _SAME_AXES:
         yield node
@@ -236,7 +236,7 @@ _CASTS = {_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other
 
 
 def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callable[..., Any]]) -> ExportedProgram | None:
-    """Return the same as ``program.run_decompositions(table)``, but without assertions and redundant copies."""
+    """Decompose a program as ``run_decompositions(table)`` does, and drop assertions and redundant casts."""
     # returns: `None` for a program that has to be traced again as a whole, because it has branches, or writes to its
     # inputs or state
     try:
@@ -303,7 +303,7 @@ def _converted(
     table: Mapping[Any, Callable[..., Any]],
     is_kept: Callable[[Any], bool],
 ) -> Any:
-    """Add a node to the new graph and return the added node; ``None`` if the node cannot be converted alone."""
+    """Add an fx node, decomposed if necessary, to the new graph; return ``None`` if the program must be traced."""
     target = node.target
     if target in _CASTS:
         given, found = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr] # the tensor, a node

@@ -44,7 +44,7 @@ class ModelFacts:
         )
 
     def bytes_in(self, bits: int) -> int:
-        """Return how many bytes the weights take if the linear layers are quantized to ``bits`` bits."""
+        """Return the size of the weights in bytes if linear layers are quantized to ``bits`` bits."""
         return self.weight_bytes - self.projected_bytes + self.projected * bits // 8
 
 

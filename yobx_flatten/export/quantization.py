@@ -139,7 +139,7 @@ class Quantization:
 
     @property
     def may_be_by_token(self) -> bool:
-        """Whether ``activations="auto"`` may choose one scale per token, as for int8 with a ``calibration`` text."""
+        """Whether ``activations="auto"`` may choose ``"token"``: only for int8 weights with a ``calibration`` text."""
         is_open = self.activations == "auto" and self.weights == "int8" and self.block_size == _BLOCK
         return is_open and self.tokens is None and self.calibration is not None
 
@@ -243,7 +243,7 @@ def nothing_kept(module: str) -> InvalidArgumentError:
 
 
 def remark_of_kept(counts: Mapping[int, int]) -> str:
-    """Return a note on the numbers of weights, by bits, that are stored as the integers of the checkpoint."""
+    """Return a note that counts, by bits, the weights that are stored as the integers of the checkpoint."""
     listed = " and ".join(f"{count / 1e6:.3g} million in {bits} bits" for bits, count in sorted(counts.items()))
     return f"already integers with scales, stored without rounding again: {listed}."
 
@@ -277,7 +277,7 @@ logger = logging.getLogger("yobx_flatten")
 def measure(
     runner: Runner, quantization: Quantization, source: Source, *, block_size: int, known: list[Texts] | None = None
 ) -> Quality:
-    """Return the quality of a quantized file compared with the module, inside ``register_flattening_functions``."""
+    """Compare a quantized file with the module, inside ``register_flattening_functions``; return the quality."""
     # known: losses and logits of the model on the text; the first call fills the list, so that later calls reuse it
     example, written, distance = source.example, source.traced.written, Distance()
     side = ByName(runner, example.names)
@@ -316,7 +316,7 @@ def read_by_model(
 def from_the_start(
     feeds: Mapping[str, torch.Tensor], slots: Sequence[CacheSlot], tokens: torch.Tensor
 ) -> dict[str, torch.Tensor] | None:
-    """Return inputs of one call with all tokens and an empty cache; ``None`` if the file has further inputs."""
+    """Return inputs of a call with all tokens and an empty KV cache; ``None`` if the file has further inputs."""
     # feeds: inputs by name, with the first token in the cache
     if not slots and "input_ids" in feeds and feeds["input_ids"].shape == tokens.shape:  # an encoder reads all at once
         return dict(feeds)
@@ -343,7 +343,7 @@ def from_the_start(
 
 
 def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch.Tensor | None) -> torch.Tensor:
-    """Return a file's logits for all tokens of a text but the first, which is in the cache or in the same call."""
+    """Return a file's logits for a text without its first token, which is read from the cache or in the same call."""
     # feeds: inputs by name, with the first token in the cache
     given = {name: feeds[name] for name in runner.ports}
     whole = None
@@ -364,7 +364,7 @@ _READ = {"input_ids", "attention_mask", "token_type_ids"}
 
 
 def reads_once(kwargs: Mapping[str, Any]) -> bool:
-    """Return whether example inputs are those of an encoder: tokens that are read in one call, and no cache."""
+    """Return whether the example inputs are tokens for an encoder, which reads them in one call without a cache."""
     return "input_ids" in kwargs and set(kwargs) <= _READ and cache_of(kwargs) is None
 
 
@@ -431,13 +431,13 @@ class Role:
 
 
 class Budget:
-    """Finds how many bits each kind of matrices (role) needs for the allowed perplexity ratio."""
+    """Finds how many bits each role (similar weight matrices) needs for the allowed perplexity ratio."""
 
     def __init__(self, roles: Mapping[str, Role], bits: int, measure: Callable[[Bits], Quality]) -> None:
         self._roles, self._first, self._measure = roles, bits, measure
 
     def find(self) -> tuple[Bits, Quality]:
-        """Return the bits of each role, raised until the perplexity ratio is allowed if possible, and the quality."""
+        """Raise bits of roles until the perplexity ratio is allowed, if possible; return the bits and the quality."""
         bits, width = self.first(self._roles, self._first), self._first
         quality = self._measure(bits)
         wide = bits | self._wide_heads(self._roles, width)
@@ -462,7 +462,7 @@ class Budget:
 
     @classmethod
     def first(cls, roles: Mapping[str, Role], bits: int) -> dict[str, int]:
-        """Return the bits to measure first; the LM head gets more bits if no weight is then rounded."""
+        """Return the bits of each role to try first; the LM head gets more bits if no weight is then rounded."""
         found = dict.fromkeys(roles, bits)
         wide = found | cls._wide_heads(roles, bits)
         return wide if cls.is_exact(wide, roles) else found
@@ -488,7 +488,7 @@ class Budget:
         return sum(size for name, size in sizes.items() if bits[name] == 32) / sum(sizes.values())
 
     def _order(self, bits: Bits, wider: int, before: float) -> Iterator[str]:
-        """Yield roles to widen: first the LM head, then by falling improvement of the quality per weight."""
+        """Yield roles that may get more bits: the LM head, then by quality gained per weight, largest gain first."""
         lossy = [role for role in self._roles.values() if role.exact > bits[role.name]]
         rest = [role for role in lossy if not role.is_last]
         yield from (role.name for role in lossy if role.is_last)

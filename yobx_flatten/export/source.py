@@ -180,7 +180,7 @@ def replay_cases(
 
 
 def _add(found: CaseResult, report: ExportReport) -> None:
-    """Add the result of a test case to the report; differences for infinite inputs are only a note."""
+    """Add the result of a test case to the report; a difference for infinite inputs becomes only a note."""
     if found.case != INFINITIES or found.within(report.tolerance):
         report.cases.append(found)
         return
@@ -272,7 +272,7 @@ def _cases_of(example: Example, asked: Asked, report: ExportReport) -> list[Case
 
 
 def shortened(example: Example, case: Case) -> Case:
-    """Reduce the number of calls of a test case to the number that the bounds of an example allow."""
+    """Reduce the number of calls of a test case so that all inputs stay within the bounds of the example."""
     steps = next((steps for steps in range(case.steps, 1, -1) if example.holds(case, steps)), 1)
     return dataclasses.replace(case, steps=steps)
 

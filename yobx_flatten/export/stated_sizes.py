@@ -71,7 +71,7 @@ def names_of(rows: Sequence[tuple[str, Any, Any]], stated: Stated) -> dict[tuple
 
 
 def relations_of(leaves: Sequence[str], stated: Stated) -> tuple[Relation, ...]:
-    """Return the relations between sizes in ``dynamic_shapes``: equal variables, values and assumptions."""
+    """Return the relations between sizes in ``dynamic_shapes``: equal size variables, values and assumptions."""
     places: dict[str, Place] = {}
     found: list[Expression] = []
     # the name of a variable means the size of its first axis; the sizes of all other axes are compared with this size
@@ -199,7 +199,7 @@ def relations_in_program(program: ExportedProgram, sizes: Collection[str]) -> tu
 
 
 def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
-    """Split an expression into comparisons that must all hold; an *or* becomes one equation."""
+    """Split an expression into comparisons that must all hold; ``a or b`` becomes one equation."""
     kind = type(expression).__name__
     if kind == "And":
         for part in expression.args:
@@ -267,7 +267,7 @@ def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
 
 
 def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
-    """Return upper bounds of dynamic input sizes; above a bound, the model's code may take another branch."""
+    """Return upper bounds of dynamic input sizes; for larger sizes, the model's code may take another branch."""
     ranges = {place: program.range_constraints.get(size.node.expr) for place, size in _sizes(program).items()}
     return {
         place: int(known.upper)

@@ -316,7 +316,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
 
 
 def _in_graph(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return the names of inputs or outputs that the graph has as nodes, and the values of constant ones by name."""
+    """Return names of inputs (or outputs) that are nodes of the graph; return values of constants by name."""
     if len(names) != len(arguments):
         raise FlattenError(f"The program's signature has {len(arguments)} entries for {len(names)} leaves: {names}.")
     rows = list(zip(names, arguments, strict=True))
@@ -389,7 +389,7 @@ def with_relative_origins(program: ExportedProgram) -> ExportedProgram:
 
 @functools.lru_cache(maxsize=4096)
 def _relative(name: str) -> str:
-    """Return the path of a source file relative to the folder that contains its package."""
+    """Return the path of a source file relative to the folder that contains the file's package."""
     path = pathlib.Path(name)
     root = path.parent
     while (root / "__init__.py").is_file() and root.parent != root:
@@ -484,7 +484,7 @@ def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object
 
 
 def write_single_values(program: ExportedProgram) -> None:
-    """Replace, in place, each symbolic size that has only one possible value; keep the program's check of the size."""
+    """Replace each symbolic size that has one possible value by the value, in place; checks of the size stay."""
     single = {symbol: known.lower for symbol, known in program.range_constraints.items() if known.lower == known.upper}
     environment = environment_of(program) if single else None
     if environment is None:

@@ -158,7 +158,7 @@ def _largest(leaf: object) -> float:
 
 
 def _range_of(leaf: object, difference: float) -> float:
-    """Return the allowed difference of an output; for integer outputs that differ, the range of the values."""
+    """Return the allowed difference of an output: ``difference``, or, if integers differ, the range of their values."""
     if difference and isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and not leaf.is_complex():
         return max(difference, float(leaf.max() - leaf.min()) if leaf.dtype != torch.bool else 1.0)
     return difference
@@ -201,7 +201,7 @@ class _Maker:
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def _resized(self) -> tuple[Case | None, _Leaves, list[str]]:
-        """Return a test case with other sizes and signs, the example inputs in the same sizes, and notes."""
+        """Return a test case with other sizes and signs, the example inputs resized to its sizes, and notes."""
         if self._example.shapes is None or not place_of_sizes(self._signature):
             case, _ = self._accepted("other values", self._leaves, _signed)
             return case, self._leaves, []
@@ -223,7 +223,7 @@ class _Maker:
         return case, self._leaves, [remark]
 
     def _larger(self) -> Iterator[dict[str, int]]:
-        """Yield sizes to try: first all sizes larger than the example, then each size alone."""
+        """Yield input sizes to try: first all sizes larger than in the example, then each size alone."""
         places = place_of_sizes(self._signature)
         own = {name: self._leaves[leaf].shape[axis] for name, (leaf, axis) in places.items()}
         grows = {
@@ -318,7 +318,7 @@ def _places(like: torch.Tensor) -> torch.Tensor:
 
 
 def _cycled(values: Sequence[float], like: torch.Tensor, number: int) -> torch.Tensor:
-    """Repeat the values cyclically; input ``number`` changes more slowly than earlier inputs, for all combinations."""
+    """Fill a tensor cyclically with values; later inputs (``number``) change more slowly, for all combinations."""
     places = _places(like) // len(values) ** number if like.numel() > len(values) ** number else _places(like)
     return torch.tensor(values, dtype=like.dtype, device=like.device)[places % len(values)]
 
@@ -346,7 +346,7 @@ def _is_switch(base: torch.Tensor) -> bool:
 
 
 def _as_mask(base: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a mask in the shape of ``base`` that consists of the given rows in turn."""
+    """Return a mask with the shape of ``base`` that repeats the given rows cyclically."""
     table = torch.stack(list(rows)).to(base.dtype)
     count = base.numel() // base.shape[-1] if base.ndim else 1
     return table[torch.arange(count, device=base.device) % len(rows)].reshape(base.shape)
@@ -417,7 +417,7 @@ def _infinite(base: torch.Tensor, number: int, mildness: int, *, rows: int | Non
 
 
 def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collection[str], tolerance: float) -> str:
-    """Return a warning if outputs of a row depend on the padding of other rows; ``""`` if no row does."""
+    """Return a warning if outputs of one row of a batch depend on the padding of other rows, else ``""``."""
     whole, padded = _masked(module, case, padded=False), _masked(module, case, padded=True)
     if whole is None or padded is None:
         return ""
@@ -446,7 +446,7 @@ def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collecti
 
 
 def _masked(module: torch.nn.Module, case: Case, *, padded: bool) -> Case | None:
-    """Return a case without padding, or with padding in row 0 only; ``None`` without a mask of several rows."""
+    """Return a test case without padding, or with padding only in row 0 of the batch; ``None`` for batch size 1."""
     made = Case(case.name, *clone((case.args, dict(case.kwargs))))
     masks = list(_masks(module, made))
     for mask in masks:
@@ -458,7 +458,7 @@ def _masked(module: torch.nn.Module, case: Case, *, padded: bool) -> Case | None
 
 
 def _masks(module: torch.nn.Module, case: Case) -> Iterator[torch.Tensor]:
-    """Yield the token masks of a call that have at least two rows."""
+    """Yield the token masks of a call with batch size 2 or more."""
     named: dict[str, Any] = {**inspect.signature(module.forward).bind_partial(*case.args).arguments, **case.kwargs}
     for name, value in named.items():
         if not isinstance(value, torch.Tensor) or value.ndim != 2 or len(value) < 2 or value.is_floating_point():

@@ -166,7 +166,7 @@ def _attempts(opset_version: int | None) -> list[_Attempt]:
 
 
 def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
-    """Store relations of input sizes as metadata of an ONNX file, since ONNX has no assertions; return notes."""
+    """Store relations between input sizes as metadata of an ONNX file, since ONNX has no assertions; return notes."""
     example, traced = source.example, source.traced
     fix_sizes(model, traced.unasserted)
     try:
@@ -235,7 +235,7 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
 
 
 def _remarks(example: Example, traced: Traced) -> list[str]:
-    """Return notes on what the module can do and the ONNX file cannot, such as keeping state between calls."""
+    """Return notes on abilities of the module that the ONNX file lacks, such as keeping state between calls."""
     remarks = []
     if traced.written:
         remarks.append(

@@ -37,7 +37,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.+)')
 
 @dataclasses.dataclass(frozen=True)
 class NodeDifference:
-    """The first node of an ONNX file whose output differs from the output of the same node in a correct file."""
+    """The first node of an ONNX file whose output differs from the same node's output in a correct file."""
 
     node: str
     operator: str
@@ -124,7 +124,7 @@ class _Values:
 
 
 def _difference(found: Any, expected: Any) -> tuple[tuple[int, ...], str, str] | None:
-    """Return the index of the largest difference and both elements; ``None`` if values differ by rounding only."""
+    """Return the largest difference's index and both elements there; ``None`` if rounding explains all differences."""
     if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor):
         return None  # a text, which is an input
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -156,7 +156,7 @@ def _described(
 
 
 def _uncompared(file: _Values, node: onnx.NodeProto, compared: set[str]) -> Iterator[onnx.NodeProto]:
-    """Yield the direct and indirect producers of a node's inputs whose outputs were not compared."""
+    """Yield the nodes that directly or indirectly compute a node's inputs, except nodes that were compared."""
     waiting, seen = list(node.input), set(compared)
     while waiting:
         name = waiting.pop()

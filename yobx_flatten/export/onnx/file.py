@@ -105,7 +105,7 @@ def _example_sizes(program: ExportedProgram) -> dict[str, int]:
 
 
 def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
-    """Return a program whose ``run_decompositions`` (called by ``torch.onnx.export``) decomposes nodes one by one."""
+    """Return a program whose ``run_decompositions``, which ``torch.onnx.export`` calls, decomposes nodes one by one."""
     given = (spec.arg for spec in program.graph_signature.output_specs)
     if any(arg.value is not None for arg in given if isinstance(arg, ConstantArgument)):
         program = flat_program(program)  # the exporter refuses numbers and texts among the outputs
@@ -143,7 +143,7 @@ class UnprovenFile:
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def replace_by(self, model: ir.Model) -> int:
-        """Replace the file by the file of another model, which may read the current weights; return the new size."""
+        """Write another model, which may read the current file's weights, and replace the file; return the new size."""
         old = [file for file in self.folder.iterdir() if file.is_file()]
         other = UnprovenFile(self.target, self.folder / "replacement")
         other.folder.mkdir()
@@ -285,7 +285,7 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
 
 
 def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
-    """Number the names of window lengths if layers have sliding windows of different symbolic sizes."""
+    """Append numbers to axis names of window lengths if sliding windows have different symbolic sizes."""
     seen: dict[str, list[Any]] = {}
     named = {}
     for (name, axis), part in parts.items():
@@ -302,7 +302,7 @@ def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence
 
 
 def _totals(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of the attention mask's length for each equal sum, such as ``"past + new"``."""
+    """Map sums of axis names, such as ``"past + new"``, to the axis name of the attention mask's length."""
     totals: dict[str, str] = {}
     lengths = {value.name: value.shape for value in graph.inputs if value.shape is not None}
     for mask, tokens in (("attention_mask", "input_ids"), ("decoder_attention_mask", "decoder_input_ids")):

@@ -43,7 +43,7 @@ _TABLE = 2**16
 
 @dataclasses.dataclass
 class QuantizedWeights:
-    """The number of quantized matrices of a file, and the sizes of these matrices before and after quantization."""
+    """The number of quantized matrices of a file, and their sizes in bytes before and after quantization."""
 
     count: int = 0  # number of matrices
     float_bytes: int = 0  # size of the matrices before
@@ -158,7 +158,7 @@ def products_of(model: Any, quantization: Quantization) -> list[tuple[Any, tuple
 def _quantized_table(
     graph: Any, value: Any, quantization: Quantization, grids: Grids, found: QuantizedWeights
 ) -> StoredMatrix | None:
-    """Store an embedding table in 8 bits, or as its own integers times scales; ``None`` if it is not quantized."""
+    """Store an embedding table in 8 bits, or as the checkpoint's integers and scales; ``None`` if not possible."""
     grid, size = grids.find(value, transposed=True), math.prod(value.const_value.shape)
     matrix = None
     if grid is not None:
@@ -251,7 +251,7 @@ def remark_quantized(
 
 
 def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
-    """Return the weight of a matrix product, and whether it is transposed; ``None`` if no input is a weight."""
+    """Return the weight of a matrix product, and whether the weight is transposed; ``None`` without a weight."""
     if node.domain not in ("", "ai.onnx") or node.op_type not in ("MatMul", "Gemm"):
         return None
     value, transposed = node.inputs[1], False
@@ -273,7 +273,7 @@ def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
 
 
 class _Parts:
-    """Computes the integers, scales and zero points of a weight when they are read; caches only the last weight."""
+    """Computes integers, scales and zero points of a weight when one of them is read; caches only the last weight."""
 
     def __init__(self, quantization: Quantization) -> None:
         self._quantization = quantization
@@ -322,7 +322,7 @@ _FLOATS, _INTEGERS = 1, 4
 
 
 class Products:
-    """Replaces matrix products of a graph by ``MatMulNBits``; products with one input share the sums of its blocks."""
+    """Replaces matrix products of a graph by ``MatMulNBits``; the sums of input blocks are computed once per input."""
 
     def __init__(self, graph: Any, splits: InputSplits) -> None:
         self._graph = graph  # the main graph, which stores the matrices
@@ -370,7 +370,7 @@ class Products:
         replace_product(node, product, made)
 
     def _rows_of(self, value: Any, transposed: bool, channels: Sequence[int]) -> Any:
-        """Add the rows of a matrix (inputs, outputs) for the given input channels to the graph, in float."""
+        """Add the rows of a float matrix (inputs, outputs) that belong to the given input channels to the graph."""
         import onnx_ir as ir
 
         key = value.name, transposed, channels  # layers may share a matrix, and have different large channels
@@ -383,7 +383,7 @@ class Products:
         return self._large[key]
 
     def _term(self, terms: list[tuple[Any, Any]]) -> list[Any]:
-        """Return nodes that compute one matrix product, or the sum of two matrix products by one ``MatMul``."""
+        """Return nodes that compute a matrix product, or the sum of two matrix products, with one ``MatMul``."""
         import onnx_ir as ir
 
         if len(terms) == 1:
@@ -397,7 +397,7 @@ class Products:
         return [*made, joined, ir.node("MatMul", [self._terms[inputs], joined.outputs[0]])]
 
     def _sum(self, graph: Any, x: Any, rank: int, stored: StoredMatrix) -> list[Any]:
-        """Return nodes that compute the sum of each input block in float32; no nodes if the sums exist already."""
+        """Return nodes that compute the sum of each block of an input in float32; no nodes if the sums exist."""
         import onnx_ir as ir
 
         key = x, stored.block_size, stored.is_half

@@ -111,7 +111,7 @@ def quantize_file(
 
 
 def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
-    """Return whether a file reads a text in one call, and has float32 weights that are not integers times scales."""
+    """Return whether a file reads a text in one call, and has only float32 weights that must be rounded."""
     import onnx_ir as ir
 
     if not source.cases or not reads_once(source.example.kwargs):
@@ -281,7 +281,7 @@ def _is_own(value: Any) -> bool:
 def _with_moments(
     groups: list[_Group], file: UnprovenFile, graph: ir.Graph, quantization: Quantization, source: Source
 ) -> Iterator[_Group]:
-    """Yield all groups of matrices, first the groups whose inputs were measured on the calibration text."""
+    """Yield all groups of weight matrices; groups whose inputs were measured on the calibration text come first."""
     calls = rounding_calls(source.example, quantization)
     names = {name: group for group in groups for name in group.inputs}
     sizes = {
@@ -340,7 +340,7 @@ def _replace(group: _Group, model: ir.Model, found: QuantizedWeights) -> None:
 
 
 def _channels(moments: torch.Tensor, sizes: list[torch.Tensor]) -> torch.Tensor:
-    """Return numbers, with geometric mean 1, by which input channels are divided before the quantization."""
+    """Return a divisor for each input channel to apply before the quantization; the geometric mean is 1."""
     # sizes: largest weight of each channel in each matrix
     inputs, weights = moments.diagonal().sqrt(), torch.stack(sizes).amax(0)
     least = [one.max().clamp(min=1e-30) * 1e-5 for one in (inputs, weights)]
@@ -357,7 +357,7 @@ def _constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 
 
 def _divided(node: Any, channels: torch.Tensor, graph: ir.Graph, known: dict[Any, Any]) -> list[ir.Node]:
-    """Return nodes that quantize activations with one scale per token; no nodes if ``known`` has their outputs."""
+    """Return nodes that quantize activations with one scale per token; no nodes if ``known`` has the result."""
     import onnx_ir as ir
 
     x = node.inputs[0]

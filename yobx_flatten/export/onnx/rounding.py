@@ -60,7 +60,7 @@ class _Form:
         return int(2**self.bits - 1)
 
     def fit(self, block: torch.Tensor, costs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return scales and offsets that quantize blocks (blocks, weights, outputs) best, and the error."""
+        """Return scales and offsets that quantize blocks (blocks, weights, outputs) with least error, and the error."""
         # the offset is the zero point, or the weight that the integer 0 represents
         # costs: cost of a squared error for each input, of shape (blocks, weights, 1)
         low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
@@ -135,7 +135,7 @@ def round_with_feedback(
 
 
 def _following(moments: torch.Tensor) -> torch.Tensor:
-    """Return an upper triangular matrix: the share of each input's rounding error that later inputs compensate."""
+    """Return an upper triangular matrix with the shares of an input's rounding error that later inputs compensate."""
     if not moments.isfinite().all():
         return torch.eye(len(moments))  # rounds weights to nearest
     damping = float(_DAMPING * moments.diagonal().mean()) or 1.0
@@ -152,7 +152,7 @@ def _following(moments: torch.Tensor) -> torch.Tensor:
 
 
 def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, dtype: torch.dtype) -> _Form:
-    """Return the form of the blocks; 4-bit blocks store their lowest weight if the error falls enough for its bits."""
+    """Return how integers represent weights: 4-bit blocks store a lowest weight if it reduces the error enough."""
     if bits == 7:
         return _Form(bits, False, dtype, is_even=True)
     whole, lowest = (_Form(bits, is_lowest, dtype) for is_lowest in (False, True))
@@ -234,7 +234,7 @@ _SMALLEST = 1e-30
 def input_moments(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and second moments of file values on a text; nothing if the file cannot read the whole text."""
+    """Yield name and second moments of values of an ONNX file on a text; nothing if the file cannot read the text."""
     # sizes: size of the last axis of each value, by name of the value
     # calls: calls that read the text, with its first token in the cache
     # names: names of the leaves of the inputs, in order
@@ -287,7 +287,7 @@ def read_inputs(
 
 
 def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Yield lists of value names; the second moments of the values in one list fit into ``most`` bytes."""
+    """Split value names into lists such that the second moments of the values in a list fit into ``most`` bytes."""
     part: list[str] = []
     held = 0
     for name, size in sizes.items():
@@ -322,7 +322,7 @@ _SHARE, _MOST = 48, 32
 def input_splits(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source
 ) -> InputSplits:
-    """Return how product inputs are split into small and large values; empty if the file cannot read the text."""
+    """Return how inputs of products are split into small and large values; empty if the file cannot read the text."""
     # products: see `products_of`
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:

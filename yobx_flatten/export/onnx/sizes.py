@@ -204,7 +204,7 @@ def sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, in
 
 
 def _breaking(relation: Expression, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield input sizes that violate a relation, where one size differs from the example inputs."""
+    """Yield input sizes that violate a relation and differ in one size from the example inputs."""
     count = 0
     for name in sorted(names_in(relation)):
         own = sizes[name]

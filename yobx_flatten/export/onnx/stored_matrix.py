@@ -114,7 +114,7 @@ def holds_integers(module: torch.nn.Module) -> bool:
 
 
 class Grids:
-    """Caches the integers and scales that reproduce weights, because a file is written several times."""
+    """Caches the integers and scales of weights, which are needed each time the file is written."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, bool], WeightGrid | None] = {}
@@ -221,7 +221,7 @@ class SplitInputs:
         self._large: dict[tuple[ir.Graph, ir.Value], tuple[ir.Value, ir.Value]] = {}
 
     def of(self, x: ir.Value) -> InputSplit | None:
-        """Return the split of an input that was measured on the calibration text; ``None`` without a measurement."""
+        """Return how to split an input, as measured on the calibration text; ``None`` without a measurement."""
         return self._splits.get(str(x.name))
 
     def rows(self, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> tuple[list[ir.Node], ir.Value]:
@@ -266,7 +266,7 @@ class SplitInputs:
 
 
 def _by_blocks(x: ir.Value, rank: int, stored: StoredMatrix) -> list[ir.Node]:
-    """Split inputs into values rounded as ``MatMulNBits`` rounds its inputs, and the remainder of the rounding."""
+    """Split inputs into values rounded as ``MatMulNBits`` rounds its inputs, and the rounding errors."""
     import onnx_ir as ir
 
     blocks = reshaped(x, rank - 1, [stored.blocks, stored.block_size])

@@ -233,7 +233,7 @@ def _sample(matrix: Floats, size: int) -> Floats:
 
 
 def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | None:
-    """Represent all blocks of a matrix as integers and scales of one form; ``None`` if a block does not fit."""
+    """Represent all blocks of a matrix as integers and scales found by ``form``; ``None`` if a block does not fit."""
     blocks, made = matrix.reshape(-1, size), []
     for start in range(0, len(blocks), _CHUNK):
         parts = form(blocks[start : start + _CHUNK], bits)
@@ -307,7 +307,7 @@ def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
 def _search(
     blocks: Floats, extent: Floats, counts: Iterable[int], *, within: tuple[int, int], start: Floats | None = None
 ) -> tuple[Floats, Floats] | None:
-    """Find for each block a scale at which all weights are integers; ``extent / scale`` is one of ``counts``."""
+    """Find for each block a scale at which all weights are integers; try ``extent / count`` for each of ``counts``."""
     above = blocks.astype(numpy.float64)
     if start is not None:
         above -= start[:, None]

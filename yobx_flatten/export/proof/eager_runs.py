@@ -119,7 +119,7 @@ def eager_steps(
 
 
 def _exchanges(module: torch.nn.Module, before: Snapshot) -> bool:
-    """Return whether a module replaced attributes that are no buffers or parameters, as no program can do."""
+    """Return whether a module replaced attributes other than buffers and parameters, which a program cannot do."""
     hooks = ("module._forward_hooks", "module._forward_pre_hooks")  # `returning_left` registers hooks
     state = {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
     changes = before.changes()
@@ -134,9 +134,9 @@ Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], 
 
 
 class EagerRuns:
-    """Runs test cases with the eager module, and caches small outputs, since several files are compared with them.
+    """Runs test cases with the eager module; caches small outputs, with which several files are compared.
 
-    For a module with an active LoRA adapter, pass copies of the cases: outputs are cached by the ``id`` of a case.
+    For a module with an active LoRA adapter, pass copies of the test cases: the ``id`` of a case is the cache key.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -317,7 +317,7 @@ class Left:
 
 
 def note_on_lost(lost: Mapping[str, str]) -> list[str]:
-    """Return notes on the argument changes and random numbers of ``forward`` that an exported program lacks."""
+    """Return notes on argument changes and random numbers of ``forward`` that exported programs do not reproduce."""
     drawn = [name for name, effect in lost.items() if effect == "drawn"]
     found = [f"forward draws from {one}: program calls repeat the trace's numbers. Draw with torch." for one in drawn]
     changes = ", ".join(f"{path} ({effect})" for path, effect in lost.items() if effect != "drawn")
@@ -330,7 +330,7 @@ def note_on_lost(lost: Mapping[str, str]) -> list[str]:
 
 
 def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] | None:
-    """Return the arguments of the next call with the changes in ``outputs``; ``None`` if the changes do not fit."""
+    """Return the next call's arguments: ``kwargs`` with the changes in ``outputs``; ``None`` if they do not fit."""
     left = outputs.get(PRESENT) if isinstance(outputs, Mapping) else None
     leaves, spec = pytree.tree_flatten(dict(kwargs))
     names = [_after_present(name) for name in leaf_names(dict(kwargs))]

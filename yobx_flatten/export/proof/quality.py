@@ -83,7 +83,7 @@ class Quality:
 
     @property
     def ok(self) -> bool:
-        """Whether the perplexity ratio, or for other modules the difference of the outputs, is within its limit."""
+        """Whether the perplexity ratio (without logits, the relative difference of the outputs) is within its limit."""
         if not math.isfinite(self.max_difference):
             return False
         if self.cosine is not None and not self.cosine >= self.allowed_cosine:
@@ -93,7 +93,7 @@ class Quality:
 
     @property
     def is_close(self) -> bool:
-        """Whether the quality is sufficient (``ok``), and the divergence from the model's predictions is also small."""
+        """Whether the quality is sufficient (``ok``), and the divergence from the model on the text is also small."""
         return self.ok and (self.text_divergence is None or math.exp(min(self.text_divergence, 700)) <= self.allowed)
 
     @property

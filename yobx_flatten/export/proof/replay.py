@@ -1,4 +1,4 @@
-"""Compare an exported program or file with the eager model, in loops where each call returns the next cache."""
+"""Compare an exported program or file with the eager model, in loops where each call gets the last call's cache."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Side(Protocol):
         ...
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
-        """Return the inputs of the next call, where the cache in ``outputs`` replaces the eager model's cache."""
+        """Return ``kwargs`` for the next call, with the KV cache in ``outputs`` instead of the eager model's cache."""
         ...
 
 
@@ -271,7 +271,7 @@ class Pair(NamedTuple):
 def side_by_side(
     side: Side, module: torch.nn.Module, case: Case, steps: Sequence[Step], taken: Collection[str], padding: Padding
 ) -> Iterator[Pair]:
-    """Run a program or file on the calls of a test case, with its own cache; yield a :class:`Pair` for each call."""
+    """Run a program or file, with its own KV cache, on the calls of a test case; yield a :class:`Pair` per call."""
     # taken: names of inputs, see `naming.output_names`
     positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
     outputs: Any = None
@@ -490,7 +490,7 @@ class Padding:
         return kept
 
     def _hidden(self, name: str, value: object) -> tuple[torch.Tensor | None, int]:
-        """Return a mask of the padding of shape (batch, tokens), and the axis of the tokens in ``value``."""
+        """Return a mask (batch, tokens) that is true at padded positions, and the token axis of ``value``."""
         if self._new is None or self._all is None or not isinstance(value, torch.Tensor):
             return None, 0
         if value.dim() == 3 and value.shape[:2] == self._new.shape:

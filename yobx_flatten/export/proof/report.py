@@ -199,7 +199,7 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return a result that allows the rounding error of float32 in outputs that exceed the usual tolerance.
+        """Return a test result that also allows the model's float32 rounding error, if outputs exceed the tolerance.
 
         Args:
             found: result of the test case.

@@ -176,7 +176,7 @@ def _reads(user: torch.fx.Node, weight: torch.fx.Node) -> str:
 
 
 def _exchange(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Declare a weight input of the graph as transposed, and add a node that transposes it back."""
+    """Declare a weight input of the graph as transposed, and add a node that transposes the weight back."""
     value = node.meta["val"]
     with graph.inserting_after(node):
         turned = graph.call_function(aten.permute.default, (node, [1, 0]))
@@ -186,7 +186,7 @@ def _exchange(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def lift_sizes(module: GraphModule) -> None:
-    """Pass the output sizes of every ``scan`` to the ``scan``, in place, since AOTInductor allocates outputs first."""
+    """Add the output sizes of each ``scan`` to its inputs, in place, since AOTInductor allocates outputs first."""
     changed = False
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
         body, start, given, others = node.args
@@ -233,7 +233,7 @@ def refused_when_empty(program: ExportedProgram, signature: Signature) -> list[s
 
 
 def _call_without(empty: str, given: Mapping[str, int], signature: Signature, example: _Shapes) -> _Shapes | None:
-    """Return input shapes that the signature accepts and in which one size is 0; ``None`` if no shapes are accepted."""
+    """Return input shapes with one size of 0 that the signature accepts; ``None`` if it accepts no such shapes."""
     sizes = {**given, empty: 0}
     likely = {first + sign * second for first in sizes.values() for second in sizes.values() for sign in (1, -1)}
     others = [{name: other} for name in sizes if name != empty for other in sorted(likely) if other > 0]

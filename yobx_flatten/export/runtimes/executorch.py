@@ -122,7 +122,7 @@ def _without_kernel(operators: str) -> str:
 
 @functools.cache
 def states_of_the_call() -> AttributePatch:
-    """Return a context manager in which emitted ExecuTorch programs copy and stack tensors in the call's sizes."""
+    """Return a context manager in which emitted programs set output sizes of copies and stacks in every call."""
     managers: Any = importlib.import_module("executorch.exir.program._program")
     emit = managers.emit_program
 

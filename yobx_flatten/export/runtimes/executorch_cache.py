@@ -6,8 +6,8 @@
      new ─────┘  └──> attention           attention over them, in one operator; nothing is returned or copied
 
 ExecuTorch has no views of slices of a tensor. ExecuTorch's operator ``llama::sdpa_with_kv_cache`` updates the cache and
-computes attention without a copy. The operator has one mask for all rows, so programs with buffers accept batch size 1,
-and pass key heads as the operator's batch.
+computes attention without a copy. The operator takes one mask for a whole batch, so programs with buffers accept only
+batch size 1; key heads are passed as the operator's batch axis.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def with_row_buffers(
 
 @dataclasses.dataclass(frozen=True)
 class _Attention:
-    """A call of attention over a growing cache."""
+    """An attention operator of a program whose keys and values are a growing KV cache."""
 
     node: torch.fx.Node
     query: torch.fx.Node
@@ -148,7 +148,7 @@ def _attend_in_place(
 
 
 def _mask_of_room(mask: torch.Tensor, keys: torch.Tensor, repeats: int) -> torch.Tensor:
-    """Convert the mask of one row (1, 1, new, total) to an additive mask (repeats * new, length of the buffer)."""
+    """Convert an attention mask (1, 1, new, total) to an additive mask (repeats * new, length of the buffer)."""
     # finite, since a padded token that attends to no position would be NaN
     lowest = torch.finfo(torch.float32).min / 2
     added = mask.reshape(mask.shape[2], mask.shape[3])
@@ -170,7 +170,7 @@ def _attend(
     mask: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Compute attention for batch size 1; query heads that share a key head are passed as further tokens."""
+    """Compute attention for batch size 1; query heads with the same key head are passed as further tokens."""
     _, heads, new, size = query.shape
     shared = keys.shape[0]
     found = torch.ops.yobx_flatten.attend(
@@ -214,7 +214,7 @@ _TOKENS = ("input_ids", "inputs_embeds")
 
 
 def _most(size: Size, signature: Signature) -> int:
-    """Return the upper bound of a size, whose existence ``check_bounds`` has checked."""
+    """Return the upper bound of a dynamic size; ``check_bounds`` has checked that the bound exists."""
     if isinstance(size, int):
         return size
     return sum(factor * (signature.largest[name] if name else 1) for name, factor in (size or {}).items())

@@ -256,7 +256,7 @@ def _decompressed(openvino: Any, grid: WeightGrid) -> Any:
 
 
 def blocks_of(quantization: Quantization) -> int:
-    """Return how many weights share a scale; 0 for one scale per output, as NNCF and torchao store 8-bit weights."""
+    """Return how many weights share a scale; 0 for one scale per output, the format of 8-bit NNCF and torchao."""
     return quantization.block_size if quantization.bits == 4 or quantization.weights == "keep" else 0
 
 
@@ -280,7 +280,7 @@ def compress_openvino(path: pathlib.Path, quantization: Quantization, report: Ex
 
 
 def replace_openvino(path: pathlib.Path, made: list[Any]) -> None:
-    """Replace the files of an OpenVINO model by new files, after freeing the model in memory that reads old files."""
+    """Replace the files of an OpenVINO model; the model in memory is freed first, because it reads the old files."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compressed-") as folder:
         import_openvino().save_model(made[0], str(pathlib.Path(folder) / path.name), compress_to_fp16=False)
         made.clear()

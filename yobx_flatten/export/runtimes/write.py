@@ -229,7 +229,7 @@ def check_kernels(types: Iterable[str], caller: str) -> None:
 
 
 def write_for(source: Source, options: FileOptions) -> ExportReport:
-    """Write the file of a runtime from a program that was traced before, and return a report."""
+    """Write a traced program as a file for a runtime, compare the file with the module, and return a report."""
     suffix = RUNTIMES[options.runtime][0]
     if options.path.suffix != suffix:
         raise InvalidArgumentError(f"{options.caller} writes files with the suffix {suffix}, not {options.path}.")
@@ -310,7 +310,7 @@ class _Job:
         return self.options.cache == "in_place" and returns_cache
 
     def written_in_place(self, write: Callable[[], list[str]], library: str, *, trust: bool = False) -> bool:
-        """Try to write a file whose runtime updates the cache in place; report the reason of a failure."""
+        """Try to write a file whose runtime updates the KV cache in place; the report gets the reason for a failure."""
         # write: writes the file, and returns the names of the cache inputs that are updated in place
         report, done = self.report, len(self.report.cases)
         with report.timed("convert"):
@@ -461,7 +461,7 @@ _WRITERS: Mapping[str, Callable[[_Job], None]] = {
 
 
 def without_counter(source: Source, report: ExportReport) -> Source:
-    """Remove the token counter input, which no tool passes, from a model with only sliding-window layers."""
+    """Remove the input that counts tokens, which no tool passes, from a model with only sliding-window layers."""
     left = source.traced.left  # `SlidingDecoder` does not return changed arguments
     example = None if source.is_given or left is not None else _without_counter(source.example, source.traced, report)
     if example is None:
@@ -473,7 +473,7 @@ def without_counter(source: Source, report: ExportReport) -> Source:
 
 
 def _without_counter(example: Example, traced: Traced, report: ExportReport) -> Example | None:
-    """Return the example without the token counter; ``None`` if there is no counter, or the model needs the counter."""
+    """Return the example without the input that counts tokens; ``None`` without this input, or if it is needed."""
     module, kwargs = example.module, example.kwargs
     if not counts_by_itself(kwargs.get(example.cache_is)):
         return None

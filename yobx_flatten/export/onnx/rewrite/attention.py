@@ -5,12 +5,12 @@
     past ── Concat ── Attention                past ── Attention ── present
      new ────┘  └─── present                    new ─────┘
 
-* If ``Attention`` appends new keys and values to the KV cache itself, each head is still in the processor's cache.
+* ``Attention`` appends new keys and values to the KV cache itself, while each head is in the processor's cache.
 * Attention in separate nodes (``attn_implementation="eager"``, Gemma 2's soft cap) becomes one operator, and the
   repetition of keys and values for every query head (``repeat_kv``) is removed.
-* Masks are expanded to one row for each query, since onnxruntime refuses masks with one row for all queries.
+* A mask with one row for all queries is expanded, since onnxruntime requires one row per query.
 
-Queries, keys and values are not transposed: ``RotaryEmbedding`` and ``Attention`` also accept tokens before heads.
+Transposes of queries, keys and values are removed: ``RotaryEmbedding`` and ``Attention`` also accept tokens first.
 
 .. code-block:: text
 
@@ -136,7 +136,7 @@ def _repeat_mask(graph: ir.Graph, node: ir.Node) -> None:
 
 
 def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
-    """Replace ``softmax(scores + mask) @ value`` by ``Attention``; return whether the softmax is part of such nodes."""
+    """Replace ``softmax(scores + mask) @ value`` by ``Attention``; return whether the nodes were replaced."""
     import onnx_ir as ir
 
     # models in half precision compute the softmax in float32, between two casts
@@ -198,7 +198,7 @@ def match_scores(value: ir.Value | None) -> tuple[ir.Value, ir.Value, float, flo
 
 
 def _scaled(value: ir.Value) -> tuple[ir.Value, float]:
-    """Strip multiplications and divisions by constants from a value; return the bare value and the total factor."""
+    """Remove multiplications and divisions by constants from a value; return the value before them and the factor."""
     factor = 1.0
     while (node := producer(value, "Mul") or producer(value, "Div")) is not None:
         # a constant numerator is not a scale
@@ -324,7 +324,7 @@ def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | Non
 
 
 def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
-    """Replace ``old`` after its transpose and reshape by ``new`` with joined heads; return whether possible."""
+    """Replace ``old`` and its transpose to (batch, tokens, heads * size) by ``new``; return whether possible."""
     place = old
     while (reader := only_reader(place)) is not None:
         found = reader.outputs[0]

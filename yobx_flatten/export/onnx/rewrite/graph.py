@@ -1,14 +1,14 @@
 """Read and change nodes of an ONNX graph; repair errors of torch's exporter, and simplify the graph.
 
 * Intermediate values that have the same name as a graph output, such as ``relu``, are renamed.
-* Cosines with one row are expanded if ``RotaryEmbedding`` reads tokens with several rows, because onnxruntime refuses
-  different numbers of rows.
+* Cosines with batch size 1 are expanded if ``RotaryEmbedding`` reads a larger batch of tokens, because onnxruntime
+  refuses different batch sizes.
 * Tokens in half precision are cast to float32 if ``RMSNormalization`` has weights in float32 (Gemma), because
-  onnxruntime refuses different types.
+  onnxruntime refuses different dtypes.
 
 ``onnxscript.optimizer.optimize_ir`` tries each of its 47 rules at each node, and a rule with two outputs lists all
-nodes of the graph each time: the time grows with the square of the number of layers. A rule can match only at the
-operator that its pattern ends with, so each rule is tried only at nodes of this operator, which gives the same graph.
+nodes of the graph each time: the time grows with the square of the number of layers. A rewrite rule can match only at
+the last operator of its pattern. Each rule is tried only at nodes with this operator, which gives the same graph.
 """
 
 from __future__ import annotations
@@ -140,14 +140,14 @@ def _name_apart(graph: ir.Graph) -> None:
 
 
 def _rotates(node: ir.Node) -> bool:
-    """Return whether a node is a ``RotaryEmbedding`` without position ids (only then cosines have a batch axis)."""
+    """Return whether a node is a ``RotaryEmbedding`` without position ids, whose cosines have a batch axis."""
     if node.op_type != "RotaryEmbedding" or node.domain not in ("", "ai.onnx"):
         return False
     return len(node.inputs) < 4 or node.inputs[3] is None
 
 
 def _as_many_rows(graph: ir.Graph) -> None:
-    """Expand the cosines and sines of ``RotaryEmbedding`` to the batch size of its tokens, once per batch size."""
+    """Expand the cosines and sines of each ``RotaryEmbedding`` to the batch size of the tokens it rotates."""
     import onnx_ir as ir
 
     known: dict[tuple[ir.Value, str], ir.Value] = {}

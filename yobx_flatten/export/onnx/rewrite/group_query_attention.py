@@ -6,10 +6,10 @@
 
 If the input ``past`` and the output ``present`` of a layer share memory, ``GroupQueryAttention`` of onnxruntime appends
 new keys and values to the earlier tokens, and copies nothing. The file computes the number of earlier tokens from the
-length of the mask, since the buffer ``past`` can be longer. The file also accepts a growing cache.
+length of the mask, since the buffer ``past`` can be longer. The file also accepts a ``past`` that grows with each call.
 
-Sliding-window layers, whose cache has fewer tokens than the mask, are not changed. After a filled cache,
-``GroupQueryAttention`` accepts several new tokens only for batch size 1: larger batches then read one token per call.
+Sliding-window layers, whose cache has fewer tokens than the mask, are not changed. If the cache has tokens,
+``GroupQueryAttention`` accepts several new tokens only for batch size 1: larger batches read one token per call.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _matched(softmax: ir.Node) -> _Matched | None:
-    """Return scores, values, mask, sinks and last product of attention with sinks; ``None`` for another softmax."""
+    """Return the scores, values, mask, sinks and last product of attention with sinks; ``None`` for other nodes."""
     sliced = only_reader(softmax.outputs[0], "Slice")
     product = None if sliced is None else only_reader(sliced.outputs[0], "MatMul")
     # the softmax includes a column for the sinks, which is then cut off, since sinks have no values
@@ -310,7 +310,7 @@ def _reads_each_key(node: ir.Node, padded: ir.Node, mask: ir.Value, new: ir.Valu
 
 
 def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Value] | None:
-    """Return the shape and the count of an ``arange(count)`` with four axes; ``None`` for other values."""
+    """Return shape and ``count`` of a value ``arange(count)`` with four axes; ``None`` for other values."""
     last = producer(value, "Unsqueeze")
     expanded = None if last is None else producer(last.inputs[0], "Expand")
     if last is None or expanded is None:

@@ -110,11 +110,11 @@ class Generator:
 
         Returns:
             What ``model.generate`` returns: by default int64 token ids of shape (batch * num_return_sequences, length).
-            Each row contains the prompt, the new tokens and padding; Whisper's rows do not contain the prompt.
+            Each row of the result has the prompt, the new tokens and padding; Whisper's rows do not have the prompt.
 
         Raises:
             InvalidArgumentError: when inputs do not fit the model or each other, or transformers refuses a keyword.
-            GenerationError: when a file fails while it runs.
+            GenerationError: when an exported file raises an error while it runs.
             MissingDependencyError: when transformers is not installed, but beam search or another option needs it.
         """
         stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
@@ -153,11 +153,11 @@ class Generator:
             adapter, forced_bos_token_id: see :meth:`generate`.
 
         Returns:
-            An iterator over int64 tensors of shape (batch,), each with the next token of every row.
+            An iterator over int64 tensors of shape (batch,), each with the next token of every sequence in the batch.
 
         Raises:
             InvalidArgumentError: when the inputs do not fit the model or each other.
-            GenerationError: when a file fails while it runs.
+            GenerationError: when an exported file raises an error while it runs.
         """
         stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
         return self.with_adapter(adapter)._streamed(stated, sampling)
@@ -181,7 +181,7 @@ class Generator:
     def generate_speech(
         self, read: torch.Tensor, speaker_embeddings: torch.Tensor | None = None, **options: Any
     ) -> Any:
-        """Generate speech with the files of SpeechT5.
+        """Generate speech with exported files of SpeechT5.
 
         SpeechT5 applies dropout during generation: after the same ``torch.manual_seed``, the exported files and the
         model return the same speech.
@@ -200,7 +200,7 @@ class Generator:
         Raises:
             InvalidArgumentError: when the files generate text, the inputs do not fit the model or each other, or
                 transformers refuses a keyword.
-            GenerationError: when a file fails while it runs.
+            GenerationError: when an exported file raises an error while it runs.
             MissingDependencyError: when transformers is not installed.
         """
         if self.parts.postnet is None:

@@ -383,7 +383,7 @@ class FileModel(ModelWithoutWeights):
         *,
         is_last: bool,
     ) -> torch.Tensor:
-        """Run the files on a prompt; with pictures, a prompt that beam search has copied to several rows runs once."""
+        """Run the files on prompts; with pictures, a prompt that beam search has copied to several beams runs once."""
         steps, every = self.steps, torch.arange(len(tokens))
         factor = 1 if shown is None else len(tokens) // shown.rows
         first = every[::factor]

@@ -131,8 +131,8 @@ class GenerationSettings:
     """Special tokens and generation defaults of a model, and its functions that change logits.
 
     Attributes:
-        eos_token_ids: ids of the tokens that end a row; empty if no token ends a row.
-        pad_token_id: id of the token that fills a row after its end.
+        eos_token_ids: ids of the tokens that end a sequence; empty if no token ends a sequence.
+        pad_token_id: id of the token that pads a sequence after its end.
         decoder_start_token_id: id of the first token of an encoder-decoder model's output.
         image_token_id: id of the token whose embeddings image features replace.
         max_new_tokens: default of ``generate`` for ``max_new_tokens``; 20 by default.
@@ -140,11 +140,11 @@ class GenerationSettings:
         sampling: default of ``generate`` for ``sampling``; by default, the likeliest token is chosen.
         num_beams, num_return_sequences: defaults of ``generate`` for the arguments of these names; 1 by default.
         positions: size of the model's table of position embeddings, in tokens; ``None`` if it has no such table.
-        processors: user functions that change the logits, in order, after the logits processors of the configuration.
+        processors: user functions that change the logits, in order, after the model's logits processors have run.
         has_rules: whether entries such as ``repetition_penalty`` require transformers' logits processors.
         other_loops: names of set options that only transformers' ``generate`` supports, such as ``penalty_alpha``.
         forced_bos_token_id: id of the second token of the output; for mBART, the target language.
-        forced_eos_token_id: id (or ids) of the last token of a row that reaches ``max_new_tokens``.
+        forced_eos_token_id: id (or ids) of the last token of a sequence that reaches ``max_new_tokens``.
         spatial_merge_size: number of patches per token along each side of a picture, for M-RoPE models.
         video_token_id: id of the token whose embeddings video features replace.
         tokens_per_second: number of positions per second of video, for models whose positions depend on time.

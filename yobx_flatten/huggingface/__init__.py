@@ -1,4 +1,4 @@
-"""Flatten and trace the KV caches and outputs of Hugging Face models."""
+"""Flatten KV caches and outputs of Hugging Face models, and make the models traceable."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ def make_dynamic_cache(
 
     Args:
         key_value_pairs: one (keys, values) pair per layer, or one flat list of keys and values; each tensor of shape
-            (batch, heads, length, head size), or with two or three axes for placeholders.
+            (batch, heads, length, head size); placeholders may have two or three axes.
         cls_layers: class of the cache layers (or its name), or a list with a class per layer; default ``DynamicLayer``.
         cls_kwargs: constructor arguments of the layers, a dict or a list with a dict per layer, such as
             ``{"sliding_window": 8}``. By default, the sliding window is the length of the keys.
 
     Returns:
-        The cache. The token count of a sliding layer is the number of keys in a full layer of the cache, or in the
-        sliding layer itself if the cache has no full layer.
+        The cache. The token count of each sliding layer is the number of keys in a full layer of the cache, or, if all
+        layers slide, the number of keys in the layer.
 
     Raises:
         CacheStructureError: when the arguments do not fit each other.
@@ -67,7 +67,7 @@ def make_static_cache(
     *,
     length: int | None = None,
 ) -> TransformersCache:
-    """Make a ``StaticCache`` that contains the given keys and values.
+    """Make a ``StaticCache``, of fixed capacity, that contains the given keys and values.
 
     Args:
         key_value_pairs: one (keys, values) pair per layer, or one flat list of keys and values; each tensor of shape
@@ -76,7 +76,7 @@ def make_static_cache(
             capacity are not copied; shorter keys are copied into a tensor of zeros.
         cls_layers: class of the cache layers (or its name), or a list with a class per layer; default ``StaticLayer``.
         cls_kwargs: constructor arguments of the layers, a dict or a list with a dict per layer.
-        length: number of tokens seen so far; by default the length of the keys in the first layer.
+        length: number of tokens that the cache has seen; by default the length of the keys in the first layer.
 
     Returns:
         The cache, in which the next token has the position ``length``.

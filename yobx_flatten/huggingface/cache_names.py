@@ -1,4 +1,4 @@
-"""Find the name of a model's KV cache among arguments, among outputs and in exported files.
+"""Find the name of a model's KV cache among the model's arguments and outputs, and in exported files.
 
 Before 5.24, transformers named the argument ``past_key_values``, or ``cache_params`` for models with recurrent states
 only; since 5.24, the name is ``cache``. The name of the cache is read from a signature or an output, not from the
@@ -102,7 +102,7 @@ def forward_of(model: TransformersModel) -> Callable[..., Any]:
 
 
 def argument_of(function: Callable[..., Any]) -> str | None:
-    """Return the name of the parameter of a function that takes the KV cache.
+    """Return the name of a function's parameter that takes the KV cache, such as ``past_key_values``.
 
     >>> def forward(input_ids, past_key_values=None): ...
     >>> argument_of(forward)
@@ -133,7 +133,7 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
 
 
 def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments in which the KV cache has the name of the function's cache parameter.
+    """Return keyword arguments with the KV cache renamed to the parameter of ``function`` that takes it.
 
     >>> def forward(input_ids, cache: "Cache"): ...
     >>> named_for(forward, {"input_ids": 1, "past_key_values": None})
@@ -146,7 +146,7 @@ def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[s
 
 
 def named_as(names: Collection[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments in which the KV cache is renamed to the known name that ``names`` contains.
+    """Return keyword arguments with the KV cache renamed to that name of a KV cache which ``names`` contains.
 
     >>> named_as(["input_ids", "past_key_values"], {"input_ids": 1, "cache": [{"key": 2, "value": 3}]})
     {'input_ids': 1, 'past_key_values': [{'key': 2, 'value': 3}]}
@@ -164,7 +164,7 @@ def _renamed(kwargs: Mapping[str, Any], given: str, wanted: str) -> dict[str, An
 
 @functools.cache
 def installed_name() -> str:
-    """Return the name of the KV cache in model outputs of the installed version of transformers."""
+    """Return the name that the installed version of transformers gives to the KV cache in model outputs."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     fields = {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}
@@ -172,7 +172,7 @@ def installed_name() -> str:
 
 
 def word_in_files(name: str, value: object, word: str = CACHE) -> str:
-    """Return the name of an input or output in exported files, where every KV cache has the same name.
+    """Return the name of a model's input or output in exported files, in which every KV cache has the same name.
 
     >>> word_in_files("cache_params", None), word_in_files("input_ids", 1)
     ('past_key_values', 'input_ids')
@@ -182,7 +182,7 @@ def word_in_files(name: str, value: object, word: str = CACHE) -> str:
 
 
 def spellings_of(path: str) -> list[str]:
-    """Return the path of a cache tensor with each known name of the cache; an empty list for any other path.
+    """Return a KV cache tensor's path under each known name of the cache; an empty list for any other path.
 
     >>> spellings_of("cache_params.key_0"), spellings_of("input_ids")
     (['cache.key_0', 'past_key_values.key_0', 'cache_params.key_0'], [])
@@ -192,7 +192,7 @@ def spellings_of(path: str) -> list[str]:
 
 
 def after_cache(name: str) -> str | None:
-    """Return the name of an input without the KV cache's name before it; ``None`` if it is not a cache input.
+    """Return the end of an input's name, after the name of the KV cache; ``None`` if the input is not a KV cache.
 
     >>> after_cache("past_key_values.0.key"), after_cache("cache_params.0.state"), after_cache("input_ids")
     ('.0.key', '.0.state', None)

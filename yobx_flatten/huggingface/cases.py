@@ -1,4 +1,4 @@
-"""Make inputs of decode calls with different sizes for a transformers model, whose KV caches the model fills."""
+"""Make inputs of decode calls of a transformers model in different sizes, with KV caches that the model fills."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _LONGEST = 1024
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSizes:
-    """Sizes of one decoder call: batch, cached tokens, new tokens, padding, encoder tokens.
+    """Sizes of one call of a decoder: batch, cached tokens, new tokens, padding, encoder tokens.
 
     Attributes:
         batch: batch size; 2 by default.
-        past: number of tokens the cache has seen; 5 by default.
+        past: number of tokens in the KV cache before the call; 5 by default.
         new: number of tokens that the call reads; 3 by default.
         padding: number of padding tokens on the left of the first sample; 0 by default.
-        source: number of tokens the encoder reads (encoder-decoder models); 7 by default.
+        source: number of tokens that the encoder reads (encoder-decoder models); 7 by default.
 
     Raises:
         InvalidArgumentError: when a size is not an int, or is too small.
@@ -62,7 +62,7 @@ class DecodeSizes:
 
     @property
     def without_cache(self) -> str:
-        """The sizes as text for a report, for a call without a KV cache."""
+        """The sizes of a call without a KV cache as text for a report, such as ``batch 2, length 8``."""
         return self._named(f"length {self.past + self.new}")
 
     def _named(self, tokens: str) -> str:
@@ -71,7 +71,7 @@ class DecodeSizes:
 
 
 def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any], cache_is: str) -> str | None:
-    """Return why no inputs of different sizes can be made for a model; ``None`` if inputs can be made."""
+    """Return why :func:`decode_inputs` cannot make inputs of other sizes for a model; ``None`` if it can."""
     # cache_is: the name of the cache among the inputs; `""` without a cache
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         return f"{type(model).__qualname__} is not a transformers model"
@@ -90,7 +90,7 @@ def why_not_resizable(model: TransformersModel, kwargs: Mapping[str, Any], cache
 
 
 def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> str | None:
-    """Return a warning if the results of a model vary because an input is missing, else ``None``."""
+    """Return a warning if a model's results vary because ``token_type_ids`` is missing, else ``None``."""
     # The attention of PaliGemma (`use_bidirectional_attention`) is causal only by a mask, which is made from token
     # types. Without token types transformers drops a mask that looks like SDPA's own causal mask, and the layers then
     # see later tokens. With `attn_implementation="eager"`, with padding, or in a trace transformers keeps the mask.
@@ -109,7 +109,7 @@ def ambiguous_without(model: TransformersModel, kwargs: Mapping[str, Any]) -> st
 
 
 def default_sizes(model: TransformersModel, cache: object = None) -> tuple[list[DecodeSizes], str | None]:
-    """Choose difficult sizes: below, at and beyond the sliding window, one and several tokens, a padded row."""
+    """Choose sizes of test calls: below, at and beyond the sliding window, one and several tokens, a padded text."""
     # cache: the example's cache; a static cache has a limited capacity
     # returns: the sizes, and a remark if no size exceeds the window, or the length at which rotary angles change
     config = model.config.get_text_config(decoder=True)
@@ -156,7 +156,7 @@ def decode_inputs(
         model: a causal or encoder-decoder Hugging Face model.
         sizes: the batch size, and the numbers of past, new and padding tokens.
         like: example inputs, which determine the names of the inputs and the kind of cache; by default ``input_ids``
-            (or ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and the cache. If the example has no
+            (or ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and the cache. If ``like`` has no
             cache, all tokens are new.
         seed: seed of the random tokens; 0 by default.
         tokens: the tokens to decode, integers of shape (batch, past + new); random by default.
@@ -251,7 +251,7 @@ def _new_inputs(
     mask: torch.Tensor,
     source: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """Return the inputs of a call on the last tokens, with a cache of the earlier tokens if the example has a cache."""
+    """Return inputs for the last tokens and, if the example has a KV cache, a cache of the earlier tokens."""
     # source: the tokens of the encoder; `None` for a model without an encoder
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     if source is None:
@@ -278,7 +278,7 @@ def _new_inputs(
 
 
 def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any] | None:
-    """Make the inputs of the next decode call: the returned cache, the same number of new tokens, a longer mask."""
+    """Make the inputs of the next decode call: the returned cache, as many random new tokens, a longer mask."""
     cache_is, cache = name_in(kwargs), cache_of(outputs)
     if cache_is is None or cache is None or kwargs[cache_is] is None:
         return None
@@ -323,7 +323,7 @@ def keeps_all(cache: TransformersCache) -> bool:
 
 
 def _fresh_cache(model: TransformersModel, example: TransformersCache) -> TransformersCache | None:
-    """Return an empty cache like the cache of the example; ``None`` if the model makes its empty cache itself."""
+    """Return an empty cache of the same class as the example's; ``None`` if the model makes its empty cache itself."""
     kind = type(example).__name__
     if kind == "QuantizedCache" and _is_fp8(example):
         return type(example)("fp8", model.config)

@@ -7,7 +7,7 @@ A decoder is wrapped if its KV cache has only sliding layers, or only recurrent 
     the model     input_ids, attention_mask, position_ids, DynamicCache: keys, values, how many tokens were seen
     this module   input_ids, attention_mask, position_ids, keys and values of each layer
 
-The wrapper computes the number of tokens seen: the length of the mask minus the number of new tokens.
+The wrapper computes the number of tokens seen as the length of the mask minus the number of new tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
 
 
 def counts_by_itself(cache: TransformersCache) -> bool:
-    """Return whether a token counter is a leaf of a cache, because all layers are filled sliding layers."""
+    """Return whether a flattened cache has a token counter, since all of its layers are filled sliding layers."""
     layers: Any = getattr(cache, "layers", None)
     return (
         type(cache).__name__ == "DynamicCache"
@@ -63,16 +63,16 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any], cache_is:
 
 
 def with_returned(kwargs: Mapping[str, Any], present: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return arguments with the cache entries that a call returned; other entries of the cache are unchanged."""
+    """Return arguments in which the KV cache has the tensors that a call returned; it keeps its other tensors."""
     kept = [{**before, **layer} for before, layer in zip(kwargs["cache"], present, strict=True)]
     return {**kwargs, "cache": kept}
 
 
 class Continued(torch.nn.Module):
-    """A module that makes the inputs of its next call from its outputs."""
+    """A wrapped decoder that can make the inputs of its next call from its outputs."""
 
     def next_inputs(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any]:
-        """Make the inputs of the next call: the same number of random tokens, and the returned cache."""
+        """Make the inputs of the next call: as many random tokens as before, and the returned KV cache."""
         ids = kwargs["input_ids"]  # with three axes they are not changed: audio codes, each with its own vocabulary
         if ids.dim() == 2:
             drawn = torch.randint(
@@ -280,7 +280,7 @@ _DROPPED = ["the next", "all", "the next"]
 
 
 def _reads(model: TransformersModel, length: int) -> str:
-    """Return which tokens a model reads in a call with one new token and a cache of all other tokens."""
+    """Return which tokens ``generate`` passes to a model, if the KV cache has all tokens but the last."""
     from transformers import GenerationMixin
     from transformers.cache_utils import DynamicCache
 

@@ -1,10 +1,10 @@
-"""Keep the weights of a layer in memory only during its call.
+"""Load the weights of each layer when the layer is called, and drop them after the call.
 
 .. code-block:: text
 
     checkpoint ── reader ──> layer 0: bring, forward, drop ──> layer 1: bring, forward, drop ──> ...
 
-Between calls, a weight is on the device ``meta``. A reader is a function that loads a weight from a file or a hook.
+Between calls, a weight is on the device ``meta``. A reader is a function that loads a weight from a file or hook.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _LAYERS: weakref.WeakKeyDictionary[torch.nn.Module, _LayerWeights] = weakref.Wea
 
 
 def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> None:
-    """Make each layer of a module load its weights when the layer is called."""
+    """Make each layer of a module load its weights with ``readers`` whenever the layer is called."""
     # a layer is an entry of a `ModuleList` or `ModuleDict`; a module outside of a layer loads its own parameters
     layers: dict[str, dict[str, Reader]] = {}
     for name, reader in readers.items():
@@ -90,7 +90,7 @@ def _layer_of(module: torch.nn.Module, name: str) -> str:
 
 
 def streamed_readers(module: torch.nn.Module) -> dict[str, Reader]:
-    """Return the functions, given to :func:`stream_layers`, that read the weights of a module, by parameter name."""
+    """Return the functions that read a module's weights, given to :func:`stream_layers`, by parameter name."""
     named = [(name, _LAYERS.get(part)) for name, part in module.named_modules(remove_duplicate=False)]
     return {
         f"{name}.{own}".lstrip("."): reader
@@ -111,7 +111,7 @@ def largest_layer(module: torch.nn.Module) -> int:
 
 
 def offloaded_readers(module: torch.nn.Module) -> dict[str, Reader]:
-    """Return, by name, functions that read the weights that the accelerate library loads on demand."""
+    """Return functions that read the weights which the accelerate library has offloaded, by parameter name."""
     found: dict[str, Reader] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         for one in filter(_is_offloading, _each(getattr(part, "_hf_hook", None))):
@@ -144,7 +144,7 @@ def _is_offloading(hook: _Hook) -> bool:
 
 @contextlib.contextmanager
 def paused(module: torch.nn.Module) -> Iterator[None]:
-    """In a ``with`` block, call a module without loading the weights that its layers load on demand."""
+    """In a ``with`` block, calls of a module do not load the weights that its layers load on demand."""
     layers = [_LAYERS[part] for part in module.modules() if part in _LAYERS]
     hooked = [part for part in module.modules() if hasattr(part, "_hf_hook")]
     before: list[Any] = [part._hf_hook for part in hooked]

@@ -1,4 +1,4 @@
-"""Flatten outputs of models and pipelines, also of diffusers, and containers of tokenizers and processors.
+"""Flatten outputs of transformers and diffusers models, and objects that tokenizers and processors return.
 
 ========================  =======================  =========================  ===================================
 class                     children                 keys                       static
@@ -15,9 +15,9 @@ fields set have different structures. In a plain dataclass, a field that is ``No
 *Dropped data*: a flattened ``BatchEncoding`` omits the ``Encoding`` objects of fast tokenizers, which contain the text
 of one batch and cannot be stored, and ``n_sequences``, which is only used to read the ``Encoding`` objects. No model
 reads the dropped data, so one program accepts a batch from any tokenizer, or a batch built by hand. A rebuilt
-``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to words; the flattened object still can.
+``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to words; the original object still can.
 
-Sizes and names in a ``BatchFeature`` are leaves, like its tensors. Since ``torch.export`` makes numbers and strings
+Numbers and texts in a ``BatchFeature`` are leaves, like its tensors. Since ``torch.export`` makes numbers and strings
 part of the program, and refuses NumPy arrays, pass ``return_tensors="pt"`` to the processor.
 
 transformers registers every ``ModelOutput`` class with torch once, when the class is created, so a removed registration
@@ -59,7 +59,7 @@ def subclasses_of(cls: Any) -> Iterator[type]:
 
 
 class ModelClasses:
-    """A cached list of the classes of imported model modules that pass a test."""
+    """A cached list of classes in imported ``transformers.models`` modules for which a function returns true."""
 
     def __init__(self, fits: Callable[[Any], bool]) -> None:
         self._fits = fits
@@ -111,7 +111,7 @@ def unflatten_base_model_output(
     """Unflatten a ``BaseModelOutput``, or another output class given as ``output_type``.
 
     Args:
-        values: the values of the fields, or placeholders for them.
+        values: the values of the fields, or placeholders for the values.
         context: the names of the fields, in the order of ``values``.
         output_type: the class to make; ``None`` for ``BaseModelOutput``.
 
@@ -208,7 +208,7 @@ def _container(cls: type) -> _Functions:
 
 
 def _is_plain_output(cls: type) -> bool:
-    """Return whether a class is a plain dataclass with tensors, such as ``EsmFold2DenoiserConditioning``."""
+    """Return whether a class is a dataclass with tensors that is not a mapping (``EsmFold2DenoiserConditioning``)."""
     if is_mapping_like(cls) or not dataclasses.is_dataclass(cls):
         return False
     return any("Tensor" in str(field.type) for field in dataclasses.fields(cls))

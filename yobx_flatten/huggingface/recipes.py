@@ -1,4 +1,4 @@
-"""List the classes that ``patch_transformers=True`` registers, and the registrations that are suspended."""
+"""List the classes that ``patch_transformers=True`` registers, and the earlier registrations that it replaces."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _plain_functions(cls: type) -> tuple[Flatten, Unflatten]:
 
 
 def _is_plain_cache(cls: type) -> bool:
-    """Return whether a class is a cache, by the end of its name, although it does not derive from ``Cache``."""
+    """Return whether a class is a cache that does not derive from ``Cache``: its name ends with ``Cache``."""
     if not cls.__name__.endswith("Cache") or inspect.isabstract(cls):
         return False
     bases = {base.__name__ for base in cls.__mro__}
@@ -141,7 +141,7 @@ _PLAIN_CACHES = ModelClasses(_is_plain_cache)  # classes of imported models that
 
 
 class _ByClass(dict[str, str]):
-    """A dict with full class names as keys, whose look-ups also accept classes, so that no class is imported."""
+    """A dict with full class names as keys, which can also be looked up by class; so it imports no class."""
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, (str, type)) and super().__contains__(_full_name(key))

@@ -1,4 +1,4 @@
-"""Export a model to a folder: files, configuration, tokenizer, and test cases."""
+"""Export a model to a folder with exported files, configuration, tokenizer and test cases."""
 
 from __future__ import annotations
 

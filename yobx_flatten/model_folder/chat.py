@@ -1,4 +1,4 @@
-"""The chat template of a folder, under the name that this module had before it became a part of `texts`."""
+"""Functions for chat templates under their former import path; the module `texts` defines them."""
 
 from .texts import chat_tokenizer as chat_tokenizer
 from .texts import message_tokens as message_tokens

@@ -112,7 +112,7 @@ def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, d
 
 
 def _most_bits(paths: Sequence[pathlib.Path]) -> str:
-    """Return the type of most quantized weights in the files: ``"int8"`` or ``"int4"``."""
+    """Return the type that most of the quantized weights in the files have: ``"int8"`` or ``"int4"``."""
     sizes: collections.Counter[int] = collections.Counter()
     for path in paths:
         graph = read_onnx(path, failure=DamagedFileError).graph
@@ -140,7 +140,7 @@ _BRANCHES = ("first", "later")
 
 
 def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> bool:
-    """Merge two decoder files into a third that shares their weights; return whether the weights are in a data file."""
+    """Merge two decoder files into a third file; all share weights. Return whether the weights are in a data file."""
     import onnx_ir as ir
 
     models = dict(zip(_BRANCHES, (ir.load(first), ir.load(later)), strict=True))
@@ -166,7 +166,7 @@ class _Weights:
         self._names: dict[tuple[object, ...], str] = {}
 
     def take(self, graph: ir.Graph) -> dict[str, str]:
-        """Replace the weights of a graph by one shared copy of all equal weights; return new names by old names."""
+        """Replace the weights of a graph by equal weights of earlier graphs; return new names by old names."""
         import onnx_ir as ir
 
         renamed = {}
@@ -236,7 +236,7 @@ def _merged(models: Mapping[str, ir.Model], weights: _Weights) -> ir.Model:
 
 
 def _free(value: ir.Value) -> ir.Shape | None:
-    """Return a value's shape with new names for dynamic axes, because the merged graphs name these axes differently."""
+    """Return a shape with new names for dynamic axes, since the graphs to merge have different names for the axes."""
     import onnx_ir as ir
 
     if value.shape is None:

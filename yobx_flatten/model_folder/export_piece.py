@@ -133,7 +133,7 @@ Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
 
 @dataclasses.dataclass(frozen=True)
 class FolderOptions:
-    """The arguments of :func:`.write.export_folder` except the model and the folder."""
+    """The arguments of :func:`.write.export_folder`, except the model and the folder to write."""
 
     to: str = "onnx"  # `"onnx"` or `"program"`; ignored if `target` is given
     target: Target | None = None  # the runtime; `None` for the runtime of `to`
@@ -188,7 +188,7 @@ class FolderOptions:
 
     @property
     def name(self) -> str:
-        """The file format in the manifest: ``"onnx"``, ``"program"``, or the name of another runtime."""
+        """The file format for the manifest: ``"onnx"``, ``"program"``, or a runtime such as ``"openvino"``."""
         return {"onnxruntime": "onnx", "torch": "program"}.get(self.runtime, self.runtime)
 
     @property
@@ -197,7 +197,7 @@ class FolderOptions:
 
     @functools.cached_property
     def largest(self) -> Bounds | None:
-        """The largest sizes that the files must accept, with batch size 4 by default; ``None`` without ``bounds=``."""
+        """The largest sizes that files must accept, from ``bounds=``, with batch size 4 by default; or ``None``."""
         if self.bounds is None:
             return None
         found = Bounds.of({"batch": self.batch or 4, **self.bounds})

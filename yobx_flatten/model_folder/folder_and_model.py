@@ -1,4 +1,4 @@
-"""Compare an exported folder with its model again, to explain a difference or to add an adapter."""
+"""Compare an exported folder with its model again, to find where values differ or to add a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from .write import write_matrices
 
 @dataclasses.dataclass(frozen=True)
 class FolderExplanation:
-    """The first node at which the files of a folder compute a different value than the model; ``print`` shows the node.
+    """The first nodes of a folder's files that compute other values than the model; ``print`` shows the nodes.
 
     Attributes:
         path: the folder.
-        files: the comparisons by file and test case; after a case that differs, further cases of the file do not run.
+        files: comparisons by names of file and test case; if a case differs, later cases of the file do not run.
     """
 
     path: pathlib.Path
@@ -50,7 +50,7 @@ class FolderExplanation:
 
     @property
     def ok(self) -> bool:
-        """Whether no node of the folder's files differs from the model."""
+        """Whether all compared nodes of the folder's files have the same values as in the model."""
         return all(one.first is None for one in self.files.values())
 
     def __bool__(self) -> bool:
@@ -69,18 +69,18 @@ class FolderExplanation:
 def explain_folder(
     folder: str | os.PathLike[str], model: TransformersModel | str | os.PathLike[str]
 ) -> FolderExplanation:
-    """Find the first node of a folder's files whose value differs from the value in the model.
+    """Find the first node in each file of an exported folder whose value differs from the value in the model.
 
-    The model is exported again to temporary files, whose outputs are compared with the model's. The folder's files and
-    the temporary files run on the stored test cases, and the values of their nodes are compared.
+    The model is exported again to temporary files, whose outputs are compared with the model's. Both the folder's files
+    and the temporary files run on the stored test cases, and values of their nodes are compared.
 
     Args:
         folder: a folder of ONNX files as :func:`export_folder` writes it.
         model: the model that the folder was exported from, or the name of this model.
 
     Returns:
-        For each file and case the first node that differs, in the order of execution, with its operator, the line of
-        the model's code, both values, and the weights that differ from the weights of the model.
+        For each file and test case, the first node whose value differs, with its operator, its line in the model's
+        code, both values, and the weights that differ from the model's.
 
     Raises:
         ForeignFileError: when ``folder`` does not exist, or :func:`export_folder` did not write it.
@@ -136,7 +136,7 @@ def load_model(given: TransformersModel | str | os.PathLike[str], manifest: Fold
 def pieces_of_folder(
     model: TransformersModel, folder: pathlib.Path, manifest: FolderManifest
 ) -> tuple[list[Piece], int | None]:
-    """Return the module, example inputs and one test case for each file, and the batch size if it is fixed."""
+    """Return the pieces (module, example inputs, a test case) of all files, and the batch size if it is fixed."""
     runners = {name: open_runner(located(folder, name), caller="pieces_of_folder") for name in manifest.files}
     sizes = {port.shape[0] for runner in runners.values() for port in runner.ports.values() if port.shape}
     rows = next(iter(sizes)) if len(sizes) == 1 else None
@@ -161,12 +161,12 @@ def pieces_of_folder(
 
 @dataclasses.dataclass(frozen=True)
 class AddedAdapter:
-    """The result of :func:`add_adapter`: the name of the adapter, and the comparisons with PEFT.
+    """The result of :func:`add_adapter`: the name of the adapter, and comparisons with PEFT.
 
     Attributes:
         path: the folder.
-        name: name of the adapter.
-        checks: the comparison with PEFT for each test case.
+        name: name of the LoRA adapter that was added.
+        checks: for each test case, the comparison of the folder's files with PEFT.
     """
 
     path: pathlib.Path
@@ -190,7 +190,7 @@ def add_adapter(
     Args:
         folder: a folder that ``export_folder(..., adapters=...)`` wrote. A new adapter can change the layers that the
             first adapters change, or all linear layers if ``adapters={}`` was passed.
-        name: name of the adapter, by which callers select it.
+        name: name of the adapter, which selects it in ``generate(adapter=NAME)``.
         adapter: the folder of the adapter, which PEFT wrote.
         model: the model that the folder was exported from, or the model's name; by default the adapter's base model.
         overwrite: whether to replace an adapter of the same name; ``False`` by default.

@@ -32,7 +32,7 @@ def write_genai_files(
     shared: Collection[str],
     options: FolderOptions,
 ) -> None:
-    """Write the configuration files of onnxruntime-genai, if this library can run the exported files."""
+    """Write configuration files of onnxruntime-genai if it can run the exported files; else refuse its layout."""
     is_asked, contents = options.layout == "genai", None
     if task == "text-generation":
         contents = decoder_config(model, reports["model.onnx"].input_names, shared=shared)

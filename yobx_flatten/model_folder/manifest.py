@@ -1,4 +1,4 @@
-"""Read and write ``yobx_flatten.json``, the description of an exported folder inside the folder."""
+"""Read and write ``yobx_flatten.json``, the file in an exported folder that describes the folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VERSION = 3
 
 @dataclasses.dataclass(frozen=True)
 class StoredAdapter:
-    """The stored test cases of one adapter, and the quality of quantized files with the adapter, both by file name."""
+    """For one LoRA adapter: stored test cases, and measured quality of quantized files, both by file name."""
 
     cases: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     quality: dict[str, Quality] = dataclasses.field(default_factory=dict)
@@ -40,7 +40,7 @@ class FolderManifest:
         dtype: type of the weights, such as ``"float32"``.
         tolerance: largest allowed absolute difference between an output and the eager model's output.
         files: names of the exported files.
-        cases: paths of the stored test cases by file name; test cases for ``generate`` have the key ``""``.
+        cases: paths of the stored test cases by name of the exported file; ``""`` for test cases of ``generate``.
         versions: versions of the libraries that wrote the folder, by name.
         proof: which checks ran before the folder was created: ``"full"``, ``"standard"``, ``"sample"`` or ``"none"``.
         quality: the measured quality of each file with quantised weights.
@@ -50,12 +50,12 @@ class FolderManifest:
         runtime: the library that runs the files: ``"onnxruntime"``, ``"torch"``, ``"aotinductor"``, ``"executorch"`` or
             ``"openvino"``.
         sha256: SHA-256 digests of the files by name; empty if ``runtime`` is ``"onnxruntime"`` or ``"torch"``.
-        rereads_at_switch: for a model whose rotary angles change at a length of text (longrope, dynamic), whether
-            ``model.generate`` then reads the whole text again; ``None`` for other models, or if unknown.
-        positions: largest number of tokens, for a model with a table of position embeddings; ``None`` for other models.
+        rereads_at_switch: for a model whose rotary angles change at a text length (longrope, dynamic), whether
+            ``model.generate`` recomputes the whole text there; ``None`` for other models, or if unknown.
+        positions: size of the model's table of position embeddings, in tokens; ``None`` if it has no such table.
         tolerances: how much rounding to ``dtype`` changes the model's outputs, by file and output; see
-            :func:`export_onnx`. The difference that :func:`verify_folder` allows is limited by the output's range.
-        adapters: the adapters that the folder was checked with, by name.
+            :func:`export_onnx`. :func:`verify_folder` allows such differences, limited by the output's range.
+        adapters: the LoRA adapters with which the exported files were checked, by name.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Open exported folders: as generators, and as Hugging Face models for ``pipeline``, ``generate`` and custom loops.
+"""Open exported folders as generators, or as Hugging Face models for ``pipeline``, ``generate`` and custom loops.
 
 An opened model is an instance of a class in this file and of ``PreTrainedModel``. The class of the opened model has the
 name of the exported class, because transformers' pipelines check the name.
@@ -302,7 +302,7 @@ def open_model(
     device: str | None = None,
     providers: Providers | None = None,
 ) -> Any:
-    """Open an exported folder as a transformers model of its task.
+    """Open an exported folder as a Hugging Face model for the folder's task.
 
     Args:
         folder: a folder that :func:`export_folder` wrote.

@@ -31,12 +31,12 @@ class PlainFileModel(ModelWithoutWeights):
         self.eval()
 
     def use_adapter(self, name: str | None) -> None:
-        """Use the adapter with the given name in all later calls; ``None`` removes the adapter."""
+        """Use the LoRA adapter ``name`` in all later calls; ``None`` for no adapter."""
         plain = self._plain
         self.runner = plain if name is None else self.of_folder.runners({"model": plain}, name)["model"]
 
     def run_files(self, **given: Any) -> Any:
-        """Run the file on inputs from a tokenizer or processor; the outputs have the names of the model's outputs."""
+        """Run the file on inputs that a tokenizer or processor made; outputs have the model's output names."""
         ports = self.runner.ports
         feeds = {name: value for name, value in given.items() if value is not None}
         for name, make in _ASSUMED.items():
@@ -54,7 +54,7 @@ class PlainFileModel(ModelWithoutWeights):
 
 
 class VocoderOfFile(PlainFileModel):
-    """A vocoder from a file: takes one spectrogram or several, and returns the sound as a tensor."""
+    """A vocoder that runs an exported file: it converts one spectrogram or a batch to audio samples."""
 
     def run_files(self, **given: torch.Tensor) -> torch.Tensor:
         spectrogram = given["spectrogram"]
@@ -73,7 +73,7 @@ def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
 
 
 class SpeakingFileModel(ModelWithoutWeights):
-    """A Hugging Face model without weights: transformers' own speech loop runs the exported files."""
+    """A Hugging Face model without weights, whose ``generate_speech`` runs exported files of SpeechT5."""
 
     def __init__(self, generator: Generator, stated: Mapping[str, Any]) -> None:
         super().__init__(config_from(stated, encoder=True))

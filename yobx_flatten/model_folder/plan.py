@@ -1,4 +1,4 @@
-"""Plan the folder of a model before anything is exported, and refuse unsupported models."""
+"""Plan an exported folder (files, checks, texts) before the export, and refuse unsupported models."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class FolderPlan:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the folder gets all test cases; a large model gets only a few."""
+        """Whether the folder gets all test cases; the folder of a large model gets only a few."""
         return self.proof in _ROWS
 
     def sliding_piece(self) -> Piece:
-        """Return the decoder whose cache drops tokens outside the sliding window, for a file without shared cache."""
+        """Return the decoder to export with a KV cache that drops tokens outside the sliding window."""
         (piece,) = _cut(self.model, self.task, self.task, self.options, self.proof, whole_cache=False)[1]
         return piece
 

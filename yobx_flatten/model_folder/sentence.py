@@ -7,7 +7,7 @@
     2_Dense/          2  Dense         a matrix
     3_Normalize/      3  Normalize     length 1                                       ──> sentence_embedding
 
-The file formats are from ``sentence_transformers.models`` of sentence-transformers 6.2.
+The formats of these files are those of ``sentence_transformers.models`` in sentence-transformers 6.2.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SentenceModules:
 
 
 class Pooling(torch.nn.Module):
-    """Pools the hidden states of each row to one vector; vectors of several modes (keys of ``_MODES``) are joined."""
+    """Pools hidden states to one vector for each text; vectors of several modes (keys of ``_MODES``) are joined."""
 
     def __init__(self, modes: Sequence[str]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Normalize(torch.nn.Module):
 
 
 class SentenceModel(torch.nn.Module):
-    """A model and the modules that compute one embedding per row from the model's outputs."""
+    """A model, followed by modules that compute one embedding for each text from the model's outputs."""
 
     def __init__(self, model: TransformersModel, layers: Sequence[torch.nn.Module]) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def generation_case(
     length: int = PROMPT,
     prompts: dict[str, torch.Tensor] | None = None,
 ) -> StoredCase:
-    """Generate text greedily with the eager model; in two of three rows the prompt is padded on the left."""
+    """Make a test case: text that the eager model generates greedily; two of three prompts are padded on the left."""
     # returns: inputs: arguments of `generate`; outputs: prompt and new tokens, of shape (batch, length), the requested
     # number of new tokens, and the margin between the two best scores of each new token, infinite for the prompt
     # tokens: the number of new tokens, reduced to the room of the model
@@ -99,7 +99,7 @@ def store_piece(
     below: str = CASES,
     runs: EagerRuns | None = None,
 ) -> list[str]:
-    """Store inputs and eager outputs as test cases of a file, and the model's losses on a text; return the paths."""
+    """Store test cases of one file (inputs, eager outputs), and the model's losses on a text; return the paths."""
     # runs: outputs that the module already computed for the proof of its file
     (work / below).mkdir(parents=True, exist_ok=True)
     names = []
@@ -136,7 +136,7 @@ def store_generation(
     after: int = 0,
     below: str = CASES,
 ) -> str:
-    """Store the tokens that the model generates after a prompt of ``after`` tokens, or after a short prompt for 0."""
+    """Store tokens that the model generates after a prompt of ``after`` tokens (0: a short prompt); return the path."""
     case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
     text = f"{case.outputs['new_tokens']} tokens, greedily{f', after {after}' if after else ''}"
     return store(case, work, f"{below}/generate{f'-{after}' if after else ''}.case", text)

@@ -1,4 +1,4 @@
-"""Make texts and chat prompts to calibrate and check files, and tokenize conversations."""
+"""Make texts and chat prompts that calibrate and check exported files, and tokenize conversations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
 def python_text(
     model: TransformersModel, source: pathlib.Path | None, rows: int, text: str = ""
 ) -> torch.Tensor | None:
-    """Return tokens of a text, by default source code of Python, as int64 of shape (rows, length)."""
+    """Return tokens of a text (by default, Python's source code), as int64 of shape (rows, length)."""
     # source: the folder of the tokenizer; `None` for a model that reads bytes
     # text: by default, the source code of modules of Python
     # returns: `None` if there is no fitting tokenizer, or if there is no text or no room of 16 tokens
@@ -110,7 +110,7 @@ _SENTENCES = (
 
 
 def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
-    """Return a text as rows of tokens, int64 of (rows, length), each with the tokenizer's special tokens."""
+    """Return tokens of Python's source code, int64 of (rows, length); each row has the tokenizer's special tokens."""
     # multiple: the number of rows is a multiple of this number
     # returns: `None` if there is no fitting tokenizer, or if the model has no room for 16 tokens
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
@@ -182,7 +182,7 @@ def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> l
 
 
 def plain_loop(model: TransformersModel) -> dict[str, Any]:
-    """Return arguments of ``generate`` for one text per row, without beam search, and with a dynamic cache."""
+    """Return ``generate`` arguments for one text per prompt, without beam search, and with a dynamic cache."""
     stated: dict[str, Any] = {} if model.generation_config is None else model.generation_config.to_dict()
     own = {} if stated.get("cache_implementation") is None else {"cache_implementation": "dynamic"}
     return {"max_length": None, "num_beams": 1, "num_return_sequences": 1, **own, **plain_loop_entries(stated)}
@@ -212,7 +212,7 @@ def chat_text(tokenizer: Any, folder: pathlib.Path, message: str) -> str:
 
 
 def text_pieces(tokenizer: Any, tokens: Iterable[torch.Tensor], made: list[torch.Tensor]) -> Iterator[str]:
-    """Yield the new text after each generated token, as soon as its characters are complete."""
+    """Yield the text of generated tokens piece by piece, as soon as the characters are complete."""
     shown = ""
     for new in tokens:
         made.append(new)
@@ -280,7 +280,7 @@ _QUESTIONS = (
 def chat_prompts(
     model: TransformersModel, source: pathlib.Path | None, rows: int, questions: Sequence[str] = ()
 ) -> dict[str, torch.Tensor] | None:
-    """Return tokens and attention mask of questions, int64 of shape (rows, length), padded on the left."""
+    """Return tokens and attention mask of chat prompts, int64 of shape (rows, length), padded on the left."""
     # questions: the caller's prompts, which need no chat template; by default `_QUESTIONS`, which need one
     # returns: `None` if there is no fitting tokenizer, or if the model has no room for an answer
     prompts = [] if source is None else _tokens(source, (questions or _QUESTIONS)[:rows], plain=bool(questions))

@@ -1,4 +1,4 @@
-"""Verify an exported folder with its stored test cases, without the model."""
+"""Verify the files of an exported folder with stored test cases, without the model."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class FolderCheck:
 
     Attributes:
         file: name of the exported file; ``"generate"`` for generation with all files.
-        case: name of the test case.
+        case: name of the stored test case.
         difference: largest absolute difference; for tokens, the number of tokens that differ from ``model.generate``.
-        ok: whether the difference is small enough.
-        seconds: duration of the case.
-        error: message of the error that stopped the case; ``None`` if there was no error.
+        ok: whether the difference is within the folder's tolerance.
+        seconds: duration of the test case in seconds.
+        error: message of the error that stopped the test case; ``None`` if there was no error.
         quality: the measured quality of a file with quantised weights; ``None`` for other files.
         nan: share of NaN values in each output of the model, by output name.
         tokens: the comparison of generated tokens; ``None`` if the case generates no tokens.
@@ -70,7 +70,7 @@ class FolderCheck:
     adapter: str = ""
 
     def cells(self) -> list[str]:
-        """Return the row of a report: whether the check passed, the file, the case, and the difference or error."""
+        """Return a table row for a report: whether the check passed, file, test case, and difference or error."""
         found = self.quality if self.quality is not None else self.tokens
         what = "its frames" if self.file == "generate" else "its first call"
         shown = f"{self.difference:.1e} max difference of {what}" if found is None else str(found)
@@ -80,12 +80,12 @@ class FolderCheck:
 
 @dataclasses.dataclass(frozen=True)
 class FolderReport(Report):
-    """The results of all stored cases: ``print(report)`` shows a table; the report is true if every case passes.
+    """The results of all stored test cases: ``print(report)`` shows a table; the report is true if all cases pass.
 
     Attributes:
         path: the folder.
         manifest: the description of the folder in ``yobx_flatten.json``.
-        checks: the comparison for each test case.
+        checks: for each stored test case, the comparison of its results with the files.
     """
 
     path: pathlib.Path
@@ -98,7 +98,7 @@ class FolderReport(Report):
         return self.manifest.tolerance
 
     def differences(self) -> Iterator[float]:
-        """Yield the largest difference of each test case, except cases that generate with all files."""
+        """Yield the largest difference of each test case, except test cases that generate with all files."""
         return (check.difference for check in self.checks if check.file != "generate")
 
     def nan_shares(self) -> Iterator[Mapping[str, float]]:
@@ -129,7 +129,7 @@ def verify_folder(
     device: str | None = None,
     providers: onnx_session.Providers | None = None,
 ) -> FolderReport:
-    """Run the files of a folder on every stored input, generate tokens, and compare with the stored results.
+    """Run the files of an exported folder on all stored test cases, and compare outputs and generated tokens.
 
     Args:
         folder: a folder that :func:`export_folder` wrote.
@@ -210,7 +210,7 @@ def _checks(
 
 
 def _check_case(opened: _Opened, name: str, case: StoredCase, *, is_chat: bool) -> FolderCheck:
-    """Run a stored test case with the file ``name``; if ``name`` is empty, generate with all files."""
+    """Run a stored test case with the exported file ``name``; if ``name`` is empty, generate with all files."""
     manifest, tokens = opened.manifest, None
     nan: Mapping[str, float] = {}
     file = opened(name)  # a file that cannot be opened raises an error, and is not a failed check
@@ -261,7 +261,7 @@ def _check_quality(
 
 
 def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner) -> Quality:
-    """Measure a quantized file on stored test cases; ``stored``, its quality at the export, has the allowed limit."""
+    """Measure a quantized file on stored test cases; its quality may not fall below the limit in ``stored``."""
     distance = Distance()
     for case in cases:
         if "losses" in case.outputs:
@@ -285,7 +285,7 @@ def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner
 def _for_device(
     manifest: FolderManifest, device: str | None, providers: onnx_session.Providers | None
 ) -> FolderManifest:
-    """Return the manifest with larger tolerances for devices other than the CPU, which round differently."""
+    """Return the manifest with larger tolerances if the device is not the CPU, since devices round differently."""
     onnx_session.only_for_onnxruntime(manifest.runtime, device, providers)
     if device in (None, "cpu") and providers is None:
         return manifest
@@ -343,9 +343,9 @@ def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifes
 def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenCount:
     """Generate with the files of a folder, and count the tokens that differ from the eager model's tokens.
 
-    If the model's two best scores for a token are almost equal (a tie), rounding may change their order, mostly in half
-    precision, and the row may differ from this token on. Quantized weights also change other scores, so that only a
-    share of the tokens has to agree, see ``TOKEN_SHARES``.
+    If the model's two best scores for a token are almost equal (a tie), rounding may change their order, and the rest
+    of the sequence may differ. With quantized weights, other scores also change, so only a share of the tokens must
+    agree (``TOKEN_SHARES``).
     """
     folder, manifest = opened.folder, opened.manifest
     scores = [outputs["logits"] for outputs in manifest.tolerances.values() if "logits" in outputs]
@@ -366,7 +366,7 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
 
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """Counts of generated tokens that differ from the model's tokens, and of differences that a tie excuses."""
+    """Counts of generated tokens that differ from the model's, in total and after a tie of two scores."""
 
     tokens: int  # number of new tokens of the model, up to the end of each row
     # number of different tokens; quantized files choose each token after the model's own text, others after their own
@@ -379,7 +379,7 @@ class TokenCount:
 
     @property
     def ok(self) -> bool:
-        """Whether all different tokens are excused; for quantized weights, whether a large enough share agrees."""
+        """Whether all differences follow a tie; with quantized weights, whether enough of the tokens agree."""
         if self.agreed is None or self.allowed is None:
             return self.different == self.excused
         return self.agreed >= self.allowed
@@ -421,7 +421,7 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
 
 
 def _read(generator: Generator, case: StoredCase) -> torch.Tensor:
-    """Return a mask of the model's new tokens, without the padding after the end of a row."""
+    """Return a mask of the tokens that the model generated, without padding after the end of a sequence."""
     expected: torch.Tensor = case.outputs["sequences"]
     start = _start(case)
     ends = torch.isin(expected, torch.tensor(generator.settings.eos_token_ids, dtype=torch.int64))
@@ -432,7 +432,7 @@ def _read(generator: Generator, case: StoredCase) -> torch.Tensor:
 
 
 def _start(case: StoredCase) -> int:
-    """Return the length of the prompt in the sequences; 1 for an encoder-decoder, whose output has a start token."""
+    """Return the number of prompt tokens in the output; 1 for an encoder-decoder, whose output has a start token."""
     expected, prompt = case.outputs["sequences"], case.inputs.get("input_ids")
     length = 0 if prompt is None else prompt.shape[1]
     begins = prompt is not None and length < expected.shape[1] and torch.equal(expected[:, :length], prompt)
@@ -440,7 +440,7 @@ def _start(case: StoredCase) -> int:
 
 
 def _apart(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a mask of tokens that differ or are missing, and a mask of the first one in each row."""
+    """Return a mask of tokens that differ or are missing, and a mask of the first such token in each sequence."""
     same = torch.zeros_like(read)
     if len(found) == len(expected):
         length = min(found.shape[1], expected.shape[1])

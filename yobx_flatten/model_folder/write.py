@@ -1,4 +1,4 @@
-"""Export a model to a folder of files, which is created only after the files were checked.
+"""Export a model to a folder, which is created only after the exported files were checked.
 
 .. code-block:: text
 
@@ -70,7 +70,7 @@ class ExportedFolder:
     Attributes:
         path: the folder.
         task: task of the model, such as ``"text-generation"``.
-        reports: one report per file, by file name.
+        reports: the export report of each file, by name of the exported file.
         verified: the comparisons of the files with the model on the stored test cases.
     """
 
@@ -113,14 +113,14 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     The folder is created only if every check passes. The guide lists :ref:`each argument <arguments-of-export-folder>`.
 
     Args:
-        model, source: a model in evaluation mode or its name; the tokenizer's folder, by default the model's.
+        model, source: a model in evaluation mode, or its name; the folder of its tokenizer (default: the model's).
         folder, overwrite: the folder to write, and whether to replace its contents.
         task: the task of the files, see :data:`TASKS`; ``"auto"`` for the task of the model.
         to, target: the format of the files, and the runtime that checks them; by default ONNX and onnxruntime.
-        batch, bounds: a fixed batch size, and the largest sizes, which ExecuTorch needs; ``None`` by default.
-        proof: ``"full"``, ``"standard"``, ``"sample"``, ``"none"``; ``"auto"`` chooses by the size of the weights.
-        opset_version, optimize, quantize: see :func:`export_onnx`.
-        calibration: a file of prompts, to measure and calibrate quantized weights.
+        batch, bounds: a fixed batch size; the largest sizes, which ExecuTorch needs; both ``None`` by default.
+        proof: checks to run: ``"full"``, ``"standard"``, ``"sample"``, ``"none"``; ``"auto"`` chooses by model size.
+        opset_version, optimize, quantize: options for each ONNX file, see :func:`export_onnx`.
+        calibration: a text file of prompts with which quantized weights are calibrated and measured.
         logits, word_times, layout: which logits and attention weights the files return, and the layout of the folder.
         adapters: folders of LoRA adapters by name, which ``generate(adapter=NAME)`` selects; none by default.
         dtype, weights, unmatched_weights, trust_remote_code: how a model given by name is loaded.
@@ -157,7 +157,7 @@ def _place(folder: object) -> pathlib.Path:
 
 
 def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
-    """Write the planned files to a hidden folder, check the files, and rename the folder."""
+    """Write a planned folder under a hidden name, check its files, and rename the folder."""
     with scratch_for(folder) as work:
         made = _Made(work, adapters={adapter.name: StoredAdapter() for adapter in plan.adapters})
         with leave_room(plan.model, plan.rooms):
@@ -180,7 +180,7 @@ class _Made:
 
     @property
     def first(self) -> ExportReport:
-        """The report of the first file, which also has the notes and times of the whole folder."""
+        """The report on the first exported file, which also has notes and times of the whole folder."""
         return next(iter(self.reports.values()))
 
 
@@ -280,7 +280,7 @@ def _write_configuration(plan: FolderPlan, made: _Made) -> None:
 
 
 def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
-    """Move the files to the paths of their layout, and write the manifest."""
+    """Move exported files to the paths of the chosen layout, and write the manifest."""
     options, work = plan.options, made.work
     names = [piece.stem + options.suffix for piece in plan.pieces]
     if options.layout == "transformers.js":

@@ -197,8 +197,8 @@ def is_mapping_like(cls: type) -> bool:
 def is_mapping(cls: type) -> bool:
     """Return whether a class is a mapping that stores all of its content, including dataclass fields, as items.
 
-    A transformers ``ModelOutput`` does so. A chex dataclass, which only has the methods of a mapping, does not, and a
-    dataclass that derives from ``dict`` may not.
+    A ``ModelOutput`` of transformers is such a mapping. A chex dataclass is not one, since it only has the methods of a
+    mapping. A dataclass that derives from ``dict`` must store its fields as items.
     """
     if not is_mapping_like(cls):
         return False

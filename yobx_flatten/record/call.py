@@ -95,7 +95,7 @@ class Call:
             part: which values to describe: ``"inputs"``, the default, or ``"outputs"``.
 
         Returns:
-            One entry per leaf; an empty tuple if the outputs were not recorded.
+            One entry per leaf of the inputs or outputs; an empty tuple if the outputs were not recorded.
         """
         return self._parts[part].facts if part in self._parts else ()
 

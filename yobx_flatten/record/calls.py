@@ -64,7 +64,7 @@ class RecordedCalls(Sequence[Call]):
             method: the name of the recorded method, see :func:`~yobx_flatten.record_calls`.
 
         Returns:
-            The calls, in the order in which they began.
+            The recorded calls, in the order in which they began.
 
         Raises:
             RecordError: when the folder holds no calls, or a file is damaged.
@@ -168,7 +168,7 @@ class RecordedCalls(Sequence[Call]):
         """Return the inputs of one recorded call, without :meth:`constants`, as example inputs for :meth:`module`.
 
         The smallest call is chosen among the calls with the most dynamic sizes that differ and are at least 2, because
-        ``torch.export`` treats sizes 0 and 1 as fixed. A batch of one row is repeated to two rows.
+        ``torch.export`` treats sizes 0 and 1 as fixed. A batch of size 1 is repeated to size 2.
 
         Args:
             phase: name of the phase, which can be omitted if all calls are in one phase.
@@ -228,10 +228,10 @@ class RecordedCalls(Sequence[Call]):
             program: an :class:`~yobx_flatten.ExportedModel`, a ``torch.export.ExportedProgram``, or anything that is
                 called with the arguments of :meth:`example`.
             phase: name of the phase, which can be omitted if all calls are in one phase.
-            tolerance: largest absolute difference allowed; 1e-4 by default.
+            tolerance: largest allowed absolute difference of an output value; 1e-4 by default.
 
         Returns:
-            A report with one row per call; the report is true if every call is within the tolerance.
+            A report with a table row per recorded call; the report is true if every call is within the tolerance.
 
         Raises:
             RecordError: when no recorded call is in ``phase``.

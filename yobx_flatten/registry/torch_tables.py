@@ -1,7 +1,7 @@
 """Register classes with torch: ``torch.utils._pytree``, ``torch.fx._pytree`` and ``torch.utils._cxx_pytree``.
 
 torch's ``_deregister_pytree_node`` cannot restore an earlier registration; for two classes without a serialized name,
-it raises ``KeyError`` after it has changed some tables. Only this file reads and writes torch's tables.
+it raises ``KeyError`` after it has changed some tables. Only this file reads and writes torch's pytree tables.
 """
 
 from __future__ import annotations

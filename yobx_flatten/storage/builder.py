@@ -135,7 +135,7 @@ def create_onnx_model_from_input_tensors(
     :func:`save_nested` writes nested values of any size to an ONNX file.
 
     Args:
-        inputs: nested values; see :func:`save_nested`.
+        inputs: nested inputs, of the types that :func:`save_nested` accepts.
         switch_low_high: ignored, because every ONNX file is little-endian.
         randomize: whether to store only the types and shapes of float tensors; the model then generates random values.
             ``False`` by default.

@@ -134,7 +134,7 @@ class CaseReport(Report):
         model: the file.
         outputs: the differences, one :class:`OutputDifference` for each stored output.
         unused: names of inputs in the test case that the model does not have.
-        seconds: duration of the run of the model.
+        seconds: duration of the model's run in seconds.
         tolerance: largest allowed absolute difference of an output value.
     """
 

@@ -1,4 +1,4 @@
-"""Print lines, tables, JSON and progress bars."""
+"""Print lines, tables, JSON and progress bars for command lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translations for operators that torch's ONNX exporter lacks.
+"""Translate operators to ONNX for which torch's exporter has no translation.
 
 * ``unsqueeze`` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2).
 * ``_is_all_true`` (the checks of ProphetNet).

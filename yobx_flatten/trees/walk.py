@@ -299,7 +299,7 @@ def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
 
 
 def leaves_of(tree: PyTree) -> list[Any]:
-    """Return the leaves in the order of :func:`leaf_names`, even if the classes of caches are not registered."""
+    """Return a nested object's leaves in the order of :func:`leaf_names`; cache classes need not be registered."""
     return [place.obj for place in leaf_places(tree, own_children)]
 
 

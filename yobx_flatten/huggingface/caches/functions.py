@@ -7,7 +7,7 @@ The static part of a cache is the list of its leaves' names. If all layers are `
 The static part does not depend on the number of tokens seen, so one exported program serves all lengths. The *length*
 (number of tokens seen) of sliding layers comes from one of two sources:
 
-* the number of keys in a full layer, if the cache has a full layer, since a full layer contains every token;
+* the number of keys in a full layer, if the cache has a full layer, since a full layer has keys of all tokens;
 * the last leaf, ``length``, a 0-d tensor (see :mod:`.layouts`), if the cache has no full layer.
 """
 
@@ -137,7 +137,7 @@ def unflatten_static_cache(
 
 
 def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[str]]:
-    """Return the layers, and their names; sizes that names written by yobx lack are read from the keys."""
+    """Rebuild layers from leaves; sizes that names written by the package yobx lack are read from the keys."""
     values = values if isinstance(values, (list, tuple)) else list(values)
     try:
         return unflatten_layers(values, names), names
@@ -238,7 +238,7 @@ _STATIC = {"S", "X", "J", "LS", "LX"}
 
 
 def axes_of_leaf(name: str) -> dict[int, str] | None:
-    """Return the axes of a cache tensor that vary between calls, by leaf name; ``None`` for an unknown name.
+    """Return the dynamic axes of the cache tensor with a leaf name; ``None`` for an unknown leaf name.
 
     >>> axes_of_leaf("key_W8_1"), axes_of_leaf("value_S16_0"), axes_of_leaf("length")
     ({0: 'batch', 2: 'length'}, {0: 'batch'}, {})
@@ -294,7 +294,7 @@ def with_keys(values: list[Any], names: list[str]) -> tuple[list[tuple[Any, Any]
 
 
 def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> TransformersCache:
-    """Make a cache of the given layers, without running the constructor of ``cls``."""
+    """Make a cache of class ``cls`` from layers, without running its constructor."""
     # grows: whether the cache adds missing layers. A `DynamicCache` of full layers may be created empty and grow by one
     # layer per model layer; a cache made from a configuration has all layers. A program accepts both.
     from transformers.cache_utils import DynamicLayer
@@ -306,7 +306,7 @@ def new_cache(cls: Any, layers: list[Any], *, grows: bool) -> TransformersCache:
 
 
 def _shown_updates(cross: TransformersCache | None) -> dict[int, bool]:
-    """Return, in the form of ``is_updated``, whether each layer of a cross-attention cache is filled."""
+    """Return a dict like ``is_updated``: for each layer of a cross-attention cache, whether it is filled."""
     found = {}
     for index, layer in enumerate(getattr(cross, "layers", ())):
         kind = kind_of(type(layer))
@@ -319,7 +319,7 @@ _WITHOUT = re.compile(r"(.+)_([WSX])_(\d+)")
 
 
 def with_sizes(values: Sequence[Any], names: list[str]) -> list[str]:
-    """Add the number of tokens of each layer to leaf names, in the form that the package yobx reads.
+    """Add the size of each layer, read from its keys, to leaf names that the package yobx wrote without sizes.
 
     >>> with_sizes([torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)], ["key_W_0", "value_W_0"])
     ['key_W5_0', 'value_W5_0']

@@ -1,13 +1,13 @@
 """Reuse the template (description of all attributes) of an earlier cache layer, so that only leaves are read.
 
 Describing each attribute as JSON takes 0.1 ms per layer. So the last templates of each layer index are stored, with the
-types and values that determine each template, level by level::
+types and values that determine a template, by nesting level::
 
     attributes    conv_states, device, has_previous_state
     level 0       {0: tensor}, cpu, {0: True}
     level 1       1, 0, tensor, 1, 0, True                  of each dict: its length, its keys, its values
 
-A dict that was changed in place has different types or values at its level, so its layer is read again.
+If a dict was changed in place, types or values at its level differ, so that the layer is described again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KNOWN: dict[Hashable, list[KnownState]] = {}
 
 
 def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = False) -> tuple[KnownState, list[Any]]:
-    """Flatten the attributes of an object; reuse the template of an earlier object at ``place`` if the types match."""
+    """Flatten an object's attributes; reuse the template of an earlier object at ``place`` (layer index) if it fits."""
     states = _KNOWN.get(place, [])
     for state in states:
         leaves = state.leaves_of(held)
@@ -50,7 +50,7 @@ def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = 
 
 
 class KnownState:
-    """The template of an object's attributes, and the types and values of objects that fit the template."""
+    """A template of an object's attributes, and the types and values of other objects that fit the template."""
 
     def __init__(self, held: dict[str, Any], template: Template, leaves: list[Any]) -> None:
         self.text, self.paths = json.dumps(template), leaf_paths(template)
@@ -121,7 +121,7 @@ class KnownState:
 
 
 class _Part(NamedTuple):
-    """A value nested in an object, and the property with which values of later objects are compared."""
+    """A value nested in an object, and how the value of a later object must match it, such as by type."""
 
     value: Any
     kind: Literal["leaf", "same", "plain", "dumped", "any"]

@@ -15,7 +15,7 @@ letter    class                        leaves                   counter         
 Layers of all classes outside the table are flattened by their attributes, with a letter of :data:`OTHER_LETTERS` or the
 name of the class. The leaf ``position`` is the token counter that a layer stores as a tensor. The leaf ``length`` is
 the number of tokens seen, an integer in the layer, since a sliding layer has fewer keys than tokens seen. All layers of
-a cache share one ``length`` (see :mod:`.functions`). This file handles differences between versions of transformers.
+a cache share one ``length`` (see :mod:`.functions`).
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class LayerKind:
 
     @property
     def is_static(self) -> bool:
-        """Return whether the layer's tensors have their full length from the start."""
+        """Whether keys and values of this layer class have full length from the start, as in a ``StaticCache``."""
         return self.letter in "SX"
 
     @property
     def counter(self) -> str | None:
-        """The attribute in which a sliding layer counts the tokens it has seen; ``None`` for other layers."""
+        """The attribute in which a sliding layer counts the tokens that it has seen; ``None`` for other layers."""
         if self.letter == "X" and self.has_position:
             return "cumulative_length_int"
         return "cumulative_length" if self.letter in "WX" else None
@@ -168,19 +168,19 @@ class LayerKind:
 
 
 def remember(held: dict[str, Any]) -> None:
-    """Store ``_sliding_window_tensor`` of a flattened layer, for layers that are unflattened later."""
+    """Store the attribute ``_sliding_window_tensor`` of a flattened layer, for layers that are rebuilt later."""
     tensor = held.get("_sliding_window_tensor")
     if type(tensor) is torch.Tensor:
         window_tensors(held["sliding_window"]).setdefault(tensor.device, tensor)
 
 
 def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
-    """Return the tensors that :func:`remember` has stored for a window size, by device."""
+    """Return the ``_sliding_window_tensor`` stored for a window size on each device."""
     return _WINDOW_TENSORS.setdefault(window, {})
 
 
 def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
-    """Return the stored tensor of a window size, or a new tensor; ``None`` if no tensor can be made."""
+    """Return a ``_sliding_window_tensor``, stored or new; ``None`` in a trace, or for classes without one."""
     # no tensor is made for classes without one, and in a trace, where a new tensor would become a constant
     tensors = window_tensors(window)
     may_be_traced = torch.compiler.is_compiling() or is_jit_tracing()
@@ -202,13 +202,13 @@ def _has_window_tensor(cls: type) -> bool:
 
 @functools.cache
 def makes_window_tensor(cls: type) -> bool:
-    """Return whether a new layer of a class creates a window tensor, as in transformers 5.0 and later."""
+    """Return whether new layers of a class have a ``_sliding_window_tensor``, as in transformers 5.0 and later."""
     makers = [inspect.unwrap(vars(base)["__init__"]) for base in cls.__mro__ if "__init__" in vars(base)]
     return any("_sliding_window_tensor" in one.__code__.co_names for one in makers if hasattr(one, "__code__"))
 
 
 def kind_of(cls: type) -> LayerKind | None:
-    """Return the ``LayerKind`` of a layer class; ``None`` for a class that is flattened by its attributes."""
+    """Return the ``LayerKind`` of a cache layer class; ``None`` for a class that is flattened by its attributes."""
     if cls not in _KINDS:
         _KINDS[cls] = _read_kind(cls)
     return _KINDS[cls]
@@ -230,7 +230,7 @@ _CODE = re.compile(f"({'|'.join({*LETTERS.values(), *OTHER_LETTERS.values()})})(
 
 
 def letter_of(code: str) -> str:
-    """Return the letter in the code of a layer; an empty string if the code is a class name.
+    """Return the letter in a layer's code (``W`` in ``W8``); an empty string if the code is a class name.
 
     >>> letter_of("W8"), letter_of("LX16"), letter_of("SummedLayer")
     ('W', 'LX', '')

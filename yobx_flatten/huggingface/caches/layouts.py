@@ -1,6 +1,6 @@
 """Flatten cache layers to leaves with static names, and rebuild layers from leaves.
 
-Layers are read one by one; a layer may be empty, or contain tensors, placeholders or the proxies of a trace.
+A layer may be empty, or contain tensors, placeholders or the proxies of a trace.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def unflatten_layers(values: Iterable[Any], names: list[str]) -> list[Any]:
 
 
 def hold_length_leaf(layers: list[Any]) -> None:
-    """Store the token count of sliding layers as a tensor, so that each flattening returns the same tensor."""
+    """Store the token count of sliding layers as a tensor, so that flattening twice returns the same tensor."""
     values, names = flatten_layers(layers, plain=True)
     if names[-1:] != [LENGTH] or not isinstance(values[-1], torch.Tensor):
         return
@@ -124,7 +124,7 @@ def holds_full_only(names: list[str]) -> bool:
 def _read_row(
     kind: LayerKind, layer: CacheLayer, index: int, values: list[Any], names: list[str]
 ) -> tuple[str, list[Any]]:
-    """Append the leaves of a layer with a ``LayerKind`` to ``values``; return the layer's code and counter."""
+    """Flatten a layer with a ``LayerKind``: append to ``values`` and ``names``; return the layer's code and counter."""
     code = kind.code(layer)
     if not kind.is_filled(layer, index):
         names.append(f"none_{code}_{index}")
@@ -141,7 +141,7 @@ def _read_row(
 
 
 def _held_uncounted(layer: CacheLayer, length: Length) -> int:
-    """Return the number of keys of a layer that a user filled without setting its counter; 0 for other layers."""
+    """Return the number of keys of a layer that was filled while its token counter stayed 0; 0 for other layers."""
     held = vars(layer)
     keys = held.get("keys")
     if type(length) is not int or length or "max_cache_len" in held or type(keys) is not torch.Tensor:
@@ -156,7 +156,7 @@ def _key_count(keys: torch.Tensor) -> int:
 
 
 def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: list[str]) -> tuple[str, list[Any]]:
-    """Append the leaves of a layer without a ``LayerKind`` to ``values``; return the layer's code and counters."""
+    """Flatten a layer without ``LayerKind``: append to ``values`` and ``names``; return its code and counters."""
     held, cls = layer.__dict__, type(layer)
     remember(held)
     template = held.get(PLACEHOLDERS)
@@ -276,7 +276,7 @@ def _empty_layer(kind: LayerKind, parameter: str, leaves: Iterator[Any], length:
 def rebuild_by_attributes(
     cls: type, builder: StateBuilder, leaves: Iterator[Any], length: Length, new: Callable[[type], Any] = object.__new__
 ) -> CacheLayer:
-    """Build a cache layer, or a cache that has no layers, from the leaves of its attributes."""
+    """Rebuild a cache layer, or a cache without layers, from leaves and the template of its attributes."""
     obj = new(cls)
     held, used, real = builder.build(leaves, length)
     obj.__dict__.update(held)
@@ -330,7 +330,7 @@ def length_leaf(seen: int | torch.SymInt | torch.Tensor | StoredInteger) -> Any:
 
 
 def length_of(leaf: object) -> object:
-    """Return the leaf of a token counter as an integer, or unchanged if its value is unknown, as during a trace."""
+    """Convert the leaf of a token counter to an integer; return it unchanged if its value is unknown, as in a trace."""
     # leaf: an int64 tensor without axes; an integer, as stored by earlier versions; a placeholder
     has_no_value = torch.compiler.is_compiling() or is_jit_tracing()
     if has_no_value or not isinstance(leaf, torch.Tensor) or leaf.dim():

@@ -1,7 +1,7 @@
 """Flatten a cache layer without a ``LayerKind`` by its attributes: tensors, token counters, fixed settings.
 
-A *template* describes the value of every attribute. A template is static data: it does not depend on the batch, the
-tokens seen, the dtype or the device, and can be stored as JSON.
+A *template* describes the value of every attribute of a cache layer. A template is static data: it does not depend on
+the batch, the tokens seen, the dtype or the device, and can be stored as JSON.
 
 =====================  ==================================================================================
 ``["tensor"]``         a leaf
@@ -219,7 +219,7 @@ class StateBuilder:
                 self._made.append((name, _maker(entry, counter)))
 
     def build(self, leaves: Iterator[Any], length: Length) -> tuple[dict[str, Any], list[Any], bool]:
-        """Return the attributes of an object, the leaves in them, and whether no leaf is a placeholder."""
+        """Rebuild an object's attributes from ``leaves``; also return its leaves, and whether none is a placeholder."""
         used = list(itertools.islice(leaves, len(self.leaf_types)))
         held = self._plain.copy()
         for name, index in self._leaves:

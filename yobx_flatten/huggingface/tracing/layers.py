@@ -1,9 +1,9 @@
-"""Trace the methods of cache layers as one graph for every number of tokens.
+"""Trace methods of transformers cache layers as one graph that serves every number of tokens.
 
-A cache layer branches on the number of tokens it has seen, and a trace records only one branch. The replacements in
-this file compute the same tensors by arithmetic on lengths:
+A cache layer branches on the number of tokens that it has seen, and a trace records only one branch. The replacements
+in this file compute the same tensors by arithmetic on lengths:
 
-* A sliding layer has ``kept`` keys, so the attention covers ``kept + query`` keys from position ``seen - kept``. A
+* In a sliding layer with ``kept`` keys, the attention covers ``kept + query`` keys from position ``seen - kept``. A
   sliding layer keeps the last ``window - 1`` keys after a call, or all keys if there are fewer.
 * A static sliding layer returns the last ``window - 1`` keys it has seen, the new keys, and its unused capacity.
 * An empty layer starts from a slice of its first keys, since a trace would make a new tensor a constant, which
@@ -74,7 +74,7 @@ def _sliding_update(original: Function) -> Function:
 
 
 def last_places(keys: torch.Tensor, most: Size) -> torch.Tensor:
-    """Return the indices of the last ``most`` keys, or of all keys if there are fewer."""
+    """Return the indices of the last ``most`` keys, or of all keys if there are fewer than ``most``."""
     # The slice `keys[:, :, -most:]` would check whether there are enough keys, and its strides whether it covers all
     # keys. These checks would become guards, so that the program refuses lengths on the other side of the window.
     count = keys.shape[-2]

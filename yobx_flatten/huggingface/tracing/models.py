@@ -110,7 +110,7 @@ def _delta_rule(original: Function) -> Function:
 
 
 def _chunk_scan(step: _Step, start: torch.Tensor, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scan over tokens, which are axis 1 of inputs and outputs; return the last state and the outputs of all tokens."""
+    """Run a recurrence over tokens (axis 1 of inputs and outputs); return the last state and all outputs."""
     from ...private_names.of_torch import scan
 
     state, outputs = scan(step, start, tuple(part.transpose(0, 1) for part in given))
@@ -148,7 +148,7 @@ def model_replacements() -> Iterator[Replacement]:
 
 
 def _gates(top_k_index: torch.Tensor, top_k_weights: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return routing weights of shape (experts, tokens, 1), 0 for experts to which a token is not routed."""
+    """Return the weight of each expert for each token, of shape (experts, tokens, 1); 0 if not routed to it."""
     gates = top_k_weights.new_zeros(top_k_index.shape[0], experts)
     return gates.scatter_add(1, top_k_index, top_k_weights).t().unsqueeze(-1)
 
@@ -309,7 +309,7 @@ POSITIONS = (
 
 
 def _caches_have(*methods: str) -> bool:
-    """Return whether the installed ``Cache`` class of transformers has ``methods``, which version 5.23 added."""
+    """Return whether ``Cache`` of the installed transformers has ``methods``, which version 5.23 added."""
     return all(hasattr(sys.modules["transformers.cache_utils"].Cache, name) for name in methods)
 
 
@@ -388,7 +388,7 @@ def _mamba_selective_scan(original: Function) -> Function:
 
 
 def _start(state: torch.Tensor | None, added: torch.Tensor) -> torch.Tensor:
-    """Return the initial state of a scan: the stored state for one new token, zero for several new tokens."""
+    """Return a recurrence's initial state: the cached state for one new token, zero for several new tokens."""
     zero = torch.zeros_like(added[0])
     if state is None:
         return zero
@@ -398,7 +398,7 @@ def _start(state: torch.Tensor | None, added: torch.Tensor) -> torch.Tensor:
 
 
 def _scan(state: torch.Tensor, decay: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-    """Return all states of ``state = decay * state + added``, along the first axis."""
+    """Return all states of the recurrence ``state = decay * state + added``, along the first axis."""
     from ...private_names.of_torch import scan
 
     def step(state: torch.Tensor, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,9 +6,9 @@
     a version receives     forward(again, self, hidden_states, cache, **others)      one name for the cache
     any other case         again(), again(position_ids=p)                            the original, with its own names
 
-A traceable version is called with the parameters of its signature. An original function is replaced only if it has
-all required parameters of its traceable version, and no unknown parameter, which could change the result. If the
-traceable version has the parameters ``again`` and ``others``, unknown parameters of the original function are allowed.
+A traceable version gets the arguments that it has parameters for. An original function is replaced only if it has all
+required parameters of its traceable version, and no unknown parameter, which could change the result. Unknown
+parameters are allowed if the traceable version has the parameters ``again`` and ``others``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _warned: set[str] = set()
 
 
 def replacement(make: Make) -> Make:
-    """Decorate a function that makes a replacement, which gets the signature of the original function."""
+    """Decorate a function that makes traceable versions: a version gets the signature of its original function."""
     # make: returns a version for an original, or the original if a release of transformers needs no replacement
     # if the version does not fit, the result returns the original and warns (ReplacedFunctionWarning)
 
@@ -54,7 +54,7 @@ def replacement(make: Make) -> Make:
 
 
 def misfit(version: Function, original: Function) -> str | None:
-    """Return why a replacement does not match an original function; ``None`` if the replacement can be used."""
+    """Return why a traceable version cannot replace an original function; ``None`` if it can."""
     own = {_CACHE if name == argument_of(original) else name for name in _named(original)}
     takes = inspect.signature(version).parameters
     reads = {name for name in _named(version) if name != "again"}

@@ -1,7 +1,7 @@
 """Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
 DeepSeek V4 compresses a window of keys when it is full, Qwen 4 selects blocks of visible keys per query, Longformer and
-LED attend to a window. The code of the sparse models branches on the number of windows or blocks, or fixes the number.
+LED attend to a window. The code of these three models branches on the number of windows or blocks, or fixes the number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .replacement import Function, Make, replacement
 
 
 def prepare_compressed(layer: CacheLayer) -> None:
-    """Enlarge the tensors of a DeepSeek V4 cache layer, so that a trace does not fix sizes of 0 or 1."""
+    """Enlarge the tensors of a DeepSeek V4 cache layer, since a trace would fix sizes of 0 and 1."""
     # Between two calls a buffer contains fewer keys than a window, often 0 or 1. The traced values are never used.
     # layer: a layer of a copy of the example's cache; layers of other classes are not changed
     held = vars(layer)
@@ -65,7 +65,7 @@ def _layer_to_go_on(cache: TransformersCache | None, index: int, name: str) -> C
 
 
 def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return all compressed keys (batch, windows, width), also of the windows that the current call fills."""
+    """Return all compressed keys, of shape (batch, windows, width), with the windows that the current call fills."""
     kv = torch.cat([layer.buffer_kv[name], module.kv_proj(hidden_states)], dim=1)
     gate = torch.cat([layer.buffer_gate[name], module.gate_proj(hidden_states)], dim=1)
     batch, count, ratio, size = *kv.shape[:2], module.compress_rate, module.head_dim
@@ -99,7 +99,7 @@ def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.
 def _overlapping(
     before: torch.Tensor, windows: torch.Tensor, size: int, closed: Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give each window the first ``size`` channels of the window before, and return those of the last full window."""
+    """Add to each window the first ``size`` channels of the previous window; also return those of the last full one."""
     series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
     each = torch.arange(windows.shape[1], device=windows.device)
     last = torch.arange(1, device=windows.device) + closed
@@ -108,7 +108,7 @@ def _overlapping(
 
 
 def _going_on(part: str, go_on: Callable[..., Any]) -> Make:
-    """Make the replacement of a ``forward``, which runs ``go_on`` for a filled cache, else the original function."""
+    """Replace a ``forward`` by a function that runs ``go_on`` for a filled cache, else the original ``forward``."""
 
     @replacement
     def make(original: Function) -> Function:

@@ -49,7 +49,7 @@ class TransformersTracing(TraceSupport):
         self._open = 0
 
     def acquire(self) -> None:
-        """Add pytree keys to output classes that transformers registered without keys, until :meth:`release`."""
+        """Add pytree keys to model output classes that transformers registered without keys, until :meth:`release`."""
         from transformers.utils.generic import ModelOutput  # an import must not run under the lock
 
         with LOCK:
@@ -186,7 +186,7 @@ _SUMS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd_
 
 
 class TensorRanges(TorchFunctionMode):
-    """Lets ``torch.arange`` start at a tensor in a trace, without reading the tensor's value."""
+    """Makes ``torch.arange(tensor, ...)`` traceable, without reading the value of the tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ _MODELS = "transformers.models."
 
 
 def upstream_replacements() -> Iterator[Replacement]:
-    """Yield the owner, attribute name and replacement of each patch that transformers' exporters apply to models."""
+    """Yield owner, attribute name and replacement of each function of a model that transformers' exporters patch."""
     if _modules_named() & sys.modules.keys():
         for owner, name, make in _patches():
             target = _imported(owner) if isinstance(owner, str) else owner
@@ -368,7 +368,7 @@ def upstream_replacements() -> Iterator[Replacement]:
 
 @functools.cache
 def _modules_named() -> frozenset[str]:
-    """Return the model modules that transformers' exporters patch, by reading the exporters' source code."""
+    """Return the names of the model modules that transformers' exporters patch, read from the exporters' source."""
     package, _, file = _MODULE.rpartition(".")
     spec = importlib.util.find_spec(package)  # the package only: finding its module would import the package
     folders = [] if spec is None else list(spec.submodule_search_locations or ())  # 4.56 to 5.16 lack the package

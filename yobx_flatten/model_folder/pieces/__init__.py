@@ -1,1 +1,1 @@
-"""Split a model into modules that are exported to one file each."""
+"""Split a model into modules, each of which is exported to one file."""

@@ -38,7 +38,7 @@ class FlatVisionEncoder(torch.nn.Module):
 
 
 class EmbeddingWithFeatures(torch.nn.Module):
-    """Computes embeddings of tokens; image tokens get the rows of ``image_features``, in order."""
+    """Computes input embeddings of tokens, with the rows of ``image_features`` for image tokens, in order."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ _LEAST = -1e4  # representable in float16, and 0 after a softmax
 
 
 class SoundEncoderWithKeys(text.Encoder):
-    """Encodes a spectrogram; returns features, and the cross-attention keys and values for every decoder layer."""
+    """Whisper's encoder, which also returns the cross-attention keys and values for every decoder layer."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)

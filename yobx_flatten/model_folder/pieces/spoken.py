@@ -6,7 +6,7 @@
     last frame, speaker, masks of dropout, cache ──> frame_decoder ──> next frames, stop scores, cache
     all frames ──> postnet ──> the spectrogram
 
-SpeechT5 also uses dropout in evaluation mode: the dropout masks are an input of the file.
+SpeechT5 applies dropout also in evaluation mode, so the dropout masks are an input of the file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SAMPLES = 400  # audio samples for each token of a text
 
 
 class _WithCache(torch.nn.Module):
-    """Calls the layers of the decoder without the prenet."""
+    """Base class of modules that call SpeechT5's decoder layers without the prenet before them."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class FrameDecoder(_WithCache):
 
 
 class Postnet(torch.nn.Module):
-    """Smooths the frames of a spectrogram."""
+    """Refines all frames of a spectrogram with SpeechT5's postnet."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Postnet(torch.nn.Module):
 
 
 def spoken_input(model: TransformersModel, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Make inputs with padding in the first row; ``length`` counts tokens, or blocks of ``_SAMPLES`` audio samples."""
+    """Make inputs for SpeechT5, the first row padded; ``length`` counts tokens or blocks of ``_SAMPLES`` samples."""
     if model.main_input_name == "input_ids":
         ids = random_tokens(model, (rows, length))
         mask = torch.ones_like(ids)
@@ -175,7 +175,7 @@ _NEVER = math.inf  # a threshold that no frame reaches, so that the number of ca
 
 @torch.no_grad()
 def spoken_case(model: TransformersModel, rows: int, calls: int) -> StoredCase:
-    """Generate speech with the eager model; if there are several rows, one of them is padded."""
+    """Make a test case: speech that the eager model generates from random input, whose first row is padded."""
     config = model.config
     read = spoken_input(model, rows, _LENGTH)
     speaker = random_values(model, (rows, config.speaker_embedding_dim), rows)

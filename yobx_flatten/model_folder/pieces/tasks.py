@@ -1,4 +1,4 @@
-"""Choose by task how a model is split into files, and make the file of a model that is called once."""
+"""Choose by task how a model is split into files; define the file of a model that runs in one call."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
 
 
 def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """Return the file of a model, such as CLIP, that scores every pair of a text and a picture."""
+    """Return the file to export for a model, such as CLIP, that scores every pair of a text and a picture."""
     vision, rows = model.config.vision_config, split.rows
     room = getattr(model.config.text_config, "max_position_embeddings", 16)
 
@@ -82,7 +82,7 @@ def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Pie
 
 @torch.no_grad()
 def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: list[Case]) -> Piece:
-    """Return the only file of a model; its pictures have a fixed size if the export of other sizes fails."""
+    """Return the file of a model that runs in one call; if dynamic picture sizes fail, their size is fixed."""
     check_nothing_is_drawn(model, example)
     pictures = {"pixel_values": {0: Dim.AUTO}}
     narrower = dynamic_shapes(example, pictures) if "pixel_values" in example else None
@@ -159,7 +159,7 @@ def check_nothing_is_drawn(model: TransformersModel, example: Mapping[str, torch
 
 
 def _tensors(outputs: Any) -> list[torch.Tensor]:
-    """Return the tensors of a model's output, whose class need not be registered for flattening."""
+    """Return the tensors in a model's output; the output class need not be registered for flattening."""
     found = pytree.tree_leaves(dict(outputs) if isinstance(outputs, dict) else outputs)
     return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
@@ -172,7 +172,7 @@ TYPES = "token_type_ids"
 
 
 def pair_types(model: TransformersModel, batch: int, length: int) -> torch.Tensor:
-    """Make ``token_type_ids`` for text pairs, int64 of (batch, length); the second text begins later in each row."""
+    """Make ``token_type_ids`` for text pairs, int64 of (batch, length); second texts begin at several positions."""
     # for a model whose types have several columns (TAPAS), one more axis
     begins = 1 + torch.arange(batch)[:, None] % (length - 1)
     types = (torch.arange(length) >= begins).long()

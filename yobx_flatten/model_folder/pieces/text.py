@@ -51,7 +51,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Options for splitting a model into files, such as a fixed batch size."""
+    """Options for splitting a model into exported files, such as a fixed batch size."""
 
     rows: int | None = None  # a fixed number of rows of every example and case; `None` for a dynamic number
     # whether sliding-window layers keep all tokens in the cache, and mask the tokens outside their window
@@ -62,7 +62,7 @@ class Split:
     for_genai: bool = False  # whether to make the files for onnxruntime-genai, see `genai`
 
     def named(self, words: Sequence[str], *sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return sizes by test case name, such as ``batch 3, past 4``; ``self.rows``, if set, is the batch size."""
+        """Return test case sizes by name (``batch 3, past 4``); if ``self.rows`` is set, it is the batch size."""
         found = [(self.rows or rows, *others) for rows, *others in sizes]
         return {", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)): one for one in found}
 
@@ -145,7 +145,7 @@ def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece
 
 
 class Encoder(torch.nn.Module):
-    """The encoder of an encoder-decoder model, which returns ``last_hidden_state``."""
+    """The encoder of an encoder-decoder model, which returns ``last_hidden_state`` in a dict."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class TextEncoder(Encoder):
 
 
 class MediaEncoder(Encoder):
-    """Encodes the model's input: a spectrogram, sound samples (Moonshine) or pictures (TrOCR)."""
+    """An encoder of inputs other than tokens: a spectrogram, sound samples (Moonshine) or pictures (TrOCR)."""
 
     def forward(self, **read: Any) -> dict[str, Any]:
         return {"last_hidden_state": self.encoder(*read.values()).last_hidden_state}
@@ -202,7 +202,7 @@ class FirstDecoder(_Decoder):
 
 
 class NextDecoder(_Decoder, decoders.Continued):
-    """The decoder's later calls, which read cross-attention keys and values, and return only self-attention ones."""
+    """The decoder's later calls, which read the whole KV cache, and return only self-attention keys and values."""
 
     def forward(
         self, input_ids: Any, cache: PlainCache, encoder_attention_mask: Any = None, encoder_hidden_states: Any = None
@@ -275,7 +275,7 @@ def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> li
 
 @torch.no_grad()
 def _reads_several(decoder: NextDecoder, call: Mapping[str, Any]) -> bool:
-    """Return whether a decoder with a cache accepts more than one token in a call, which ProphetNet refuses."""
+    """Return whether a decoder with a filled KV cache accepts several new tokens; ProphetNet refuses them."""
     try:
         with undisturbed(decoder=decoder):
             decoder(**call)
@@ -304,7 +304,7 @@ def encoder_output_class(model: TransformersModel) -> Callable[..., Any]:
 
 
 def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.Tensor:
-    """Make random sound or pictures for an encoder that does not read tokens."""
+    """Make random audio or pictures for an encoder that does not read tokens."""
     reads = input_name(model)
     if reads == "input_features":
         names = ("num_mel_bins", "max_source_positions")
@@ -326,14 +326,14 @@ def encoder_input(model: TransformersModel, batch: int, samples: int) -> torch.T
 
 
 def image_size(config: Any) -> tuple[int, int]:
-    """Return height and width of pictures from a configuration or a nested configuration; 224 by default."""
+    """Return height and width of a model's pictures, from its (possibly nested) configuration; 224 by default."""
     inner = (config, *(getattr(config, name, None) for name in ("vision_config", "backbone_config")))
     found = next((size for size in (getattr(one, "image_size", None) for one in inner) if size), 224)
     return (found, found) if isinstance(found, int) else (int(found[0]), int(found[1]))
 
 
 def random_values(model: TransformersModel, shape: Sequence[int], seed: int | None = None) -> torch.Tensor:
-    """Draw values in the dtype of a model's weights; by default the sum of the shape is the seed."""
+    """Draw random values in the dtype of a model's weights; the seed is, by default, the sum of the shape."""
     generator = torch.Generator().manual_seed(sum(shape) if seed is None else seed)
     return torch.randn(tuple(shape), generator=generator).to(model.dtype)
 
@@ -393,7 +393,7 @@ _MOST = 2048  # largest number of tokens in a call that tests whether the table 
 
 @torch.no_grad()
 def positions_of(model: TransformersModel, *, is_large: bool) -> int | None:
-    """Return the largest number of tokens of a model with a position table; ``None`` without one, or if unknown."""
+    """Return the size of a model's table of position embeddings; ``None`` without a table, or if unknown."""
     # is_large: whether a call of many tokens takes too long; models that take position_ids are tested with one token
     config = model.config.get_text_config(decoder=True)
     stated = next((getattr(config, name) for name in _NAMES if type(getattr(config, name, None)) is int), 0)

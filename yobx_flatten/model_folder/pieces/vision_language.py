@@ -45,7 +45,7 @@ class GridVisionEncoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether this class can run a model's vision encoder, and the language model accepts the features."""
+        """Return whether this class can run a model's vision encoder, and exported decoders accept its features."""
         inside: Any = getattr(model, "model", None)
         if not all(hasattr(inside, name) for name in ("visual", "language_model", "get_rope_index")):
             return False
@@ -63,7 +63,7 @@ class GridVisionEncoder(torch.nn.Module):
         )
 
     def forward(self, pixel_values: Any, image_grid_thw: Any) -> dict[str, Any]:
-        """Return image features, (tokens, hidden size), and features that layers add, (tokens, layers, hidden size)."""
+        """Return features of image tokens, and features that decoder layers add (tokens, layers, hidden size)."""
         merge, count = self.visual.spatial_merge_size, pixel_values.shape[0]
         # the patches of a block of merge x merge patches are consecutive
         patch = torch.arange(count, device=pixel_values.device)
@@ -82,7 +82,7 @@ class GridVisionEncoder(torch.nn.Module):
         return features if between is None else features | {"deepstack_features": torch.stack(tuple(between), dim=1)}
 
     def _interpolated(self, row: Any, column: Any, grid: Any) -> dict[str, Any]:
-        """Return the four entries of the position table around each patch, and their bilinear weights."""
+        """Return the indices of the four position embeddings around each patch, and their bilinear weights."""
         if getattr(self.visual, "interpolation_mode", None) is None:
             return {}
         side = self.visual.num_grid_per_side
@@ -100,7 +100,7 @@ class GridVisionEncoder(torch.nn.Module):
         }
 
     def _windows(self, count: Any, wide: Any) -> dict[str, Any]:
-        """Return the order of tokens by window, and the ends of windows; in a trace, one end for each token."""
+        """Return the order of tokens by attention window, and the ends of windows; in a trace, one end per token."""
         if type(self.visual).__name__ not in _WITH_WINDOWS:
             return {}
         merge = self.visual.spatial_merge_size
@@ -126,7 +126,7 @@ def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, t
 
 
 class NestedVisionEncoder(torch.nn.Module):
-    """Computes the features of one picture, for models with several pictures per row (SmolVLM, Idefics3)."""
+    """Computes the features of one picture, for models with several pictures per prompt (SmolVLM, Idefics3)."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class NestedVisionEncoder(torch.nn.Module):
 
 
 class TiledVisionEncoder(torch.nn.Module):
-    """Computes the features of picture tiles, and the feature that ends each row (LLaVA-NeXT, LLaVA-OneVision)."""
+    """Computes features of picture tiles, and the feature that ends a row of patches (LLaVA-NeXT, LLaVA-OneVision)."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class TiledVisionEncoder(torch.nn.Module):
         self.has_class_token = model.config.vision_feature_select_strategy == "default"
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
-        """Return features of shape (tiles, tokens, hidden size), and the features of row ends, (tiles, hidden size)."""
+        """Return tile features (tiles, tokens, hidden size), and the feature that ends a row (tiles, hidden size)."""
         seen = self.vision_tower(pixel_values, output_hidden_states=True, return_dict=True).hidden_states
         found = torch.cat([seen[layer] for layer in self.layers], dim=-1)
         features = self.projector(found[:, 1:] if self.has_class_token else found)
@@ -192,7 +192,7 @@ class TiledVisionEncoder(torch.nn.Module):
 
 
 def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Tensor]:
-    """Make a random picture, cut into tiles for the model: wide for an even ``number``, high for an odd one."""
+    """Make a random picture, cut into the model's tiles: wide if ``number`` is even, high if it is odd."""
     # returns: `pixel_values` of shape (1, tiles, channels, height, width), and `image_sizes` of shape (1, 2)
     config = model.config
     side, tiles = config.vision_config.image_size, Tiles(config.to_dict())
@@ -203,7 +203,7 @@ def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Te
 
 
 def language_model_of(model: TransformersModel) -> Any:
-    """Return the language model inside a vision-language model; ``None`` if there is none."""
+    """Return the language model inside a vision-language model; ``None`` if it contains none."""
     inner = getattr(model, "model", None)
     if inner is None and hasattr(model, "language_model") and model.can_generate():  # BLIP-2, with its head
         return model.language_model.base_model
@@ -310,8 +310,8 @@ class BlockwiseDecoder(_LanguageModel):
 class DeepstackDecoder(_LanguageModel):
     """Computes logits from embeddings and from picture features that the first layers add (Qwen3-VL).
 
-    transformers adds features to image tokens, whose number depends on values, which torch.export cannot trace. This
-    module takes a feature for every token, zeros for text, so that one graph serves all calls.
+    transformers adds features to image tokens only; torch.export cannot trace this, since their number varies. This
+    module takes a feature for every token, with zeros for text, so that one graph serves all calls.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -354,7 +354,7 @@ _OTHER_WAYS = (
 class VisionEncoder(torch.nn.Module):
     """Computes the features that replace the image tokens of one image.
 
-    A file takes one image, because models return a list with one entry per image, whose length a trace would fix.
+    The exported file takes one image, since a model returns a list of features per image, whose length a trace fixes.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -369,7 +369,7 @@ class VisionEncoder(torch.nn.Module):
 
 
 class VisionModules(NamedTuple):
-    """The classes of this file that export a model's vision encoder and its decoder."""
+    """The two modules, defined in this file, that export a model's vision encoder and its decoder."""
 
     encoder: type[torch.nn.Module]
     decoder: type[torch.nn.Module]
@@ -480,7 +480,7 @@ def _vision_piece(model: TransformersModel, kind: type[torch.nn.Module]) -> Piec
 
 
 def vision_encoder(model: TransformersModel) -> torch.nn.Module:
-    """Return the module that encodes pictures; features of tiles and nested pictures are compared with the model's."""
+    """Return the module that encodes pictures; check features of tiles and nested pictures against the model's."""
     encoder = VisionModules.of(model).encoder(model)
     if isinstance(encoder, TiledVisionEncoder):
         encoder.check(model)
@@ -490,7 +490,7 @@ def vision_encoder(model: TransformersModel) -> torch.nn.Module:
 
 
 def with_pictures(model: TransformersModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Insert one picture into each row of the inputs, between padding and text."""
+    """Insert one picture into each prompt of the batch, between its padding and its text."""
     modules, count = VisionModules.of(model), len(inputs["input_ids"])
     if modules.encoder is GridVisionEncoder:
         # wide and high pictures alternate

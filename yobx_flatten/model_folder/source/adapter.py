@@ -42,7 +42,7 @@ def holds_adapter(folder: pathlib.Path) -> bool:
 
 
 def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
-    """Return the configuration of an adapter twice: as an object of PEFT, and as the dict in the file."""
+    """Return an adapter's configuration as an object of PEFT, and as the dict in ``adapter_config.json``."""
     require("peft", purpose="a folder of adapters", extra="lora")
     for path in (folder / file for file in _WEIGHTS):
         if path.exists():
@@ -90,7 +90,7 @@ def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeig
 
 
 def _is_replication(stated: object) -> bool:
-    """Return whether ``layer_replication`` is a list of pairs with a possible number of layers."""
+    """Return whether PEFT's ``layer_replication`` is a list of pairs that gives at most ``_MOST_LAYERS`` layers."""
     pairs: list[Any] = stated if isinstance(stated, list) else [None]
     if not all(isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in pairs):
         return False
@@ -174,7 +174,7 @@ _ENDS = (f".{FIRST}.weight", f".{SECOND}.weight")
 
 
 def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[Adapter]:
-    """Read adapters from PEFT folders, given by adapter name; PEFT's changes of the model are undone."""
+    """Read LoRA adapters from PEFT folders, given by adapter name; changes that PEFT makes to the model are undone."""
     if getattr(model, "peft_config", None):
         raise InvalidArgumentError(
             f"This {type(model).__qualname__} has adapters in its layers. Pass the model without adapters, and the "
@@ -201,7 +201,7 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
 
 
 def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tuple[int, int]]:
-    """Return input and output sizes of the layers that ``adapters`` change, or of all linear layers but the head."""
+    """Return input and output size of each layer that ``adapters`` change; without adapters, of all but the head."""
     if not adapters:
         from transformers.pytorch_utils import Conv1D
 
@@ -230,7 +230,7 @@ def _check_kind(config: Any, folder: pathlib.Path) -> None:
 
 
 def _check_names(folder: pathlib.Path) -> None:
-    """Raise InvalidArgumentError for weights other than LoRA matrices, before PEFT changes the model."""
+    """Raise InvalidArgumentError if an adapter has weights other than LoRA matrices, before PEFT changes the model."""
     import peft
 
     with damage_as(ModelSourceError, str(folder)):

@@ -1,4 +1,4 @@
-"""Read untrusted model configurations, choose the class for a configuration, and make small configurations."""
+"""Read untrusted model configurations, choose a model class for a configuration, and make small configurations."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def bytes_of_weights(folder: pathlib.Path, *, failure: type[Exception]) -> int:
 
 
 def stated_weights(index: pathlib.Path, *, failure: type[Exception]) -> dict[str, str]:
-    """Read the index of a checkpoint in several files; return the file name of each weight, by the weight's name."""
+    """Read the index of a checkpoint that has several files; return the file name of each weight by weight name."""
     held = read_document(index, _Index, failure=failure, finite=False).weight_map
     for name in set(held.values()):
         inside(index.parent, name, failure)
@@ -124,7 +124,7 @@ ON_PURPOSE = "If you trust its author: trust_remote_code=True (--trust-remote-co
 
 
 def own_code(stated: Mapping[str, Any]) -> str:
-    """Return the class in Python files of a checkpoint that a configuration needs; ``""`` if transformers has it."""
+    """Return the class that a configuration needs from a checkpoint's Python files; ``""`` if it needs none."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -214,7 +214,7 @@ def check_class(model: TransformersModel, own_task: str, task: str) -> None:
 
 
 def note_on_head(model: TransformersModel, own_task: str, task: str) -> tuple[str, ...]:
-    """Return a note if the model has a head for which there is no task; the head is exported with the model."""
+    """Return a note for the report if the model is exported with a head for which there is no task."""
     kind = type(model)
     if task != "auto" or own_task != "feature-extraction" or model.base_model is model:
         return ()
@@ -224,7 +224,7 @@ def note_on_head(model: TransformersModel, own_task: str, task: str) -> tuple[st
 
 
 def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
-    """Return the name of the model class for a task, from transformers or from Python files in the model's folder."""
+    """Return the name of a model's class for a task: in transformers, or in Python files of the model's folder."""
     if not runs_code:
         return str(class_of_task(config, task, class_for(config)).__name__)
     named: Mapping[str, str] = getattr(config, "auto_map", None) or {}
@@ -234,7 +234,7 @@ def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
 
 
 def base_class_for(config: Any) -> Any:
-    """Return the class without a head that ``AutoModel`` makes; if there is none, the result of :func:`class_for`."""
+    """Return the model class without a head (from ``AutoModel``); if there is none, that of :func:`class_for`."""
     found = _of_kind("AutoModel", config)
     return class_for(config) if found is None or isinstance(found, tuple) else found
 
@@ -381,7 +381,7 @@ def _shrunk(config_class: Any) -> Any:
 
 
 def _may_be_set(config: Any, name: str, value: object) -> bool:
-    """Return whether a configuration has an entry that accepts ``value``; a list can be replaced only by a list."""
+    """Return whether ``value`` can be set in a configuration: the entry exists, and a list replaces a list."""
     found = getattr(type(config), getattr(config, "attribute_map", {}).get(name, name), None)
     if isinstance(getattr(config, name, None), list | tuple) and not isinstance(value, list):
         return False  # a number for each stage of an encoder of images

@@ -1,4 +1,4 @@
-"""Find and load a model by a folder, hub id, configuration or model type, and open its tokenizer."""
+"""Find and load a model by folder, hub id, configuration or model type, and open the model's tokenizer."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def require_transformers(what: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class FoundModel:
-    """A model that was found by its name, and is not loaded yet."""
+    """A model that was found by name (folder, hub id, model type), and is not loaded yet."""
 
     name: str  # the name that the user wrote
     config: Any  # a configuration of transformers
@@ -79,7 +79,7 @@ class FoundModel:
         return f"{self.name}: {'a small model' if self.is_small else 'a configuration'} with random weights"
 
     def for_task(self, task: str) -> FoundModel:
-        """Return the found model with the class of a task, which may differ from the class in ``config.json``."""
+        """Return the found model with its class for a task, which may differ from the class in ``config.json``."""
         stated = self.config.architectures or ()
         chosen = "" if task == "auto" else architecture_of_task(self.config, task, runs_code=self.runs_code)
         if not chosen or chosen in stated:
@@ -155,7 +155,7 @@ class FoundModel:
         return model.eval(), differences.remarks()
 
     def _load_base(self, dtype: str) -> tuple[Any, tuple[str, ...]]:
-        """Load the model without its head; if weights are missing, take the model from inside the one with the head."""
+        """Load the model without its head; if weights are missing, load it with the head, and remove the head."""
         plain = dataclasses.replace(self, trained_as=())
         try:
             return plain.load_with_remarks(dtype=dtype)
@@ -189,7 +189,7 @@ class FoundModel:
 
 
 def find_model(source: str, *, weights: bool = True, trust_remote_code: bool = False) -> FoundModel:
-    """Find the model with a name as ``MODEL_NAMES`` describes, without loading its weights."""
+    """Find a model by its name (``MODEL_NAMES`` lists all forms), without loading its weights."""
     # the adapter in a PEFT folder is merged into its base model
     # trust_remote_code: whether Python files in the folder may run
     require_transformers("a model")
@@ -368,7 +368,7 @@ def _growth(part: Any) -> float:
 
 
 def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options: Any) -> Any:
-    """Return the tokenizer of a folder; code in the folder never runs."""
+    """Return the tokenizer in a folder; Python code in the folder never runs."""
     # options: further arguments of `from_pretrained`
     import transformers
 

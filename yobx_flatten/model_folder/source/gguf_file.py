@@ -62,7 +62,7 @@ def gguf_config(path: pathlib.Path) -> Any:
 def gguf_weights(
     kind: Any, config: Any, path: pathlib.Path, dtype: Any, *, choice: UnmatchedWeights = "refuse"
 ) -> tuple[Any, tuple[str, ...]]:
-    """Return the model of a GGUF file with dequantized weights, and notes on weights that its class does not have."""
+    """Return the model in a GGUF file with dequantized weights, and notes on weights that do not match its class."""
     # choice: what to do if weights do not match the class; by default, unused weights are left out with a note
     with _alone(path) as given:
         folder = given.pop("pretrained_model_name_or_path")
@@ -105,7 +105,7 @@ def _check_counts(path: pathlib.Path) -> None:
 
 
 def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
-    """Read the value of a metadata entry; return a number or a text, and ``None`` for a list."""
+    """Read the value of a GGUF metadata entry; return a number or a text, or ``None`` for a list."""
     kind = struct.unpack("<I", file.read(4))[0] if kind is None else kind
     if kind in _NUMBERS:
         return struct.unpack(_NUMBERS[kind], file.read(struct.calcsize(_NUMBERS[kind])))[0]
@@ -135,7 +135,7 @@ def _text(file: BinaryIO, size: int) -> bytes:
 def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     """In a ``with`` block, yield arguments of ``from_pretrained`` for a GGUF file alone in a temporary folder.
 
-    The folder has no other file, because transformers may run files next to a GGUF file. Errors are converted.
+    The folder has no other file, because transformers may run Python files next to a GGUF file. Errors are converted.
     """
 
     def failure(error: BaseException) -> ModelSourceError:

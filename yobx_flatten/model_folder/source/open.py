@@ -34,7 +34,7 @@ _PART = 4
 
 @dataclasses.dataclass(frozen=True)
 class OpenedModel:
-    """A model to export, with the folder of the model and notes for the report."""
+    """A model to export, with the model's folder and notes for the export report."""
 
     model: Any  # a Hugging Face model, in evaluation mode
     folder: pathlib.Path | None = None  # the folder or the GGUF file of the model
@@ -46,7 +46,7 @@ class OpenedModel:
     has_integers: bool = False  # whether the weights were computed from stored integers
 
     def as_a_whole(self, reason: str) -> OpenedModel:
-        """Load all weights of a streamed model into memory, and note the reason."""
+        """Load a model that is read layer by layer with all weights, and note the reason for the report."""
         assert self.found is not None
         assert self.folder is not None
         dtype, checkpoint = self.model.dtype, open_checkpoint(self.folder)
@@ -58,7 +58,7 @@ class OpenedModel:
 
 
 def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) -> OpenedModel:
-    """Load the model that :func:`find_model` found, with all weights or with weights that layers read when called."""
+    """Load a model that :func:`find_model` found; each layer of a large model reads its weights when called."""
     if weights not in get_args(WeightsIn):
         raise InvalidArgumentError(
             f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}, found {weights!r}."
@@ -135,7 +135,7 @@ class Checkpoint:
         return dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight in ``dtype``; without a conversion, the weight is memory-mapped."""
+        """Return a weight in ``dtype``; if it is not converted, it is memory-mapped."""
         with opened_tensors(self.files[name], failure=ModelSourceError) as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -170,7 +170,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
 def unread_model(
     found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Reader], tuple[str, ...]]:
-    """Return a model with parameters on the meta device, a function that reads each parameter, and notes."""
+    """Return a model with parameters on the meta device, functions that read the parameters, and report notes."""
     assert found.folder is not None
     if found.runs_code:
         raise NotStreamableError("its class is not part of transformers")
@@ -207,7 +207,7 @@ def unread_model(
 def _differences(
     model: Any, checkpoint: Checkpoint, sources: Mapping[str, str], tied: Sequence[tuple[list[str], torch.nn.Parameter]]
 ) -> KeyDifferences:
-    """Return which weights are missing, unused or have another shape, as ``from_pretrained`` reports them."""
+    """Return which weights of a checkpoint are missing, unused or of another shape, as in ``from_pretrained``."""
     missing, reshaped = [], []
     for names, parameter in tied:
         held = [sources[name] for name in names if name in sources]
@@ -252,7 +252,7 @@ def _parameters_on_meta() -> AttributePatch:
 
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the name of each weight in the files, by its name in the model."""
+    """Return a dict from each weight's name in the model to its name in the checkpoint files."""
     state = dict(model.state_dict(keep_vars=True))
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping

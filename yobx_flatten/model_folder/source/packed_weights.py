@@ -4,7 +4,7 @@
 
     model.layers.0.mlp.up_proj.qweight, .qzeros, .scales  ──>  model.layers.0.mlp.up_proj.weight, in float32
 
-For these formats, transformers needs libraries that do not install on every machine and need a GPU. A weight is
+For these formats, transformers needs libraries that require a GPU and cannot be installed on every machine. A weight is
 ``(integer - zero point) * scale`` in float32, from which ``quantize="keep"`` computes the integers again.
 """
 
@@ -27,7 +27,7 @@ _INT32 = 32
 
 
 class Packing(NamedTuple):
-    """How a checkpoint stores quantized matrices, and the function that computes a weight from them."""
+    """How a checkpoint stores quantized weights, with a function that dequantizes one weight."""
 
     bits: int  # bits of an integer
     names: tuple[str, ...]  # name endings of the tensors of one weight; every weight has the first tensor
@@ -75,7 +75,7 @@ def unpacked_weights(folder: pathlib.Path, packing: Packing, name: str) -> Tenso
 
 
 def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack int32 numbers into fields of ``bits`` bits on a new last axis, the lowest bits first."""
+    """Unpack int32 numbers into integers of ``bits`` bits along a new last axis, the lowest bits first."""
     if packed.dtype is not torch.int32:
         raise TypeError(f"expected packed integers of int32, found {packed.dtype}")
     shifts = torch.arange(0, _INT32, bits, dtype=torch.int32)

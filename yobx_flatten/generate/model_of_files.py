@@ -1,12 +1,9 @@
-"""Define a Hugging Face model that runs exported files in the ``generate`` of transformers. Imports transformers.
+"""Define a Hugging Face model that runs exported files in the ``generate`` of transformers."""
 
-.. code-block:: text
-
-    keywords of generate ──> GenerationMixin: processors, samples, beams, candidates, streamers
-                                 │ forward(tokens, mask, FileCache)
-                                 v
-                       Steps: the inputs of the files ──> runner.step, with the cache in the memory of the library
-"""
+# keywords of generate ──> GenerationMixin: processors, samples, beams, candidates, streamers
+#                              │ forward(tokens, mask, FileCache)
+#                              v
+#                    Steps: the inputs of the files ──> runner.step, with the cache in the memory of the library
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
-"""Find the files of an exported model by names that optimum and transformers.js use; read its generation settings.
+"""Find the files of an exported model by names that optimum and transformers.js use; read its generation settings."""
 
-=====================  =========================================================================================
-decoder                ``model``
-encoder and decoder    ``encoder_model``, ``decoder_model`` (the first call), ``decoder_with_past_model``
-onnxruntime-genai      ``encoder`` (also returns the cross-attention keys and values), ``decoder``
-vision and language    ``vision_encoder``, ``embed_tokens``, ``decoder_model_merged``
-spectrograms           ``encoder_model``, ``frame_decoder``, ``postnet``
-=====================  =========================================================================================
-"""
+# kind of model        exported files
+# decoder              `model`
+# encoder and decoder  `encoder_model`, `decoder_model` (the first call), `decoder_with_past_model`
+# onnxruntime-genai    `encoder` (also returns the cross-attention keys and values), `decoder`
+# vision and language  `vision_encoder`, `embed_tokens`, `decoder_model_merged`
+# spectrograms         `encoder_model`, `frame_decoder`, `postnet`
 
 from __future__ import annotations
 

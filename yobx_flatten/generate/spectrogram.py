@@ -1,12 +1,9 @@
-"""Generate speech with exported files of SpeechT5 through the ``generate_speech`` of transformers.
+"""Generate speech with exported files of SpeechT5 through the ``generate_speech`` of transformers."""
 
-.. code-block:: text
-
-    generate_speech of transformers ──> encoder, prenet, decoder, postnet of a stand-in for the model
-                                            │ draws the masks of dropout as the model does
-                                            v
-                                        the runners of three files
-"""
+# generate_speech of transformers ──> encoder, prenet, decoder, postnet of a stand-in for the model
+#                                         │ draws the masks of dropout as the model does
+#                                         v
+#                                     the runners of three files
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Define a model and a KV cache with which transformers' ``generate`` runs exported files. Imports transformers.
+"""Define a model and a KV cache with which transformers' ``generate`` runs exported files."""
 
-.. code-block:: text
-
-    generate of transformers ──> get_seq_length, reorder_cache, crop ──> FileCache ──> TextState.cache
-                                                                                       values of the library, not copied
-"""
+# generate of transformers ──> get_seq_length, reorder_cache, crop ──> FileCache ──> TextState.cache
+#                                                                                    values of the library, not copied
 
 from __future__ import annotations
 

@@ -3,14 +3,12 @@
 Before 5.24, transformers named the argument ``past_key_values``, or ``cache_params`` for models with recurrent states
 only; since 5.24, the name is ``cache``. The name of the cache is read from a signature or an output, not from the
 version of transformers, since models outside of transformers may keep an older name.
-
-.. code-block:: text
-
-    forward(input_ids, cache)              argument_of(forward)      "cache"
-    {"input_ids": ..., "cache": <Cache>}   name_in(values)           "cache"
-    out.cache                              name_in(out)              "cache"
-    past_key_values.0.key, present.0.key   CACHE and PRESENT: inputs and outputs of files, in every version
 """
+
+# forward(input_ids, cache)              argument_of(forward)      "cache"
+# {"input_ids": ..., "cache": <Cache>}   name_in(values)           "cache"
+# out.cache                              name_in(out)              "cache"
+# past_key_values.0.key, present.0.key   CACHE and PRESENT: inputs and outputs of files, in every version
 
 from __future__ import annotations
 

@@ -1,14 +1,11 @@
 """Wrap decoders to take the inputs that generation tools pass, and find where rotary angles change.
 
-A decoder is wrapped if its KV cache has only sliding layers, or only recurrent states:
-
-.. code-block:: text
-
-    the model     input_ids, attention_mask, position_ids, DynamicCache: keys, values, how many tokens were seen
-    this module   input_ids, attention_mask, position_ids, keys and values of each layer
-
+A decoder is wrapped if its KV cache has only sliding layers, or only recurrent states.
 The wrapper computes the number of tokens seen as the length of the mask minus the number of new tokens.
 """
+
+# the model     input_ids, attention_mask, position_ids, DynamicCache: keys, values, how many tokens were seen
+# this module   input_ids, attention_mask, position_ids, keys and values of each layer
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Load the weights of each layer when the layer is called, and drop them after the call.
 
-.. code-block:: text
-
-    checkpoint ── reader ──> layer 0: bring, forward, drop ──> layer 1: bring, forward, drop ──> ...
-
 Between calls, a weight is on the device ``meta``. A reader is a function that loads a weight from a file or hook.
 """
+
+# checkpoint ── reader ──> layer 0: bring, forward, drop ──> layer 1: bring, forward, drop ──> ...
 
 from __future__ import annotations
 

@@ -1,14 +1,5 @@
 """Flatten outputs of transformers and diffusers models, and objects that tokenizers and processors return.
 
-========================  =======================  =========================  ===================================
-class                     children                 keys                       static
-========================  =======================  =========================  ===================================
-``ModelOutput`` family    the fields that are set  ``['last_hidden_state']``  their names
-``BatchEncoding``         the values of ``.data``  ``['input_ids']``          the keys
-``BatchFeature``          the values of ``.data``  ``['pixel_values']``       the keys, ``skip_tensor_conversion``
-plain dataclasses         every field              ``.token_embeds``          the names
-========================  =======================  =========================  ===================================
-
 *Fields that are* ``None``: a flattened ``ModelOutput`` omits the fields that are ``None``, so outputs with different
 fields set have different structures. In a plain dataclass, a field that is ``None`` is a leaf.
 
@@ -26,6 +17,12 @@ transformers before 5.17 registers no names of fields, which :mod:`.support` add
 transformers before 5.17, this package registers ``BaseModelOutput`` only: a new process that loads a program could not
 find another output class by the name of its registration.
 """
+
+# class                 children                 keys                     static
+# `ModelOutput` family  the fields that are set  `['last_hidden_state']`  their names
+# `BatchEncoding`       the values of `.data`    `['input_ids']`          the keys
+# `BatchFeature`        the values of `.data`    `['pixel_values']`       the keys, `skip_tensor_conversion`
+# plain dataclasses     every field              `.token_embeds`          the names
 
 from __future__ import annotations
 

@@ -1,14 +1,11 @@
-"""Move the files of an exported folder to the paths that transformers.js expects.
+"""Move the files of an exported folder to the paths that transformers.js expects."""
 
-.. code-block:: text
-
-    flat                    transformers.js
-    model.onnx              onnx/model.onnx, model_fp16.onnx, model_int8.onnx, model_q4.onnx, model_q4f16.onnx
-    model.onnx.data         onnx/model.onnx_data
-    decoder_model.onnx      onnx/decoder_model.onnx, and onnx/decoder_model_merged.onnx of both decoder files
-    chat_template.jinja     also in tokenizer_config.json
-                            transformers.js_config in config.json: the type, and which files have data next to them
-"""
+# flat                    transformers.js
+# model.onnx              onnx/model.onnx, model_fp16.onnx, model_int8.onnx, model_q4.onnx, model_q4f16.onnx
+# model.onnx.data         onnx/model.onnx_data
+# decoder_model.onnx      onnx/decoder_model.onnx, and onnx/decoder_model_merged.onnx of both decoder files
+# chat_template.jinja     also in tokenizer_config.json
+#                         transformers.js_config in config.json: the type, and which files have data next to them
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""Write the configuration files of onnxruntime-genai: ``genai_config.json`` and ``audio_processor_config.json``.
+"""Write the configuration files of onnxruntime-genai: ``genai_config.json`` and ``audio_processor_config.json``."""
 
-.. code-block:: text
-
-    decoder       model                              the file of every layout
-    Whisper       encoder, decoder                   layout="genai": a different split, see `pieces/genai`
-    LLaVA         vision_encoder, embedding,         layout="genai": one additional file, see `pieces/genai`
-                  decoder_model_merged
-"""
+# decoder       model                              the file of every layout
+# Whisper       encoder, decoder                   layout="genai": a different split, see `pieces/genai`
+# LLaVA         vision_encoder, embedding,         layout="genai": one additional file, see `pieces/genai`
+#               decoder_model_merged
 
 from __future__ import annotations
 

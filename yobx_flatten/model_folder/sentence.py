@@ -1,14 +1,12 @@
 """Export the sentence-transformers modules that follow the model: pooling, dense layers, normalisation.
 
-.. code-block:: text
-
-    modules.json      0  Transformer   tokens ──> hidden states of shape (rows, tokens, size)
-    1_Pooling/        1  Pooling       one vector for each row: the mean of its tokens, the first, the last ...
-    2_Dense/          2  Dense         a matrix
-    3_Normalize/      3  Normalize     length 1                                       ──> sentence_embedding
-
 The formats of these files are those of ``sentence_transformers.models`` in sentence-transformers 6.2.
 """
+
+# modules.json      0  Transformer   tokens ──> hidden states of shape (rows, tokens, size)
+# 1_Pooling/        1  Pooling       one vector for each row: the mean of its tokens, the first, the last ...
+# 2_Dense/          2  Dense         a matrix
+# 3_Normalize/      3  Normalize     length 1                                       ──> sentence_embedding
 
 from __future__ import annotations
 

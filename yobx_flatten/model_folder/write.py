@@ -1,10 +1,7 @@
-"""Export a model to a folder, which is created only after the exported files were checked.
+"""Export a model to a folder, which is created only after the exported files were checked."""
 
-.. code-block:: text
-
-    model ──> pieces ──> export_onnx ──> cases ──> companions ──> generate like the model? ──> rename
-              modules    replayed        stored    tokenizer
-"""
+# model ──> pieces ──> export_onnx ──> cases ──> companions ──> generate like the model? ──> rename
+#           modules    replayed        stored    tokenizer
 
 from __future__ import annotations
 

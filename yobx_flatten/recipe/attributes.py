@@ -1,11 +1,8 @@
-"""Make the flatten functions of a class from the names of its attributes.
+"""Make the flatten functions of a class from the names of its attributes."""
 
-::
-
-    a class                         [obj.hidden, obj.cell], ["hidden", "cell"]
-    with static attributes          [obj.hidden], [["hidden"], [obj.size]]
-    that derives from a dict        [obj.hidden, *obj.values()], [["hidden"], [], [*obj.keys()]]
-"""
+# a class                         [obj.hidden, obj.cell], ["hidden", "cell"]
+# with static attributes          [obj.hidden], [["hidden"], [obj.size]]
+# that derives from a dict        [obj.hidden, *obj.values()], [["hidden"], [], [*obj.keys()]]
 
 from __future__ import annotations
 

@@ -1,21 +1,18 @@
 """Make flatten functions for a class that declares its fields.
 
-=====================================  ================================  ===============================================
-class                                  children                          static part
-=====================================  ================================  ===============================================
-pydantic model                         fields, extra values, private     fields with it in ``json_schema_extra``, and
-                                       attributes                        which were set
-``tree_flatten``/``tree_unflatten``    as the methods return             as the methods return
-attrs class                            attributes                        those with metadata ``static``
-mapping-like: ``keys()``/``values()``  values                            keys
-dataclass on a ``dict`` or ``list``    fields, then items                names, ``static`` fields, keys
-dataclass, of flax, equinox, chex too  fields                            those with metadata ``static``, or flax's
-                                                                         ``pytree_node=False``
-``__slots__`` and no ``__dict__``      slots
-=====================================  ================================  ===============================================
-
 A class is recognized by its attributes, so that pydantic, attrs, flax, chex and equinox are not imported.
 """
+
+# class                                  children                       static part
+# pydantic model                         fields, extra values, private  fields with it in `json_schema_extra`, and
+#                                        attributes                     which were set
+# `tree_flatten`/`tree_unflatten`        as the methods return          as the methods return
+# attrs class                            attributes                     those with metadata `static`
+# mapping-like: `keys()`/`values()`      values                         keys
+# dataclass on a `dict` or `list`        fields, then items             names, `static` fields, keys
+# dataclass, of flax, equinox, chex too  fields                         those with metadata `static`, or flax's
+#                                                                       `pytree_node=False`
+# `__slots__` and no `__dict__`          slots
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """Find the tensor sizes that vary between recorded calls, name them, and find relations between the sizes.
 
 A *place* is one axis of one tensor, or an integer argument. The sizes of a place in all recorded calls are compared
-with sizes that already have a name::
-
-    call            0   1   2   3            name
-    past            0   8   9  10            the cache states it
-    new             8   1   1   1            the cache states it, after the call
-    input_ids[1]    8   1   1   1            new
-    mask[1]         8   9  10  11            total, which is past + new
-    input_ids[0]    2   2   2   2            batch, which the registration of the cache names
+with sizes that already have a name.
 """
+
+# call            0   1   2   3            name
+# past            0   8   9  10            the cache states it
+# new             8   1   1   1            the cache states it, after the call
+# input_ids[1]    8   1   1   1            new
+# mask[1]         8   9  10  11            total, which is past + new
+# input_ids[0]    2   2   2   2            batch, which the registration of the cache names
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""Store inputs and outputs of a recorded call, in memory or in a safetensors file that holds their structure as JSON.
+"""Store inputs and outputs of a recorded call, in memory or in a safetensors file with their structure as JSON."""
 
-.. code-block:: text
-
-    call-00003.safetensors
-        inputs.0  inputs.1 ...  outputs.0 ...                tensors, by their index among the leaves
-        metadata["yobx_flatten.call"]                        {"version": 1, "about": {...},
-                                                              "inputs": {"spec": ..., "leaves": [...]}, "outputs": ...}
-"""
+# call-00003.safetensors
+#     inputs.0  inputs.1 ...  outputs.0 ...                tensors, by their index among the leaves
+#     metadata["yobx_flatten.call"]                        {"version": 1, "about": {...},
+#                                                           "inputs": {"spec": ..., "leaves": [...]}, "outputs": ...}
 
 from __future__ import annotations
 

@@ -3,14 +3,14 @@
 A *library* is torch (three pytree tables), optree or JAX. A *claim* keeps a class registered. The first claim on a
 class stores the class's present entry of each pytree table (*found*), and registers the flatten functions. The release
 of the last claim restores the stored entries. Claims can be released in any order.
-
-    claims on DynamicCache      registered      what happens
-    -                           theirs          found = theirs
-    block 1                     ours            written once
-    block 1, block 2            ours            nothing (two threads, or nested)
-             block 2            ours            nothing (block 1 ended first)
-    -                           theirs          found is restored
 """
+
+# claims on DynamicCache      registered      what happens
+# -                           theirs          found = theirs
+# block 1                     ours            written once
+# block 1, block 2            ours            nothing (two threads, or nested)
+#          block 2            ours            nothing (block 1 ended first)
+# -                           theirs          found is restored
 
 from __future__ import annotations
 

@@ -1,17 +1,13 @@
 """Define KV caches that a runtime updates in place, so that generating a token copies no earlier keys and values.
 
-.. code-block:: text
-
-    returned    past (7 tokens) ──> call ──> present (8 tokens)      each call writes all 8 tokens
-    in place    [ 0 ... 6 | 7 ]  ──> call                            the call writes the new token only
-
 The last tokens of a KV cache are removed by slicing its tensors, or by restoring the tensors from before a call.
-
-.. code-block:: text
-
-    keys of every token       [ 0 1 2 3 4 5 ]  ──> [ 0 1 2 3 ]          a view, or no change in buffers
-    a window, a state         [ 3 4 5 ]        ──> the leaf from before the call; its tokens are read again
 """
+
+# returned    past (7 tokens) ──> call ──> present (8 tokens)      each call writes all 8 tokens
+# in place    [ 0 ... 6 | 7 ]  ──> call                            the call writes the new token only
+#
+# keys of every token       [ 0 1 2 3 4 5 ]  ──> [ 0 1 2 3 ]          a view, or no change in buffers
+# a window, a state         [ 3 4 5 ]        ──> the leaf from before the call; its tokens are read again
 
 from __future__ import annotations
 

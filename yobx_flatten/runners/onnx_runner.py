@@ -1,12 +1,10 @@
 """Run an ONNX file in onnxruntime: a single call, or one step of generation, which does not copy the KV cache.
 
-.. code-block:: text
-
-    step 1   past (empty)  ──> session ──> present ──┐ an OrtValue: memory that onnxruntime owns
-    step 2   past  <── the same OrtValue ────────────┘ ──> session ──> present ── ...
-
 If a file's metadata states that cache inputs and outputs may share memory, its KV cache is a :class:`.BufferedCache`.
 """
+
+# step 1   past (empty)  ──> session ──> present ──┐ an OrtValue: memory that onnxruntime owns
+# step 2   past  <── the same OrtValue ────────────┘ ──> session ──> present ── ...
 
 from __future__ import annotations
 

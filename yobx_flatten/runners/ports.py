@@ -1,13 +1,11 @@
 """Describe an exported file's inputs, and find the output that becomes each KV cache input in the next call.
 
-.. code-block:: text
-
-    past_key_values.0.key          <-- next time --   present.0.key
-    past_key_values.length         <-- next time --   present.length
-    past_key_values.0.encoder.key      unchanged after the first call, if no output has its name
-
 Each call must return all other KV cache tensors, since otherwise the next call would lose earlier tokens.
 """
+
+# past_key_values.0.key          <-- next time --   present.0.key
+# past_key_values.length         <-- next time --   present.length
+# past_key_values.0.encoder.key      unchanged after the first call, if no output has its name
 
 from __future__ import annotations
 
@@ -140,13 +138,10 @@ def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
 
 
 class Runner(Protocol):
-    """The interface of an exported file that is open in a runtime, which comparisons and generation loops call.
+    """The interface of an exported file that is open in a runtime, which comparisons and generation loops call."""
 
-    ::
-
-        run    {input_ids, past_key_values.0.key, ...} ──> {logits, present.0.key, ...}      tensors
-        step   {input_ids, ...}, cache ──> {logits, ...}, cache for the next step            memory of the library
-    """
+    # run    {input_ids, past_key_values.0.key, ...} ──> {logits, present.0.key, ...}      tensors
+    # step   {input_ids, ...}, cache ──> {logits, ...}, cache for the next step            memory of the library
 
     runtime: ClassVar[str]  # name of the library, for reports
     name: str  # the name of the file or program, for messages

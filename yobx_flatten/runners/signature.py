@@ -1,20 +1,15 @@
 """Check names, dtypes and sizes of inputs, and relations between sizes, for runtimes that check nothing.
 
-Compiled code reads memory by the sizes and strides that it was compiled for, so inputs are checked before each call:
-
-.. code-block:: text
-
-    input_ids               int64    (batch a, tokens b)
-    past_key_values.0.key   float32  (batch a, 2, tokens c, 16)     the first use of a, b and c sets their values,
-    attention_mask          int64    (batch a, tokens b + c)        and all other sizes must agree
-
-A program's assertions about the sizes of its inputs are stored as nested tuples, which are never run as code:
-
-.. code-block:: text
-
-    Eq(s27 + s65, s64)   ──>   ("==", ("+", "s27", "s65"), "s64")   ──>   ["==", ["+", "s27", "s65"], "s64"]
-    in the program             here                                       in the metadata of a file
+Compiled code reads memory by the sizes and strides that it was compiled for, so inputs are checked before each call. A
+program's assertions about the sizes of its inputs are stored as nested tuples, which are never run as code.
 """
+
+# input_ids               int64    (batch a, tokens b)
+# past_key_values.0.key   float32  (batch a, 2, tokens c, 16)     the first use of a, b and c sets their values,
+# attention_mask          int64    (batch a, tokens b + c)        and all other sizes must agree
+#
+# Eq(s27 + s65, s64)   ──>   ("==", ("+", "s27", "s65"), "s64")   ──>   ["==", ["+", "s27", "s65"], "s64"]
+# in the program             here                                       in the metadata of a file
 
 from __future__ import annotations
 

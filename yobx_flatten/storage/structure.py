@@ -1,12 +1,12 @@
 """Convert a nested object to JSON (its classes and leaves) and to initializers of an ONNX graph, and back.
 
-{"node": "builtins:dict", "static": ["x", "cache"], "children": [
-    {"leaf": "torch", "name": "x", "dtype": "bfloat16", "shape": [2, 3], "crc32": 2768625435},
-    {"node": "transformers.cache_utils:DynamicCache", "static": ["key_0", "value_0"], "children": [...]}]}
-
 A leaf is converted to a *record*, which is an entry of the JSON, and, if the leaf has data, to a *payload*, from which
 an initializer is made. A tensor's bytes are read only when its payload is written to the file.
 """
+
+# {"node": "builtins:dict", "static": ["x", "cache"], "children": [
+#     {"leaf": "torch", "name": "x", "dtype": "bfloat16", "shape": [2, 3], "crc32": 2768625435},
+#     {"node": "transformers.cache_utils:DynamicCache", "static": ["key_0", "value_0"], "children": [...]}]}
 
 from __future__ import annotations
 

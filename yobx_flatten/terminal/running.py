@@ -1,13 +1,12 @@
-"""Run a command-line program, print an error as one line, and return an exit status in every case.
+"""Run a command-line program, print an error as one line, and return an exit status in every case."""
 
-======  =================================================================
-0       success
-1       a check failed
-2       the request is invalid: a wrong name, a missing library
-130     interrupted
-143     ended by SIGTERM
-======  =================================================================
-"""
+# Exit statuses:
+#
+# 0    success
+# 1    a check failed
+# 2    the request is invalid: a wrong name, a missing library
+# 130  interrupted
+# 143  ended by SIGTERM
 
 from __future__ import annotations
 

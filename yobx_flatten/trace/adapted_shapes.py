@@ -1,18 +1,17 @@
 """Adapt ``dynamic_shapes`` that were written for another registration of a KV cache to this package's registration.
 
 ``torch.export`` requires one entry for each child of a node, so a specification of a cache fits one registration only.
-Specifications in the following forms, for a cache with n layers, are adapted to the registration of this package::
-
-    [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
-    [keys 0, values 0, ..., Dim.AUTO]                   earlier versions of this package: the counter is an integer
-    [[keys 0, ...], [values 0, ...]]                    transformers' executorch registration; also as a dict
-    [entry of each tensor, by its attributes]           transformers' exporters of 5.16 and 5.17
-    ShapesCollection                                    entries by tensor; the counter has no entry
-
-Each entry is moved to the tensor that the entry describes. A token counter that is a tensor has no axes; an integer
-token counter is dynamic if an axis of the cache is dynamic. ``Dim.AUTO`` is removed from an axis that never varies. A
-specification in an unknown form is unchanged, and torch reports its errors.
+Specifications in the forms that are listed below, for a cache with n layers, are adapted to the registration of this
+package. Each entry is moved to the tensor that the entry describes. A token counter that is a tensor has no axes; an
+integer token counter is dynamic if an axis of the cache is dynamic. ``Dim.AUTO`` is removed from an axis that never
+varies. A specification in an unknown form is unchanged, and torch reports its errors.
 """
+
+# [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
+# [keys 0, values 0, ..., Dim.AUTO]                   earlier versions of this package: the counter is an integer
+# [[keys 0, ...], [values 0, ...]]                    transformers' executorch registration; also as a dict
+# [entry of each tensor, by its attributes]           transformers' exporters of 5.16 and 5.17
+# ShapesCollection                                    entries by tensor; the counter has no entry
 
 from __future__ import annotations
 

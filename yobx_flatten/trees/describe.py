@@ -2,17 +2,15 @@
 
 A table maps class names to functions that describe an object. Since its keys are names instead of classes, NumPy and
 transformers are not imported.
-
-::
-
-    C T 1 s2x3 [0.0,5.0:A2.5 N1nans]
-    | | |  |    |   |    |    +------ number of NaN, left out of the rest
-    | | |  |    +---+----+----------- minimum, maximum, average (``with_min_max``), or ``=value`` if 0-d
-    | | |  +------------------------- shape (``with_shape``), otherwise ``r`` and the number of dimensions
-    | | +---------------------------- element type, as ``onnx.TensorProto`` numbers it
-    | +------------------------------ T torch tensor, F FakeTensor, A NumPy array, OV OrtValue
-    +-------------------------------- C host or meta, G accelerator (``with_device``; none for NumPy)
 """
+
+# C T 1 s2x3 [0.0,5.0:A2.5 N1nans]
+# | | |  |    |   |    |    +------ number of NaN, left out of the rest
+# | | |  |    +---+----+----------- minimum, maximum, average (`with_min_max`), or `=value` if 0-d
+# | | |  +------------------------- shape (`with_shape`), otherwise `r` and the number of dimensions
+# | | +---------------------------- element type, as `onnx.TensorProto` numbers it
+# | +------------------------------ T torch tensor, F FakeTensor, A NumPy array, OV OrtValue
+# +-------------------------------- C host or meta, G accelerator (`with_device`; none for NumPy)
 
 from __future__ import annotations
 

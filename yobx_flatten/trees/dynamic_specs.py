@@ -1,19 +1,17 @@
 """Convert specifications of ``torch.fx.experimental.dynamic_spec`` to ``dynamic_shapes``.
 
-.. code-block:: text
-
-    B = ShapeVar("batch", max=64)
-    ParamsSpec({                                       {
-        "x": TensorSpec([B, STATIC]),          -->         "x": {0: Dim.DYNAMIC(max=64)},
-        "y": TensorSpec([B * 2, STATIC]),                  "y": {0: Dim.DYNAMIC},
-        "n": IntVar("steps", min=1),                       "n": Dim.DYNAMIC,
-    })                                                 }   and every size with its expression: B, B * 2, steps
-
 torch 2.15 itself converts a ``ShapeVar`` to an unbacked size, with which few models can be traced ("Could not guard on
 data-dependent expression u1 > 1"), and accepts no specification for a cache. A model is traced with the converted
 specification and the sizes of the example, and the trace asserts the expressions (see
 :mod:`yobx_flatten.export.stated_sizes`).
 """
+
+# B = ShapeVar("batch", max=64)
+# ParamsSpec({                                       {
+#     "x": TensorSpec([B, STATIC]),          -->         "x": {0: Dim.DYNAMIC(max=64)},
+#     "y": TensorSpec([B * 2, STATIC]),                  "y": {0: Dim.DYNAMIC},
+#     "n": IntVar("steps", min=1),                       "n": Dim.DYNAMIC,
+# })                                                 }   and every size with its expression: B, B * 2, steps
 
 from __future__ import annotations
 

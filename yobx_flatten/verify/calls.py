@@ -1,17 +1,15 @@
 """Find the call of a model (such as a prefill) that a file from another exporter implements, and run the file.
 
-Inputs and outputs of the file are matched with inputs and outputs of the model by exporters' naming conventions:
-
-.. code-block:: text
-
-    file                                               leaf of the call
-    past_key_values.0.key   (optimum, genai)           past_key_values.0.key
-    past_key_values.0.1     (tuples of tuples)         past_key_values.0.value
-    present_3               (one flat tuple)           past_key_values.1.value
-    past_key_self_0         (genai's Whisper)          past_key_values.0.decoder.key
-    cache_key_0             (torch.onnx.export)        past_key_values.0.key
-    decoder_input_ids       (transformers)             input_ids of a decoder
+Inputs and outputs of the file are matched with inputs and outputs of the model by exporters' naming conventions.
 """
+
+# file                                               leaf of the call
+# past_key_values.0.key   (optimum, genai)           past_key_values.0.key
+# past_key_values.0.1     (tuples of tuples)         past_key_values.0.value
+# present_3               (one flat tuple)           past_key_values.1.value
+# past_key_self_0         (genai's Whisper)          past_key_values.0.decoder.key
+# cache_key_0             (torch.onnx.export)        past_key_values.0.key
+# decoder_input_ids       (transformers)             input_ids of a decoder
 
 from __future__ import annotations
 

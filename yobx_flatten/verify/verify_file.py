@@ -1,10 +1,7 @@
-"""Compare files of any exporter with the model that the files were exported from.
+"""Compare files of any exporter with the model that the files were exported from."""
 
-.. code-block:: text
-
-    file ──> names, fixed sizes ──> the call of the model that the file implements ──> cases ──> replay ──> table
-                                    (the call with the fewest errors, if several fit)
-"""
+# file ──> names, fixed sizes ──> the call of the model that the file implements ──> cases ──> replay ──> table
+#                                 (the call with the fewest errors, if several fit)
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
 """Reuse the template (description of all attributes) of an earlier cache layer, so that only leaves are read.
 
 Describing each attribute as JSON takes 0.1 ms per layer. So the last templates of each layer index are stored, with the
-types and values that determine a template, by nesting level::
-
-    attributes    conv_states, device, has_previous_state
-    level 0       {0: tensor}, cpu, {0: True}
-    level 1       1, 0, tensor, 1, 0, True                  of each dict: its length, its keys, its values
-
-If a dict was changed in place, types or values at its level differ, so that the layer is described again.
+types and values that determine a template, by nesting level. If a dict was changed in place, types or values at its
+level differ, so that the layer is described again.
 """
+
+# attributes    conv_states, device, has_previous_state
+# level 0       {0: tensor}, cpu, {0: True}
+# level 1       1, 0, tensor, 1, 0, True                  of each dict: its length, its keys, its values
 
 from __future__ import annotations
 

@@ -1,22 +1,19 @@
 """Describe each class of cache layer: its letter, tensors, token counters and fixed settings.
 
-========  ===========================  =======================  ==================  ==============================
-letter    class                        leaves                   counter             static (digits after the letter)
-========  ===========================  =======================  ==================  ==============================
-``D``     ``DynamicLayer``             ``key``, ``value``       their length        none
-``W``     ``DynamicSlidingWindow-``    ``key``, ``value``       ``length``          window; ``r`` while it records
-          ``Layer``                                                                 its past
-``S``     ``StaticLayer``              ``key``, ``value``,      ``position``        maximal length
-                                       ``position``
-``X``     ``StaticSlidingWindow-``     ``key``, ``value``,      ``position`` and    window; ``c`` where it never
-          ``Layer``                    ``position``             ``length``          drops a token
-========  ===========================  =======================  ==================  ==============================
-
-Layers of all classes outside the table are flattened by their attributes, with a letter of :data:`OTHER_LETTERS` or the
-name of the class. The leaf ``position`` is the token counter that a layer stores as a tensor. The leaf ``length`` is
-the number of tokens seen, an integer in the layer, since a sliding layer has fewer keys than tokens seen. All layers of
-a cache share one ``length`` (see :mod:`.functions`).
+Layers of all classes outside the table below are flattened by their attributes, with a letter of :data:`OTHER_LETTERS`
+or the name of the class. The leaf ``position`` is the token counter that a layer stores as a tensor. The leaf
+``length`` is the number of tokens seen, an integer in the layer, since a sliding layer has fewer keys than tokens seen.
+All layers of a cache share one ``length`` (see :mod:`.functions`).
 """
+
+# letter  class                    leaves           counter         static (digits after the letter)
+# `D`     `DynamicLayer`           `key`, `value`   their length    none
+# `W`     `DynamicSlidingWindow-`  `key`, `value`   `length`        window; `r` while it records
+#         `Layer`                                                   its past
+# `S`     `StaticLayer`            `key`, `value`,  `position`      maximal length
+#                                  `position`
+# `X`     `StaticSlidingWindow-`   `key`, `value`,  `position` and  window; `c` where it never
+#         `Layer`                  `position`       `length`        drops a token
 
 from __future__ import annotations
 

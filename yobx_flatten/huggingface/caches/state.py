@@ -2,19 +2,18 @@
 
 A *template* describes the value of every attribute of a cache layer. A template is static data: it does not depend on
 the batch, the tokens seen, the dtype or the device, and can be stored as JSON.
-
-=====================  ==================================================================================
-``["tensor"]``         a leaf
-``["number"]``         also a leaf: an integer that counts (``entry_count``, ``_seen_tokens``)
-``["length"]``         the number of tokens that all layers of a cache have seen; the cache provides it
-``["same", i]``        the same tensor object as leaf ``i`` (models that store one tensor as keys and values)
-``["dtype", i]``       the dtype of leaf ``i``; likewise ``["device", i]``
-``["shape", i, axis]`` a size of leaf ``i`` (static layers note their batch size)
-``["dict", [...]]``    pairs of key and template; likewise ``["list", [...]]``, ``["tuple", [...]]``
-``["object", c, {}]``  an object of class ``c`` of the same library, by its attributes
-``["fixed", value]``   any other value, in the form of :mod:`yobx_flatten.recipe.static_codec`
-=====================  ==================================================================================
 """
+
+# entry of a template   value of the attribute
+# `["tensor"]`          a leaf
+# `["number"]`          also a leaf: an integer that counts (`entry_count`, `_seen_tokens`)
+# `["length"]`          the number of tokens that all layers of a cache have seen; the cache provides it
+# `["same", i]`         the same tensor object as leaf `i` (models that store one tensor as keys and values)
+# `["dtype", i]`        the dtype of leaf `i`; likewise `["device", i]`
+# `["shape", i, axis]`  a size of leaf `i` (static layers note their batch size)
+# `["dict", [...]]`     pairs of key and template; likewise `["list", [...]]`, `["tuple", [...]]`
+# `["object", c, {}]`   an object of class `c` of the same library, by its attributes
+# `["fixed", value]`    any other value, in the form of :mod:`yobx_flatten.recipe.static_codec`
 
 from __future__ import annotations
 

@@ -1,15 +1,13 @@
 """Replace functions of transformers by traceable functions with the signature of the original function.
 
-.. code-block:: text
-
-    a model calls          forward(hidden, cache_of_its_release=c, attention_mask=m)
-    a version receives     forward(again, self, hidden_states, cache, **others)      one name for the cache
-    any other case         again(), again(position_ids=p)                            the original, with its own names
-
 A traceable version gets the arguments that it has parameters for. An original function is replaced only if it has all
 required parameters of its traceable version, and no unknown parameter, which could change the result. Unknown
 parameters are allowed if the traceable version has the parameters ``again`` and ``others``.
 """
+
+# a model calls          forward(hidden, cache_of_its_release=c, attention_mask=m)
+# a version receives     forward(again, self, hidden_states, cache, **others)      one name for the cache
+# any other case         again(), again(position_ids=p)                            the original, with its own names
 
 from __future__ import annotations
 

@@ -1,13 +1,11 @@
 """Split a vision-language model into the files that onnxruntime-genai runs.
 
-.. code-block:: text
-
-    picture ──> vision_encoder ──> features ──┐
-    tokens ───────────────────────────────────┴──> embedding ──> decoder_model_merged ──> scores, cache
-
 onnxruntime-genai does not insert image features into embeddings, so the file ``embedding`` inserts them. The
 generators of this package run ``embed_tokens``, which takes only tokens.
 """
+
+# picture ──> vision_encoder ──> features ──┐
+# tokens ───────────────────────────────────┴──> embedding ──> decoder_model_merged ──> scores, cache
 
 from __future__ import annotations
 

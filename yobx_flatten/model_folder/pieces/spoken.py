@@ -1,13 +1,11 @@
 """Split a model that writes spectrograms (SpeechT5) into exported modules.
 
-.. code-block:: text
-
-    text or samples ──> encoder_model ──> the encoder's keys, layer by layer
-    last frame, speaker, masks of dropout, cache ──> frame_decoder ──> next frames, stop scores, cache
-    all frames ──> postnet ──> the spectrogram
-
 SpeechT5 applies dropout also in evaluation mode, so the dropout masks are an input of the file.
 """
+
+# text or samples ──> encoder_model ──> the encoder's keys, layer by layer
+# last frame, speaker, masks of dropout, cache ──> frame_decoder ──> next frames, stop scores, cache
+# all frames ──> postnet ──> the spectrogram
 
 from __future__ import annotations
 

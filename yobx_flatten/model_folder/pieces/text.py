@@ -1,11 +1,8 @@
-"""Split a model into modules to export, with example inputs and test cases of different sizes.
+"""Split a model into modules to export, with example inputs and test cases of different sizes."""
 
-.. code-block:: text
-
-    text                 tokens ──> model ──> logits, cache           one file; it also takes an empty cache
-    text, sound, image   encoder_model ──> decoder_model (first token) ──> decoder_with_past_model (every other)
-    image and text       see `vision_language`
-"""
+# text                 tokens ──> model ──> logits, cache           one file; it also takes an empty cache
+# text, sound, image   encoder_model ──> decoder_model (first token) ──> decoder_with_past_model (every other)
+# image and text       see `vision_language`
 
 from __future__ import annotations
 

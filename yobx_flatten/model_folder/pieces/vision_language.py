@@ -1,10 +1,7 @@
-"""Split a vision-language model into exported modules.
+"""Split a vision-language model into exported modules."""
 
-.. code-block:: text
-
-    image  ──> vision_encoder ──┐
-    tokens ──> embed_tokens ────┴─ by the caller ──> decoder_model_merged ──> logits, cache
-"""
+# image  ──> vision_encoder ──┐
+# tokens ──> embed_tokens ────┴─ by the caller ──> decoder_model_merged ──> logits, cache
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class TiledVisionEncoder(torch.nn.Module):
         self.has_class_token = model.config.vision_feature_select_strategy == "default"
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
-        """Return tile features (tiles, tokens, hidden size), and the feature that ends a row (tiles, hidden size)."""
+        """Return features of tiles (tiles, tokens, hidden size) and of the ends of patch rows (tiles, hidden size)."""
         seen = self.vision_tower(pixel_values, output_hidden_states=True, return_dict=True).hidden_states
         found = torch.cat([seen[layer] for layer in self.layers], dim=-1)
         features = self.projector(found[:, 1:] if self.has_class_token else found)

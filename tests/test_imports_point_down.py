@@ -18,7 +18,7 @@ PACKAGES = ("yobx_flatten", "roundpipe_runtime")
 # Frameworks that not every user has: imported inside the function that needs them, or by the module named here.
 OPTIONAL = {
     "datasets", "diffusers", "equinox", "flax", "jax", "onnx", "onnxruntime", "onnxscript", "optree", "peft",
-    "safetensors", "transformers",
+    "safetensors", "transformers", "trl",
 }  # fmt: skip
 MAY_IMPORT_AT_THE_TOP: dict[str, set[str]] = {
     # "yobx_flatten.registry.optional": {"jax"},

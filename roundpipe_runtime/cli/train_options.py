@@ -160,20 +160,20 @@ class TextOptions:
         list[str] | None,
         option(
             "FILES",
-            "Training text: a text file, a file of JSON lines, a folder of such files, a folder that the library "
-            "datasets saved, or a pattern.",
+            "Training text: a text file, a file of JSON, Parquet or CSV, a folder of such files, a folder that the "
+            "library datasets saved, or a pattern.",
             _TEXT,
         ),
     ] = None
     field: Annotated[
         str,
-        option("NAME", "Name of the field with the text, in JSON lines and datasets.", _TEXT),
+        option("NAME", "Name of the field with the text, in JSON and tables.", _TEXT),
     ] = "text"
     chat: Annotated[
         list[str] | None,
         option(
             "FILES",
-            "Train on the answers in conversations instead of on text: JSON with messages, ShareGPT, Alpaca, or "
+            "Train on the answers in conversations instead of on text: rows with messages, ShareGPT, Alpaca, or "
             "prompt and completion.",
             _TEXT,
         ),

@@ -117,8 +117,7 @@ def read_chats(
     """Read conversations and return rows of tokens, in which only the tokens of answers count for the loss.
 
     Args:
-        names: JSON lines files, JSON files with a list, folders of JSON files or saved by the library datasets, and
-            patterns.
+        names: files of JSON, Parquet or CSV, folders of such files or saved by the library datasets, and patterns.
         tokenizer: tokenizer of a model with a chat template.
         length: largest number of tokens of a row; longer conversations are cut.
         template: file with a chat template. Default: the tokenizer's chat template.

@@ -5,11 +5,9 @@ r"""Read conversations in four common forms, tokenize them with a chat template,
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
     ...................................................^^^^^^^^^^^^^^^^^ count
 
-A template with ``{% generation %}`` blocks marks the answers itself. Without ``{% generation %}`` blocks, an answer is
-the text that its message adds to the rendered earlier messages with a generation prompt.
-
-Each text and each field of a conversation must change the output of the template or be read by the template; otherwise
-the conversation is refused.
+A template with ``{% generation %}`` blocks marks the answers itself, and TRL has such a template for many models. With
+any other template, an answer is the text that its message adds to the rendered earlier messages with a generation
+prompt. A conversation is refused if the template leaves out a message or a field of it.
 """
 
 from __future__ import annotations
@@ -20,29 +18,22 @@ import json
 import pathlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
+from yobx_flatten.errors.dependencies import require
 from yobx_flatten.errors.failures import raised_as, result_or
-from yobx_flatten.files.document import open_regular, read_bytes, read_text
+from yobx_flatten.files.document import read_text
 from yobx_flatten.files.limited import Limited, limited
 from yobx_flatten.model_folder.source.find import readable
 
 from ..errors import FineTuneError
 from .models import FolderTokenizer, Tokenizer
-from .text_files import check_encoding, is_saved, json_lines, saved_rows
-
-if TYPE_CHECKING:
-    from jinja2 import nodes
-
+from .text_files import ROW_FILES, is_saved, read_rows, whole_characters
 
 _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
-
 _SHORT = 30  # longest text that a template adds to messages
-
 _LARGEST = 2**24  # bytes of a template
-
-# Variables of a template that a row cannot set.
-_OWN = ("messages", "add_generation_prompt")
+_OWN = ("messages", "add_generation_prompt")  # variables of a template that a row cannot set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +68,23 @@ class Encoder:
         found = self._inner.chat_template
         named = found if isinstance(found, dict) else {"default": found or ""}
         self._has_template, self._marks_answers = found is not None, bool(_MARKS.search(named.get("default", "")))
+        if self._has_template and not self._marks_answers:
+            require("trl", purpose="A chat template without {% generation %}", extra="data")
+            import trl.chat_template_utils  # noqa: F401 # here, so that the limit is on the template alone
+        # limited: jinja2 evaluates constant expressions when it searches a template for variables
         with raised_as(lambda error: FineTuneError(f"The chat template of {self.name} cannot be read: {error}")):
-            # limited: jinja2 evaluates constant expressions when it searches a template for variables
-            self._variables, self._fields = limited(_read_by, list(named.values()))
-        self._variables -= {*_OWN, *self._inner.special_tokens_map}
+            variables, self._marked = limited(lambda: (_variables(named.values()), self._training_template()))
+        self._variables = variables - {*_OWN, *self._inner.special_tokens_map}
+
+    def _training_template(self) -> str | None:
+        """Return TRL's template with marks for the tokenizer's template; ``None`` if TRL has none."""
+        if not self._has_template or self._marks_answers:
+            return None
+        from trl.chat_template_utils import get_training_chat_template
+
+        # a template that TRL does not know, or that fails with TRL's examples, may still render the rows
+        found: str | None = result_or(lambda: get_training_chat_template(self._inner), lambda error: None)
+        return found
 
     def __call__(self, conversation: Conversation) -> ChatTokens:
         if conversation.completion is not None:
@@ -90,49 +94,45 @@ class Encoder:
                 f"{self.name} has no chat template, which {conversation.place} needs. Give a template: --chat-template "
                 'template.jinja; or write text: {"prompt": "...", "completion": "..."}'
             )
-        if unread := [name for name in conversation.variables if name not in self._variables]:
-            raise self._refused(conversation.place, unread)
-        whole = self._rendered(conversation, len(conversation.messages))
-        if self._marks_answers and not conversation.first_counted:
-            found = self._applied(conversation, len(conversation.messages), return_assistant_tokens_mask=True)
+        self._check_unread(conversation, [name for name in conversation.variables if name not in self._variables])
+        whole = self._rendered(conversation.messages, conversation)
+        answers = {number for number, one in enumerate(conversation.messages) if one["role"] == "assistant"}
+        if conversation.counted == answers and (self._marks_answers or self._marked):
+            marked: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": True}
+            if self._marked:
+                marked["chat_template"] = self._marked
+            found = self._applied(conversation.messages, conversation, tokenize=True, **marked)
             made = ChatTokens(found["input_ids"], [bool(mark) for mark in found["assistant_masks"]])
         else:
             made = self._by_prefix(conversation, whole)
-        for number in range(len(conversation.messages)):
-            self._check_read(conversation, number, whole)
+        self._check_read(conversation, whole)
         return made
 
-    def _check_read(self, conversation: Conversation, number: int, whole: str) -> None:
-        message = conversation.messages[number]
-        place = f"{conversation.place}, message {number + 1} ({message['role']})"
-        text = message["content"].strip()
-        times = sum(one["content"].count(text) for one in conversation.messages) if text else 0
-        is_there = len(text) > _SHORT and whole.count(text) >= times  # then no second rendering is needed
-        if text and not is_there and self._is_alike(conversation, number, {**message, "content": f"{text}?"}, whole):
+    def _check_read(self, conversation: Conversation, whole: str) -> None:
+        """Refuse a conversation that the template does not render as a whole."""
+        messages = conversation.messages
+
+        def is_alike(changed: Sequence[Message]) -> bool:
+            return result_or(lambda: self._rendered(changed, conversation), lambda error: None) == whole
+
+        for number, message in enumerate(messages):
+            text = message["content"].strip()
+            other = [*messages[:number], {**message, "content": f"{text}?"}, *messages[number + 1 :]]
+            if text and not (len(text) > _SHORT and text in whole) and is_alike(other):
+                raise FineTuneError(
+                    f"{conversation.place}, message {number + 1} ({message['role']}): the chat template of {self.name} "
+                    "leaves this message out. Use another one: --chat-template template.jinja; or leave the message out"
+                )
+        names = dict.fromkeys(name for one in messages for name in one if name not in ("role", "content"))
+        without = {name: [{k: value for k, value in one.items() if k != name} for one in messages] for name in names}
+        self._check_unread(conversation, [name for name in names if is_alike(without[name])])
+
+    def _check_unread(self, conversation: Conversation, names: Sequence[str]) -> None:
+        if names:
             raise FineTuneError(
-                f"{place}: the chat template of {self.name} leaves this message out. Use another template: "
-                "--chat-template template.jinja; or leave the message out"
+                f"{conversation.place} has {', '.join(map(repr, names))}, which the chat template of {self.name} "
+                f"does not use, so the model would not learn from it. Ignore it: --ignore-fields {','.join(names)}"
             )
-        unread = [
-            name
-            for name in message
-            if name not in ("role", "content", *self._fields)
-            and self._is_alike(conversation, number, {k: value for k, value in message.items() if k != name}, whole)
-        ]
-        if unread:
-            raise self._refused(place, unread)
-
-    def _is_alike(self, conversation: Conversation, number: int, message: Message, whole: str) -> bool:
-        """Return whether the rendered text stays the same if ``message`` replaces message ``number``."""
-        messages = [*conversation.messages[:number], message, *conversation.messages[number + 1 :]]
-        other = dataclasses.replace(conversation, messages=messages)
-        return result_or(lambda: self._rendered(other, len(messages)), lambda error: None) == whole
-
-    def _refused(self, place: str, unread: Sequence[str]) -> FineTuneError:
-        return FineTuneError(
-            f"{place} has {', '.join(map(repr, unread))}, which the chat template of {self.name} does not use, so the "
-            f"model would not learn from it. Ignore it: --ignore-fields {','.join(unread)}"
-        )
 
     def _text(self, prompt: str, completion: str) -> ChatTokens:
         """Tokenize a prompt with its completion; only the completion and the end token count for the loss."""
@@ -146,20 +146,17 @@ class Encoder:
         return ChatTokens(ids, [place >= start for place in range(len(ids))])
 
     def _by_prefix(self, conversation: Conversation, whole: str) -> ChatTokens:
-        ids = self._ids(conversation, len(conversation.messages))
+        messages, ids = conversation.messages, self._ids(whole)
         counts = [False] * len(ids)
-        for number, message in enumerate(conversation.messages):
-            if message["role"] != "assistant" or number < conversation.first_counted:
-                continue
-            after = self._rendered(conversation, number + 1)
+        for number in conversation.counted:
+            after = self._rendered(messages[: number + 1], conversation)
             if number:
-                before = self._rendered(conversation, number, add_generation_prompt=True)
-                ids_before = self._ids(conversation, number, add_generation_prompt=True)
+                before = self._rendered(messages[:number], conversation, add_generation_prompt=True)
+                ids_before = self._ids(before)
             else:  # templates cannot render an empty answer, so two different answers are compared
-                other = "y" if message["content"].strip().startswith("x") else "x"
-                another = dataclasses.replace(conversation, messages=[{**message, "content": other}])
-                before = after[: _common(after, self._rendered(another, 1))]
-                ids_before = self._ids(another, 1)
+                other = "y" if messages[0]["content"].strip().startswith("x") else "x"
+                another = self._rendered([{**messages[0], "content": other}], conversation)
+                before, ids_before = after[: _common(after, another)], self._ids(another)
             if not (after.startswith(before) and whole.startswith(after)):
                 raise FineTuneError(
                     f"{conversation.place}: the chat template of {self.name} formats earlier messages differently when "
@@ -167,21 +164,18 @@ class Encoder:
                     "{% generation %} and {% endgeneration %}: --chat-template template.jinja"
                 )
             start = _common(ids_before, ids)
-            stop = len(ids) if after == whole else _common(self._ids(conversation, number + 1), ids)
+            stop = len(ids) if after == whole else _common(self._ids(after), ids)
             counts[start:stop] = [True] * (stop - start)
         return ChatTokens(ids, counts)
 
-    def _ids(self, conversation: Conversation, count: int, **options: Any) -> list[int]:
-        return list(self._applied(conversation, count, **options)["input_ids"])
+    def _ids(self, text: str) -> list[int]:
+        with readable(self.name, FineTuneError):
+            return list(self._inner(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _rendered(self, conversation: Conversation, count: int, **options: Any) -> str:
-        return str(self._applied(conversation, count, tokenize=False, **options))
+    def _rendered(self, messages: Sequence[Message], conversation: Conversation, **options: Any) -> str:
+        return str(self._applied(messages, conversation, tokenize=False, **options))
 
-    def _applied(self, conversation: Conversation, count: int, *, tokenize: bool = True, **options: Any) -> Any:
-        options = {**conversation.variables, "tokenize": tokenize, **options}
-        if tokenize:
-            options["return_dict"] = True
-        messages = list(conversation.messages[:count])
+    def _applied(self, messages: Sequence[Message], conversation: Conversation, **options: Any) -> Any:
         refused = f"{conversation.place}: the chat template of {self.name} rejects it"
         first = next((message["role"] for message in messages if message["role"] != "system"), None)
         advice = ""
@@ -189,61 +183,32 @@ class Encoder:
             advice = ". The row begins with the assistant: put a message of the user first, or leave the row out"
         # a template can raise any exception
         with raised_as(lambda error: FineTuneError(f"{refused}: {' '.join(str(error).split())[:200]}{advice}")):
-            found = self._write(messages, **options)
-            return dict(found) if tokenize else found
+            found = self._write(list(messages), **conversation.variables, **options)
+            return dict(found) if options["tokenize"] else found
 
 
-def _read_by(templates: Iterable[str]) -> tuple[set[str], set[object]]:
-    """Return the variables that templates read, and the fields that templates read of messages."""
+def _variables(templates: Iterable[str]) -> set[str]:
+    """Return the variables that templates read."""
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    variables: set[str] = set()
-    fields: set[object] = set()
+    found: set[str] = set()
     for text in templates:
-        try:
+        with contextlib.suppress(TemplateError):  # rendering reports the error
             tree = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKS.sub("", text))
-        except TemplateError:
-            continue  # rendering reports the error
-        variables |= meta.find_undeclared_variables(tree)
-        read = list(_reads(tree))
-        messages = {owner for owner, name in read if name == "role"}
-        fields |= {name for owner, name in read if owner in messages}
-    return variables, fields
-
-
-def _reads(tree: nodes.Template) -> Iterator[tuple[str, object]]:
-    """Yield each variable of a template with the field that the template reads; ``a.b`` reads field b of a."""
-    from jinja2 import nodes
-
-    for node in tree.find_all((nodes.Getattr, nodes.Getitem, nodes.Compare, nodes.Call)):
-        owner: nodes.Node | None = None
-        name: object = None
-        if isinstance(node, nodes.Getattr):
-            owner, name = node.node, node.attr
-        elif isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-            owner, name = node.node, node.arg.value
-        elif isinstance(node, nodes.Compare) and isinstance(node.expr, nodes.Const):
-            owner, name = node.ops[0].expr, node.expr.value
-        elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get":
-            owner, name = node.node.node, next((arg.value for arg in node.args if isinstance(arg, nodes.Const)), None)
-        if isinstance(owner, nodes.Getitem):
-            owner = owner.node
-        if isinstance(owner, nodes.Name):
-            yield owner.name, name
+            found |= meta.find_undeclared_variables(tree)
+    return found
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    for place, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return place
-    return min(len(one), len(other))
+    return next(
+        (place for place, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )
 
 
 Message = dict[str, Any]
-T = TypeVar("T")
 
-_LARGEST_LIST = 2**34  # bytes of a JSON list, which is loaded as a whole
 # Fields that only identify rows or tool calls, and are ignored.
 _IDENTIFIERS = ("id", "tool_call_id")
 _LISTS = ("messages", "conversations", "conversation")
@@ -258,15 +223,9 @@ _FORMS = (
 )
 
 
-# Read conversations from JSON, in any of four common forms.
-#
-#     messages            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
-#     ShareGPT            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
-#     Alpaca              {"instruction": "Greet", "input": "", "output": "Hello"}
-#     prompt, completion  {"prompt": "Hi", "completion": " Hello"}: text without a template; or two lists of messages
-#
-# A row may also have `system`, `tools` (a list, or a list as JSON text) and `chat_template_kwargs`. Any other field is
-# a variable of the chat template; a field that the template does not read is an error.
+# Read conversations in any of four common forms. A prompt and a completion are text without a template, or two lists of
+# messages. A row may also have `system`, `tools` (a list, or a list as JSON text) and `chat_template_kwargs`. Any other
+# field is a variable of the chat template; a field that the template does not read is an error.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +234,7 @@ class Conversation:
 
     place: str  # file and line, for messages
     messages: Sequence[Message] = ()  # messages as chat templates take them; empty for plain text
-    first_counted: int = 0  # index of the first message whose answer counts; earlier answers are part of a prompt
+    counted: Collection[int] = ()  # indices of the messages whose tokens count
     prompt: str = ""  # text before the completion, which does not count
     completion: str | None = None  # text that counts; `None` for messages
     # other variables of the template, by name: tools, the entries of `chat_template_kwargs`, other fields of the row
@@ -283,31 +242,14 @@ class Conversation:
 
 
 def read_conversations(paths: Sequence[pathlib.Path], ignored: Collection[str] = ()) -> Iterator[Conversation]:
-    # paths: JSON lines, JSON files with a list, and folders of `datasets`, from `find_texts`
+    # paths: JSON, tables and folders of `datasets`, from `find_texts`
     # ignored: fields of rows and messages that are left out
     for path in paths:
-        for place, row in _rows_of(path):
+        if not is_saved(path) and path.suffix.lower() not in ROW_FILES:
+            known = ", ".join(ROW_FILES)
+            raise FineTuneError(f"{path} is not read as conversations: its name does not end in {known}. {_FORMS}")
+        for place, row in read_rows(path, _FORMS):
             yield conversation_of(row, place, ignored)
-
-
-def _rows_of(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    if path.is_dir() and is_saved(path):
-        yield from saved_rows(path)
-        return
-    if path.suffix.lower() not in (".jsonl", ".ndjson", ".json"):
-        raise FineTuneError(f"{path} is not read as conversations: its name does not end in .jsonl or .json. {_FORMS}")
-    check_encoding(path)
-    if path.suffix.lower() == ".json":
-        with open_regular(path, failure=FineTuneError) as file:
-            is_list = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-        if is_list:
-            try:
-                rows = json.loads(read_bytes(path, failure=FineTuneError, most=_LARGEST_LIST))
-            except (ValueError, RecursionError) as error:
-                raise FineTuneError(f"{path} is not JSON: {error}") from error
-            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
-            return
-    yield from json_lines(path, _FORMS)
 
 
 def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conversation:
@@ -319,31 +261,36 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
     if not isinstance(row, Mapping):
         raise FineTuneError(f"{place} is a {type(row).__name__}. {_FORMS}")
     row = {key: value for key, value in row.items() if key not in ignored}
-    form, prompt, messages = _form_of(row, place, ignored)
-    others = {k: value for k, value in row.items() if k not in (*form, *_IDENTIFIERS) and not _is_empty(value)}
-    if messages is None:
+    form, prompt, answers = _form_of(row, place)
+    others = {k: v for k, v in row.items() if k not in (*form, *_IDENTIFIERS) and not _is_empty(v)}
+    if isinstance(answers, str):
         if others:
             raise FineTuneError(
                 f"{place} has {', '.join(map(repr, others))} besides text, and no template adds it to the text. Write "
                 f"it into the prompt, write lists of messages, or leave it out: --ignore-fields {','.join(others)}"
             )
-        return Conversation(place, prompt=row["prompt"], completion=row["completion"])
-    if not any(message["role"] == "assistant" for message in messages):
-        roles = ", ".join(message["role"] for message in (*prompt, *messages)) or "no message"
+        return Conversation(place, prompt=str(prompt), completion=answers)
+    system, tools = others.pop("system", None), others.pop("tools", None)
+    first = len(prompt)  # answers in a prompt do not count
+    made = [_message(one, f"{place}, message {n}", ignored) for n, one in enumerate([*prompt, *answers], 1)]
+    if system is not None:
+        if made and made[0]["role"] == "system":
+            raise FineTuneError(f"{place} has a field 'system' and a first message of this role. Leave one of them out")
+        made, first = [_message({"role": "system", "content": system}, f"{place}, 'system',", ()), *made], first + 1
+    if tools is not None:
+        others["tools"] = _tools(tools, place)
+    stated = others.pop("chat_template_kwargs", {})
+    if not isinstance(stated, dict):
+        raise FineTuneError(f"{place}: 'chat_template_kwargs' is a {type(stated).__name__}. Write an object")
+    weights = [one.pop("weight", 1) for one in made]
+    counted = {n for n, one in enumerate(made) if n >= first and one["role"] == "assistant" and weights[n]}
+    if not counted:
+        roles = ", ".join(message["role"] for message in made) or "no message"
         raise FineTuneError(
             f'{place} has no answer to learn: it has {roles}. Add {{"role": "assistant", "content": "..."}}, or leave '
             "the row out"
         )
-    made = [*prompt, *messages]
-    if (system := _taken(others, "system", str, place)) is not None:
-        if made[0]["role"] == "system":
-            raise FineTuneError(f"{place} has a field 'system' and a first message of this role. Leave one of them out")
-        made.insert(0, {"role": "system", "content": _text_of(system, place, may_be_missing=False)})
-    if (tools := others.pop("tools", None)) is not None:
-        others["tools"] = _tools(tools, place)
-    stated = _taken(others, "chat_template_kwargs", dict, place) or {}
-    first_counted = len(made) - len(messages) if prompt else 0
-    return Conversation(place, made, first_counted, variables={**others, **stated})
+    return Conversation(place, made, counted, variables={**others, **stated})
 
 
 def _is_empty(value: Any) -> bool:
@@ -351,38 +298,20 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, (str, list, dict)) and not value)
 
 
-def _form_of(
-    row: Mapping[str, Any], place: str, ignored: Collection[str]
-) -> tuple[Sequence[str], list[Message], list[Message] | None]:
-    """Return a row's conversation fields, the messages of its prompt, and the later messages or ``None`` for text."""
+def _form_of(row: Mapping[str, Any], place: str) -> tuple[Sequence[str], Any, Any]:
+    """Return the names of the fields of a row's conversation, its prompt and its answers: texts, or lists."""
     for name in _LISTS:
         if isinstance(row.get(name), list):
-            return [name], [], _messages(row[name], place, ignored)
-    if "prompt" in row and "completion" in row:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return _PAIR, [], None
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return _PAIR, _messages(prompt, place, ignored), _messages(completion, place, ignored)
-        kinds = f"{type(prompt).__name__} and {type(completion).__name__}"
-        raise FineTuneError(
-            f"{place}: 'prompt' and 'completion' are {kinds}. Write two texts, or two lists of messages"
-        )
+            return [name], [], row[name]
+    prompt, answers = row.get("prompt"), row.get("completion")
+    if isinstance(prompt, (str, list)) and type(prompt) is type(answers):
+        return _PAIR, prompt, answers
     if "instruction" in row and isinstance(row.get("output"), str):
-        return _ALPACA, [], _messages(_alpaca(row, place), place, ignored)
+        return _ALPACA, [], _alpaca(row, place)
     found = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in row.items()) or "no field"
     text = next((key for key, value in row.items() if isinstance(value, str)), None)
     plain = "" if text is None else f"If {text!r} is plain text to learn: --text {place.split(':')[0]} --field {text}"
     raise FineTuneError(f"{place} is not a conversation: it has {found}. {_FORMS}{plain}")
-
-
-def _taken(fields: dict[str, Any], name: str, kind: type[T], place: str) -> T | None:
-    """Remove a field from ``fields``, check its type, and return its value."""
-    value = fields.pop(name, None)
-    if value is not None and not isinstance(value, kind):
-        wanted = "text" if kind is str else "an object"
-        raise FineTuneError(f"{place}: {name!r} is a {type(value).__name__}. Write {wanted}, or leave it out")
-    return value
 
 
 def _tools(tools: Any, place: str) -> list[Any]:
@@ -395,51 +324,32 @@ def _tools(tools: Any, place: str) -> list[Any]:
 
 
 def _alpaca(row: Mapping[str, Any], place: str) -> list[Message]:
-    found: list[Message] = []
-    history = row.get("history") or ()
-    for pair in history if isinstance(history, (list, tuple)) else [history]:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise FineTuneError(f"{place}: 'history' must be a list of pairs of texts")
-        found += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    more = row.get("input")
-    asked = f"{row['instruction']}\n\n{more}" if more else row["instruction"]
-    return [*found, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
-
-
-def _messages(rows: list[Any], place: str, ignored: Collection[str]) -> list[Message]:
-    return [_message(row, f"{place}, message {number}", ignored) for number, row in enumerate(rows, 1)]
+    history, more = row.get("history") or [], row.get("input")
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise FineTuneError(f"{place}: 'history' must be a list of pairs of texts")
+    pairs = [*history, (f"{row['instruction']}\n\n{more}" if more else row["instruction"], row["output"])]
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
 def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
     if not isinstance(row, Mapping):
         raise FineTuneError(f'{place} is a {type(row).__name__}. Write {{"role": "user", "content": "..."}}')
-    name = row.get("role", row.get("from"))
-    role = _NAMES.get(name, name) if isinstance(name, str) else None
+    name, content = row.get("role", row.get("from")), row.get("content", row.get("value"))
+    role = _NAMES.get(name, name) if isinstance(name, str) else name
     if role not in _ROLES:
-        fields = ", ".join(map(repr, row)) or "nothing"
-        found = f"has the role {name!r}" if name is not None else f"has {fields} and no 'role'"
-        raise FineTuneError(f"{place} {found}. Write one of {', '.join(_ROLES)}")
-    if row.get("weight", 1) not in (1, None):
-        raise FineTuneError(
-            f"{place} has the weight {row['weight']!r}, but all answers have the same weight. Leave the weight out, or "
-            'end the \'prompt\' after this message: {"prompt": [...], "completion": [...]}'
-        )
-    used = ("role" if "role" in row else "from", "content" if "content" in row else "value", "weight")
-    others = {
-        key: value for key, value in row.items() if key not in (*used, *_IDENTIFIERS, *ignored) and not _is_empty(value)
-    }
-    content = _text_of(row.get(used[1]), place, may_be_missing=bool(others.get("tool_calls")))
-    return {**others, "role": role, "content": content}
-
-
-def _text_of(content: Any, place: str, *, may_be_missing: bool) -> str:
+        raise FineTuneError(f"{place} has the role {name!r}. Write one of {', '.join(_ROLES)}")
     if isinstance(content, list) and all(isinstance(part, Mapping) and _is_text(part) for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
-    if content is None and may_be_missing:
-        return ""
+    if content is None and row.get("tool_calls"):
+        content = ""
     if not isinstance(content, str):
         raise FineTuneError(f"{place} has no text in 'content': it is a {type(content).__name__}. Write text")
-    return content.encode("utf-8", "replace").decode("utf-8")  # JSON can contain half of a surrogate pair
+    if row.get("weight") not in (0, 1, None):
+        raise FineTuneError(f"{place} has the weight {row['weight']!r}. Write 1, or 0 for an answer not to learn")
+    used = ("role", "from", "content", "value", *_IDENTIFIERS, *ignored)
+    others = {key: value for key, value in row.items() if key not in used and not _is_empty(value)}
+    return {**others, "role": role, "content": whole_characters(content)}
 
 
 def _is_text(part: Mapping[str, Any]) -> bool:

@@ -1,16 +1,16 @@
-"""Read text files, JSON lines and folders saved by `datasets`, and tokenize them into rows of equal length.
+"""Read text, JSON lines and what the library `datasets` reads, and tokenize the text into rows of equal length.
 
 ::
 
-    notes.txt           one document
-    mails.jsonl         one document per line, its text in the field "text"
-    saved/              written by save_to_disk of the library datasets: one document per row
-    corpus/, "*.md"     the files in the folder, in the order of their names
+    notes.txt             one document
+    mails.jsonl           one document per line, its text in the field "text"; in mails.json also a list of objects
+    mails.parquet, .csv   one document per row, read by the library datasets
+    saved/                written by save_to_disk of the library datasets: one document per row
+    corpus/, "*.md"       the files in the folder, in the order of their names
 """
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import glob
 import hashlib
@@ -19,12 +19,12 @@ import json
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from yobx_flatten.errors.dependencies import require
-from yobx_flatten.errors.failures import raised_as
+from yobx_flatten.errors.failures import first_line, raised_as
 from yobx_flatten.files.document import open_regular
 
 from ..errors import FineTuneError
@@ -33,14 +33,14 @@ from .models import Tokenizer
 END = None  # after each document
 
 _PLAIN = ("", ".txt", ".text", ".md", ".rst", ".tex", ".py", ".html", ".log")
-_LINES = (".jsonl", ".ndjson", ".json")
-# UTF-32 first: its byte order mark begins with that of UTF-16
-_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
+_JSON = (".jsonl", ".ndjson", ".json")
+# Readers of the library `datasets`, and their options. It reads JSON and text otherwise: it makes `datetime` objects of
+# dates in JSON and `None` of missing fields, no error names a line, and line ends of text are replaced.
+_TABLES: dict[str, dict[str, Any]] = {
+    ".parquet": {"path": "parquet"},
+    ".csv": {"path": "csv", "keep_default_na": False},
 }
+ROW_FILES = (*_JSON, *_TABLES)
 _PIECE = 2**16  # characters that are read at a time
 
 
@@ -53,90 +53,116 @@ def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
     return list(dict.fromkeys(path.resolve() for path in found))
 
 
-def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterator[str | None]:
-    """Yield the text of documents in several strings each, with ``END`` after each document."""
-    # field: field of JSON lines, and of folders of `datasets`, that holds the text
-    for path in paths:
-        if path.is_dir():
-            for place, row in saved_rows(path, field):
-                yield from (_checked(row, field, place), END)
-        elif path.suffix.lower() in _LINES:
-            yield from _lines(path, field)
-        else:
-            yield from _plain(path)
-
-
 def _named(name: str) -> list[pathlib.Path]:
-    path = pathlib.Path(name)
-    if path.is_dir() and is_saved(path):
-        return [_saved_folder(path)]
+    path, known = pathlib.Path(name), (*_PLAIN[1:], *ROW_FILES)
+    if is_saved(path):
+        return [path]
     if path.is_dir():
-        wanted = (*_PLAIN[1:], *_LINES)
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.suffix.lower() in wanted]
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and file.suffix.lower() in known]
         if not files:
-            raise FineTuneError(f"{path} contains no text: no file in it ends in {', '.join(wanted)}.")
+            raise FineTuneError(f"{path} contains no text: no file in it ends in {', '.join(known)}.")
         return files
     if path.exists():
-        if path.suffix.lower() not in (*_PLAIN, *_LINES):
-            known = ", ".join([*_PLAIN[1:], *_LINES])
+        if path.suffix.lower() not in ("", *known):
             raise FineTuneError(
-                f"{name} ends in {path.suffix}, not in one of {known}. If it is plain text, copy it to a .txt file."
+                f"{name} ends in {path.suffix}, not in one of {', '.join(known)}. If it is plain text, copy it to a "
+                ".txt file."
             )
         return [path]
-    if glob.has_magic(name):
-        matches = sorted(pathlib.Path(match) for match in glob.glob(name, recursive=True))
-        if files := [match for match in matches if match.is_file()]:
-            return [each for file in files for each in _named(str(file))]
-    raise FineTuneError(f"There is no file {name}.")
+    files = [file for match in sorted(glob.glob(name, recursive=True)) if (file := pathlib.Path(match)).is_file()]
+    if not files:
+        raise FineTuneError(f"There is no file {name}.")
+    return [each for file in files for each in _named(str(file))]
 
 
-def check_encoding(path: pathlib.Path) -> None:
-    """Refuse text in UTF-16 or UTF-32, detected by its byte order mark or zero bytes."""
-    with open_regular(path, failure=FineTuneError) as file:
-        begin = file.read(4096)
-    found = next((name for mark, name in _MARKS.items() if begin.startswith(mark)), None)
+def is_saved(folder: pathlib.Path) -> bool:
+    """Whether ``save_to_disk`` of the library ``datasets`` wrote the folder."""
+    return (folder / "dataset_dict.json").is_file() or (
+        (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+    )
+
+
+def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterator[str | None]:
+    """Yield the text of documents in several strings each, with ``END`` after each document."""
+    # field: field of JSON and of tables that holds the text
+    wanted = f'Each line must be an object like {{"{field}": "..."}}'
+    for path in paths:
+        if not path.is_dir() and path.suffix.lower() in _PLAIN:
+            yield from _plain(path)
+            yield END
+            continue
+        for place, row in read_rows(path, wanted, field):
+            if not isinstance(row, dict):
+                raise FineTuneError(f"{place} is a {type(row).__name__}. {wanted}")
+            yield from (_text_in(row, field, place, path), END)
+
+
+def _text_in(row: dict[str, Any], field: str, place: str, path: pathlib.Path) -> str:
+    text = row.get(field)
+    if isinstance(text, list):
+        raise FineTuneError(
+            f"{place} has a list in {field!r}, which is not text. If these are the messages of a conversation: --chat "
+            f"{path}"
+        )
+    if not isinstance(text, str):
+        if field in row:
+            raise FineTuneError(f"{place} has no text in {field!r}, but a {type(text).__name__}: --field NAME")
+        found = ", ".join(row) or "nothing"
+        raise FineTuneError(f"{place} has no text in {field!r}. Its fields: {found}. Name one: --field NAME")
+    return whole_characters(text)
+
+
+def whole_characters(text: str) -> str:
+    """Replace halves of surrogate pairs, which JSON can contain and UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _plain(path: pathlib.Path) -> Iterator[str]:
+    with _opened(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig", newline="") as file:
+        try:
+            while lines := file.readlines(_PIECE):  # pieces end at a line break, so that no word is split
+                yield "".join(lines)
+        except UnicodeDecodeError as error:
+            raise FineTuneError(f"{path} is not UTF-8 ({error.reason}). {_iconv('LATIN1', path)}") from error
+
+
+def _opened(path: pathlib.Path) -> io.BufferedReader:
+    """Open a file of text, and refuse UTF-16 and UTF-32, in which ASCII text has zero bytes."""
+    file = open_regular(path, failure=FineTuneError)
+    begin = file.read(4096)
+    file.seek(0)
     zeros = begin[::2].count(0), begin[1::2].count(0)
-    if found is None and sum(zeros) > len(begin) // 4:
-        found = "UTF-16LE" if zeros[1] > zeros[0] else "UTF-16BE"
-    if found is not None:
-        raise FineTuneError(f"{path} is not UTF-8, but perhaps {found}. Convert it: {_iconv(found, path)}")
+    if sum(zeros) > len(begin) // 4 or begin.startswith((b"\xff\xfe", b"\xfe\xff")):
+        file.close()
+        has_mark, of_four = begin.startswith((b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")), sum(zeros) > len(begin) // 2
+        order = "" if has_mark else "LE" if zeros[1] > zeros[0] else "BE"
+        found = f"UTF-{32 if of_four else 16}{order}"
+        raise FineTuneError(f"{path} is not UTF-8, but perhaps {found}. {_iconv(found, path)}")
+    return file
 
 
 def _iconv(encoding: str, path: pathlib.Path) -> str:
-    return f"iconv -f {encoding} -t UTF-8 {path} > {path.with_suffix(f'.utf8{path.suffix}')}"
+    return f"Convert it: iconv -f {encoding} -t UTF-8 {path} > {path.with_suffix(f'.utf8{path.suffix}')}"
 
 
-# -- a file of text ----------------------------------------------------------------------------------------------------
+# -- rows of JSON and of datasets --------------------------------------------------------------------------------------
 
 
-def _plain(path: pathlib.Path) -> Iterator[str | None]:
-    check_encoding(path)
-    held: list[str] = []  # parts of an incomplete line, joined once, since a line may be as long as the file
-    with io.TextIOWrapper(open_regular(path, failure=FineTuneError), encoding="utf-8-sig", newline="") as file:
-        try:
-            while text := file.read(_PIECE):
-                # pieces end at a line break, so that no word is split
-                whole, newline, rest = text.rpartition("\n")
-                if newline:
-                    yield "".join([*held, whole, newline])
-                    held.clear()
-                held.append(rest)
-        except UnicodeDecodeError as error:
-            raise FineTuneError(
-                f"{path} is not UTF-8 ({error.reason}). To convert a Latin-1 file: {_iconv('LATIN1', path)}"
-            ) from error
-    if rest := "".join(held):
-        yield rest
-    yield END
-
-
-# -- JSON lines --------------------------------------------------------------------------------------------------------
-
-
-def json_lines(path: pathlib.Path, wanted: str) -> Iterator[tuple[str, Any]]:
-    """Yield the place (``FILE:LINE``) and the JSON value of each line."""
-    check_encoding(path)
-    with open_regular(path, failure=FineTuneError) as file:
+def read_rows(path: pathlib.Path, wanted: str, field: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the place (``FILE:LINE``, or ``FILE, row NUMBER``) and the value of each row."""
+    # wanted: sentence for errors about the form of a row
+    # field: the only column of a table that is read. Default: all.
+    if path.is_dir() or path.suffix.lower() in _TABLES:
+        yield from _table(path, field)
+        return
+    with _opened(path) as file:
+        if path.suffix.lower() == ".json" and file.peek(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            try:
+                rows = json.loads(file.read())
+            except (ValueError, RecursionError) as error:
+                raise FineTuneError(f"{path} is not JSON: {error}") from error
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
+            return
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -147,100 +173,58 @@ def json_lines(path: pathlib.Path, wanted: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}:{number}", row
 
 
-def _lines(path: pathlib.Path, field: str) -> Iterator[str | None]:
-    wanted = f'Each line must be an object like {{"{field}": "..."}}'
-    for place, row in json_lines(path, wanted):
-        if not isinstance(row, dict):
-            raise FineTuneError(f"{place} is a {type(row).__name__}. {wanted}")
-        yield _checked(row, field, place)
-        yield END
-
-
-def _checked(row: dict[str, Any], field: str, place: str) -> str:
-    text = row.get(field)
-    if isinstance(text, list):
-        raise FineTuneError(
-            f"{place} has a list in {field!r}, which is not text. If these are the messages of a conversation: --chat "
-            f"{place.split(':')[0]}"
-        )
-    if not isinstance(text, str):
-        if field in row:
-            raise FineTuneError(f"{place} has no text in {field!r}, but a {type(text).__name__}: --field NAME")
-        found = ", ".join(row) or "nothing"
-        raise FineTuneError(f"{place} has no text in {field!r}. Its fields: {found}. Name one: --field NAME")
-    return text.encode("utf-8", "replace").decode("utf-8")  # JSON can contain half of a surrogate pair
-
-
-# -- folders of datasets -----------------------------------------------------------------------------------------------
-
-
-def is_saved(folder: pathlib.Path) -> bool:
-    """Whether ``save_to_disk`` of the library ``datasets`` wrote the folder."""
-    return (folder / "dataset_dict.json").is_file() or (
-        (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-    )
-
-
-def _saved_folder(folder: pathlib.Path) -> pathlib.Path:
-    """Return the folder of the only saved data set, or of the data set ``train``."""
-    if not (folder / "dataset_dict.json").is_file():
-        return folder
-    if is_saved(folder / "train"):
-        return folder / "train"
-    splits = ", ".join(str(path) for path in sorted(folder.iterdir()) if path.is_dir())
-    raise FineTuneError(f"{folder} holds several data sets, and none is called train. Name one: {splits}")
-
-
-def saved_rows(folder: pathlib.Path, field: str | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the content of each row of a folder that the library ``datasets`` saved."""
-    # field: the only column that is read. Default: all.
-    require("datasets", purpose=f"{folder}, which datasets wrote,", extra="data")
+def _table(path: pathlib.Path, field: str | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    require("datasets", purpose=f"Reading {path}", extra="data")
     import datasets
 
     # Arrow, JSON and the file system raise different exceptions
-    with raised_as(lambda error: FineTuneError(f"{folder} cannot be read: {' '.join(str(error).split())[:200]}")):
-        rows = datasets.load_from_disk(str(folder))
-    if field is not None:
-        if field not in rows.column_names:
-            _checked(dict.fromkeys(rows.column_names), field, str(folder))
-        rows = rows.select_columns([field])
-    for number, row in enumerate(rows):
-        yield f"{folder}, row {number}", row
+    with raised_as(lambda error: FineTuneError(f"{path} cannot be read: {first_line(error)}"), FineTuneError):
+        if path.is_dir():
+            rows = datasets.load_from_disk(str(path))
+        else:
+            options = _TABLES[path.suffix.lower()]
+            rows = datasets.load_dataset(**options, data_files=str(path), split="train", streaming=True)
+        if isinstance(rows, dict) and "train" not in rows:
+            parts = ", ".join(str(path / name) for name in sorted(rows))
+            raise FineTuneError(f"{path} holds several data sets, and none is called train. Name one: {parts}")
+        rows = rows["train"] if isinstance(rows, dict) else rows
+        if field is not None and field in (rows.column_names or ()):
+            rows = rows.select_columns([field])
+        for number, row in enumerate(rows):
+            yield f"{path}, row {number}", row
 
 
 class Rows(Protocol):
-    """The methods of a data set of token rows that a training uses, such as :class:`Blocks`."""
+    """The methods of a data set of token rows that a training uses, such as :class:`Blocks`.
+
+    ``training`` and ``held_out`` are the indices of the rows to train on and of those that only evaluation reads.
+    ``digest`` is a hash, equal for equal rows; ``length`` the largest number of tokens of a row; ``lengths`` the number
+    of tokens of each row, to batch rows of similar length, or ``None`` if all rows have the same length. A row, and a
+    batch that ``collate`` makes of rows, are arguments of the model by name.
+    """
 
     @property
-    def training(self) -> torch.Tensor:
-        """Indices of the training rows."""
+    def training(self) -> torch.Tensor: ...
 
     @property
-    def held_out(self) -> torch.Tensor:
-        """Indices of the rows that only evaluation reads."""
+    def held_out(self) -> torch.Tensor: ...
 
     @property
-    def digest(self) -> str:
-        """A hash of the rows, which is equal for equal rows."""
+    def digest(self) -> str: ...
 
     @property
-    def length(self) -> int:
-        """The largest number of tokens that a row can have."""
+    def length(self) -> int: ...
 
     @property
-    def lengths(self) -> torch.Tensor | None:
-        """Number of tokens of each row, to batch rows of similar length; ``None`` if all rows have the same length."""
+    def lengths(self) -> torch.Tensor | None: ...
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
-        """Return the arguments of the model for a row."""
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]: ...
 
-    def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return the arguments of the model for a batch."""
+    def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]: ...
 
-    def tokens_in(self, rows: Sequence[int]) -> int:
-        """Return the total number of tokens of the given rows."""
+    def tokens_in(self, rows: Sequence[int]) -> int: ...
 
 
 def split_rows(count: int, *, eval_share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -283,15 +267,12 @@ class Blocks:
     held_out: torch.Tensor
     left_over: int
     digest: str
+    lengths: ClassVar[None] = None  # all rows have the same length
 
     @property
     def length(self) -> int:
         """Tokens per row."""
         return self.tokens.shape[1]
-
-    @property
-    def lengths(self) -> None:
-        """``None``, because all rows have the same length."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -322,10 +303,11 @@ def read_blocks(
     """Read and tokenize texts, and return their tokens in rows.
 
     Args:
-        names: files of text or JSON lines, folders of such files or saved by the library datasets, and patterns.
+        names: files of text, JSON, Parquet or CSV, folders of such files or saved by the library datasets, and
+            patterns.
         tokenizer: tokenizer from :func:`load_tokenizer`.
         length: number of tokens per row.
-        field: field of JSON lines, and of folders of ``datasets``, that holds the text.
+        field: field of JSON, and column of tables, that holds the text.
         eval_share: share of the rows that is held out for evaluation, from 0 to 1.
         seed: seed for the choice of the held-out rows.
         vocab_size: vocabulary size of the model, which all tokens must be below. Default: not checked.

@@ -61,6 +61,21 @@ def test_a_template_that_rewrites_earlier_messages_is_refused():
         encoder(rewriting)(conversation_of({"messages": TURNS}, "a:1"))
 
 
+def test_a_template_that_trl_knows_has_the_marks_of_trl():
+    """Qwen 3 leaves out what earlier answers thought; in TRL's template answers are as they were given."""
+    from trl.chat_template_utils import qwen3_chat_template
+
+    shown = spelled(encoder(qwen3_chat_template), conversation_of({"messages": TURNS}, "a:1"))
+    assert [word for word in ("a", "layer", "then", "another") if f" {word}* " in shown] == [
+        "a",
+        "layer",
+        "then",
+        "another",
+    ]
+    assert " pipe " in shown
+    assert " again " in shown
+
+
 def test_what_has_no_template_is_refused():
     with pytest.raises(
         FineTuneError, match=r"words has no chat template, which a:1 needs. Give a template: --chat-template"
@@ -122,7 +137,8 @@ FIELDS = {
     "the messages": ({"chat_template_kwargs": {"messages": []}}, False),
     "a special token": ({"eos_token": "the"}, False),
     "a field of messages": ({"messages": [TURNS[0], {**TURNS[1], "called": "holds"}]}, True),
-    "one of later messages": ({"messages": [{**TURNS[0], "thought": "holds"}, TURNS[1]]}, True),
+    "one of later messages": ({"messages": [{**one, "thought": "holds"} for one in TURNS[:2]]}, True),
+    "one of other messages": ({"messages": [{**TURNS[0], "thought": "holds"}, TURNS[1]]}, False),
     "another of messages": ({"messages": [{**TURNS[0], "image": "a.png"}, TURNS[1]]}, False),
     "one of tools only": ({"messages": [{**TURNS[0], "name": "holds"}, TURNS[1]], "tools": [{"name": "pipe"}]}, False),
 }

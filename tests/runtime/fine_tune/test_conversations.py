@@ -68,8 +68,12 @@ def test_fields_of_messages_are_kept_and_those_that_are_ignored_are_not():
 
 
 def test_answers_in_a_prompt_do_not_count():
+    """Nor do those of weight 0, as files for OpenAI's fine-tuning state it."""
     made = conversation_of({"prompt": [*ASKED, ASKED[0]], "completion": [ASKED[1]]}, "a:1")
-    assert made.first_counted == 3
+    assert made.counted == {3}
+    made = conversation_of({"messages": [ASKED[0], {**ASKED[1], "weight": 0}, *ASKED], "system": "Be brief"}, "a:1")
+    assert made.counted == {4}
+    assert list(made.messages) == [{"role": "system", "content": "Be brief"}, *ASKED, *ASKED]
 
 
 def test_two_texts_are_text():
@@ -103,14 +107,15 @@ MISTAKES = {
     "advice": ({"body": "x", "id": 1}, "If 'body' is plain text to learn: --text a --field body"),
     "empty": ({}, "a:1 is not a conversation: it has no field."),
     "role": ({"messages": [{"role": "bot", "content": "x"}]}, "a:1, message 1 has the role 'bot'. Write one of system"),
-    "no role": ({"messages": [{"content": "x"}]}, "a:1, message 1 has 'content' and no 'role'"),
+    "no role": ({"messages": [{"content": "x"}]}, "a:1, message 1 has the role None. Write one of"),
     "text": ({"messages": ["Hi"]}, "a:1, message 1 is a str. Write {"),
     "content": ({"messages": [{"role": "user", "content": 3}]}, "message 1 has no text in 'content': it is a int"),
     "picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text in 'content': it is a list"),
     "no answer": ({"messages": ASKED[:1]}, "a:1 has no answer to learn: it has user. Add"),
-    "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "message 2 has the weight 0, but all answers"),
-    "mixed": ({"prompt": "x", "completion": []}, "'prompt' and 'completion' are str and list. Write two texts"),
-    "system": ({"messages": ASKED, "system": 3}, "a:1: 'system' is a int. Write text"),
+    "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]}, "message 2 has the weight 0.5. Write 1, or 0"),
+    "no weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "a:1 has no answer to learn"),
+    "mixed": ({"prompt": "x", "completion": []}, "a:1 is not a conversation: it has 'prompt' (str), 'completion' (li"),
+    "system": ({"messages": ASKED, "system": 3}, "a:1, 'system', has no text in 'content': it is a int. Write text"),
     "two systems": (
         {"messages": [{"role": "system", "content": "x"}, *ASKED], "system": "y"},
         "has a field 'system' and a first message of this role",
@@ -152,7 +157,7 @@ def test_an_error_states_what_was_found_and_what_to_write(name):
             "c.jsonl is not UTF-8, but perhaps UTF-16. Convert it: iconv -f UTF",
         ),
         ("c.json", '[{"messages": []}]'.encode("utf-16-be"), "c.json is not UTF-8, but perhaps UTF-16BE"),
-        ("a.txt", "Hi", "is not read as conversations: its name does not end in .jsonl or .json"),
+        ("a.txt", "Hi", "is not read as conversations: its name does not end in .jsonl, .ndjson, .json"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path, name, content, words):

@@ -170,13 +170,25 @@ class TestDatasets:
         assert documents(find_texts([tmp_path / "both" / "test"])) == ["test"]
         datasets.DatasetDict({"a": parts["test"], "b": parts["train"]}).save_to_disk(tmp_path / "other")
         with pytest.raises(FineTuneError, match=r"none is called train\. Name one: .*a, .*b"):
-            find_texts([tmp_path / "other"])
+            documents(find_texts([tmp_path / "other"]))
 
     def test_another_field_is_refused_with_those_that_there_are(self, tmp_path, datasets):
         """Before the first row is read."""
         datasets.Dataset.from_dict({"body": ["one"], "id": [1]}).save_to_disk(tmp_path / "saved")
         with pytest.raises(FineTuneError, match=r"has no text in 'text'. Its fields: body, id. Name one: --field NAME"):
             documents(find_texts([tmp_path / "saved"]))
+
+    @pytest.mark.parametrize("kind", ["parquet", "csv"])
+    def test_rows_of_a_table_are_documents(self, tmp_path, datasets, kind):
+        """Their text comes as it was written, also where a table could mean a missing value."""
+        rows = datasets.Dataset.from_dict({"body": ["one\ntwo", "NA"], "id": [1, 2]})
+        getattr(rows, f"to_{kind}")(tmp_path / f"a.{kind}")
+        assert documents(find_texts([tmp_path / f"a.{kind}"]), field="body") == ["one\ntwo", "NA"]
+
+    def test_a_damaged_table_is_refused(self, tmp_path):
+        path = write(tmp_path / "a.parquet", "PAR1PAR1")
+        with pytest.raises(FineTuneError, match=r"a\.parquet cannot be read: .*Parquet"):
+            documents([path])
 
     def test_a_damaged_folder_is_refused(self, tmp_path, datasets):
         """In one line."""

@@ -168,8 +168,8 @@ class LossContract:
             items: number of averaged items, for each mean that ``loss_fn`` computed. Default: unknown.
 
         Returns:
-            The losses that require grad, each with its initial gradient. The list is empty if the microbatch has
-            weight 0: its gradient is zero even if its loss is NaN.
+            The losses that require grad, each with its initial gradient. The list is empty if the weight of the
+            microbatch is 0, because its gradient is zero even if its loss is NaN.
 
         Raises:
             LossError: ``value`` is not a loss, or not the kind of loss that other microbatches returned; or reduction

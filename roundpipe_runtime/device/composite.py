@@ -292,7 +292,7 @@ def check_gradient(title: str, parameter: nn.Parameter) -> None:
 
 
 def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> str | None:
-    """Return why a parameter cannot be copied to a device, as the end of a sentence; ``None`` if it can be copied."""
+    """Return why a parameter cannot be copied to a device, as the end of an error message; ``None`` if it can be."""
     trains = "it trains. Quantized weights must be frozen. Train adapters, or all weights without quantization."
     if not (is_wrapper(parameter) or is_composite(parameter)):
         attributes = vars(parameter)
@@ -317,7 +317,7 @@ def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> s
 
 
 def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
-    """Return how a quantized weight differs from its copy, as the end of a sentence; ``None`` if both are equal."""
+    """Return how a quantized weight differs from its copy, as the end of an error message; ``None`` if it does not."""
     if parameter.requires_grad:  # a weight that trains is copied by its class, and not rebuilt
         with torch.no_grad():
             torch.empty_like(parameter).copy_(parameter)

@@ -236,7 +236,7 @@ class PinnedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slabs, including slabs that are not allocated yet."""
+        """Bytes of all memory blocks (slabs), including slabs that are not allocated yet."""
         return sum(size for size, _ in self._slabs)
 
     @property

@@ -6,8 +6,8 @@ rows::
 
     layers    [a b c] -> [a' b' c']    [a b] -> [a' b']    [c] -> [c']
 
-During the check, dropout is off, and torch's random functions return a constant. If a layer uses another random source,
-rows are combined with different rows, and all calls draw the same numbers::
+During the check, dropout is off, and torch's random functions return a constant. If a layer draws from another random
+source, some rows are replaced instead, and all calls draw the same numbers::
 
     layers    [a b c] -> [a' b' c']    [a b b] -> [a' b' .]    [c b c] -> [. b' c']
 
@@ -435,7 +435,7 @@ def _coarsest() -> torch.dtype | None:
 
 @contextlib.contextmanager
 def set_apart(layers: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Set batch norms to evaluation mode; undo changes by layers and hooks at the end; yield a function to undo now."""
+    """Set batch norms to evaluation mode; yield a function that undoes changes by layers, and undo all at the end."""
     modules = list({module: None for layer in layers for module in layer.modules()})
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
     hooks = [hook for m in modules for name in _HOOKS for hook in getattr(m, name).values() if not _is_of_library(hook)]
@@ -528,7 +528,7 @@ def rows_of(whole: object, part: object, count: int) -> int | None:
 
 
 def taken(value: object, axis: int | None, order: Sequence[int]) -> Any:
-    """Return the rows ``order`` of a tensor, which may repeat rows; return a value without a row axis unchanged."""
+    """Return the rows of a tensor in the given order, which may repeat rows; other values are returned unchanged."""
     if axis is None or not isinstance(value, torch.Tensor):
         return value
     return value.index_select(axis, torch.tensor(list(order), device=value.device))

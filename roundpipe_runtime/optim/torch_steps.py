@@ -128,7 +128,7 @@ _OTHERWISE: list[Taker] = []
 
 
 def number_of_steps() -> int:
-    """Return the number of optimizer steps of this process that have ended since :func:`install`."""
+    """Return the number of optimizer steps of this process that have ended since :func:`install` was called."""
     return _counted
 
 

@@ -154,7 +154,7 @@ class Reduction:
         return torch.empty(0, dtype=bucket.dtype) if total is None else total
 
     def _fill(self, out: torch.Tensor, turn: int, number: int, bucket: Bucket) -> None:
-        """Write the gradients of a group into the send buffer: by rank, then by parameter."""
+        """Write the gradients of a group of rows into the send buffer: by rank, then by parameter."""
         with self._changed:
             stopped = self._is_stopped
             landed = self._landed.get((turn, bucket.layer), {})

@@ -199,7 +199,7 @@ class TableAccess:
     # -- download ----------------------------------------------------------------------------------------------------
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor) -> None:
-        """Add the gradient of the table's rows ``place`` to the sum on the host, in the order of the calls."""
+        """Add a gradient of the table rows ``place`` to the sum of gradients on the host, in the order of the calls."""
         # place: slice, or distinct row indices on the host
         copy, complete = self.device.copy_out(gradient, last=True, parameter=True)
         # On an accelerator one part is copied while the next one is computed.
@@ -429,7 +429,7 @@ class HostSum:
 
     @property
     def total(self) -> torch.Tensor:
-        """The tensor of the sum, which is complete after :meth:`result`."""
+        """The tensor with the sum of gradients, which is complete after :meth:`result`."""
         if self._total is None:
             found = self._memory(self._form)
             self._total = torch.zeros_like(self._form, device="cpu") if found is None else found.zero_()

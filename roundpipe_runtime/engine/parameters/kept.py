@@ -69,7 +69,7 @@ class _Copy:
 
 
 class KeptParameters:
-    """The device copies of one model's parameters that later stages and steps reuse."""
+    """The device copies of one model's parameters that later pipeline stages and training steps reuse."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
         # By device and parameter identity. A copy that is removed here is freed when no layer uses it any more.

@@ -59,7 +59,7 @@ class PartialTable:
         self.present: set[int] = set()
 
     def as_rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view with one index on the first axis for each unit that is copied: a row, or the whole tensor."""
+        """Return a view of a tensor whose first axis enumerates what is copied at once: a row, or the whole tensor."""
         return tensor.detach() if self.by_rows else tensor.detach().unsqueeze(0)
 
     def copy(self, rows: set[int], source: torch.Tensor) -> None:
@@ -71,7 +71,7 @@ class PartialTable:
                 self._count(len(missing) * self.row_nbytes)
 
     def poison(self) -> None:
-        """Write NaN into all missing rows, to check that no computation reads them."""
+        """Write NaN into all rows that were not copied to the device, to check that no computation reads them."""
         with torch.no_grad():
             for start, stop in runs_of(set(range(self.rows)) - self.present):
                 self._memory[start:stop].fill_(float("nan"))
@@ -93,7 +93,7 @@ class TableReader:
 
     @property
     def is_read(self) -> bool:
-        """Whether the layer has read every row during this stage."""
+        """Whether the layer has read every row of the parameter during this stage."""
         return len(self.read) == self.rows
 
     @property
@@ -124,11 +124,11 @@ class TableReader:
         self.fetch(range(self.rows))
 
     def complete(self) -> None:
-        """Copy all missing rows, without recording the rows as read."""
+        """Copy all missing rows of the parameter to the device, without recording the rows as read."""
         self.table.copy(set(range(self.rows)), self._source)
 
     def present_parts(self, tensor: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of views, of ``tensor`` and of ``source``, that cover the rows copied to the device."""
+        """Return pairs of views of ``tensor`` and ``source``, one pair for each range of rows copied to the device."""
         if not self.by_rows:
             return [(tensor, source)] if self.table.present else []
         return [(tensor[start:stop], source[start:stop]) for start, stop in runs_of(self.table.present)]

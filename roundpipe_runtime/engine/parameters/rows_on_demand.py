@@ -236,7 +236,7 @@ class PartialLayer:
         return id(parameter) in self._tables
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
-        """Record reads of a parameter that is copied on demand; copy the missing rows of a parameter that is not."""
+        """Record reads of a parameter that is copied on demand; copy the missing rows of any other parameter."""
         # copy: the tensor that layers compute with, which shares the memory of `uploaded`
         found = table_of(uploaded)
         if found is None:
@@ -362,5 +362,5 @@ class ParametersOnDemand(dict[str, nn.Parameter | None]):
         return super().__iter__()
 
     def added_to(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of this dictionary whose names ``parameters`` does not have."""
+        """Return the entries of this dictionary whose names are not in ``parameters``."""
         return {name: super(ParametersOnDemand, self).__getitem__(name) for name in self if name not in parameters}

@@ -57,7 +57,7 @@ class StageLayers:
         return self.here[layer]
 
     def upload_ready(self) -> None:
-        """Upload the next layers whose parameters are ready; the first microbatch uploads the rest."""
+        """Upload the stage's next layers whose parameters are up to date; the first microbatch uploads the others."""
         for layer in self.stage.layers[len(self.here) :]:
             # A layer whose update is still running would delay layers that are ready. The stage waits when it needs the
             # layer.

@@ -19,7 +19,7 @@ class DeferredSignals:
     Python can run a signal handler between any two lines of the main thread, and the handler can raise an exception, as
     for Ctrl-C. In the ``with`` block, each Python handler is replaced by a handler that only records the signal.
 
-    An exception of a deferred handler is raised after the last line of the block. The caller can then undo its work::
+    An exception of a deferred handler is raised after the last line of the block, and the caller can undo its work::
 
         try:
             with DeferredSignals():
@@ -77,8 +77,8 @@ class DeferredSignals:
 class Undoing:
     """Context manager that calls an undo function on exit; signal handlers are deferred until the function returns.
 
-    The context manager is entered twice. If Ctrl-C arrives before the first line of the inner exit, the outer exit
-    calls the undo function::
+    Enter the context manager twice: if Ctrl-C arrives before the first line of the inner exit, the outer exit calls the
+    undo function::
 
         with (undoing := Undoing(restore)), undoing:
             change()

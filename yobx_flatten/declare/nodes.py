@@ -1,10 +1,10 @@
 """Register a class as a pytree node with decorators in the style of JAX, or copy a registration between libraries.
 
-The decorators register a class with torch (Python pytree, C++ pytree and ``torch.fx``), optree and JAX. optree and JAX
-are not imported: a class is registered with either library when the program imports the library.
+The decorators register a class with torch (Python pytree, C++ pytree and ``torch.fx``), optree and JAX. This package
+imports neither optree nor JAX: a class is registered with them when the program imports them.
 
-The static part of a flattened object is called *aux* in JAX and *context* in torch. JAX passes the static part as the
-first argument: ``unflatten(aux, children)``.
+The static part of a flattened object is called *aux* in JAX and *context* in torch. JAX calls the unflatten function as
+``unflatten(aux, children)``, with the static part first.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def register_pytree_with_keys(
         ``True`` if this call registered the class, ``False`` if it was registered already.
 
     Raises:
-        FlattenError: in the cases in which :func:`register_pytree_node` raises an error.
+        FlattenError: when :func:`register_pytree_node` would raise an error.
 
     >>> import torch, yobx_flatten
     >>> class Pair:

@@ -63,8 +63,8 @@ def register_class_flattening(
         axes: names of the axes that vary between calls, by key of the child: ``{"hidden": {1: "batch"}}``.
 
     Returns:
-        ``True`` if this call registered the class with at least one library.
-        ``False`` if the class was already registered, by another library or with the same functions.
+        ``True`` if this call registered the class with at least one library, ``False`` if the class was already
+        registered, by another library or with the same functions.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, is a named tuple or an enum, or when a function does not

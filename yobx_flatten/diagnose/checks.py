@@ -99,7 +99,7 @@ def check_inputs(
         args: positional arguments; none by default.
         kwargs: keyword arguments; none by default.
         dynamic_shapes: see ``torch.export.export``; for ``"auto"`` see :func:`~yobx_flatten.export_program`.
-            ``None`` (default) makes every size static.
+            ``dynamic_shapes=None``, the default, makes every size static.
 
     Returns:
         The errors, followed by the warnings. Possible problems are arguments that ``forward`` does not accept, name or
@@ -346,10 +346,10 @@ def check_recipe(cls: type, sample: object) -> None:
         InvalidRegistrationError: when ``cls`` is not a class.
         NotRegisteredError: when torch does not know the class.
         InvalidArgumentError: when ``sample`` is not an instance of exactly this class.
-        RoundTripError: when one of these conditions, checked in order, is false: the static part has no tensors;
-            flattening with and without keys agrees; unflattening returns the same children, not copies, and an equal
-            static part; unflattening makes no tensors; unflattening accepts placeholders; the spec can be serialized;
-            the static part is hashable; torch's C++ pytree, if it is in use, agrees with the Python pytree.
+        RoundTripError: when a check fails. Unflattening must accept placeholders, make no tensors, and return the same
+            children, not copies, and an equal static part. The static part must be hashable and contain no tensors.
+            Flattening with and without keys must agree. The spec must be serializable. If torch's C++ pytree is in use,
+            its results must equal those of the Python pytree.
 
     >>> import collections
     >>> check_recipe(collections.OrderedDict, collections.OrderedDict(a=1, b=[2, 3]))

@@ -44,8 +44,8 @@ class Unregistered:
         nbytes: total size of the tensors in bytes.
         remedy: line of code that makes torch flatten the object.
         advice: what the line of code does, in words.
-        inside: path of the leaf that contains the object; ``None`` if the object is a leaf itself. The object becomes a
-            leaf when the class of the containing leaf is registered.
+        inside: path of the leaf that contains the object; ``None`` if the object is a leaf itself. An object inside a
+            leaf becomes a leaf when the class of the outer leaf is registered.
     """
 
     path: str

@@ -29,7 +29,7 @@ class Untried:
 def untried_versions() -> list[Untried]:
     """Return the libraries whose installed version is newer than the newest tested version. Nothing is imported.
 
-    Build suffixes are ignored: ``2.13.0+cpu`` is 2.13.0.
+    Build suffixes of versions are ignored: ``2.13.0+cpu`` is 2.13.0.
     """
     import importlib.metadata  # takes a tenth of a second, in which Ctrl-C would print a stack trace
 

@@ -159,8 +159,8 @@ def export_program(
         cases: additional test inputs. By default, a transformers model gets inputs with padding and with lengths around
             its sliding window; any other module gets inputs of other sizes and values that the module accepts.
         steps: number of calls per test case, 3 by default; each call gets the cache that the previous call returned.
-        tolerance: largest absolute difference to the module's outputs. The default is 1e-4; for weights in half
-            precision, five times the rounding error of the module, measured on the same test case.
+        tolerance: largest absolute difference to the module's outputs. The default tolerance is 1e-4; for weights in
+            half precision, five times the rounding error of the module, measured on the same test case.
         proof: what is compared with the module: ``"full"`` compares program and file on all test cases; ``"standard"``
             compares a file, but not its program; ``"sample"`` compares the example and the largest test case, two calls
             each; ``"none"`` compares nothing, as the report states. ``"auto"``, the default, is ``"full"`` for weights
@@ -235,7 +235,7 @@ def prove_program(
         ``to_aotinductor`` of the returned object write files for runtimes from the same program, without a new trace.
 
     Raises:
-        InvalidArgumentError: when ``program`` is not a program, or has no example inputs.
+        InvalidArgumentError: when ``program`` is not an ``ExportedProgram``, or has no example inputs.
         SpecMismatchError: when a class in the inputs had other flattening functions during the export.
         StaticDataError: when the pytree context of an output contains a dynamic size.
         ReplayError: when a call fails, or outputs differ by more than ``tolerance``; ``error.report`` has all results.

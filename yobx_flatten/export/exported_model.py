@@ -94,7 +94,7 @@ class ExportedModel:
             **kwargs: keyword arguments.
 
         Returns:
-            The same outputs as the module. The call changes the arguments, such as a KV cache, as the module does.
+            The same outputs as the module. The program changes its arguments, such as a KV cache, as the module does.
         """
         source = self._source
         about = self.program if source is None else source.example.module
@@ -207,7 +207,7 @@ class ExportedModel:
         Args:
             path: the file to write, with the suffix ``.pt2``. The file is created only if its outputs are right.
             cache: ``"returned"`` for a package that takes and returns keys and values; ``"in_place"``, the default, for
-                a package that writes keys and values into buffers. If its outputs are wrong, ``"returned"`` is used.
+                a package that writes keys and values into buffers (``"returned"`` if its outputs are wrong).
 
         Returns:
             The report of the comparison with the module: one result per test case.
@@ -238,12 +238,12 @@ class ExportedModel:
             backend: ``"xnnpack"`` for XNNPACK's kernels for all operators that XNNPACK has; ``"portable"`` for
                 ExecuTorch's slower kernels. ``"auto"``, the default, is ``"xnnpack"`` if its outputs are right, else
                 ``"portable"``: XNNPACK approximates GELU, with an error of 1e-3 in a small Gemma 3.
-            quantize: ``"int8"`` or ``"int4"`` to store the weights of linear layers in 8 or 4 bits with torchao.
-                Only XNNPACK has kernels for quantized weights, which round activations to 8 bits. The quantization
-                error is measured as by :func:`export_onnx`. ``None``, the default, does not quantize.
+            quantize: ``"int8"`` or ``"int4"`` to store the weights of linear layers in 8 or 4 bits with torchao. Only
+                XNNPACK has kernels for quantized weights, which round activations to 8 bits. The quantization error is
+                measured as by :func:`export_onnx`. ``quantize=None``, the default, keeps float weights.
             cache: ``"returned"`` for a file that takes and returns keys and values of a batch; ``"in_place"``, the
-                default, for a file with batch size 1 that writes keys and values into buffers of its caller. If such a
-                file is impossible or has wrong outputs, ``"returned"`` is used.
+                default, for a file with batch size 1 that writes keys and values into buffers of its caller. If a file
+                with buffers is impossible or wrong, ``"returned"`` is used.
 
         Returns:
             The report of the comparison with the module, and the memory that ExecuTorch plans for activations.
@@ -266,16 +266,16 @@ class ExportedModel:
     ) -> ExportReport:
         """Write the program as OpenVINO files, and check the files in float32 on the test inputs of this export.
 
-        By default, OpenVINO computes in bfloat16 on processors that support bfloat16. For float32, compile the file
-        with ``{"INFERENCE_PRECISION_HINT": "f32"}``.
+        By default, OpenVINO computes in bfloat16 on processors that support bfloat16. To compute in float32, compile
+        the file with ``{"INFERENCE_PRECISION_HINT": "f32"}``.
 
         Args:
             path: the file to write, with the suffix ``.xml``; the weights get the suffix ``.bin``. The two files are
                 created only if their outputs are right.
-            quantize: ``"int8"`` or ``"int4"`` to store the weights in 8 or 4 bits with NNCF. :func:`export_onnx`
-                measures quantization errors in the same way. ``None``, the default, does not quantize.
+            quantize: ``"int8"`` or ``"int4"`` to store the weights in 8 or 4 bits with NNCF. The quantization error is
+                measured as by :func:`export_onnx`. ``quantize=None``, the default, keeps float weights.
             cache: ``"returned"`` for keys and values as inputs and outputs; ``"in_place"``, the default, for OpenVINO
-                state variables. If OpenVINO would copy these, or outputs are wrong, ``"returned"`` is used.
+                state variables. If OpenVINO would copy the state or outputs are wrong, ``"returned"`` is used.
 
         Returns:
             The report of the comparison with the module: one result per test case.

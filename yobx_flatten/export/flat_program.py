@@ -1,6 +1,6 @@
 """Convert an ``ExportedProgram``, without a new trace, to a program that takes and returns a flat list of tensors.
 
-The flat list does not contain constant inputs and outputs (``None``, a fixed number).
+Constant inputs and outputs (``None``, a fixed number) are left out of the flat list of tensors.
 """
 
 from __future__ import annotations

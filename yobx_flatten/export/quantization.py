@@ -60,7 +60,7 @@ class Quantization:
     Attributes:
         weights: type of the stored weights: ``"int4"``, the default, or ``"int8"``. Weights that are already integers
             times scales, as in a GGUF file, are not rounded again if the integers fit into the bits of ``weights``.
-            ``"keep"`` stores only weights that are integers times scales as integers.
+            ``"keep"`` stores weights as integers only if they are already integers times scales.
         block_size: number of weights that share a scale and a zero point: 16, 32 (the default), 64, 128 or 256. With
             larger blocks the file is smaller and faster, and differs more from the model. ExecuTorch has no blocks of
             16; OpenVINO and ExecuTorch store int8 with one scale for each output.
@@ -148,7 +148,7 @@ class Quantization:
 
         Args:
             bits: bits per weight of the matrix, 4 or 8.
-            rows: number of inputs of the matrix.
+            rows: number of rows (inputs) of the weight matrix.
         """
         is_wide = bits == 8 and self.bits == 4 and rows % _WIDE_BLOCK == 0
         return max(_WIDE_BLOCK, self.block_size) if is_wide else self.block_size

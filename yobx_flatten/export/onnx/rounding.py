@@ -6,8 +6,8 @@
     input 1   minus this, rounded ── ...                                          │
     input 2   minus both, rounded        <────────────────────────────────────────┘
 
-The correlations are the second moments of the inputs on a calibration text. onnxruntime's ``gptq`` is not used, because
-it returns weights without scales, and a second rounding to other scales loses most of the gain.
+Correlations between inputs are measured as second moments on a calibration text. onnxruntime's ``gptq`` is not used,
+because it returns weights without scales, and a second rounding to other scales loses most of the gain.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class Case:
     """A test case: inputs for which the outputs of an export are compared with the outputs of the model.
 
     Attributes:
-        name: a short description of the case, for the report.
+        name: a short description of the test case, for the report.
         args: positional arguments; none by default.
         kwargs: keyword arguments; none by default.
         steps: number of calls, 1 by default; later calls get the cache that the previous call returned.

@@ -149,7 +149,7 @@ class Nested:
 
 
 class ByName:
-    """A file with named tensors; a complex tensor is stored as a real tensor with an additional axis of size 2."""
+    """A file that takes tensors by name; a complex tensor becomes a real tensor with an additional axis of size 2."""
 
     # input_leaves: names of the leaves of the module's inputs, in order
     # pairs: names of complex outputs

@@ -58,7 +58,7 @@ class ExportReport(Report):
         onnx_bytes: size of the ONNX file and its external data, in bytes; ``None`` without an ONNX file.
         opset: ONNX opset of the file; ``None`` without an ONNX file.
         operators: number of uses of each attention and normalization operator in the file.
-        cases: one result per test case and runtime.
+        cases: one :class:`.CaseResult` per test case and runtime.
         tolerance: largest allowed absolute difference of outputs; 1e-4 by default.
         proof: which test cases were compared: ``"full"``, ``"standard"``, ``"sample"``, or ``"none"``.
         processor_seconds: CPU time of each step of the export, in seconds, by name of the step.
@@ -298,7 +298,7 @@ PART_OF_FLOAT32 = 1e-5
 def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> float:
     """Return the largest output difference that rounding can explain, limited to a share of the output's range.
 
-    For outputs that are not in half precision, the result is at least the tolerance of a float32 model.
+    For outputs that are not in half precision, the returned difference is at least the tolerance of a float32 model.
 
     >>> explained(100.0, torch.tensor([-1.0, 1.0], dtype=torch.float16))
     0.2

@@ -6,9 +6,9 @@
 * Tokens in half precision are cast to float32 if ``RMSNormalization`` has weights in float32 (Gemma), because
   onnxruntime refuses different dtypes.
 
-``onnxscript.optimizer.optimize_ir`` tries each of its 47 rules at each node, and a rule with two outputs lists all
-nodes of the graph each time: the time grows with the square of the number of layers. A rewrite rule can match only at
-the last operator of its pattern. Each rule is tried only at nodes with this operator, which gives the same graph.
+The time of ``onnxscript.optimizer.optimize_ir`` grows with the square of the number of layers: it tries 47 rules at
+each node, and a rule with two outputs lists all nodes of the graph each time. A rewrite rule can match only at the last
+operator of its pattern. Each rule is tried only at nodes with this operator, which gives the same graph.
 """
 
 from __future__ import annotations

@@ -20,7 +20,6 @@ def run(*arguments, **environment):
 @needs_backend
 @pytest.mark.slow
 def test_a_model_is_simulated():
-    """A step of a small Llama on two devices: some time, in which kernels ran and links were used."""
     arguments = ("--model", "tiny", "--microbatches", "2", "--tokens", "64", "--steps", "2")
     found = json.loads(run("-m", "benchmarks.simulated", *arguments, LATE_DRY="1", LATE_DEVICES="2").stdout)
     assert 0 < found["milliseconds"] < 1000

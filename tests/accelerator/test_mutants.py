@@ -16,7 +16,6 @@ def upload(self, ready, tensor):
 
 
 def test_waits_streams_and_pins_are_removed():
-    """A value that is used stays, and so does what a wait is called on."""
     found = []
     for place in range(5):
         tree = ast.parse(_SOURCE)

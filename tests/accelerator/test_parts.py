@@ -8,7 +8,6 @@ _ROOT = Path(__file__).parents[2]
 
 
 def test_every_test_of_the_runtime_is_in_one_part():
-    """A folder that is added is run without being listed."""
     found = []
     for names in PARTS.values():
         for path in (_ROOT / name for name in names):
@@ -17,7 +16,6 @@ def test_every_test_of_the_runtime_is_in_one_part():
 
 
 def test_the_table_counts_what_passed_is_listed_and_failed():
-    """Six columns, and sums at the end; a part that was not run is named."""
     rows = table(
         {
             "engine late 1": {"passed": 5, "listed": 2, "skipped": 1, "failed": []},

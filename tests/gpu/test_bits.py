@@ -50,7 +50,6 @@ def assert_same_bits(found, expected):
 
 @pytest.mark.parametrize("mode", MODES, ids=["sync", "exact", "async"])
 def test_training_has_the_bits_of_the_plain_model(case, place, mode, deterministic):
-    """Losses, gradients and weights of three steps; an asynchronous one reads the weights from before the last step."""
     assert_same_bits(trained(case, place, mode), plain(case, place, mode))
 
 
@@ -58,23 +57,19 @@ def test_training_has_the_bits_of_the_plain_model(case, place, mode, determinist
                          ids=["AdamW", "fused"])  # fmt: skip
 @pytest.mark.parametrize("mode", [False, "exact"], ids=["sync", "exact"])
 def test_adamw_has_the_bits_of_adamw_on_the_host(place, mode, make, deterministic):
-    """One implementation for all modes, in order of the layers or not."""
     assert_same_bits(trained(CASES["MLP"], place, mode, make), plain(CASES["MLP"], place, mode, make))
 
 
 def test_layers_recomputed_one_by_one_have_the_same_bits(case, place, deterministic):
-    """As those of a stage at once, with less memory."""
     assert_same_bits(trained(case, place, False, recompute_grain="layer"), plain(case, place, False))
 
 
 @pytest.mark.parametrize("keep", [1e-5, "auto"])
 def test_what_stays_on_the_device_is_what_would_be_uploaded(case, place, keep, deterministic):
-    """Some parameters or all, which the optimizer writes on the host after each step."""
     assert_same_bits(trained(case, place, False, keep_parameters=keep), plain(case, place, False))
 
 
 def test_a_forward_has_the_bits_of_the_plain_model(case, place, deterministic):
-    """Without gradients, all rows at once."""
     model = case.model().eval()
     (part,) = Case(*case[:-1], 1).split(case.batch(0), place)
     with torch.no_grad():
@@ -138,7 +133,6 @@ def test_masters_in_float32_are_those_of_the_host(place, deterministic):
 
 @pytest.mark.parametrize("mode", [False, "exact"], ids=["sync", "exact"])
 def test_state_on_a_disk_has_the_same_bits(place, mode, folder_on_disk, deterministic):
-    """Weights, gradients and momentum come from a file, a few layers at a time."""
     found = []
     for host in ("memory", f"disk:{folder_on_disk}"):
         pipe = place.wrap(mlp(), host=host)

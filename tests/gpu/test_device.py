@@ -37,7 +37,6 @@ def train(place, grain="stage"):
 
 
 def test_it_copies_in_and_out(place):
-    """What goes in comes out, after the event."""
     copy = place.device.copy_in(torch.arange(4.0))
     with place.device.computing():
         copy = copy * 2
@@ -54,7 +53,6 @@ def test_it_copies_in_and_out(place):
     ids=["transposed", "channels last", "empty", "bool", "bfloat16", "complex"],
 )  # fmt: skip
 def test_every_kind_of_tensor_travels(place, tensor):
-    """With its strides, there and back."""
     copy = place.device.copy_in(tensor)
     back, event = place.device.copy_out(copy)
     event.result()
@@ -64,7 +62,6 @@ def test_every_kind_of_tensor_travels(place, tensor):
 
 
 def test_gradients_are_those_of_the_host(place):
-    """Losses and gradients on the device are those of virtual devices, but for the rounding of its kernels."""
     found = []
     for devices in (place.devices, "virtual:2"):
         model, (inputs, labels) = small_model(tied=True), batch(8)
@@ -78,7 +75,6 @@ def test_gradients_are_those_of_the_host(place):
 
 
 def test_inputs_and_labels_may_live_on_the_device(place):
-    """What the caller computed there is waited for, and its gradient is where it is."""
     here = place.torch_device
     model, (inputs, labels) = small_model(), batch(8)
     pipe = place.wrap(model, model_run_config=_MEAN)
@@ -92,7 +88,6 @@ def test_inputs_and_labels_may_live_on_the_device(place):
 
 @pytest.mark.parametrize("what", ["inputs", "labels"])
 def test_what_another_stream_computes_is_waited_for(place, what):
-    """The caller's stream is busy for a while when the pipeline is called from within it."""
     place.needs_accelerator("streams")
     here = place.torch_device
     inputs, labels = batch(8)
@@ -132,13 +127,11 @@ def test_a_sparse_gradient_comes_down(place):
 
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 def test_a_run_is_repeated_to_the_last_bit(place, grain):
-    """Dropout, norms and tied weights: the same seeds and the same bits, whatever overlaps."""
     assert same_bits(train(place, grain), train(place, grain))
 
 
 @pytest.mark.extended  # fifty seconds where kernels are those of the CPU
 def test_a_model_four_times_larger_than_a_limit_stays_under_it(place):
-    """The peak of the device's memory, with a plan for a device that is given as small."""
     place.needs_accelerator("memory of its own")
     model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(64)])
     size = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -156,7 +149,6 @@ def test_a_model_four_times_larger_than_a_limit_stays_under_it(place):
 
 
 def test_its_peak_is_told(place):
-    """At least what is held."""
     place.needs_accelerator("memory of its own")
     held = torch.ones(2**20, device=place.torch_device)
     assert device_peak([place.device]) >= held.nbytes
@@ -173,12 +165,10 @@ def test_its_rates_are_those_of_a_device(place):
 
 
 def test_the_doctor_s_training_is_that_of_plain_pytorch(place):
-    """Two steps of AdamW."""
     assert train_difference(place.devices) < 1e-4
 
 
 def test_a_timeline_shows_every_layer_s_call(place):
-    """Six layers forward for each of two microbatches, by the clock of the device: one ends before the next begins."""
     model = small_model()
     pipe = place.wrap(model)
     with Timeline() as timeline:
@@ -191,7 +181,6 @@ def test_a_timeline_shows_every_layer_s_call(place):
 
 
 def test_values_are_described_from_the_device(place):
-    """In words for a debugger: G for what is not on the host."""
     tensor = torch.ones(2, device=place.torch_device)
     found = string_type([tensor], with_shape=True, with_min_max=True, with_device=True)
     assert found == f"#1[{'C' if tensor.device.type == 'cpu' else 'G'}T1s2[1.0,1.0:A1.0]]"

@@ -40,7 +40,6 @@ def provider(place):
 
 
 def test_a_folder_generates_what_the_model_does(place, folder):
-    """Greedily, with the cache in the memory of the runtime."""
     from yobx_flatten import open_generator
 
     path, model = folder
@@ -53,7 +52,6 @@ def test_a_folder_generates_what_the_model_does(place, folder):
 
 
 def test_a_folder_is_verified_there(place, folder):
-    """Its recorded cases, with the tolerance that the device has."""
     from yobx_flatten import verify_folder
 
     report = verify_folder(folder[0], device=provider(place))
@@ -61,7 +59,6 @@ def test_a_folder_is_verified_there(place, folder):
 
 
 def test_a_model_on_the_device_becomes_a_program(place):
-    """Exported where it is; replayed with inputs that are there."""
     from yobx_flatten import export_program
 
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(place.torch_device).eval()
@@ -74,7 +71,6 @@ def test_a_model_on_the_device_becomes_a_program(place):
 
 
 def test_a_package_of_aotinductor_computes_what_the_model_does(place, tmp_path):
-    """Compiled for the device where torch compiles for it, which is CUDA and the CPU."""
     if shutil.which("g++") is None:
         pytest.skip("there is no C++ compiler")
     if place.torch_device.type not in ("cpu", "cuda"):
@@ -100,7 +96,6 @@ def test_a_package_of_aotinductor_computes_what_the_model_does(place, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_cache_on_the_device_comes_apart_and_together(place, dtype):
-    """Its tensors are where they were, of the same data type, and the same ones."""
     pytest.importorskip("transformers")
     from torch.utils import _pytree as pytree
     from transformers import DynamicCache

@@ -92,7 +92,6 @@ def test_gradients_do_not_depend_on_pinning(place, how):
 
 @pytest.mark.parametrize("where", ["parameters", "activations"])
 def test_a_device_without_room_states_it_in_one_line(place, where):
-    """With what to change; and when there is room again, the same pipeline trains."""
     layers = [nn.Linear(4096, 4096)] if where == "parameters" else [nn.Linear(_WIDE, _WIDE) for _ in range(4)]
     width, rows = layers[0].in_features, 8 if where == "parameters" else 2**14
     torch.manual_seed(0)
@@ -115,7 +114,6 @@ def test_a_device_without_room_states_it_in_one_line(place, where):
 
 @pytest.mark.parametrize("mode", MODES, ids=["sync", "exact", "async"])
 def test_fifty_steps_leave_nothing_behind(place, mode):
-    """Memory of the device, of the host and threads are those after the first ten steps."""
     pipe = place.wrap(wide(4))
     optimizer = torch.optim.AdamW(pipe.optim_parameters(), lr=1e-3)
     found = []
@@ -133,7 +131,6 @@ def test_fifty_steps_leave_nothing_behind(place, mode):
 
 
 def test_a_closed_pipeline_gives_everything_back(place):
-    """Also what stayed on the device."""
     place.needs_accelerator("memory of its own")
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated()
@@ -147,7 +144,6 @@ def test_a_closed_pipeline_gives_everything_back(place):
 
 
 def test_what_stays_is_uploaded_once(place):
-    """A second forward needs no more memory than the first, and finds what the optimizer wrote."""
     pipe = place.wrap(wide(), model_run_config=RoundPipeRunConfig(num_microbatch=1, keep_parameters="auto"))
     with torch.no_grad():
         first = pipe(torch.ones(2, _WIDE)).clone()
@@ -161,8 +157,6 @@ def test_what_stays_is_uploaded_once(place):
 
 
 def test_an_error_of_a_layer_leaves_no_tensor_on_the_device(place):
-    """And the next call trains."""
-
     class Refuses(nn.Module):
         def forward(self, x):
             if x.shape[0] == 3:

@@ -34,7 +34,6 @@ def train(pipe, optimizer, numbers, mode=False, case=_MLP):
 
 @pytest.mark.parametrize("mode", MODES, ids=["sync", "exact", "async"])
 def test_a_resumed_training_has_the_bits_of_one_that_was_not_stopped(place, tmp_path, mode):
-    """Weights, momentum and losses, with a checkpoint between the second and the third step."""
     pytest.importorskip("safetensors")
     pytest.importorskip("msgspec", reason="a checkpoint is read with msgspec, which is not installed")
     from roundpipe_runtime import load_checkpoint, save_checkpoint
@@ -62,7 +61,6 @@ def test_a_resumed_training_has_the_bits_of_one_that_was_not_stopped(place, tmp_
 
 @pytest.mark.parametrize("keep", [0, "auto"])
 def test_adapters_train_as_peft_trains_them(place, keep):
-    """The loss of each step, and only adapters change; frozen weights may stay on the device."""
     pytest.importorskip("peft")
     from roundpipe_runtime.fine_tune import Lora, add_lora
 
@@ -90,7 +88,6 @@ def test_adapters_train_as_peft_trains_them(place, keep):
 
 @pytest.mark.parametrize(("kind", "library"), [("nf4", "bitsandbytes"), ("int8", "torchao")])
 def test_adapters_of_weights_in_few_bits_train_as_without_a_pipeline(place, kind, library):
-    """Loss by loss, next to the same quantised model on the device."""
     pytest.importorskip("peft")
     pytest.importorskip(library, reason=f"{library} is not installed: a wheel of gpu_day.py --wheels")
     if place.torch_device.type not in ("cpu", "cuda"):
@@ -127,7 +124,6 @@ def test_the_model_of_a_row_in_few_bits_is_whole_on_the_host(place):
 
 
 def test_clipping_is_that_of_torch(place):
-    """The norm of all gradients, and what is left of them."""
     pipe = _MLP.wrap(mlp(), place)
     plain = mlp().double()
     _MLP.call(pipe, _MLP.batch(0))
@@ -172,7 +168,6 @@ def test_scaled_losses_in_float16_update_as_float32_does(place):
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_ctrl_c_leaves_all_or_nothing_and_the_training_goes_on(place, where, python_handles_ctrl_c):
-    """After KeyboardInterrupt the step is done again, and the weights are those of a run that nobody stopped."""
     pressed = []
 
     class Presses(nn.Module):
@@ -224,7 +219,6 @@ def test_ctrl_c_leaves_all_or_nothing_and_the_training_goes_on(place, where, pyt
 
 
 def test_the_trainer_trains_on_the_device(place, tmp_path):
-    """The losses of the Trainer of transformers, which trains on the host."""
     pytest.importorskip("accelerate")
     from transformers import Trainer, TrainingArguments
 
@@ -246,8 +240,6 @@ def test_the_trainer_trains_on_the_device(place, tmp_path):
 
 
 def test_a_model_of_layers_in_float16_and_float32_trains(place):
-    """Each parameter keeps its own data type, and has a gradient of it."""
-
     class Wide(nn.Module):
         def __init__(self):
             super().__init__()
@@ -270,7 +262,6 @@ def test_a_model_of_layers_in_float16_and_float32_trains(place):
 
 
 def test_a_wrapped_model_generates_what_the_plain_model_does(place):
-    """After a step of training, greedily, on the device."""
     model = llama(use_cache=True)
     pipe = wrap_model_to_roundpipe(model, lower_threshold=0, devices=place.devices)
     optimizer = sgd(pipe)

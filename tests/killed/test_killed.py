@@ -37,7 +37,6 @@ def names(folder):
 @pytest.mark.timeout(300 * max(1, KILLS // 2))  # of `make test` for two kills
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_kill_leaves_the_old_or_the_new_files(tmp_path, name):
-    """The next run goes on, and leaves the files that a run without a kill leaves."""
     old, whole, folder = tmp_path / "old", tmp_path / "whole", tmp_path / "folder"
     old.mkdir()
     assert write(name, old, OLD).returncode == 0

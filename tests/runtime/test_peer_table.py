@@ -43,7 +43,6 @@ def pipe():
 
 
 def test_the_import_needs_no_accelerator_and_starts_nothing():
-    """In a fresh process: no thread, no accelerator, no library besides torch; a wrapped model starts none."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     libraries = {name for name in done.stdout.split() if name not in sys.stdlib_module_names}
@@ -66,8 +65,6 @@ def test_the_documented_quotient_warns_when_it_is_no_mean(pipe):
 
 
 def test_a_call_without_anything_to_cut_is_one_microbatch(pipe):
-    """None, numbers and strings, or no argument at all: once, and not as often as microbatches were asked for."""
-
     class Counts(nn.Module):
         calls = 0
 
@@ -105,7 +102,6 @@ def test_an_unregistered_object_with_tensors_is_refused(pipe):
 
 
 def test_a_fused_plan_without_the_last_layers_is_refused(pipe):
-    """The error names the layer that the plan misses."""
     plan = ModelExecutePlan([range(3)], [range(3, 6), range(3)])
     inputs, labels = batch(4)
     with pytest.raises(PlanError, match="misses layer 6"):
@@ -115,7 +111,6 @@ def test_a_fused_plan_without_the_last_layers_is_refused(pipe):
 
 
 def test_hooks_on_layers_run_with_the_layer_itself(pipe):
-    """Forward hooks, pre-hooks and full backward hooks are called once per microbatch, with the user's module."""
     model = small_model()
     calls = []
     model[0].register_forward_pre_hook(lambda module, args: calls.append(("pre", module)))
@@ -144,7 +139,6 @@ def test_the_wrapper_is_pickled_copied_and_saved(pipe):
 
 
 def test_training_goes_on_from_a_saved_pipeline():
-    """Pipeline and optimizer, saved after two steps and loaded: the third step is the same to the last bit."""
     inputs, labels = batch(6)
 
     def third_step(wrapped, optimizer):

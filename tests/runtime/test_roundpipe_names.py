@@ -141,7 +141,6 @@ def signature_of(name):
 
 @pytest.mark.parametrize("name", CONTRACT)
 def test_a_signature_is_the_documented_one(name):
-    """The same names in the same order with the same defaults; what is new comes last."""
     found = signature_of(name)
     old = [key for key in found if key not in ADDED.get(name, [])]
     assert old == list(CONTRACT[name])
@@ -157,7 +156,6 @@ def test_a_signature_is_the_documented_one(name):
 
 @pytest.mark.parametrize("name", ADDED)
 def test_what_is_new_does_not_move_what_is_old(name):
-    """A new parameter has a default, and stands behind the old positional ones."""
     found = signature_of(name)
     positional = [key for key, value in found.items() if value.kind is value.POSITIONAL_OR_KEYWORD]
     added = ADDED[name]
@@ -166,20 +164,17 @@ def test_what_is_new_does_not_move_what_is_old(name):
 
 
 def test_each_difference_in_a_signature_is_on_the_page():
-    """By the words of its line; a new parameter by its name."""
     assert [line for _, line in OTHERWISE.values() if line not in PAGE] == []
     assert [f"{name}: {key}" for name, keys in ADDED.items() for key in keys if f"`{key}" not in PAGE] == []
 
 
 def test_names_that_are_not_here_are_on_the_page():
-    """A script that imports one of them finds what to write."""
     for name in ("ModelTimer", "AutoRoundPipe"):
         assert not hasattr(roundpipe_runtime, name)
         assert f"`{name}" in PAGE
 
 
 def test_a_plan_is_checked_for_layers_and_run_in_either_order():
-    """The reference has the number first; by name, and the other way round, it is the same."""
     plan = ModelExecutePlan([range(4)])
     for arguments, named in (
         ((4, "infer"), {}),

@@ -23,7 +23,6 @@ def as_late_as_may_be():
 
 
 def test_a_wait_that_is_missing_is_nan():
-    """The upload is on one stream, the computation on another."""
     uploads, compute = torch.Stream(DEVICE), torch.Stream(DEVICE)
     host = torch.ones(4).pin_memory()
     found = []
@@ -39,7 +38,6 @@ def test_a_wait_that_is_missing_is_nan():
 
 
 def test_memory_that_another_stream_reads_without_record_stream_is_nan():
-    """It is given to the next tensor of its own stream at once."""
     uploads, compute = torch.Stream(DEVICE), torch.Stream(DEVICE)
     found = []
     for records in (False, True):
@@ -82,7 +80,6 @@ def test_pinned_memory_that_the_host_changes_too_early_is_found():
 
 
 def test_pinned_memory_is_kept_for_its_copies():
-    """It is freed by the host before the copy begins."""
     there = torch.empty(1000, device=DEVICE).copy_(torch.ones(1000).pin_memory(), non_blocking=True)
     others = [torch.zeros(1000).pin_memory() for _ in range(4)]
     assert there.cpu().eq(1).all()
@@ -118,8 +115,6 @@ def test_nothing_runs_until_the_host_waits():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_random_order_runs_some_work_before(seed):
-    """Two seeds do it in two orders, and one seed in one."""
-
     def pending():
         late.set_order("random", seed)
         streams = [torch.Stream(DEVICE) for _ in range(3)]
@@ -136,7 +131,6 @@ def test_a_random_order_runs_some_work_before(seed):
 
 
 def test_the_host_cannot_read_memory_of_a_device():
-    """The process ends, and the last line states why."""
     program = (
         "import ctypes, torch; from tests.accelerator import late\n"
         "there = torch.ones(4, device='late')\n"
@@ -211,7 +205,6 @@ def test_who_asks_an_event_again_and_again_is_told_one_day():
 
 
 def test_the_time_between_two_events_is_that_of_the_work_between_them():
-    """Work of another stream, which runs in between, does not count."""
     stream, other = torch.Stream(DEVICE), torch.Stream(DEVICE)
     start, end, long_start, long_end = (torch.Event(DEVICE, enable_timing=True) for _ in range(4))
     with other:
@@ -275,8 +268,6 @@ def test_kernels_are_those_of_the_cpu():
 
 
 def test_gradients_are_those_of_the_cpu():
-    """A linear layer, convolution, both norms."""
-
     def gradients(device):
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -291,8 +282,6 @@ def test_gradients_are_those_of_the_cpu():
 
 
 def test_a_device_draws_the_numbers_of_the_cpu_from_a_generator_of_its_own():
-    """The same seed, the same masks and noise; the generator of the CPU is left alone."""
-
     def drawn(device):
         torch.manual_seed(3)
         noise = torch.randn(7, device=device)

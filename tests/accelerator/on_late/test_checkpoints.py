@@ -41,7 +41,6 @@ def gradients(count):
 
 
 def test_what_a_checkpoint_draws_is_the_same_on_any_number_of_devices():
-    """Gradients to the last bit, and the generator of the caller moves by one number per run."""
     late.set_order("late")
     expected = gradients(1)
     for _ in range(3):

@@ -26,7 +26,6 @@ def test_it_is_a_device(device):
 
 
 def test_an_activation_does_not_queue_behind_parameters(device):
-    """It is there, while the parameters that were given before are not."""
     weights = torch.ones(3).pin_memory()
     there = device.copy_in(weights, parameter=True)
     activation = device.copy_in(torch.ones(2).pin_memory())
@@ -37,7 +36,6 @@ def test_an_activation_does_not_queue_behind_parameters(device):
 
 
 def test_a_tensor_may_be_written_in_place_after_its_download_was_given(device):
-    """The next layer does so, while the copy is late."""
     with device.computing():
         there = torch.ones(3, device=device.torch_device)
     host, event = device.copy_out(there)
@@ -62,7 +60,6 @@ def test_the_host_waits_for_what_is_computed_of_a_sparse_gradient(device):
 
 
 def test_an_upload_waits_for_an_event_of_another_kind(device):
-    """One of a device that is no accelerator: the host waits."""
     host = torch.zeros(3).pin_memory()
 
     class Event:
@@ -79,7 +76,6 @@ def test_an_upload_waits_for_an_event_of_another_kind(device):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_parameters_may_change_as_soon_as_a_call_returns(seed):
-    """Nothing is under way that reads the weights, or writes the gradients."""
     found = []
     for order in ("eager", "random"):
         late.set_order(order, seed)
@@ -99,7 +95,6 @@ def test_parameters_may_change_as_soon_as_a_call_returns(seed):
 
 
 def test_a_download_is_pinned(device):
-    """And it is complete when its event has passed."""
     late.counts()
     with device.computing():
         there = torch.ones(1000, device=device.torch_device)
@@ -112,7 +107,6 @@ def test_a_download_is_pinned(device):
 
 
 def test_all_copies_of_a_training_are_pinned():
-    """Weights, gradients, activations and the batch; what remains is the loss, a number."""
     late.set_order("late")
     late.counts()
     train(late_devices(2))
@@ -127,7 +121,6 @@ class Labelled(torch.Tensor):
 
 @pytest.mark.parametrize("make", [lambda w: w.as_subclass(Labelled), lambda w: w[:, ::2]], ids=["class", "gaps"])
 def test_what_fits_into_no_slab_is_pinned_alone(device, make):
-    """A parameter of another class, or with gaps, is pinned and keeps class and values."""
     weight = make(torch.arange(12.0).reshape(3, 4))
     kind, expected = type(weight), weight.tolist()
     model = nn.Module()
@@ -140,7 +133,6 @@ def test_what_fits_into_no_slab_is_pinned_alone(device, make):
 
 
 def test_the_host_runs_two_stages_ahead_at_most(device):
-    """The third stage begins when the first one has ended on the device, and no other has."""
     flags = [torch.zeros(1).pin_memory() for _ in range(4)]
     found = []
     for flag in flags:
@@ -152,7 +144,6 @@ def test_the_host_runs_two_stages_ahead_at_most(device):
 
 
 def test_gradients_of_one_stage_only_are_still_under_way(device):
-    """The fourth stage begins when the gradients of the first one are on the host."""
     targets = [torch.zeros(1).pin_memory() for _ in range(4)]
     found = []
     for target in targets:

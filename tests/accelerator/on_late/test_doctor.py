@@ -32,7 +32,6 @@ def test_rates_are_those_of_the_device():
 
 
 def test_every_device_is_looked_over():
-    """Each with link, speed, streams, events and plan, all found on the device itself; nothing fails."""
     late.set_order("late")
     found = {check.name: check for check in doctor.examine()}
     for number in range(late.DEVICES):

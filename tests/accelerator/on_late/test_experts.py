@@ -25,7 +25,6 @@ def results(kind, devices, experts):
 @pytest.mark.parametrize("order", [("late", 0), ("random", 1), ("random", 2)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_have_the_bits_of_a_virtual_device(kind, order, monkeypatch):
-    """Rows arrive before they are read, and gradients come down next to zeros."""
     monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
     late.set_order(*order)
     ours = results(kind, ["late:0", "late:1"], "routed")

@@ -23,7 +23,6 @@ CONFIG = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_out_of_memory(order):
-    """The error states the device; with room the same pipeline trains."""
     late.set_order(*order)
     devices = late_devices(2)
     torch.manual_seed(0)
@@ -55,7 +54,6 @@ def test_out_of_memory(order):
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_a_kernel_that_fails(order):
-    """An index that is too large is seen on the device only, long after the launch; the error is that of the kernel."""
     late.set_order(*order)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 3))
@@ -77,7 +75,6 @@ def test_a_kernel_that_fails(order):
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_a_resumed_training_is_the_same_to_the_last_bit(order, tmp_path):
-    """Two steps, saved, and two more on another number of devices, against four; with dropout and momentum."""
     late.set_order(*order)
     inputs, labels = batch(8)
 

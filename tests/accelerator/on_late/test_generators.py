@@ -43,7 +43,6 @@ def gradients(count, **options):
 @pytest.mark.parametrize("checkpoints", [False, True])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_the_same_on_any_number_of_devices(on_host, checkpoints, order):
-    """Loss and gradients to the last bit, and the generator of the CPU moves by one number."""
     late.set_order(*order)
     expected = gradients(1, on_host=on_host, checkpoints=checkpoints)
     for count in (2, 3):
@@ -51,7 +50,6 @@ def test_the_same_on_any_number_of_devices(on_host, checkpoints, order):
 
 
 def test_a_module_that_hands_out_no_generators_is_asked_for_their_states(monkeypatch):
-    """The same draws as those of the generators themselves."""
     late.set_order("late")
     expected = gradients(2, on_host=True, checkpoints=False)
     monkeypatch.delattr(torch.late, "default_generators")

@@ -51,7 +51,6 @@ def test_bfloat16(count, order):
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("count", [1, 2])
 def test_autocast(count, order):
-    """The caller's mode holds in the threads of the devices: the same as the plain model in it, on such a device."""
     late.set_order(*order)
     model, (inputs, labels) = small_model(), batch(8)
     on_device = copy.deepcopy(model).to("late:0")
@@ -79,7 +78,6 @@ class EightBits(nn.Module):
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("count", [1, 2])
 def test_float8(count, order):
-    """Weights of eight bits travel as they are: the same gradient as without a pipeline."""
     late.set_order(*order)
     torch.manual_seed(0)
     model = nn.Sequential(*[EightBits(8) for _ in range(4)])
@@ -110,7 +108,6 @@ def test_compiled_layers(backend, order):
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_devices_of_different_memory(order):
-    """A model twice as large as the small device trains next to a device with room for all of it."""
     late.set_order(*order)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)])

@@ -48,7 +48,6 @@ def fails(pipe, model):
 @pytest.mark.parametrize("order", [("late", 0), ("random", 1), ("random", 2)], ids=str)
 @pytest.mark.parametrize("after", [0, 1, 20, 60])
 def test_the_same_pipeline_goes_on_when_the_device_is_back(after, order, expected):
-    """Lost before the step, at its first copy, and in the middle of it."""
     late.set_order(*order)
     model, pipe = training(late_devices(2))
     late.lose(1, after)
@@ -62,7 +61,6 @@ def test_the_same_pipeline_goes_on_when_the_device_is_back(after, order, expecte
 
 @pytest.mark.parametrize("after", [0, 20])
 def test_another_pipeline_goes_on_without_the_device(after, expected):
-    """The first one is closed while its device is lost; the model is trained on the one that is left."""
     late.set_order("late")
     model, pipe = training(late_devices(2))
     late.lose(1, after)
@@ -77,7 +75,6 @@ def test_another_pipeline_goes_on_without_the_device(after, expected):
 
 
 def test_a_step_in_the_background_survives(expected):
-    """The weights of the step that ran next to the failed one are those that the next step reads."""
     late.set_order("late")
     model, pipe = training(late_devices(2))
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)

@@ -47,7 +47,6 @@ def step(pipe):
 @pytest.mark.parametrize("order", [("late", 0), ("random", 1), ("random", 2)], ids=str)
 @pytest.mark.parametrize("asks", [False, True])
 def test_the_device_holds_two_stages_and_their_activations(asks, order):
-    """Parameters and gradients of two stages, a gradient that is added to its sum, and what microbatches keep."""
     pipe = pipeline(asks=asks)
     late.set_order(*order)
     right = step(pipe)
@@ -68,7 +67,6 @@ def test_the_device_holds_two_stages_and_their_activations(asks, order):
 
 
 def test_pinned_memory_is_that_of_the_tensors():
-    """Parameters and gradients each take a fiftieth more at most, and the second step takes those of the first."""
     late.set_order("late")
     late.counts()
     pipe = pipeline(asks=False)
@@ -84,7 +82,6 @@ def test_pinned_memory_is_that_of_the_tensors():
 
 
 def test_a_stage_is_uploaded_while_the_one_before_makes_the_host_wait():
-    """At the last call of each forward stage the parameters of the stage after it are on their way."""
     late.set_order("eager")
     pipe, sent = pipeline(asks=True), [0]
     for _ in range(2):  # the first two runs upload parameters once more, to look whether a layer wrote them

@@ -34,7 +34,6 @@ def test_forward_backward(count, grain, order):
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize(("count", "is_async"), [(2, False), (3, True)])
 def test_copies_of_the_last_stage(count, is_async, order):
-    """Gradients of one microbatch cross from device to device over the host, and are added in order."""
     late.set_order(*order)
     check_bits(count, once(is_async=is_async), copies=count, is_async=is_async)
 
@@ -42,21 +41,18 @@ def test_copies_of_the_last_stage(count, is_async, order):
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize(("count", "is_async"), [(1, False), (2, True), (2, "exact")])
 def test_parameters_that_stay(count, is_async, order):
-    """A weight that two layers have is uploaded once, and computed with in later runs; others change in between."""
     check(count, order, keep=1.0, is_async=is_async, steps=4)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("count", [1, 2])
 def test_forward_and_backward_apart(count, order):
-    """Outputs, gradients of the inputs, and the gradients of the weights."""
     check(count, order, classic=True)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_step_in_the_background(count, order):
-    """The weights are one step old, and none is read while it is written."""
     check(count, order, is_async=True, steps=4)
 
 
@@ -73,7 +69,6 @@ def test_a_checkpoint_inside_a_layer(count, order):
 
 
 def test_the_message_of_a_difference():
-    """It names the tensor, its microbatches and the layers of each stage, and lists the work in the order of time."""
     late.set_order("random", 0)
     log = Log()
     found = train(late_devices(2), log=log, classic=True, steps=1)

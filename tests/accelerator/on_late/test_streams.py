@@ -55,14 +55,12 @@ class Counts(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The outputs of a layer depend")
 def test_a_layer_may_return_a_tensor_that_it_writes_again(device):
-    """The outputs of three microbatches are what they were when they were returned."""
     pipe = RoundPipe(Counts(), devices=[device], model_run_config=RoundPipeRunConfig(num_microbatch=3))
     with torch.no_grad():
         assert pipe(torch.zeros(3, 1)).flatten().tolist() == [0, 1, 2]
 
 
 def test_memory_of_a_download_is_not_used_again_before_it(device):
-    """The computation runs ahead, and takes memory of the same size."""
     with device.computing():
         tensor = torch.ones(1000, device=device.torch_device)
     host, event = device.copy_out(tensor, last=True)
@@ -75,7 +73,6 @@ def test_memory_of_a_download_is_not_used_again_before_it(device):
 
 
 def test_gradients_do_not_queue_before_activations(device):
-    """An activation is down, while the gradient that was given before is not."""
     with device.computing():
         gradient, activation = (torch.ones(2, device=device.torch_device) for _ in range(2))
     large, _ = device.copy_out(gradient, last=True, parameter=True)
@@ -86,7 +83,6 @@ def test_gradients_do_not_queue_before_activations(device):
 
 
 def test_a_layer_waits_for_its_own_parameters_only(device):
-    """Those of the next layer of the stage may still be on their way."""
     first, second = torch.ones(2).pin_memory(), torch.ones(2).pin_memory()
     there = device.copy_in(first, parameter=True)
     arrival = device.arrival()
@@ -99,7 +95,6 @@ def test_a_layer_waits_for_its_own_parameters_only(device):
 
 
 def test_the_host_runs_ahead_of_a_small_stage(device):
-    """A head between two large stages does not delay the upload of the second."""
     flags = [torch.zeros(1).pin_memory() for _ in range(5)]
     found = []
     for flag, nbytes in zip(flags, [100, 100, 1, 100, 1], strict=True):
@@ -111,8 +106,6 @@ def test_the_host_runs_ahead_of_a_small_stage(device):
 
 
 def test_a_tensor_that_a_layer_makes_on_the_host_is_refused(device):
-    """The error states where it is and how to make it; torch's is about record_stream."""
-
     class Constant(nn.Module):
         def forward(self, x):
             return torch.ones(len(x), 1)
@@ -124,8 +117,6 @@ def test_a_tensor_that_a_layer_makes_on_the_host_is_refused(device):
 
 
 def test_costs_are_what_the_device_computed(device):
-    """A product of large matrices, launched in no time, costs more than ten additions of a few numbers."""
-
     class Product(nn.Module):
         def forward(self, x):
             large = x.new_ones(600, 600)
@@ -183,8 +174,6 @@ def test_a_new_pipeline_takes_the_streams_of_a_closed_one():
 
 
 def test_a_failed_run_leaves_nothing_on_its_way():
-    """When the caller has the exception, no stage and no copy of that run is under way on any device."""
-
     class Fails(nn.Module):
         def forward(self, x):
             raise ArithmeticError

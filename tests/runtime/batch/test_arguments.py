@@ -37,7 +37,6 @@ X = torch.ones(2, 4)
     ],
 )
 def test_other_arguments_are_refused(pipe, args, kwargs, options, message):
-    """Each by its name, and what was found."""
     with pytest.raises(ConfigError, match=message):
         pipe.forward_backward(*args, kwargs, label=X, **{"loss_fn": F.mse_loss, **options})
 

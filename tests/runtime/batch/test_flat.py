@@ -39,7 +39,6 @@ class Reads(nn.Module):
 
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 def test_the_batch_is_flattened_for_its_leaves_and_for_its_structure(microbatches):
-    """Twice in a call, and no microbatch is flattened again; gradients are those of the layer alone."""
     torch.manual_seed(0)
     layer, batch, labels = Reads(), Batch(torch.randn(8, 3), torch.randn(8, 4)), torch.randn(8, 2)
     expected = torch.autograd.grad(nn.functional.mse_loss(layer(batch), labels), [*layer.parameters()])
@@ -53,7 +52,6 @@ def test_the_batch_is_flattened_for_its_leaves_and_for_its_structure(microbatche
 
 
 def test_leaves_of_microbatches_are_those_of_the_split_trees():
-    """For plain leaves, for functions of the user, and for packed data whose entries are nested."""
     x, packed = torch.arange(4), RoundPipePackedData([(torch.zeros(2), 1), (torch.ones(2), 1)], rows=[2, 2])
     halves = {"split_input": lambda args, kwargs, count: ([(part,) for part in args[0].chunk(2)], [{}, {}])}
     for args, options in (((x, 3), {}), ((x,), halves), ((x, packed), {})):

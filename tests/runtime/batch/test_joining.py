@@ -44,20 +44,17 @@ def test_tensors_without_axes_are_averaged_by_weight():
 
 
 def test_the_average_of_equal_values_is_the_value():
-    """To the last bit, in each floating dtype."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         value = torch.tensor(0.1, dtype=dtype)
         assert torch.equal(join([value.clone() for _ in range(3)], [3, 3, 1]), value)
 
 
 def test_what_has_no_weight_counts_nothing_even_if_it_is_nan():
-    """A microbatch whose labels are all ignored has a mean of NaN."""
     assert join([torch.tensor(math.nan), torch.tensor(2.0)], [0, 7], rows=[2, 2]).item() == 2.0
     assert join([torch.tensor(math.nan), torch.tensor(math.nan)], [0, 0], rows=[2, 2]).item() == 0.0
 
 
 def test_weights_that_are_no_rows_do_not_disturb_the_concatenation():
-    """Losses report tokens; rows say what was cut."""
     outputs = [{"y": torch.zeros(2), "n": torch.tensor(1.0)}, {"y": torch.ones(1), "n": torch.tensor(4.0)}]
     joined = join(outputs, [20, 10], rows=[2, 1])
     assert joined["y"].tolist() == [0, 0, 1]
@@ -65,7 +62,6 @@ def test_weights_that_are_no_rows_do_not_disturb_the_concatenation():
 
 
 def test_gradients_flow_through_the_join():
-    """The classic loop: outputs joined, then a loss and its backward."""
     parts = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
     means = [part.mean() for part in parts]
     joined = join([{"y": y, "n": n} for y, n in zip(parts, means, strict=True)], [2, 1])
@@ -78,7 +74,6 @@ def test_complex_numbers_are_averaged_too():
 
 
 def test_a_constant_of_the_model_is_not_repeated():
-    """A tensor without a batch axis that every microbatch computed alike."""
     table = torch.arange(5.0)
     assert torch.equal(join([table.clone(), table.clone()], [2, 2]), table)
 
@@ -258,7 +253,6 @@ def same(one, other):
 @given(data=st.data(), batch=st.integers(1, 17), count=st.integers(1, 8))
 @settings(max_examples=examples(60))
 def test_join_undoes_split(data, batch, count):
-    """Any nested tree, any batch size, any number of microbatches: the tree, and its structure, come back."""
     pytest.importorskip("transformers")
     tree = data.draw(trees(batch))
     with register_flattening_functions(patch_transformers=True):
@@ -273,7 +267,6 @@ def test_join_undoes_split(data, batch, count):
 @given(data=st.data(), batch=st.integers(1, 17), count=st.integers(1, 8))
 @settings(max_examples=examples(40))
 def test_every_row_goes_to_one_microbatch(data, batch, count):
-    """Tensors of the parts, put side by side by hand, are the rows in order; the sizes are as even as possible."""
     parts = split(([torch.arange(batch)],), {"tree": data.draw(tensors(batch))}, torch.arange(batch), count)
     for pick in (lambda part: part.args[0][0], lambda part: part.label):
         assert [row for part in parts for row in pick(part).tolist()] == list(range(batch))

@@ -43,7 +43,6 @@ def plain(loss, model):
 @given(batch=st.integers(1, 17), count=st.integers(1, 8), seed=st.integers(0, 99))
 @settings(max_examples=40)
 def test_mean_is_the_mean_of_the_whole_batch(batch, count, seed):
-    """Any batch, any number of microbatches: loss and gradient of one backward over all rows."""
     torch.manual_seed(seed)
     x, y = torch.randn(batch, 3).double(), torch.randn(batch, 2).double()
     model = torch.nn.Linear(3, 2).double()
@@ -152,7 +151,6 @@ def test_the_total_has_dtype_and_no_graph():
 
 
 def test_a_loss_that_does_not_learn_goes_nowhere():
-    """Everything frozen: the total is there, and nothing to go back from."""
     contract = LossContract("sum", [1])
     assert contract.add(0, torch.tensor(2.0)) == []
     assert contract.total().item() == 2.0

@@ -46,7 +46,6 @@ def test_packed_data_in_which_nothing_can_be_counted_does_not_say_where_to_cut()
 
 
 def test_a_table_beside_packed_data_is_not_taken_for_the_batch():
-    """Eight rows in four microbatches, and a table of five: it goes whole."""
     table = rows(5, 6)
     parts = split((RoundPipePackedData([rows(2, 6)] * 4), table), {}, None, 4)
     assert [part.args[1] is table for part in parts] == [True] * 4
@@ -63,7 +62,6 @@ def test_of_several_packed_leaves_the_one_that_others_agree_with_counts():
 
 @pytest.mark.parametrize("rule", [TensorChunkSpec(0), TorchChunkSpec(0), Replicate])
 def test_a_rule_for_packed_data_is_taken(rule):
-    """RoundPipe's own tests give one; entry i goes to microbatch i whatever it says."""
     packed = RoundPipePackedData([rows(2, 3), rows(1, 3)])
     spec = ((TensorChunkSpec(0), rule), None)
     parts = split((rows(3), packed), {}, None, 2, split_input=spec)
@@ -78,7 +76,6 @@ def test_a_rule_says_along_which_axis_packed_data_is_counted():
 
 
 def test_packed_labels_are_taken_entry_by_entry():
-    """All of them, whatever number of microbatches was asked for."""
     packed = RoundPipePackedData([rows(1), rows(2), rows(1)])
     parts = split((rows(4),), {}, packed, 2)
     assert firsts(parts, lambda part: part.args[0]) == [[0], [1, 2], [3]]
@@ -87,7 +84,6 @@ def test_packed_labels_are_taken_entry_by_entry():
 
 @pytest.mark.parametrize("told", [True, False])
 def test_packed_labels_of_other_rows_than_packed_inputs_are_refused(told):
-    """As many microbatches and as many rows, cut elsewhere; or fewer rows."""
     packed = RoundPipePackedData([rows(3), rows(1)], rows=[3, 1] if told else ())
     with pytest.raises(
         SplitError, match=re.escape("are split into different numbers of rows per microbatch: [[2, 2], [3, 1]]")
@@ -98,7 +94,6 @@ def test_packed_labels_of_other_rows_than_packed_inputs_are_refused(told):
 
 
 def test_packed_data_that_was_made_shorter_is_counted_anew():
-    """It is a list: what a pipeline told of its entries holds for those entries."""
     packed = RoundPipePackedData([rows(3), rows(1), rows(2)], rows=[3, 1, 2])
     packed.pop(0)
     assert [part.label.tolist() for part in split((packed,), {}, rows(3), 2)] == [[0], [1, 2]]

@@ -68,7 +68,6 @@ def test_packed_data_of_two_pipelines_must_have_the_same_rows():
 
 
 def test_packed_data_of_one_entry_is_one_microbatch():
-    """Whatever is in it: everything else goes with it."""
     (part,) = split((RoundPipePackedData(["a"]), torch.zeros(3)), {}, None, 2)
     assert (part.args[0], part.args[1].shape, part.rows) == ("a", (3,), 3)
 
@@ -87,13 +86,11 @@ def test_rows_of_packed_inputs_are_those_of_labels_that_a_function_cut():
 
 
 def test_rows_that_are_counted_in_packed_data_are_those_of_the_parts_of_a_function():
-    """Made by hand, without stating its rows."""
     packed = RoundPipePackedData([torch.zeros(2, 3), torch.zeros(1, 3)])
     assert rows_of_parts([{"x": packed}] * 2, {}) == [2, 1]
 
 
 def test_a_class_that_declares_its_batch_axis_decides_over_copies_of_a_table():
-    """Each part has a copy of a table of its own size, and a cache, whose axis is known."""
     pytest.importorskip("transformers")
     parts = [{"past": cache_of(rows), "table": torch.zeros(length, 6)} for rows, length in ((2, 5), (1, 7))]
     with register_flattening_functions(patch_transformers=True):

@@ -21,7 +21,6 @@ from yobx_flatten import (
 
 
 def test_registered_classes_of_the_document_are_cut():
-    """Dataclass, optional fields, nested containers: tensors are cut, the rest is handed on."""
     batch = (
         TransformerOutput(rows(5, 3), rows(5, 2, 2), loss=0.5),
         FlexibleOutput(rows(5)),
@@ -67,7 +66,6 @@ def test_an_unregistered_object_goes_whole_if_a_rule_says_so():
 
 
 def test_a_cache_is_cut_along_the_axis_that_its_registration_declares():
-    """Also where it is the only one to say how many rows there are."""
     pytest.importorskip("transformers")
     cache = make_dynamic_cache([(torch.randn(4, 2, 3, 5), torch.randn(4, 2, 3, 5)) for _ in range(2)])
     with register_flattening_functions(patch_transformers=True):

@@ -51,7 +51,6 @@ def test_both_sides_cut_by_functions_must_make_the_same_number():
 
 
 def test_a_split_function_may_hand_packed_data_on():
-    """Entry i is what microbatch i gets."""
     packed = RoundPipePackedData([rows(3, 2), rows(1, 2)], rows=[3, 1])
     parts = split((packed,), {}, rows(4), 2, split_input=lambda args, kwargs, n: ([args, args], [kwargs, kwargs]))
     assert [part.args[0] is entry for part, entry in zip(parts, packed, strict=True)] == [True, True]

@@ -39,7 +39,6 @@ def test_rules_may_speak_of_labels():
 
 @pytest.mark.parametrize(("chunk", "whole"), [(TensorChunkSpec, Replicate), (TorchChunkSpec, _Replicate)])
 def test_specs_have_the_structure_of_the_arguments(chunk, whole):
-    """As RoundPipe writes them, with its classes from torch or with ours."""
     parts = split((rows(4, 2), torch.zeros(4)), {"y": rows(4)}, None, 2, split_input=((chunk(0), whole), None))
     assert firsts(parts, lambda part: part.args[0]) == [[0, 1], [2, 3]]
     assert parts[0].args[1].shape == (4,)
@@ -48,7 +47,6 @@ def test_specs_have_the_structure_of_the_arguments(chunk, whole):
 
 @pytest.mark.parametrize("whole", [Replicate, _Replicate])
 def test_one_mark_may_stand_for_all_labels(whole):
-    """Both marks are classes, and no function."""
     label = torch.zeros(9)
     parts = split((rows(4),), {}, label, 2, split_label=whole)
     assert all(part.label is label for part in parts)

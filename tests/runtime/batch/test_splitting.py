@@ -35,7 +35,6 @@ def test_arguments_keyword_arguments_and_labels_are_cut_together():
 
 
 def test_parts_are_views_in_the_graph_of_the_input():
-    """Nothing is copied, and gradients flow back into the batch."""
     x = torch.zeros(4, 2, requires_grad=True)
     parts = split((x,), {}, None, 2)
     assert parts[1].args[0].data_ptr() == x[2:].data_ptr()

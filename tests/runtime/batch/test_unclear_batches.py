@@ -24,7 +24,6 @@ def test_two_sizes_without_labels_are_refused_by_key_path():
 
 
 def test_inputs_and_labels_of_different_sizes_are_refused():
-    """Neither is a weight or a table: the message says that the two do not go together."""
     with pytest.raises(SplitError, match=re.escape("different numbers of rows: axis 0 has 8 in args[0]; 7 in label")):
         split((rows(8, 5),), {}, rows(7), 2)
 

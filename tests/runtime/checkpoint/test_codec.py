@@ -47,7 +47,6 @@ def round_trip(value):
     ids=repr,
 )
 def test_a_value_comes_back_as_it_was(value):
-    """Value and class, to the last bit of a float; dictionaries that look like tags, too."""
     found = round_trip(value)
     assert found == value
     assert type(found) is type(value)
@@ -76,7 +75,6 @@ def test_nan_comes_back():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
 def test_a_tensor_comes_back_as_a_copy(dtype):
-    """Whoever loads it may write to it."""
     tensor = torch.ones(2, 3).to(dtype)
     found = round_trip([tensor])[0]
     assert found.dtype == dtype
@@ -86,7 +84,6 @@ def test_a_tensor_comes_back_as_a_copy(dtype):
 
 
 def test_names_of_tensors_are_their_places():
-    """A place that two values could share by name gets a number."""
     tensors: dict[str, torch.Tensor] = {}
     encode({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}, "root", tensors)
     assert {name: tensor.item() for name, tensor in tensors.items()} == {"root.a.b": 0.0, "root.a.b~2": 1.0}

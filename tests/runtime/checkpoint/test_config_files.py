@@ -19,7 +19,6 @@ def same_state(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "mixtral", "gemma3_text", "seq2seq:t5"])
 def test_from_pretrained_reads_it(tmp_path, name):
-    """Tied weights and fused experts included; every weight is the trained one."""
     model = make_model(name)
     pipe = wrap_model_to_roundpipe(model, check=False, devices="virtual:2")
     saved = save_checkpoint(tmp_path, pipe)
@@ -48,7 +47,6 @@ def test_shards_are_read_too(tmp_path):
 
 
 def test_training_goes_on_in_a_new_wrapper(tmp_path):
-    """Loss for loss, with a model that was made anew and other devices."""
     from roundpipe_runtime import RoundPipeRunConfig, load_checkpoint
 
     def make(devices):

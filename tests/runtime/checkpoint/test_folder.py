@@ -41,7 +41,6 @@ def test_files_are_on_the_disk_before_the_name_is_there(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_misses_a_file_is_not_counted(tmp_path):
-    """Two that can be used stay, and the one between them."""
     make(tmp_path, 4)
     (tmp_path / "checkpoint-00000003" / "data").unlink()
     remove_old(tmp_path, 2)
@@ -49,7 +48,6 @@ def test_a_checkpoint_that_misses_a_file_is_not_counted(tmp_path):
 
 
 def test_leftovers_go_and_nothing_else(tmp_path):
-    """Files of the user stay, hidden ones too."""
     make(tmp_path, 1)
     for name in (".checkpoint-00000002.writing", ".checkpoint-00000000.leaving", ".mine", "checkpoint-best", "logs"):
         (tmp_path / name).mkdir()

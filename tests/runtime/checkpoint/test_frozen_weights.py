@@ -19,7 +19,6 @@ def training(kind, seed=0):
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_training_has_the_same_bits(tmp_path, kind, is_async):
-    """Six steps, and three with three more from a checkpoint: the same losses and adapters."""
     whole, optimizer = training(kind)
     first = trained_in(whole, 3, optimizer=optimizer)
     save_checkpoint(tmp_path, whole, optimizer=optimizer, is_async=is_async).wait()
@@ -33,7 +32,6 @@ def test_a_resumed_training_has_the_same_bits(tmp_path, kind, is_async):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_weights_are_not_stored(tmp_path, kind):
-    """The file holds what trains, and no scale of what does not."""
     with closing(training(kind)[0]) as pipe:
         trained_in(pipe, 1)
         path = save_checkpoint(tmp_path, pipe).path
@@ -44,7 +42,6 @@ def test_frozen_weights_are_not_stored(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_frozen_weights_are_refused(tmp_path, kind):
-    """A model that was quantized from other weights; nothing of it is changed."""
     with closing(training(kind)[0]) as pipe:
         save_checkpoint(tmp_path, pipe)
     other, _ = training(kind, seed=1)

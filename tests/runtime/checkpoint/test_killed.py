@@ -66,7 +66,6 @@ def test_kills_change_no_bit(tmp_path, uninterrupted, kind, at):
 
 @pytest.mark.parametrize("at", cases(["time", "file"], quick=["file"]))
 def test_kills_change_no_bit_on_a_disk(tmp_path, uninterrupted, at):
-    """Killed with its state on a disk, it ends as one that was in memory all the time, and leaves nothing there."""
     expected = uninterrupted("half", 3 * KILLS)
     options = ["--kind", "disk", "--at", at, "--devices", "1,2,3", "--steps", 3 * KILLS, "--pace", expected[2]]
     training(tmp_path, *options, "--kills", KILLS, "--seed", 5)
@@ -75,7 +74,6 @@ def test_kills_change_no_bit_on_a_disk(tmp_path, uninterrupted, at):
 
 
 def test_a_new_interpreter_goes_on(tmp_path, uninterrupted):
-    """Killed with the interpreter that ran it; another one, started anew, ends it on other devices."""
     program = ("-m", PROGRAM, tmp_path, "--steps", "12", "--here", "--devices", "2")
     with fresh_process.start(*program, imported=fresh_process.TRAINER) as process:
         process.wait_for(lambda: (tmp_path / "losses").exists() and len(losses(tmp_path)) >= 4)

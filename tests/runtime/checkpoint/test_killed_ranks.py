@@ -30,7 +30,6 @@ def losses(folder):
 @pytest.mark.extended  # `roundpipe train` is killed each time, in tests/runtime/cli/test_train_ranks.py
 @pytest.mark.parametrize(("kind", "ranks"), [("masters", "2,3,1"), ("views", "3,2")])
 def test_kills_of_ranks_change_no_bit(tmp_path, kind, ranks):
-    """On another number of ranks after each kill: the losses of all steps and the weights are those of one process."""
     kills = KILLS // 2 + (KILLS % 2 if kind == "masters" else 0)
     steps = max(8, 2 * kills)
     training(tmp_path / "calm", "--kind", kind, "--steps", steps)

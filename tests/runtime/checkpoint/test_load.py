@@ -55,7 +55,6 @@ def test_there_is_none_yet(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "training.json", "checkpoint.json"])
 def test_a_damaged_one_is_passed_over(tmp_path, name):
-    """One bit in any file; the one before it is loaded, and a warning says why."""
     paths = three(tmp_path)
     flip(paths[2] / name)
     model = small_model()
@@ -65,7 +64,6 @@ def test_a_damaged_one_is_passed_over(tmp_path, name):
 
 
 def test_two_damaged_ones_are_passed_over(tmp_path):
-    """With a warning each, in the line of the caller."""
     paths = three(tmp_path)
     (paths[2] / "model.safetensors").unlink()
     (paths[1] / "checkpoint.json").unlink()
@@ -104,7 +102,6 @@ def test_a_damaged_one_by_name_is_an_error(tmp_path, damage, message):
 
 
 def test_the_newest_is_loaded_or_one_by_its_name_which_may_change(tmp_path):
-    """The folder of one checkpoint, which was renamed, instead of the folder of all."""
     best = three(tmp_path)[1].rename(tmp_path / "best")
     model = small_model()
     assert load_checkpoint(best, model) == {"step": 2}
@@ -114,7 +111,6 @@ def test_the_newest_is_loaded_or_one_by_its_name_which_may_change(tmp_path):
 
 
 def test_what_a_killed_run_left_behind_is_no_checkpoint(tmp_path):
-    """The next save removes it."""
     three(tmp_path)
     (tmp_path / ".checkpoint-00000004.writing").mkdir()
     model = small_model()
@@ -124,7 +120,6 @@ def test_what_a_killed_run_left_behind_is_no_checkpoint(tmp_path):
 
 
 def test_what_is_loaded_outlives_its_files(tmp_path):
-    """Nothing is read from the files later."""
     model, data = small_model(), {"mask": torch.ones(100)}
     optimizer = torch.optim.Adam(model.parameters())
     for parameter in model.parameters():
@@ -161,8 +156,6 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_go_on_where_they_were(tmp_path, name):
-    """The learning rates of eight steps, five of them after a checkpoint."""
-
     def make():
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -212,8 +205,6 @@ def test_a_scaler_knows_its_scale_and_how_long_it_was_good(tmp_path):
 
 
 def test_several_optimizers_and_schedulers(tmp_path):
-    """As lists, each with its own."""
-
     def make():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in model]
@@ -243,7 +234,6 @@ def test_what_was_not_saved_cannot_be_loaded(tmp_path):
 
 
 def test_what_was_saved_and_not_asked_for_is_a_warning(tmp_path):
-    """Unless it is the model alone that somebody wants."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -254,8 +244,6 @@ def test_what_was_saved_and_not_asked_for_is_a_warning(tmp_path):
 
 
 def test_generators_go_on_where_they_were(tmp_path):
-    """torch's with its seed, from which dropout counts; Python's with its half-used pair of normals; NumPy's."""
-
     def draw():
         return torch.randn(3).tolist(), random.random(), random.gauss(0, 1), numpy.random.standard_normal(3).tolist()
 
@@ -269,7 +257,6 @@ def test_generators_go_on_where_they_were(tmp_path):
 
 
 def test_the_place_in_the_data_may_be_anything_that_is_data(tmp_path):
-    """Nested, with tensors: the state of a sampler, say."""
     generator = torch.Generator().manual_seed(3)
     data = {"epoch": 2, "sampler": {"order": torch.randperm(5), "generator": generator.get_state()}, "files": ("a", 1)}
     save_checkpoint(tmp_path, small_model(), data=data)
@@ -308,7 +295,6 @@ def changed_by_its_author(path, name, content):
     ids=str,
 )
 def test_what_its_author_changed_is_one_error_and_changes_nothing(tmp_path, change):
-    """The digests are right: only the contents are not."""
     model = filled(1.0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     path = save_checkpoint(tmp_path, model, optimizer=optimizer).path

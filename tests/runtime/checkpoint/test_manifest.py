@@ -77,7 +77,6 @@ def path_outside(folder):
     ],
 )
 def test_what_is_missing_is_named(folder, damage, message):
-    """Folder, file, and what is wrong with it."""
     damage(folder)
     assert not is_complete(folder)
     with pytest.raises(DamagedCheckpointError, match=message):

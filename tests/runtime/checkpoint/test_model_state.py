@@ -45,7 +45,6 @@ def scramble(model: nn.Module) -> None:
 
 
 def test_names_are_those_of_the_model_and_buffers_are_there_again(tmp_path):
-    """The library itself reads a state dict that the plain model loads, with the running statistics of a norm."""
     pipe = pipeline(norm=True)
     run(pipe)
     saved = save_checkpoint(tmp_path, pipe)
@@ -59,7 +58,6 @@ def test_names_are_those_of_the_model_and_buffers_are_there_again(tmp_path):
 
 
 def test_a_tied_weight_is_stored_once(tmp_path):
-    """Under its first name; it is one parameter again, and two copies in a model without the tie."""
     pipe = pipeline(tied=True)
     expected = pipe[2].weight.detach().clone()
     saved = save_checkpoint(tmp_path, pipe)
@@ -78,7 +76,6 @@ def test_a_tied_weight_is_stored_once(tmp_path):
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_dropout_goes_on_where_it_was(tmp_path, devices):
-    """The second run after loading draws what the second run drew, on any number of devices."""
     pipe = pipeline(dropout=0.5)
     first = run(pipe)
     save_checkpoint(tmp_path, pipe)
@@ -108,7 +105,6 @@ def test_masters_keep_the_bits_that_parameters_have_not(tmp_path):
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_gradients_that_wait_for_a_step_are_there_again(tmp_path, dtype):
-    """Half of an accumulation: what was summed, in the dtype in which it was summed."""
     pipe = pipeline(dtype=dtype)
     run(pipe)
     expected = [target.grad.clone() for target in pipe.optim_parameters()]
@@ -120,7 +116,6 @@ def test_gradients_that_wait_for_a_step_are_there_again(tmp_path, dtype):
 
 
 def test_gradients_of_before_are_gone(tmp_path):
-    """There were none when it was saved."""
     pipe = pipeline()
     save_checkpoint(tmp_path, pipe)
     run(pipe)
@@ -149,7 +144,6 @@ class Counting(nn.Module):
 
 
 def test_what_a_state_dict_leaves_out_and_what_is_no_tensor(tmp_path):
-    """Buffers that are not persistent, and extra state."""
     module = Counting()
     pipe = RoundPipe(module, devices="virtual:2", model_run_config=MEAN)
     run(pipe)
@@ -163,8 +157,6 @@ def test_what_a_state_dict_leaves_out_and_what_is_no_tensor(tmp_path):
 
 
 def test_pipelines_inside_of_a_module(tmp_path):
-    """Each has its runs and its masters."""
-
     def make(seed):
         parts = {"first": pipeline(dtype=torch.float32, seed=seed), "second": pipeline(dropout=0.5, seed=seed)}
         return nn.ModuleDict(parts)
@@ -182,7 +174,6 @@ def test_pipelines_inside_of_a_module(tmp_path):
 
 
 def test_a_step_in_the_background_is_waited_for(tmp_path):
-    """What is saved is behind the step."""
     pipe = pipeline()
     with OptimizerCtx():
         optimizer = optim.Adam(pipe.parameters(), lr=0.1)
@@ -232,7 +223,6 @@ def test_a_training_does_not_go_on_in_another_dtype(tmp_path):
 
 
 def test_weights_on_meta_are_refused(tmp_path):
-    """They have no values."""
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(CheckpointError, match="weight is on the meta device"):
@@ -241,8 +231,6 @@ def test_weights_on_meta_are_refused(tmp_path):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_training_goes_on_with_steps_in_the_background(tmp_path, is_async):
-    """Where a run is late and where it is not: both runs had a checkpoint at the same place."""
-
     def make(seed):
         pipe = pipeline(dropout=0.3, seed=seed)
         with OptimizerCtx():

@@ -57,7 +57,6 @@ def train(pipe, optimizer, steps):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_bit_for_bit(tmp_path, name):
-    """Two steps, a checkpoint, two steps on another number of devices: the weights of four steps in one go."""
     pipe, optimizer = make(name, seed=0)
     train(pipe, optimizer, 2)
     save_checkpoint(tmp_path, pipe, optimizer=optimizer)
@@ -97,7 +96,6 @@ def test_lbfgs_which_keeps_lists_of_tensors(tmp_path):
 
 
 def test_state_is_found_by_name_whatever_the_order():
-    """An optimizer that was given the parameters in another order."""
     model = small_model()
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -139,7 +137,6 @@ def test_state_keeps_a_dtype_that_is_not_the_parameters():
 
 
 def test_parameters_of_something_else_are_refused(tmp_path):
-    """The masters are what the optimizer should have had."""
     pipe = RoundPipe(small_model().bfloat16(), torch.float32, devices="virtual:2")
     stray = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(CheckpointError, match=r"Parameter 0 in group 0 .*\n    model\.optim_parameters\(\)"):
@@ -162,7 +159,6 @@ def test_parameters_of_something_else_are_refused(tmp_path):
     ],
 )
 def test_another_optimizer_is_refused_and_nothing_changed(tmp_path, other, message):
-    """Class, groups, parameters."""
     model = small_model()
     save_checkpoint(tmp_path, model, optimizer=torch.optim.AdamW(model.parameters()))
     again = small_model(seed=1)

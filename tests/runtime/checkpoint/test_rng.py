@@ -36,7 +36,6 @@ class FakeLibrary:
     ("kind", "count", "expected"), [("cuda", 1, [0]), ("cuda", 2, [0, 1]), ("cuda", 3, [0, 1, -1]), ("xpu", 1, [-1])]
 )
 def test_generators_of_accelerators_come_back_where_there_are_any(monkeypatch, kind, count, expected):
-    """Two were there; of one, two or three, those that were there are set, and none of another kind."""
     monkeypatch.setattr(training_state, "_accelerator", lambda: ("cuda", FakeLibrary(2)))
     state = random_state()
     here = FakeLibrary(count)
@@ -48,7 +47,6 @@ def test_generators_of_accelerators_come_back_where_there_are_any(monkeypatch, k
 
 @pytest.mark.parametrize(("started", "expected"), [(True, "npu"), (False, "")])
 def test_any_accelerator_that_the_process_uses_has_generators(monkeypatch, started, expected):
-    """Whatever its name; one that the process has not started is not started to be asked."""
     library = FakeLibrary(1)
     library.is_initialized = lambda: started
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: types.SimpleNamespace(type="npu"))

@@ -44,7 +44,6 @@ def test_it_returns_where_it_was_written(tmp_path, is_async):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_only_the_last_ones_are_kept(tmp_path, is_async):
-    """Two, and what each was saved with."""
     for step in range(5):
         save_checkpoint(tmp_path, small_model(), data={"step": step}, keep=2, is_async=is_async)
     load_checkpoint(tmp_path, small_model())  # waits
@@ -53,7 +52,6 @@ def test_only_the_last_ones_are_kept(tmp_path, is_async):
 
 @pytest.mark.parametrize("inner", ["", "run", "run/deeper"])
 def test_a_file_is_not_a_folder(tmp_path, inner):
-    """The path, or a folder that it is in, is a file: the error names a folder, which can be saved to."""
     file = tmp_path / "run.pt"
     file.write_text("weights")
     with pytest.raises(CheckpointError, match=r"run.pt is a file. Checkpoints need a folder:\n    save_check") as error:
@@ -71,7 +69,6 @@ def test_keep_none_keeps_all(tmp_path):
 
 
 def test_a_folder_without_checkpoints_has_none(tmp_path):
-    """Nor has one that is not there."""
     assert list_checkpoints(tmp_path) == list_checkpoints(tmp_path / "nowhere") == []
 
 
@@ -91,7 +88,6 @@ class Gate:
 
 
 def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
-    """What is stored is what was there at the call."""
     gate = Gate(monkeypatch)
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -113,7 +109,6 @@ def test_training_goes_on_while_it_is_written(tmp_path, monkeypatch):
 
 
 def test_the_next_call_waits_for_the_one_before(tmp_path, monkeypatch):
-    """Checkpoints are written one after the other."""
     gate = Gate(monkeypatch)
     save_checkpoint(tmp_path, small_model(), data={"n": 1}, is_async=True)
     threading.Timer(0.2, gate.open.set).start()
@@ -143,7 +138,6 @@ PLACES = {
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, place, is_async):
-    """ENOSPC at any step: the error comes out once, nothing is left of the new one, and the old one is loaded."""
     model = small_model()
     fill(model, 1.0)
     save_checkpoint(tmp_path, model, data={"step": 1}, keep=1)
@@ -187,7 +181,6 @@ print(torch.equal(model.weight, expected))
 
 
 def test_an_error_in_the_background_comes_out_of_the_next_call(tmp_path, monkeypatch, caplog):
-    """Once; and it is logged, should there be no next call."""
     with monkeypatch.context() as patch:
         patch.setattr(training_state.TrainingState, "write", lambda *args: 1 / 0)
         save_checkpoint(tmp_path, small_model(), is_async=True)
@@ -209,7 +202,6 @@ def test_an_error_that_was_told_is_not_told_again(tmp_path, monkeypatch):
 
 
 def test_another_folder_hears_nothing_of_it(tmp_path, monkeypatch):
-    """Errors belong to their folder."""
     with monkeypatch.context() as patch:
         patch.setattr(training_state.TrainingState, "write", lambda *args: 1 / 0)
         saved = save_checkpoint(tmp_path / "one", small_model(), is_async=True)
@@ -221,7 +213,6 @@ def test_another_folder_hears_nothing_of_it(tmp_path, monkeypatch):
 
 
 def test_the_end_of_the_program_waits(tmp_path):
-    """A last checkpoint in the background is there when the program is gone."""
     program = f"""
 import torch
 from roundpipe_runtime import save_checkpoint
@@ -232,7 +223,6 @@ save_checkpoint({str(tmp_path)!r}, torch.nn.Linear(500, 500), is_async=True)
 
 
 def test_four_threads_save_at_once(tmp_path):
-    """Every one gets a number of its own."""
     with torch.no_grad():
         threads = [
             threading.Thread(target=save_checkpoint, args=(tmp_path, small_model()), kwargs={"is_async": bool(n % 2)})
@@ -254,7 +244,6 @@ def test_files_may_be_read_by_others(tmp_path):
 
 
 def test_tensors_that_share_memory_are_stored_apart(tmp_path):
-    """Views of one tensor, transposed ones and conjugates."""
     whole = torch.arange(6.0)
     data = {"front": whole[:4], "back": whole[2:], "turned": whole.view(2, 3).T, "conj": torch.tensor([1j]).conj()}
     found = save_checkpoint(tmp_path, small_model(), data=data).data
@@ -262,7 +251,6 @@ def test_tensors_that_share_memory_are_stored_apart(tmp_path):
 
 
 def test_a_save_changes_nothing(tmp_path):
-    """Neither weights nor generators."""
     model = small_model()
     before, state = weights(model), torch.get_rng_state()
     save_checkpoint(tmp_path, model)
@@ -284,7 +272,6 @@ def test_options_that_cannot_be_are_refused_before_anything_is_written(tmp_path,
 
 
 def test_a_folder_that_another_process_writes_to_is_refused(tmp_path):
-    """With the reason, whoever writes; its half checkpoint stays, and the next save goes on."""
     from roundpipe_runtime.checkpoint.folder import appearing, next_path, only_writer
 
     model = small_model()

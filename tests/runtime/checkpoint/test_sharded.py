@@ -42,7 +42,6 @@ def three(home, two):
 
 
 def test_two_processes_go_on_with_a_checkpoint_of_one(two):
-    """Each reads its rows of what is whole in the file; the training is bitwise the one that was never stopped."""
     for rank in two:
         assert rank["nothing there"] is None
         assert rank["loaded"] == {"step": 2}
@@ -50,21 +49,18 @@ def test_two_processes_go_on_with_a_checkpoint_of_one(two):
 
 
 def test_checkpoints_are_written_in_the_background(two):
-    """Each process copies its part; what follows does not change the files, and the last two are kept."""
     for rank in two:
         assert rank["then"]
         assert rank["kept"] == ["checkpoint-00000002", "checkpoint-00000003"]
 
 
 def test_a_process_that_cannot_write_ends_all_of_them(two):
-    """Its own error there, its rank elsewhere; no half of a checkpoint stays."""
     first, second = (rank["failed"] for rank in two)
     assert second == ["OSError: [Errno 28] No space left on device", True]
     assert first == ["CheckpointError: Rank 1 of 2 failed: OSError: [Errno 28] No space left on device", True]
 
 
 def test_a_process_that_cannot_load_ends_all_of_them(two):
-    """Within a second, with its own error there and its rank elsewhere; weights, optimizer and rates are as before."""
     first, second = (rank["failed to load"] for rank in two)
     assert second == ["ValueError: a bad scheduler", True, True]
     assert first == ["CheckpointError: Rank 1 of 2 failed: ValueError: a bad scheduler", True, True]
@@ -88,7 +84,6 @@ def test_groups_that_cannot_be_kept_are_warned_of(home, two):
 
 
 def test_three_processes_go_on_with_a_checkpoint_of_two(three):
-    """The newest is damaged, so it is the one before; the first process warns."""
     for rank in three:
         assert rank["loaded"] == {"step": 4}
         assert rank["same"]
@@ -98,7 +93,6 @@ def test_three_processes_go_on_with_a_checkpoint_of_two(three):
 
 
 def test_one_process_without_a_group_goes_on_with_a_checkpoint_of_three(home, three):
-    """It reads everything whole."""
     training = Training()
     assert training.load(home / "three") == {"step": 5}
     assert training.is_as_never_stopped()
@@ -107,7 +101,6 @@ def test_one_process_without_a_group_goes_on_with_a_checkpoint_of_three(home, th
 
 
 def test_a_checkpoint_of_several_becomes_one_of_today(home, three, tmp_path):
-    """Loaded and saved by one process, it has no shards."""
     training = Training()
     training.load(home / "three")
     checkpoint = training.save(tmp_path)
@@ -119,7 +112,6 @@ def test_a_checkpoint_of_several_becomes_one_of_today(home, three, tmp_path):
 
 
 def test_the_files_are_safetensors_and_json(home, three):
-    """Each process has a file; none is a pickle."""
     (checkpoint,) = (home / "three").iterdir()
     names = sorted(path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
     shards = [f"shards/shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2, 3)]
@@ -127,7 +119,6 @@ def test_the_files_are_safetensors_and_json(home, three):
 
 
 def test_place_in_the_data_is_read_without_the_shards(home, three, monkeypatch):
-    """What is asked for decides what is read."""
     from torch.distributed.checkpoint import state_dict_loader
 
     def load(found, **options):

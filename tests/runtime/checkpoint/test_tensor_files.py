@@ -15,7 +15,6 @@ TENSORS = {"a": torch.arange(4.0), "b": torch.ones(4), "c": torch.zeros(8), "d":
 
 
 def test_one_file_if_it_fits(tmp_path):
-    """The library itself reads the file."""
     write_tensors(tmp_path, "model", TENSORS, 10**9)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     found = safetensors_torch.load_file(tmp_path / "model.safetensors")
@@ -34,7 +33,6 @@ def test_shards_with_an_index(tmp_path):
 
 @pytest.mark.parametrize("limit", [1, 32, 10**9])
 def test_all_of_it_is_read_again(tmp_path, limit):
-    """Tensors that are larger than a shard get one of their own."""
     write_tensors(tmp_path, "training", TENSORS, limit)
     with open_tensors(tmp_path, "training") as found:
         assert list(found) == list(TENSORS)

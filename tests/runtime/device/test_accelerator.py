@@ -21,7 +21,6 @@ from roundpipe_runtime.device.accelerator import AcceleratorDevice, copy_in_piec
     ],
 )
 def test_a_copy_in_pieces_is_a_copy(source, nbytes):
-    """Of any shape; a transposed tensor, which has no flat view, is one piece."""
     target = torch.full_like(source, float("nan"))
     copy_in_pieces(target, source, nbytes)
     assert torch.equal(target, source)

@@ -40,7 +40,6 @@ class FakeAccelerator:
 
 
 def test_an_accelerator_is_measured_by_its_own_clock():
-    """Two layers are launched at once, and the second computes four times as long; the costs are theirs."""
     device = FakeAccelerator(FakeStream(10.0, 10.0, 11.0, 11.0, 15.0), {"upload": FakeStream(10.5, 12.0)})
     costs, timeline = MeasuredCosts([LayerCost(1.0, 3.0), LayerCost(1.0, 3.0)]), Timeline()
     timer = Timer(costs, timeline)
@@ -61,7 +60,6 @@ def test_an_accelerator_is_measured_by_its_own_clock():
 
 
 def test_what_the_host_computes_is_known_at_once():
-    """A virtual device has done its work when the call returns."""
     costs = MeasuredCosts([LayerCost(1.0, 3.0)])
     timer = Timer(costs, None)
     with timer.measure("forward", 0, VirtualDevice(), 0, 0):
@@ -71,7 +69,6 @@ def test_what_the_host_computes_is_known_at_once():
 
 @pytest.mark.parametrize("timeline", [None, Timeline()], ids=["plan", "timeline"])
 def test_without_events_an_accelerator_is_measured_for_a_timeline_only(timeline):
-    """Two events for each piece of work are given to the streams only where the times are read."""
     costs = MeasuredCosts([LayerCost(1.0, 3.0)])
     timer = Timer(costs, timeline, with_events=False)
     with timer.measure("forward", 0, FakeAccelerator(FakeStream(10.0, 10.0, 11.0), {}), 0, 0):

@@ -51,7 +51,6 @@ def quantized(**values):
 
 @pytest.mark.parametrize("name", ["quant_state", "scale"])
 def test_tensors_next_to_numbers_that_train_are_refused(name):
-    """In an object and bare: the error names the parameter, its class, the attribute and the line to type."""
     held = {"quant_state": State(absmax=torch.ones(2)), "scale": torch.ones(2)}[name]
     with pytest.raises(ConfigError) as caught:
         RoundPipe(model_with(quantized(**{name: held}).requires_grad_()), devices="virtual:1")
@@ -62,7 +61,6 @@ def test_tensors_next_to_numbers_that_train_are_refused(name):
 
 
 def test_a_class_without_copies_is_refused_where_it_trains():
-    """The error of the class is part of the message, in one line. Frozen, it travels as the two that it is made of."""
     weight = nn.Parameter(Sealed(torch.ones(2, 2), torch.ones(2, 2)))
     with pytest.raises(
         ConfigError, match=r"does not copy it \(NotImplementedError: unimplemented operator\), and it tr"
@@ -72,7 +70,6 @@ def test_a_class_without_copies_is_refused_where_it_trains():
 
 
 def test_other_classes_are_taken():
-    """Plain parameters with attributes, classes of the user's with numbers, and tensors that are copied."""
     plain = nn.Parameter(torch.ones(2, 2))
     plain.mask = torch.ones(2)
     check_copyable(model_with(plain))
@@ -133,13 +130,11 @@ def two(kind):
     ids=["slots", "more slots", "others", "error"],
 )
 def test_frozen_weights_that_are_not_proved_are_refused(make, said):
-    """A tensor where it is not found, another number in the copy, a class that cannot be rebuilt."""
     with pytest.raises(ConfigError, match=said):
         check_copyable(model_with(make()))
 
 
 def test_a_layer_that_computes_otherwise_with_the_copy_is_refused():
-    """One that finds its own weight in a function."""
     model = model_with(nn.Parameter(torch.ones(2, 2)))
     model[1] = Remembering(2, 2)
     model[1].weight = quantized(scale=torch.ones(2))

@@ -19,7 +19,6 @@ def device():
 
 
 def test_copies_share_no_memory_with_the_host(device):
-    """A write on either side of copy_in and copy_out is not seen on the other."""
     host = torch.arange(4.0)
     copy = device.copy_in(host)
     host.zero_()
@@ -39,7 +38,6 @@ def test_copies_keep_dtype_and_strides(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.complex64])
 def test_released_memory_is_poisoned_and_refused(device, dtype):
-    """In check mode the contents are gone, and use() raises."""
     copy = device.copy_in(torch.zeros(2, dtype=dtype))
     device.release([copy])
     assert not torch.equal(copy, torch.zeros(2, dtype=dtype))
@@ -48,7 +46,6 @@ def test_released_memory_is_poisoned_and_refused(device, dtype):
 
 
 def test_memory_of_another_device_is_refused(device):
-    """Reading it, or copying it in without copying it out, raises with the owner's name."""
     other = VirtualDevice("virtual:1", check=True)
     copy = other.copy_in(torch.zeros(2))
     with pytest.raises(UseAfterReleaseError, match="memory of virtual:1"):
@@ -71,7 +68,6 @@ def test_a_copy_before_its_event_is_refused(device):
 
 
 def test_memory_is_counted_until_it_is_released_or_dropped():
-    """allocated follows copies, releases and tensors that nobody holds any more; peak is the most of it."""
     device = VirtualDevice("virtual:0", memory_limit=100)
     one, two = device.copy_in(torch.zeros(10)), device.copy_in(torch.zeros(5))
     assert device.allocated == 60
@@ -85,7 +81,6 @@ def test_memory_is_counted_until_it_is_released_or_dropped():
 
 
 def test_every_way_to_name_devices():
-    """virtual:N, with check, objects to share, and nothing at all on a machine without an accelerator."""
     assert [d.name for d in parse_devices("virtual:3")] == ["virtual:0", "virtual:1", "virtual:2"]
     assert all(d.check for d in parse_devices("virtual:2:check"))
     shared = parse_devices("virtual:1")
@@ -98,13 +93,11 @@ def test_every_way_to_name_devices():
     "wrong", ["virtual:0", "virtual:", "virtual:2:slow", "nonsense", [], ["cpu"], ["meta"], 3, torch.device("cpu")]
 )
 def test_what_names_no_device_is_refused(wrong):
-    """The error shows what was found and what to write; one torch device is taken for itself, and the CPU is none."""
     with pytest.raises(ConfigError, match=r"virtual:[2N]"):
         parse_devices(wrong)
 
 
 def test_a_device_twice_is_refused():
-    """One thread per device: the same name twice is a mistake."""
     device = VirtualDevice("virtual:0")
     with pytest.raises(ConfigError, match="twice"):
         parse_devices([device, device])
@@ -112,7 +105,6 @@ def test_a_device_twice_is_refused():
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_an_accelerator_that_is_not_there_is_an_error():
-    """Asked for by name, it is missing; nothing falls back silently."""
     with pytest.raises(DeviceError, match="no accelerator"):
         parse_devices(["cuda:0"])
 

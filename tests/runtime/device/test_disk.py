@@ -30,7 +30,6 @@ def resident() -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_a_copy_holds_the_numbers(memory, dtype):
-    """A small tensor, a large one, and one whose axes are turned; the strides stay."""
     for number, tensor in enumerate([torch.arange(5), torch.arange(70_000), torch.arange(6000).reshape(60, 100).T]):
         copy = memory.copy(("a", number), tensor.to(dtype))
         assert torch.equal(copy, tensor.to(dtype))
@@ -57,7 +56,6 @@ def test_what_was_left_is_not_resident_and_is_read_again(memory):
 
 
 def test_a_place_is_free_when_its_tensor_is_gone(memory):
-    """While the first one lives, the next one of the key gets another place."""
     first = memory.copy(("a",), torch.ones(3000))
     second = memory.copy(("a",), torch.full((3000,), 2.0))
     assert first.eq(1.0).all()
@@ -78,7 +76,6 @@ def test_a_kernel_without_the_request_reads_ahead_too(memory, monkeypatch):
 
 
 def test_threads_may_leave_what_others_use(memory):
-    """Two threads count in tensors that a third one leaves all the time: no count is lost."""
     tensors = [memory.copy(("a", number), torch.zeros(5000)) for number in range(2)]
     ended = threading.Event()
 
@@ -109,7 +106,6 @@ def test_the_file_has_no_name(memory):
 
 
 def test_tensors_outlive_the_memory(folder_on_disk):
-    """They keep the file; they are those of no memory any more."""
     memory = DiskMemory(folder_on_disk)
     tensor = memory.copy(("a",), torch.arange(MIB))
     memory.close()
@@ -118,7 +114,6 @@ def test_tensors_outlive_the_memory(folder_on_disk):
 
 
 def test_the_last_user_closes_it(folder_on_disk):
-    """Two pipelines of one model have one memory; closing it once more changes nothing."""
     memory = DiskMemory(folder_on_disk)
     memory.acquire()
     memory.acquire()
@@ -144,7 +139,6 @@ def test_a_full_disk_is_one_line(folder_on_disk, monkeypatch):
 
 
 def test_an_error_of_the_disk_is_raised(memory, monkeypatch):
-    """What could not be written is an error of this call or the next one, not a wrong number."""
     tensor = memory.copy(("a",), torch.ones(MIB))
 
     def broken(*_):
@@ -162,7 +156,6 @@ def test_an_error_of_the_disk_is_raised(memory, monkeypatch):
 
 
 def test_groups_pass_one_after_the_other(memory):
-    """Each is whole while it is at hand; tensors of the memory of the host pass too."""
     tensors = [memory.copy(("a", number), torch.full((MIB,), float(number))) for number in range(5)]
     groups = in_groups([*tensors, torch.full((3,), 5.0)], nbytes=8 * MIB)
     assert list(map(len, groups)) == [2, 2, 2]
@@ -172,7 +165,6 @@ def test_groups_pass_one_after_the_other(memory):
 
 @pytest.mark.parametrize("host", ["disk", "disk:", "ssd:/tmp", None, 3])
 def test_any_other_place_is_refused(host):
-    """The error shows both forms."""
     with pytest.raises(ConfigError, match=r'host must be "memory" or "disk:DIR"'):
         disk.disk_folder(host)
 
@@ -187,7 +179,6 @@ def test_a_folder_that_is_memory_is_refused():
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    """The error has the line that makes it."""
     with pytest.raises(ConfigError, match=r"no such folder. Create it:\n    mkdir -p .*nowhere"):
         DiskMemory(tmp_path / "nowhere")
 

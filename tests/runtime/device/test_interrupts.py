@@ -14,7 +14,6 @@ pytestmark = pytest.mark.usefixtures("python_handles_ctrl_c")
 
 
 def test_the_interruption_comes_at_the_end():
-    """Every line of the block has run when KeyboardInterrupt is raised."""
     done = []
 
     def block():
@@ -30,7 +29,6 @@ def test_the_interruption_comes_at_the_end():
 
 
 def test_without_a_signal_nothing_is_raised():
-    """The handler before stands there again."""
     with Uninterrupted():
         pass
     with pytest.raises(KeyboardInterrupt):
@@ -38,7 +36,6 @@ def test_without_a_signal_nothing_is_raised():
 
 
 def test_a_block_inside_of_another_one_is_not_its_end():
-    """The inner block passes the signal on to the outer one."""
     done = []
 
     def block():
@@ -83,7 +80,6 @@ def test_the_error_of_the_block_comes_out_as_it_is():
 
 
 def test_a_handler_that_does_not_raise_stops_nothing():
-    """A training that only takes note of Ctrl-C goes on to the end of its step."""
     noted, told = [], []
     signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
     with Uninterrupted(stop=told.append):
@@ -114,7 +110,6 @@ def test_other_threads_leave_the_handler_alone():
 
 
 def test_a_wait_ends_with_the_interruption_at_every_line():
-    """Before each line in turn: KeyboardInterrupt or the result, and the other thread can end its work."""
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         for number in itertools.count():
             go_on = threading.Event()
@@ -132,7 +127,6 @@ def test_a_wait_ends_with_the_interruption_at_every_line():
 
 
 def test_a_wait_that_is_interrupted_does_not_end_what_it_waits_for():
-    """At once, while the work has not begun to end; the next wait gets the result."""
     go_on = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         future = threads.submit(go_on.wait, 60)
@@ -146,7 +140,6 @@ def test_a_wait_that_is_interrupted_does_not_end_what_it_waits_for():
 
 
 def test_the_error_that_is_waited_for_is_raised():
-    """In any thread."""
     future = concurrent.futures.Future()
     future.set_exception(OSError("full"))
     with pytest.raises(OSError, match="full"):

@@ -89,7 +89,6 @@ def test_what_was_replaced_is_pinned_before_the_next_run(devices, slab_addresses
 
 @pytest.mark.parametrize("how", ["off", "alloc"])
 def test_nothing_is_pinned_without_need(how, devices, slab_addresses):
-    """Not if it was switched off, and not for devices made of the CPU."""
     PinnedModel(nn.Linear(8, 4), how, devices if how == "off" else [])
     assert slab_addresses == []
 

@@ -67,7 +67,6 @@ def test_every_tensor_has_a_place_of_its_own(sizes):
 
 
 def test_a_place_is_free_again_when_its_storage_is(plain_memory):
-    """A view keeps it taken, when the tensor itself is gone."""
     memory = PinnedMemory({"a": 24, "b": 8})
     like = torch.empty(3, 2)
     tensor = memory.empty_like("a", like)
@@ -84,7 +83,6 @@ def test_a_place_is_free_again_when_its_storage_is(plain_memory):
 
 
 def test_tensors_of_one_slab_are_apart():
-    """A write to one leaves the other, and a saved one holds its own bytes only."""
     memory = PinnedMemory({0: 4000, 1: 40})
     large, small = memory.empty_like(0, torch.empty(1000)).zero_(), memory.empty_like(1, torch.empty(10)).fill_(3.0)
     assert large.count_nonzero() == 0
@@ -97,7 +95,6 @@ def test_tensors_of_one_slab_are_apart():
 
 
 def test_strides_and_dtypes_stay():
-    """A transposed matrix in half precision is one again."""
     like = torch.empty(3, 5, dtype=torch.bfloat16).t()
     found = PinnedMemory({0: 30}).empty_like(0, like)
     assert (found.dtype, found.shape, found.stride()) == (torch.bfloat16, (5, 3), (1, 5))
@@ -105,12 +102,10 @@ def test_strides_and_dtypes_stay():
 
 @pytest.mark.parametrize("like", [torch.empty(4), torch.empty(6)[::2], torch.empty(1).expand(3)])
 def test_what_does_not_fit_has_no_place(like):
-    """Another size, or strides with gaps."""
     assert PinnedMemory({0: 12}).empty_like(0, like) is None
 
 
 def test_memory_stays_as_long_as_a_tensor(plain_memory):
-    """The object that handed it out may be gone."""
     tensor = PinnedMemory({0: 12}).empty_like(0, torch.empty(3)).fill_(2.0)
     gc.collect()
     assert tensor.tolist() == [2, 2, 2]

@@ -25,7 +25,6 @@ def workers():
 
 
 def test_a_worker_starts_with_its_first_work_and_ends_with_close():
-    """No thread before, one for any amount of work, none afterwards."""
     before = set(threading.enumerate())
     worker = Worker("test")
     assert set(threading.enumerate()) <= before
@@ -39,7 +38,6 @@ def test_a_worker_starts_with_its_first_work_and_ends_with_close():
 
 
 def test_work_runs_in_order(workers):
-    """What is given first runs first."""
     found = []
     for number in range(20):
         workers[0].submit(found.append, number)
@@ -48,7 +46,6 @@ def test_work_runs_in_order(workers):
 
 
 def test_work_sees_the_callers_context(workers):
-    """Context variables are those of the thread that gave the work."""
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(7)
     assert workers[0].submit(variable.get).result() == 7
@@ -72,7 +69,6 @@ def test_work_computes_with_as_many_threads_as_its_caller(workers):
 
 
 def test_a_value_is_waited_for_across_threads(workers):
-    """take() returns what another thread puts later, and then it is gone."""
     mailbox = Mailbox()
     result = workers[0].submit(mailbox.take, "x")
     workers[1].submit(mailbox.put, "x", 5)
@@ -102,7 +98,6 @@ def test_a_failure_ends_a_wait_at_once(workers):
 
 
 def test_a_failure_wakes_whoever_waits_and_is_raised_once(workers):
-    """The waiting thread leaves; collect raises the error itself, not a copy."""
     mailbox = Mailbox()
     error = ValueError("the first")
 
@@ -148,7 +143,6 @@ def test_an_alarm_is_raised_when_all_work_has_ended(workers):
 
 
 def test_notes_are_not_repeated():
-    """The same note twice is one note."""
     error = ValueError()
     add_note_once(error, "here")
     add_note_once(error, "here")
@@ -156,7 +150,6 @@ def test_notes_are_not_repeated():
 
 
 def test_a_cleared_board_stays_stopped(workers):
-    """A stage that begins after its run was discarded ends at once, instead of waiting for what never comes."""
     mailbox = Mailbox()
     mailbox.fail(ValueError())
     mailbox.clear()
@@ -169,7 +162,6 @@ def test_a_cleared_board_stays_stopped(workers):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_work_is_done_after_a_fork():
-    """The child has threads of its own: those of the parent are not there."""
     code = (
         "import os, signal, sys\n"
         "from roundpipe_runtime.device.worker import Worker\n"
@@ -187,7 +179,6 @@ def test_work_is_done_after_a_fork():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_child_has_every_lock_of_the_process_free():
-    """Another thread of the parent holds all of them when it forks, and one of a layer; the child takes them."""
     code = (
         "import os, signal, threading, torch\n"
         "import roundpipe_runtime.checkpoint.save\n"

@@ -151,11 +151,6 @@ LATE_NEWS = ("whole", {0: "layer 2", 1: "layer 0"}, [0.0, 0.0, 0.0])
     ),
 )
 def test_no_order_of_failures_leaves_a_rank_waiting(size, calls):
-    """Each call fails on all ranks or on none, with its own error where it failed, and then changes no gradient.
-
-    After the last one, unless a rank has left or a step has failed, a call has the gradient of eager PyTorch.
-    """
-
     def run(wire, rank):
         model = models[rank]
         groups = RankGroups(ThreadRanks(wire, rank, 1, size, is_listening=True))

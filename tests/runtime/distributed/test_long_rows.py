@@ -29,18 +29,15 @@ def test_trainings_are_those_of_whole_rows(found, name):
 
 
 def test_each_run_has_the_same_bits(found):
-    """Sums are added in the order of the ranks, and each rank runs the same stages."""
     assert all(rank["again"]["is the same"] for rank in found)
 
 
 def test_each_device_has_its_share_of_the_activations():
-    """Of a long row, whose activations take nearly all of the memory: half with two processes, and little more."""
     for own, whole in run_ranks(f"{MODULE}:memory", 2, timeout=100):
         assert 0.45 * whole < own < 0.6 * whole
 
 
 def test_an_error_of_one_process_ends_the_call_of_all():
-    """Also of those that wait for its tokens; nothing changed, and the next call is right."""
     ranks = run_ranks(f"{MODULE}:failures", 2, timeout=100)
     kinds = [rank["layer"][0] for rank in ranks]
     assert kinds == ["DistributedError", "KeyError"]
@@ -53,7 +50,6 @@ def test_an_error_of_one_process_ends_the_call_of_all():
 
 
 def test_what_cannot_be_cut_is_refused_in_one_line():
-    """Heads that do not divide, windows, a loss of routers, padding on the left or with labels, other arguments."""
     for rank in run_ranks(f"{MODULE}:refusals", 2, timeout=100):
         assert {kind for kind, _ in rank.values()} <= {"ConfigError", "StageError"}
         texts = {name: text for name, (_, text) in rank.items()}

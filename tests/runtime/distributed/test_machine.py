@@ -15,7 +15,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel is a
 
 
 def test_a_process_that_is_stopped_may_go_on_until_its_time_is_over():
-    """A second of two, several times: it lives. Then it does not go on, and is ended; another of its number is not."""
     alarm = Alarm(None, 0, 1)
     with subprocess.Popen(["sleep", "60"]) as child:
         started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -16,7 +16,6 @@ MEAN = RoundPipeRunConfig(num_microbatch=2, loss_reduction="mean")
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 9])
 def test_groups_have_the_outputs_and_the_gradient_of_the_whole_batch(wrap, replicas):
-    """Next to eager PyTorch on all rows; nine groups of seven rows leave two without any."""
     inputs, labels = batch(7)
     model, plain = small_model(), small_model()
     expected = plain(inputs)
@@ -49,7 +48,6 @@ def test_sums_of_several_batches_may_wait(wrap):
 @pytest.mark.parametrize("replicas", [None, 2])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_gradients_are_clipped_as_torch_does(wrap, norm_type, replicas):
-    """Of groups and of one process, by each norm; a parameter without a gradient does not count."""
     model, plain = small_model(), small_model()
     inputs, labels = batch(6)
     nn.functional.mse_loss(plain(inputs), labels).backward()
@@ -61,7 +59,6 @@ def test_gradients_are_clipped_as_torch_does(wrap, norm_type, replicas):
 
 
 def test_a_norm_that_cannot_be_is_refused(wrap):
-    """An exponent of zero, and NaN where the caller wants to know; without asking, NaN stays, as in torch."""
     model = small_model()
     pipeline = wrap(model, replicas=2)
     inputs, labels = batch(6)
@@ -75,7 +72,6 @@ def test_a_norm_that_cannot_be_is_refused(wrap):
 
 
 def test_a_call_that_groups_cannot_make_is_refused(wrap):
-    """Gradients that are switched off, and more parts than groups; the next call is right."""
     model, plain = small_model(), small_model()
     pipeline = wrap(model, replicas=2)
     inputs, labels = batch(6)
@@ -96,7 +92,6 @@ def test_a_call_that_groups_cannot_make_is_refused(wrap):
     ],
 )
 def test_an_option_that_cannot_be_is_refused(wrap, options, message):
-    """With what was found, or the line to type."""
     with pytest.raises(ConfigError, match=message):
         wrap(small_model(), **options)
 
@@ -118,7 +113,6 @@ def test_a_pipeline_without_a_mesh_warns_in_a_group(wrap, monkeypatch):
 
 
 def test_backward_of_groups_has_the_gradient_of_the_whole_batch(wrap):
-    """Of inputs and parameters, next to eager PyTorch; a second backward is refused."""
     inputs, labels = batch(7)
     ours, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
     model, plain = small_model(), small_model()
@@ -133,7 +127,6 @@ def test_backward_of_groups_has_the_gradient_of_the_whole_batch(wrap):
 
 
 def test_the_auxiliary_loss_of_groups_is_that_of_the_whole_batch():
-    """Loss, its auxiliary part and gradients of a Mixtral with padding, next to the model itself."""
     pytest.importorskip("transformers")
     from tests.runtime.distributed.trainings import model
 

@@ -16,7 +16,6 @@ def found(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["function", "subclass"])
 def test_numbers_are_those_of_the_trainer_with_ddp(found, name):
-    """Losses, norms and weights, with two batches accumulated and a last one that is filled up with other rows."""
     for rank in found:
         logged, plain, distant = rank[name]
         assert len(plain) == 6
@@ -41,7 +40,6 @@ def test_more_groups_than_processes_are_refused(found):
 
 
 def test_trainers_of_trl_train_as_with_ddp(tmp_path):
-    """ORPO in microbatches, and DPO, whose head gives a loss that is not a sum over them, in one for each process."""
     pytest.importorskip("trl", reason="these are its trainers")
     pytest.importorskip("peft", reason="the module with these trainings needs it")
     ranks = run_ranks("tests.runtime.distributed.own_loss_ranks:trl_in_ranks", 2, str(tmp_path), timeout=240)

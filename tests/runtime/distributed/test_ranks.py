@@ -44,14 +44,12 @@ def world(request):
 
 
 def test_ranks_have_the_bits_of_one_process(world):
-    """Losses, norms and weights are bitwise those of one process that runs the same groups."""
     one = {name: digest for rank in world for name, digest in rank["one"].items()}
     assert set(one) == set(NAMES[len(world)])
     assert [rank["ranks"] for rank in world] == [one] * len(world)
 
 
 def test_copies_of_shards_have_the_bits_of_one_process():
-    """Four processes on a mesh of two copies of two shards."""
     pytest.importorskip("transformers")
     found = run_ranks("tests.runtime.distributed.trainings:in_copies", 4, "bfloat16 with masters")
     assert found == [[True]] * 4
@@ -59,7 +57,6 @@ def test_copies_of_shards_have_the_bits_of_one_process():
 
 @pytest.mark.parametrize(("where", "place"), [("layer", "layer 1 (Layer)"), ("loss", "loss"), ("argument", "loss_fn")])
 def test_an_exception_on_one_rank_is_raised_on_all(world, where, place):
-    """With its rank, stage and layer, within a second; gradients and weights are unchanged, the next steps right."""
     found = [rank[f"fault: {where}"] for rank in world]
     own = found[-1]["error"]
     assert own[0] == ("ConfigError" if where == "argument" else "BadRowError")
@@ -73,7 +70,6 @@ def test_an_exception_on_one_rank_is_raised_on_all(world, where, place):
 
 
 def test_a_step_that_fails_on_one_rank_ends_on_all(world):
-    """Also where the others wait for it in the middle of theirs; the next step is one of all ranks."""
     found = [rank["step"] for rank in world]
     assert found[-1]["error"] == ["BadRowError", "a bad step"]
     assert all(f"The step function failed on rank {len(world) - 1}" in other["error"][1] for other in found[:-1])
@@ -81,13 +77,11 @@ def test_a_step_that_fails_on_one_rank_ends_on_all(world):
 
 
 def test_an_infinity_in_one_shard_skips_the_step_on_all_ranks(world):
-    """No weight changes, and each rank halves the scale."""
     assert [(rank["infinity"]["skipped"], rank["infinity"]["scale"]) for rank in world] == [(True, 2.0)] * len(world)
 
 
 @pytest.mark.parametrize("optimizer", ["Muon", "Adafactor", "AdamW8bit"])
 def test_an_optimizer_of_whole_matrices_is_refused(world, optimizer):
-    """Also one of blocks in them, by the name of torchao's; with the mesh to type, before a weight has changed."""
     for rank in world:
         kind, text = rank["refused"][optimizer]
         assert kind == "DistributedError"
@@ -98,7 +92,6 @@ def test_an_optimizer_of_whole_matrices_is_refused(world, optimizer):
 
 
 def test_ranks_with_different_models_or_calls_are_refused(world):
-    """The error names what differs, and on which rank, on all of them."""
     for rank in world:
         kind, text = rank["refused"]["another model"]
         assert kind == "DistributedError"
@@ -108,7 +101,6 @@ def test_ranks_with_different_models_or_calls_are_refused(world):
 
 
 def test_a_backward_that_other_ranks_do_not_call_is_refused(world):
-    """They call forward_backward meanwhile; the error names both, and the next call is one of all ranks."""
     for rank in world:
         kind, text = rank["refused"]["another backward"]
         assert (kind, "the call is 'backward' on rank 1, and 'forward_backward' on rank 0" in text) == (
@@ -121,12 +113,10 @@ def test_a_backward_that_other_ranks_do_not_call_is_refused(world):
     "name", ["backward without rows", "evaluated alone", "weights of rank 0", "steps without the pipeline"]
 )
 def test_what_ranks_do_apart_leaves_them_alike(world, name):
-    """One rank has all rows, or evaluates alone; ranks begin with other weights; the caller steps the optimizer."""
     assert [rank[name] for rank in world] == [True] * len(world)
 
 
 def test_a_rank_that_is_gone_is_named(world):
-    """The others raise within a bound, and state how torchrun goes on."""
     for rank in world[:-1]:
         kind, text = rank["cut off"]["error"]
         assert kind == "DistributedError"
@@ -163,7 +153,6 @@ def test_a_process_that_is_stopped_in_a_call_ends_it_for_the_others(is_alone, st
 
 @pytest.mark.parametrize("where", ["make", "load"])
 def test_a_rank_that_ends_before_the_others_connect_to_it_is_reported(where, tmp_path):
-    """At once, and not when the timeout of the group is over."""
     (kind, text), seconds = run_ranks("tests.runtime.distributed.faults:gone_early", 2, where, str(tmp_path))[0]
     assert (kind, "A rank is gone" in text) == ("DistributedError", True)
     assert seconds < 20

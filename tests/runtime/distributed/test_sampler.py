@@ -43,14 +43,12 @@ def joined(parts, replicas, size, count):
     size=st.integers(1, 6),
 )
 def test_the_union_and_the_order_of_rows_are_those_of_the_batch(batches, replicas, size):
-    """For any number of rows, groups and ranks; some ranks may get none."""
     for batch, parts in zip(batches, parts_of(batches, replicas, size), strict=True):
         assert joined(parts, replicas, size, len(batch)) == batch
 
 
 @given(rows=st.integers(0, 30), replicas=st.integers(1, 8), size=st.integers(1, 8))
 def test_the_groups_do_not_depend_on_the_number_of_ranks(rows, replicas, size):
-    """A rank cuts what it gets into as many parts as it has groups, and has the groups of the batch."""
     batch = list(range(rows))
     for rank, part in enumerate(parts_of([batch], replicas, size)[0]):
         own = range(rank, replicas, size)
@@ -59,8 +57,6 @@ def test_the_groups_do_not_depend_on_the_number_of_ranks(rows, replicas, size):
 
 
 def test_samplers_of_torch_and_the_last_batch():
-    """A shuffled epoch of seven rows: the same batches on any number of ranks, the last of one row."""
-
     def drawn(size):
         shuffled = RandomSampler(range(7), generator=torch.Generator().manual_seed(3))
         batches = list(BatchSampler(shuffled, batch_size=6, drop_last=False))
@@ -76,7 +72,6 @@ def test_samplers_of_torch_and_the_last_batch():
 
 
 def test_a_loader_gives_a_rank_without_rows_an_empty_batch():
-    """Shapes and keys are those of other batches."""
     data = [{"x": torch.full((2,), float(row)), "label": row} for row in range(5)]
     batches = BatchSampler(SequentialSampler(data), batch_size=4, drop_last=False)
     sampler = ReplicaBatchSampler(batches, replicas=2, rank=1, size=2)
@@ -110,7 +105,6 @@ class TwoRanks:
 
 
 def test_a_pipeline_has_the_numbers():
-    """Its ranks state once per epoch that they drew the same rows."""
     ranks = TwoRanks()
     sampler = ReplicaBatchSampler([[1, 2, 3], [4]], types.SimpleNamespace(replicas=2, ranks=ranks))
     assert list(sampler) == [[1, 2], [4]]
@@ -118,7 +112,6 @@ def test_a_pipeline_has_the_numbers():
 
 
 def test_ranks_that_draw_other_rows_are_refused():
-    """The error shows the sampler with a seed."""
     sampler = ReplicaBatchSampler([[1, 2]], types.SimpleNamespace(replicas=2, ranks=TwoRanks("another")))
     with pytest.raises(
         ConfigError, match=r"Rank 1 draws different rows[\s\S]*generator=torch.Generator\(\).manual_seed\(0\)"
@@ -135,14 +128,12 @@ def test_ranks_that_draw_other_rows_are_refused():
     ],
 )
 def test_numbers_that_cannot_be(numbers, stated):
-    """The error shows what to give."""
     with pytest.raises(ConfigError) as caught:
         ReplicaBatchSampler([], **numbers)
     assert stated in str(caught.value)
 
 
 def test_the_number_of_the_epoch_is_passed_on():
-    """To the batches, or to the sampler in them."""
     seen = []
     inner = types.SimpleNamespace(set_epoch=seen.append)
     ReplicaBatchSampler(inner, replicas=1, rank=0, size=1).set_epoch(3)

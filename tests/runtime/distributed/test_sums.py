@@ -24,7 +24,6 @@ from tests.runtime.distributed.thread_ranks import ThreadRanks, in_threads
 
 @given(rows=st.integers(0, 40), replicas=st.integers(1, 9), size=st.integers(1, 9))
 def test_groups_do_not_depend_on_the_ranks(rows, replicas, size):
-    """Each row is in one group; a rank that cuts its rows with tensor_split has its groups again."""
     size = min(size, replicas)
     groups = [part.tolist() for part in torch.arange(rows).tensor_split(replicas)]
     for rank in range(size):
@@ -36,7 +35,6 @@ def test_groups_do_not_depend_on_the_ranks(rows, replicas, size):
 
 @given(rows=st.integers(1, 20), shard_count=st.integers(1, 5), copies=st.integers(1, 4))
 def test_pieces_are_a_partition_of_the_rows(rows, shard_count, copies):
-    """Each row of a matrix is summed by one rank, and shards are those of torch.chunk."""
     matrix = torch.arange(rows * 2).reshape(rows, 2)
     found = pieces(matrix, shard_count, copies)
     assert torch.equal(torch.cat(found).sort(0).values, matrix)
@@ -93,7 +91,6 @@ def test_the_fold_has_the_bits_of_a_loop_over_groups(replicas, num_shards, num_c
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_the_norm_is_that_of_torch(norm_type):
-    """On one process, where torch has all gradients."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in [(7, 3), (4,), (2, 3, 2), ()]]
     for parameter in parameters:
@@ -111,7 +108,6 @@ def test_the_norm_is_that_of_torch(norm_type):
 @given(stops=st.lists(st.integers(0, 4), min_size=3, max_size=3))
 @settings(max_examples=examples(20), deadline=None)
 def test_ranks_that_stop_anywhere_do_not_wait_for_each_other(stops):
-    """A rank stops after any number of layers; all end after the exchanges that one of them has begun."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
 

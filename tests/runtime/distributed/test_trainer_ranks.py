@@ -30,7 +30,6 @@ def one_thread():
 
 @pytest.mark.parametrize("name", ["loss", "eval_loss", "grad_norm"])
 def test_numbers_are_those_of_the_trainer_with_ddp(found, name):
-    """Each rank has its batch, tokens count over all of them, two batches are accumulated."""
     for rank in found:
         assert rank["ours"][name] == pytest.approx(rank["plain"][name], rel=1e-6 if name != "grad_norm" else 1e-5)
 
@@ -55,7 +54,6 @@ def test_a_training_goes_on_from_its_checkpoint(found):
 
 
 def test_state_is_in_shards(found):
-    """Each rank writes its rows; no file has all of them."""
     checkpoint = Path(found[0]["folder"], "ours", "checkpoint-4")
     assert len(list((checkpoint / "shards").iterdir())) == 2
     assert not (checkpoint / "optimizer.pt").exists()
@@ -74,7 +72,6 @@ def test_a_row_that_one_process_cannot_read_is_an_error_of_all(found, where):
 
 @pytest.mark.extended  # another launcher
 def test_accelerate_starts_the_same_training(found, tmp_path):
-    """Each process ends with the bits of those that were started in another way."""
     launch = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--main_process_port", "0", "--mixed_precision", "no", "--dynamo_backend", "no"]
     launch += ["-m", "tests.runtime.distributed.launched"]
@@ -88,7 +85,6 @@ def test_accelerate_starts_the_same_training(found, tmp_path):
 
 @pytest.mark.parametrize("resumed", [False, True], ids=["from the start", "from a checkpoint of two"])
 def test_one_process_with_as_many_groups_has_the_same_bits(found, resumed, tmp_path, one_thread):
-    """No row counts twice, where the last batch of an epoch has one row, and one of the ranks none."""
     from roundpipe_runtime import RoundPipeTrainer
     from tests.runtime.distributed.trainer_ranks import UNEVEN, Rows, train
 

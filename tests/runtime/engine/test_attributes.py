@@ -79,7 +79,6 @@ def is_same(found, expected):
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("kind", [Bank, InPlace, Containers])
 def test_attributes_and_gradients_are_those_of_the_plain_layers(kind, microbatches, classic):
-    """As in a loop over the microbatches, in runs that look and in the third one, which does not."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 8), kind(), nn.Tanh(), nn.Linear(8, 4))
     model = copy.deepcopy(plain)

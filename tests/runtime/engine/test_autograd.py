@@ -36,7 +36,6 @@ def test_gradients_can_be_asked_for(pair):
 
 
 def test_hooks_on_parameters_run(pair):
-    """A hook sees the whole gradient, of a tied weight once, and may change it; the other kind sees what was summed."""
     pipe, plain = pair
     seen = {"pipe": [], "plain": []}
     for name, model in (("pipe", pipe), ("plain", plain)):
@@ -54,7 +53,6 @@ def test_hooks_on_parameters_run(pair):
 
 
 def test_parameters_that_are_part_of_a_graph(devices):
-    """functional_call with weights that another function made: the gradient goes on to what they were made of."""
     plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     pipe = RoundPipe(copy.deepcopy(plain), devices=devices)
     inputs, labels = batch(6)

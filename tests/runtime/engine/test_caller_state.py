@@ -76,7 +76,6 @@ class Holds(nn.Linear):
 @pytest.mark.parametrize("devices", ["virtual:1", "virtual:2"])
 @pytest.mark.parametrize("kind", [Reads, Asks, OfObject, OfClass, Holds])
 def test_a_thread_local_of_the_caller_is_seen_by_layers(kind, devices):
-    """In forward, recomputation and loss; and not after the block."""
     model = nn.Sequential(nn.Linear(8, 8), kind(8, 8), nn.Tanh(), nn.Linear(8, 4))
     plain = copy.deepcopy(model)
     pipeline = RoundPipe(model, devices=devices)
@@ -113,7 +112,6 @@ def test_a_function_mode_of_the_caller_is_seen_by_layers():
 
 
 def test_operations_of_layers_are_counted():
-    """A forward has those of the plain layers."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     pipeline = RoundPipe(copy.deepcopy(model), devices="virtual:2")
     counted = []

@@ -171,7 +171,6 @@ def is_told_by_nothing(case):
 # labels that a function cuts for this batch may not fit a few rows of it: then nothing is shown, and the numbers hold
 @pytest.mark.filterwarnings("ignore:It could not be checked that the loss:roundpipe_runtime.RoundPipeWarning")
 def test_a_chain_has_the_loss_and_the_gradients_of_the_plain_models_or_is_refused(devices, case):
-    """Whatever is cut by a function, handed on packed, made by hand, given beside it or cut again."""
     if is_told_by_nothing(case):
         return
     torch.manual_seed(0)
@@ -194,7 +193,6 @@ def test_a_chain_has_the_loss_and_the_gradients_of_the_plain_models_or_is_refuse
 @settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=chains(), triangle=st.booleans(), says=st.sets(st.sampled_from(["time", "hidden", "constant"])))
 def test_a_forward_has_the_outputs_and_gradients_of_the_plain_model_or_is_refused(devices, case, triangle, says):
-    """Joined by the rows of the parts that a function made, where they can be told."""
     rows = case["rows"]
     if case["sizes"] is None and not case["rules"] and (case["table"] == rows or rows == 1):
         return

@@ -123,7 +123,6 @@ def test_equal_layers_share_what_is_compiled_once():
 
 
 def test_losses_and_gradients_are_those_of_the_plain_model(backend):
-    """Eager within rounding, and those of the plain model compiled by the same backend."""
     plain, (x, y) = model_of(), data()
     for layer in plain:
         layer.compile(backend=backend, dynamic=True)
@@ -137,7 +136,6 @@ def test_losses_and_gradients_are_those_of_the_plain_model(backend):
 
 
 def test_dropout_draws_again_what_it_drew(backend):
-    """Recomputed or not, on one device or three, the gradients have the same bits; another seed has others."""
     model = model_of(dropout=0.3)
     whole = learnt(model, {"backend": backend}, RoundPipeRunConfig(num_microbatch=2, **MEAN), devices="virtual:1")
     again = learnt(model, {"backend": backend}, all_recomputed(len(model) - 1), devices="virtual:3")
@@ -147,7 +145,6 @@ def test_dropout_draws_again_what_it_drew(backend):
 
 
 def test_layers_are_as_they_were_for_everyone_else():
-    """Their own code runs outside of the pipeline, and what is compiled is neither copied nor pickled."""
     counted, model = Counted(), model_of()
     x, y = data()
     with pipeline(model, devices="virtual:1", compile={"backend": counted}) as pipe:
@@ -184,7 +181,6 @@ class Writing(nn.Module):
 
 
 def test_layers_that_write_buffers_and_inputs_do_so_once():
-    """Running means of a norm, and an input that is doubled: gradients and buffers of the eager pipeline."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Writing(), Counting(), Writing(), nn.Linear(8, 8))
     found = []
@@ -216,7 +212,6 @@ class Noise(nn.Module):
 
 
 def test_saved_data_reach_the_recomputation_of_a_compiled_layer():
-    """The gradients of the eager pipeline."""
     model = nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 8))
     eager, found = (learnt(model, compile, all_recomputed(2), steps=1) for compile in (False, {"backend": "aot_eager"}))
     for name, gradient in eager[1].items():
@@ -232,6 +227,5 @@ def test_saved_data_reach_the_recomputation_of_a_compiled_layer():
     ],
 )
 def test_what_a_pipeline_cannot_compile_is_refused(given, message):
-    """Before anything is made, with the line to type."""
     with pytest.raises(ConfigError, match=message):
         RoundPipe(model_of(), devices="virtual:1", compile=given)

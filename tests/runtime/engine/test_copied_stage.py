@@ -101,7 +101,6 @@ CASE = {
     ],
 )
 def test_copies_change_no_bit(devices, copies, changes):
-    """Losses, outputs, gradients and weights of two steps are those of a last stage on one device."""
     case = {**CASE, **changes}
     assert same_bits(trained(devices, copies, case), trained(devices, 1, case))
 
@@ -127,7 +126,6 @@ def test_copies_change_no_bit(devices, copies, changes):
     copies=st.integers(2, 4),
 )
 def test_copies_change_no_bit_in_any_case(devices, case, copies):
-    """Any rows, microbatches and devices, kinds of loss and step, weights tied or not."""
     assert same_bits(trained(devices, copies, case), trained(devices, 1, case))
 
 
@@ -152,7 +150,6 @@ def test_gradients_are_those_of_a_plain_loop_over_microbatches(devices, copies, 
 
 
 def test_each_copy_takes_its_microbatches(devices):
-    """Of five microbatches and three copies, on the devices after that of the stage before, in turn."""
     plan = ModelExecutePlan([range(6)], [range(6, 7), range(6)], last_stage_copies=3)
     inputs, labels = batch(5)
     pipe = RoundPipe(make_model(tied=False), devices=devices)
@@ -165,7 +162,6 @@ def test_each_copy_takes_its_microbatches(devices):
 
 
 def test_what_the_loss_trains_is_added_in_order(devices):
-    """A criterion with a parameter of its own, and a penalty on one of the model's."""
     found = []
     for copies in (1, 3):
         model = make_model(tied=False)
@@ -231,8 +227,6 @@ def test_a_layer_that_writes_a_buffer_is_refused(devices):
 
 
 def test_a_sparse_gradient_is_added_like_a_dense_one(devices):
-    """A table whose gradient is sparse, in the copied stage: its rows come from several devices."""
-
     class Lookup(nn.Module):
         def __init__(self):
             super().__init__()

@@ -29,7 +29,6 @@ def test_equal_gradients_are_at_no_distance(shape, dtype):
 @pytest.mark.parametrize("error", [1e-9, 1e-4, 0.3])
 @pytest.mark.parametrize("kind", ["all", "one", "row", "scale", "swap"])
 def test_a_difference_is_estimated(shape, error, kind):
-    """Wherever it is: all over the gradient, in one number, in one row, in the scale, or of two numbers swapped."""
     gradient = numbers(shape)
     other = gradient.clone()
     if kind == "all":
@@ -62,7 +61,6 @@ def test_a_difference_is_never_overlooked():
 
 
 def test_two_numbers_that_differ_do_not_cancel():
-    """In one row, in one column or apart, by the same amount: as if they had been exchanged."""
     gradient = torch.zeros(3 * 4096, dtype=torch.float64)
     gradient[0] = 1.0
     right = digest(gradient, whole=0)
@@ -76,7 +74,6 @@ def test_two_numbers_that_differ_do_not_cancel():
 
 @pytest.mark.parametrize("whole", [None, 0])
 def test_the_parts_of_a_gradient_add_up(whole):
-    """As the gradient of a tied embedding, which comes from two pieces."""
     one, other = numbers((30, 500)), numbers((30, 500), 1)
     found = digest(one, whole=whole) + digest(other, whole=whole)
     expected = digest(one + other, whole=whole)
@@ -99,7 +96,6 @@ def test_the_parts_of_a_gradient_add_up(whole):
     ],
 )
 def test_what_is_not_finite_is_compared_by_its_place(one, other, apart, whole):
-    """NaN is the same as NaN, and nothing else."""
     found = distance(digest(torch.tensor(one), whole=whole), digest(torch.tensor(other), whole=whole))
     assert (found > 0.1) == apart
 
@@ -116,7 +112,6 @@ def test_numbers_whose_squares_overflow_are_finite(whole):
 
 @pytest.mark.parametrize("whole", [None, 0])
 def test_a_gradient_that_is_missing_is_one_of_zeros(whole):
-    """On either side; and two that are missing are the same."""
     zeros, ones = digest(torch.zeros(9), whole=whole), digest(torch.ones(9), whole=whole)
     nothing = digest(torch.full((9,), math.nan), whole=whole)
     assert distance(None, zeros) == distance(zeros, None) == distance(None, None) == 0.0
@@ -126,7 +121,6 @@ def test_a_gradient_that_is_missing_is_one_of_zeros(whole):
 
 @pytest.mark.parametrize("whole", [None, 0])
 def test_sparse_and_complex_gradients_are_digested(whole):
-    """Those of a sparse embedding, and of complex parameters."""
     dense = numbers((40, 3))
     assert distance(digest(dense.to_sparse(), whole=whole), digest(dense, whole=whole)) == 0.0
     number = torch.complex(numbers((5000,)), numbers((5000,), 1))

@@ -98,7 +98,6 @@ INPUTS = torch.arange(1.0, 25.0, dtype=torch.float64).reshape(6, 4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 def test_one_microbatch_draws_what_the_plain_layers_draw(pipe, kind, grain):
-    """Loss, gradients and the states of all generators afterwards are those of the layers without a pipeline."""
     plain = model_of(kind)
     model = pipe(copy.deepcopy(plain))
     losses = []
@@ -132,7 +131,6 @@ def test_gradients_are_those_of_the_loss_with_several_microbatches(pipe, kind, c
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_do_not_depend_on_the_devices(pipe, kind):
-    """Two steps on one device and on three: the same bits, and other masks in the second step than in the first."""
     seen = []
     for devices in ("virtual:1", "virtual:3"):
         np.random.seed(7), random.seed(7)
@@ -146,7 +144,6 @@ def test_masks_do_not_depend_on_the_devices(pipe, kind):
 
 @pytest.mark.parametrize("kind", ["numpy", "python", "python normal"])
 def test_a_layer_that_begins_to_draw_later_is_noticed(pipe, kind):
-    """The first run draws nothing; in the second one the recomputation has the masks of the forward."""
     model = pipe(nn.Sequential(Masks(kind), nn.Identity()))
     losses = []
     for has_begun in (False, True):
@@ -160,8 +157,6 @@ def test_a_layer_that_begins_to_draw_later_is_noticed(pipe, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_run_leaves_all_generators_alone(pipe, kind):
-    """Layers have drawn before another one fails: the states are those from before."""
-
     class Fails(nn.Module):
         def forward(self, x):
             raise ValueError("on purpose")
@@ -193,7 +188,6 @@ def test_a_recomputation_that_draws_alone_is_refused(pipe):
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("first_with_gradients", [False, True])
 def test_a_restored_state_restores_the_masks(pipe, microbatches, first_with_gradients):
-    """As GradCache does: embed, put the state back, embed again with gradients. Without putting back, masks differ."""
     model = pipe(nn.Sequential(nn.Linear(4, 32), nn.Dropout(0.5), nn.Linear(32, 32), nn.Dropout(0.5)).train())
     config = RoundPipeRunConfig(num_microbatch=microbatches)
     inputs = INPUTS.float()
@@ -251,7 +245,6 @@ def test_pipelines_made_on_one_line_draw_for_themselves(pipe):
 
 
 def test_pipelines_of_several_threads_draw_for_themselves(pipe):
-    """Two runs that begin in one state, at the same time: their masks differ."""
     both = threading.Barrier(2, timeout=30)
 
     class Waits(nn.Module):
@@ -281,8 +274,6 @@ def test_pipelines_of_several_threads_draw_for_themselves(pipe):
 
 
 def test_a_run_that_ends_meanwhile_is_not_taken_for_a_draw():
-    """Another thread commits a run during the call of a layer: the layer is called once, and the move stays."""
-
     class Waits(nn.Module):
         meanwhile = staticmethod(lambda: None)
 

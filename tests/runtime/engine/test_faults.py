@@ -104,8 +104,6 @@ LAYER_CALLS = [
 
 @pytest.mark.parametrize(("layer", "call"), LAYER_CALLS)
 def test_a_fault_in_a_layer(devices, undisturbed, layer, call):
-    """In the first and last microbatch of the forward, and in the recomputation: raised, noted, forgotten."""
-
     def arm(model, devices):
         return model[layer].register_forward_hook(Trap(call)).remove, {}
 
@@ -119,8 +117,6 @@ def test_a_fault_in_a_layer(devices, undisturbed, layer, call):
 
 @pytest.mark.parametrize("layer", [0, 2, 3, 6])
 def test_a_fault_in_the_backward_of_a_layer(devices, undisturbed, layer):
-    """Raised inside autograd, it comes out as it is."""
-
     def arm(model, devices):
         trap = Trap(2)
 
@@ -143,7 +139,6 @@ def test_a_fault_in_the_backward_of_a_layer(devices, undisturbed, layer):
 
 @pytest.mark.parametrize("microbatch", range(MICROBATCHES))
 def test_a_fault_in_the_loss(devices, undisturbed, microbatch):
-    """The note says loss, and which microbatch."""
     trap = Trap(microbatch + 1)
 
     def loss_fn(outputs, labels):
@@ -158,7 +153,6 @@ def test_a_fault_in_the_loss(devices, undisturbed, microbatch):
 
 @pytest.mark.parametrize("where", ["split_input", "split_label", "merge_output"])
 def test_a_fault_in_split_or_join(devices, undisturbed, where):
-    """A user's function that fails: its own exception, and nothing of the step is left."""
     config = RoundPipeRunConfig(**{where: Trap(1)})
     arguments = {"run_config": config, "return_outputs": True}
     fails_once_then_trains(devices, lambda m, d: (lambda: None, arguments), undisturbed)
@@ -166,7 +160,6 @@ def test_a_fault_in_split_or_join(devices, undisturbed, where):
 
 @pytest.mark.parametrize(("method", "call"), [*itertools.product(["copy_in", "copy_out"], [1, 2, 5, 11, 18])])
 def test_a_fault_in_a_transfer(devices, undisturbed, monkeypatch, method, call):
-    """A copy that fails, early or late."""
     trap = Trap(call)
 
     def arm(model, devices):
@@ -185,7 +178,6 @@ def test_a_fault_in_a_transfer(devices, undisturbed, monkeypatch, method, call):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_fault_in_the_step(devices, is_async):
-    """It comes out of step(), or of the next call that waits for it; training goes on with the gradients there were."""
     inputs, labels = batch(8)
     pipe = RoundPipe(small_model(), devices=devices, model_run_config=CONFIG_SMALL)
     pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
@@ -209,8 +201,6 @@ CONFIG_SMALL = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=MICROBAT
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_in_a_layer(devices, undisturbed, error):
-    """Ctrl-C while a layer runs."""
-
     def arm(model, devices):
         return model[4].register_forward_hook(Trap(2, error)).remove, {}
 
@@ -218,7 +208,6 @@ def test_an_interruption_in_a_layer(devices, undisturbed, error):
 
 
 def test_an_interruption_while_the_caller_waits(devices, undisturbed):
-    """Ctrl-C reaches the main thread, which waits: the stages stop after their layer, then the call raises."""
     import _thread
     import signal
     import time
@@ -244,7 +233,6 @@ def test_an_interruption_while_the_caller_waits(devices, undisturbed):
 
 
 def test_a_fault_in_the_backward_half_of_forward_and_backward(devices):
-    """loss.backward() raises the layer's exception, and the gradients are untouched."""
     model = small_model()
     pipe = RoundPipe(model, devices=devices, model_run_config=CONFIG_SMALL)
     inputs, labels = batch(6)
@@ -262,7 +250,6 @@ def test_a_fault_in_the_backward_half_of_forward_and_backward(devices):
 
 
 def test_no_memory_says_which_stage_and_what_to_change():
-    """A device that is too small: the error names the stage, its bytes and three ways out."""
     device = VirtualDevice("virtual:0", memory_limit=200)
     plan = ModelExecutePlan([], [range(7)])
     pipe = RoundPipe(small_model(), devices=[device], model_run_config=RoundPipeRunConfig(execute_plan=plan))
@@ -276,7 +263,6 @@ def test_no_memory_says_which_stage_and_what_to_change():
 
 
 def test_a_fault_leaves_no_thread_and_no_tensor():
-    """After the exception is gone, so are the activations of the failed run; after close(), so are the threads."""
     threads = set(threading.enumerate())
     model = small_model()
     alive = []
@@ -302,7 +288,6 @@ def test_a_fault_leaves_no_thread_and_no_tensor():
 
 
 def test_a_pipeline_that_is_dropped_takes_its_threads_along():
-    """Without close(): when the pipeline is collected, its threads end."""
     threads = set(threading.enumerate())
     pipe = RoundPipe(small_model(), devices="virtual:2")
     with torch.no_grad():

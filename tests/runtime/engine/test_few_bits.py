@@ -46,7 +46,6 @@ def test_an_object_is_made_anew_where_all_it_holds_is_in_its_attributes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_the_plain_model(kind, dtype, keep, devices):
-    """Five steps, with and without weights that stay on devices: the same losses, and no frozen bit is another one."""
     expected = trained_plainly(model_of(kind, dtype=dtype), 5, dtype=dtype)
     model = model_of(kind, dtype=dtype)
     before = everything(model)
@@ -61,7 +60,6 @@ def test_losses_are_those_of_the_plain_model(kind, dtype, keep, devices):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_between_steps_changes_nothing(kind, devices):
-    """A library that packs its weights anew for an evaluation does so with the copy only: the training goes on."""
     expected = trained_plainly(model_of(kind), 4)
     model = model_of(kind)
     inputs, _ = rows()
@@ -83,7 +81,6 @@ def test_an_evaluation_between_steps_changes_nothing(kind, devices):
 
 @pytest.mark.parametrize(("kind", "bits"), [("packed", 4), ("stated", 4), ("moved", 8)])
 def test_the_link_carries_the_bits_and_the_scales(kind, bits):
-    """A forward uploads each layer once: its adapter, its norm, and the frozen matrix in as many bits as it has."""
     model = model_of(kind)
     with closing(RoundPipe(model, devices="virtual:1", model_run_config=CONFIG)) as pipe, torch.no_grad():
         without_row_check(pipe)(rows()[0])
@@ -96,7 +93,6 @@ def test_the_link_carries_the_bits_and_the_scales(kind, bits):
 
 
 def test_a_copy_that_stays_is_uploaded_once():
-    """Frozen numbers and scales stay on their device from step to step; adapters are uploaded in each."""
     model = model_of("stated")
     config = RoundPipeRunConfig(keep_parameters=1.0).over(CONFIG)
     frozen = sum(part.nbytes for p in model.parameters() if not p.requires_grad for part in parts_of([p]))
@@ -111,7 +107,6 @@ def test_a_copy_that_stays_is_uploaded_once():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failed_run_leaves_the_weights_of_the_host(kind):
-    """An error in the middle of a layer: the next run is as if there had been none."""
     expected = trained_plainly(model_of(kind), 1)
     model = model_of(kind)
     before = everything(model)
@@ -132,8 +127,6 @@ def test_a_failed_run_leaves_the_weights_of_the_host(kind):
 
 @pytest.mark.parametrize("kind", ["packed", "stated"])
 def test_a_weight_of_two_layers_travels_with_each(kind):
-    """A frozen weight that two layers share stays shared on the host, and both compute with it."""
-
     def tied():
         model = model_of(kind)
         model[2].base = model[0].base

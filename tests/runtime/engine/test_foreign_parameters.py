@@ -21,7 +21,6 @@ class Penalised(nn.Linear):
 
 @pytest.mark.parametrize("way", ["forward_backward", "outputs"])
 def test_the_parameter_and_both_layers_are_named(way):
-    """In the first backward, and no gradient is left."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Penalised(3, 2))
     model[2].others = [model[0]]  # a list hides it from torch
     pipeline = RoundPipe(model, devices="virtual:2")
@@ -35,7 +34,6 @@ def test_the_parameter_and_both_layers_are_named(way):
 
 
 def test_a_parameter_that_both_layers_have_is_trained():
-    """The gradient is that of the plain model."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Penalised(3, 2))
     model[2].others = nn.ModuleList([model[0]])

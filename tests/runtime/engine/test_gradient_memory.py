@@ -32,7 +32,6 @@ def layer():
 
 
 def test_a_gradient_that_was_cleared_leaves_its_memory_to_the_next(layer, allocated):
-    """Two runs, one slab."""
     memory, addresses = GradientMemory(), []
     for _ in range(2):
         memory.prepare(scan([layer]), own_dtype)
@@ -44,7 +43,6 @@ def test_a_gradient_that_was_cleared_leaves_its_memory_to_the_next(layer, alloca
 
 
 def test_a_gradient_that_is_still_there_is_not_overwritten(layer):
-    """The next run has other memory, and that is given back when nobody has it any more."""
     memory = GradientMemory()
     memory.prepare(scan([layer]), own_dtype)
     first = memory.take(0, layer.weight, torch.empty(8, 16)).fill_(1.0)
@@ -59,7 +57,6 @@ def test_a_gradient_that_is_still_there_is_not_overwritten(layer):
 
 
 def test_layers_that_share_a_parameter_have_a_gradient_each(layer):
-    """Both come down in one run."""
     memory = GradientMemory()
     memory.prepare(scan([layer, layer]), own_dtype)
     one, other = (memory.take(number, layer.weight, torch.empty(8, 16)) for number in range(2))
@@ -67,7 +64,6 @@ def test_layers_that_share_a_parameter_have_a_gradient_each(layer):
 
 
 def test_what_has_no_place_gets_new_memory(layer):
-    """A frozen parameter, a sparse gradient, a gradient of another size."""
     layer.bias.requires_grad_(False)
     memory = GradientMemory()
     memory.prepare(scan([layer]), own_dtype)

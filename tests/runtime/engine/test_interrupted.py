@@ -25,7 +25,6 @@ TRAINING = "tests.runtime.fine_tune.interrupted_training"
 
 @pytest.mark.parametrize("kind", cases(["fused", "classic", "async"], quick=["fused"]))
 def test_an_interrupted_call_did_all_or_nothing(kind):
-    """After KeyboardInterrupt gradients and buffers are those from before the call, or those from behind it."""
     with fresh_process.start("-m", TRAINING, kind, "moments", "3", imported=fresh_process.TRAINER) as process:
         process.wait_for(lambda: process.stdout == "ready\n")
         moments = random.Random(0)
@@ -117,7 +116,6 @@ def changed_model():
     ids=["set_apart", "evaluating", "own_gradients", "with_own_forwards"],
 )
 def test_a_model_is_as_before_the_block_whatever_line_was_interrupted(block, files):
-    """Before any line of entering or leaving a block that changes the model for a trial."""
     model, is_as_before = changed_model()
     assert is_as_before()
 

@@ -86,8 +86,6 @@ CASES = [
 @pytest.mark.parametrize(("mode", "fused", "accumulate", "dtype"), [*CASES, ("by itself", True, 2, None)])
 @pytest.mark.parametrize("make", [adapted, small_model], ids=["adapters", "all train"])
 def test_a_training_has_the_same_bits(make, mode, fused, accumulate, dtype):
-    """Dropout, a norm with buffers, a weight in two layers; fused steps count no version of a tensor."""
-
     def made():
         return make(tied=True, dropout=0.2, norm=True)
 
@@ -160,7 +158,6 @@ def limited(request):
 
 
 def test_frozen_parameters_are_uploaded_once_per_device(limited):
-    """Later runs upload what a step changed, once per device; all else is there."""
     model = wide()
     pipe = without_row_check(pipe_of(model, limited, 1.0, execute_plan=layer_by_layer(model)))
     frozen, trained = nbytes(model, False), nbytes(model, True)
@@ -195,7 +192,6 @@ WRITES = {
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_a_write_between_two_runs_is_seen(devices, write):
-    """Also a write that torch does not count, if the whole parameter changes; and a parameter that is replaced."""
     model, plain = adapted(), adapted()
     pipe = pipe_of(model, devices, "auto")
     inputs, labels = batch(ROWS)
@@ -231,7 +227,6 @@ def test_a_write_that_no_sample_finds_needs_a_line(devices):
 
 
 def test_only_so_many_bytes_stay_and_frozen_ones_first(devices):
-    """A limit below the frozen bytes: no trained byte stays, and no more than the limit."""
     model = adapted()
     frozen = nbytes(model, False)
     pipe = pipe_of(model, devices, (frozen - 1) / 1e9, execute_plan=layer_by_layer(model))
@@ -249,7 +244,6 @@ TIGHT = {"auto": (0.7, "auto"), "too much": (6.5 / 12, 1.0)}
 
 @pytest.mark.parametrize(("share", "keep"), TIGHT.values(), ids=TIGHT)
 def test_a_device_without_room_for_the_model_trains_it_all_the_same(share, keep):
-    """Some of it stays, and losses are those of a device without a limit, on which none does."""
     model = wide()
     device = small_device(model, share)
     pipes = [
@@ -266,7 +260,6 @@ def test_a_device_without_room_for_the_model_trains_it_all_the_same(share, keep)
 
 
 def test_activations_without_room_name_what_stays():
-    """The error states the bytes that stay and the field; the next run has the memory."""
     model = wide()
     device = small_device(model, 1.2)
     pipe = pipe_of(model, [device], 1.0, execute_plan=layer_by_layer(model))

@@ -56,7 +56,6 @@ def same(one, other):
 
 @pytest.mark.parametrize("padding", [None, 5, -1])
 def test_rows_have_the_bits_of_the_whole_table(padding):
-    """Loss, gradients, and rows that are padding are bitwise the same; the table itself is not copied."""
     made = model(padding_idx=padding)
     rows, whole = once(made, "auto"), once(made, "whole")
     same(rows, whole)
@@ -75,7 +74,6 @@ def test_embeddings_that_do_more_than_look_up_travel_whole(options):
 
 
 def test_a_frozen_table_has_no_gradient():
-    """Rows of a table that does not train go up, and nothing comes down."""
     made = model()
     made[0].weight.requires_grad_(False)
     rows = once(made, "auto")
@@ -97,7 +95,6 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("way", ["auto", "slices"])
 def test_code_that_needs_the_whole_table_gets_it(way):
-    """A product and a mean of an embedding's weight have the numbers and the gradients of torch."""
     torch.manual_seed(0)
     made = nn.Sequential(Tied().double(), nn.Linear(2, 2).double())
     own = copy.deepcopy(made)
@@ -132,7 +129,6 @@ def test_a_write_by_way_of_data_is_found():
 
 
 def test_hooks_of_a_table_see_its_whole_gradient():
-    """A hook of a parameter gets one dense gradient, the sum of all microbatches."""
     made, seen = model(), []
     expected = once(made, "whole")[1][0]
     made[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
@@ -143,7 +139,6 @@ def test_hooks_of_a_table_see_its_whole_gradient():
 
 
 def test_gradients_of_several_batches_add_up():
-    """Two batches without a step between have the bits of whole tables."""
     made, found = model(), []
     for way in ("auto", "whole"):
         one = copy.deepcopy(made)

@@ -41,7 +41,6 @@ def train(wrapped, inputs, labels):
 
 
 def test_a_layer_that_leaves_its_input_alone_gets_the_leaf(devices):
-    """From its second call on; a layer that writes it never does."""
     seen = {0: [], 1: []}
     layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))
     inputs, labels = batch(6)
@@ -89,8 +88,6 @@ def test_it_may_not_when_the_call_cannot_be_repeated(devices):
 
 
 def test_an_error_of_the_layer_s_own_is_not_taken_for_that(devices):
-    """A layer that writes a leaf of its own raises what torch raises."""
-
     class Own(nn.Linear):
         broken = False
 

@@ -91,8 +91,6 @@ def test_a_layer_in_the_fused_stage_need_not_repeat_itself(pipe):
 
 
 def test_kept_data_makes_a_layer_repeat_itself(pipe):
-    """What the error says to do is accepted."""
-
     class Keeps(nn.Linear):
         def forward(self, x):
             if doing_recompute():
@@ -157,7 +155,6 @@ class Auxiliary(nn.Linear):
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_loss_kept_on_a_layer_is_refused_when_a_gradient_comes(pipe, microbatches):
-    """The output alone trains as ever; a loss with the kept term is an error that names the layer."""
     model = pipe(nn.Linear(4, 4), Auxiliary(4, 4), nn.Linear(4, 3), devices="virtual:2")
     config = RoundPipeRunConfig(num_microbatch=microbatches)
     plain = copy.deepcopy(model.model)
@@ -181,7 +178,6 @@ def test_features_of_a_hook_are_refused_when_a_gradient_comes(pipe, number):
 
 
 def test_features_of_a_fused_run_are_refused_afterwards(pipe):
-    """The run has gone back already; a second way back through a feature is an error."""
     model = pipe(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 3))
     features = []
     model[1].register_forward_hook(lambda module, args, output: features.append(output * 2))
@@ -193,7 +189,6 @@ def test_features_of_a_fused_run_are_refused_afterwards(pipe):
 
 
 def test_features_may_be_read(pipe):
-    """Without a gradient there is nothing to refuse: values are those of the plain layers."""
     model = pipe(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), devices="virtual:2")
     features = []
     model[1].register_forward_hook(lambda module, args, output: features.append(output.detach().cpu()))
@@ -215,7 +210,6 @@ class Shifted(nn.Linear):
 @pytest.mark.parametrize("with_graph", [True, False])
 @pytest.mark.parametrize("classic", [True, False])
 def test_an_attribute_that_requires_a_gradient_is_refused(pipe, with_graph, classic):
-    """The output of a hypernetwork, or a tensor that is no parameter: the error names the attribute."""
     source = torch.randn(3, 4, requires_grad=True)
     model = pipe(nn.Linear(4, 4), Shifted(4, 3))
     model[1].delta = source * 2 if with_graph else source

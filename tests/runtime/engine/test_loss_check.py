@@ -69,7 +69,6 @@ def test_nobody_draws_while_a_loss_is_checked():
 
 
 def test_generators_are_as_they_were():
-    """A loss may draw from torch, Python and NumPy, and from one that it holds."""
     own = torch.Generator().manual_seed(5)
 
     class Noisy(nn.Module):
@@ -212,7 +211,6 @@ def test_by_default_a_loss_is_that_of_the_plain_layers(name, rows):
 
 
 def test_sums_of_microbatches_are_asked_for():
-    """RoundPipe adds losses, and its scripts divide them."""
     layers, x, y = made(6)
     config = RoundPipeRunConfig(loss_reduction="sum", num_microbatch=3)
     pipeline = RoundPipe(copy.deepcopy(layers), devices="virtual:2", model_run_config=config)
@@ -289,7 +287,6 @@ CODE = {
 
 @pytest.mark.parametrize("way", CODE)
 def test_what_code_reads_is_noted(way):
-    """A number that is set and a tensor that is written; code made anew from the same things is the same."""
     setting = Setting()
     before = state_of(CODE[way](setting))
     assert state_of(CODE[way](setting)) == before
@@ -301,7 +298,6 @@ def test_what_code_reads_is_noted(way):
 
 
 def test_what_layers_hold_is_noted():
-    """Also in modules within them."""
     layers = [Inside(Setting()), nn.Linear(1, 1)]
     before = state_of(layers)
     assert state_of(layers) == before
@@ -411,7 +407,6 @@ class Noted(Smoothed):
 
 @pytest.mark.parametrize("loss", [Warmed, Balanced, Smoothed, Noted])
 def test_a_loss_that_reads_what_its_calls_change_is_called_once_in_a_step(loss):
-    """As in the loop without a pipeline; a loss that only notes something is called for each microbatch."""
     layers, x, y = made(9)
     own, given = loss(), loss()
     expected = [own(layers(x), y).item() for _ in range(4)]
@@ -442,7 +437,6 @@ class Checked(nn.Module):
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("raises", ["layers", "loss"])
 def test_an_error_for_all_rows_shows_nothing_of_the_loss(raises, failing):
-    """The caller has the error, also at a repeated proof, and the next call finds the mean, without a warning."""
     layers, x, y = made(6)
     loss_fn = F.cross_entropy
     if raises == "layers":
@@ -493,7 +487,6 @@ def test_a_scaled_mean_of_16_bits_is_a_mean(loss_fn, how, rows):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_head_of_16_bits_in_the_loss_is_called_in_its_own_type(dtype):
-    """It takes no others; a loss of pairs is still found."""
     head = nn.Linear(5, 5).to(dtype)
     layers, x, y = made(6, dtype)
     for loss_fn, way in (
@@ -513,7 +506,6 @@ def test_a_head_of_16_bits_in_the_loss_is_called_in_its_own_type(dtype):
 @pytest.mark.parametrize("then", ["mean", "sum", "rows compared"])
 @pytest.mark.parametrize("first", ["mean", "sum", "rows compared"])
 def test_a_repeated_proof_takes_no_earlier_one_back(first, then):
-    """A loss that becomes another one is joined from then on, whatever it becomes; a joined one stays joined."""
     losses = {name: LOSSES[name][0]() for name in ("mean", "sum", "rows compared")}
 
     class Changing:

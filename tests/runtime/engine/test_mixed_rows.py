@@ -124,7 +124,6 @@ def call_rows(pipe, inputs):
 @pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
 @pytest.mark.parametrize("kind", MIXES)
 def test_a_layer_that_mixes_rows_is_refused_by_its_place(kind, way):
-    """Before anything is computed for the caller: gradients, modes and generators are as they were."""
     layer = MIXES[kind]()
     pipe = pipeline(layer)
     states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
@@ -138,7 +137,6 @@ def test_a_layer_that_mixes_rows_is_refused_by_its_place(kind, way):
 
 @pytest.mark.parametrize("kind", ["mean of the batch", "rolled", "added up", "encoder of torch"])
 def test_one_microbatch_gives_the_numbers_of_the_plain_layers(kind):
-    """As the error says: nothing is cut."""
     plain = nn.Sequential(nn.Linear(8, 8), MIXES[kind]()).eval()
     pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
     found = pipe.forward_backward(
@@ -200,7 +198,6 @@ APART = {
 @pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
 @pytest.mark.parametrize("kind", APART)
 def test_a_layer_that_computes_each_row_by_itself_runs(kind, way):
-    """In training mode, with dropout, random numbers of all kinds, states in buffers and norms of torch."""
     pipe = pipeline(APART[kind]())
     warns = (
         pytest.warns(RoundPipeWarning, match="The outputs of a layer depend")
@@ -374,7 +371,6 @@ def test_clamped_gradients_are_those_of_the_mean_over_the_batch(way, number):
     ids=["another mode", "another kind of input", "one row"],
 )
 def test_a_call_that_shows_no_mixing_does_not_stand_for_the_next(layer, accepted):
-    """A layer may mix rows in training only, or of sequences only; a batch of one row is not cut."""
     pipe = pipeline(layer())
     accepted(pipe)
     with pytest.raises(SplitError, match="layer 2"):
@@ -382,7 +378,6 @@ def test_a_call_that_shows_no_mixing_does_not_stand_for_the_next(layer, accepted
 
 
 def test_hooks_take_tensors_of_the_batch_only_and_are_checked_for_mixing():
-    """A trial undoes what hooks of the caller collect. The next layer gets what a hook returns."""
     pipe, outputs, gradients = pipeline(nn.Identity()), [], []
     pipe[0].register_forward_hook(lambda module, args, output: outputs.append(len(output)))
     pipe[0].register_full_backward_hook(lambda module, given, gradient: gradients.append(len(gradient[0])))
@@ -397,7 +392,6 @@ def test_hooks_take_tensors_of_the_batch_only_and_are_checked_for_mixing():
 
 @pytest.mark.filterwarnings("ignore:The outputs of a layer depend")
 def test_it_changes_no_bit_of_what_follows():
-    """Random numbers, buffers and gradients are those of a pipeline that looks at nothing."""
     found = []
     for looks in (True, False):
         pipe = pipeline(nn.Sequential(Draws(), Counts(), nn.BatchNorm1d(4)))
@@ -444,7 +438,6 @@ class Remembers(nn.Module):
 
 
 def test_what_a_layer_remembers_is_of_batches_only():
-    """The rows that are tried leave no trace in the attributes of a layer."""
     layer = Remembers()
     pipe = RoundPipe(layer, devices="virtual:1", model_run_config=RoundPipeRunConfig(num_microbatch=3))
     with torch.no_grad():

@@ -113,8 +113,6 @@ def test_what_cannot_be_remembered_is_run_alone():
 
 
 def test_an_error_in_the_first_backward_comes_out_and_decides_nothing():
-    """The next backward is watched as well, and no profiler is left behind."""
-
     def fail():
         raise ArithmeticError
 
@@ -155,8 +153,6 @@ def test_a_profiler_of_the_users_is_not_replaced():
 
 
 def test_a_profiler_that_starts_meanwhile_stays():
-    """And what ran before is not taken for all that there is."""
-
     def look(frame, event, argument):
         pass
 
@@ -176,7 +172,6 @@ def test_a_profiler_that_starts_meanwhile_stays():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_dropout_in_a_checkpoint_is_the_same_on_any_number_of_devices(reentrant, monkeypatch):
-    """Gradients are equal to the last bit, the caller's generator moves once a run; a third of runs differed before."""
     monkeypatch.setattr(planner, "_BRIEF", 0.0)  # a thread for each device, however brief the layers are
     width = 64
 

@@ -17,7 +17,6 @@ def gradients_of(pipe):
 
 
 def test_training_goes_on_from_progress_and_state_dict():
-    """Dropout draws the same masks, the optimizer's copies keep what half precision rounds, gradients add up."""
     inputs, labels = batch(6)
 
     def made():
@@ -61,7 +60,6 @@ def test_copies_of_the_optimizer_are_left_out_where_there_are_none():
 
 
 def test_a_parent_module_loads_after_a_step_in_the_background():
-    """The step ends before the values are loaded, and does not overwrite them later."""
     pipe = RoundPipe(nn.Sequential(nn.Linear(2, 2)), devices="virtual:1")
     parent = nn.ModuleDict({"inside": pipe})
     go = threading.Event()

@@ -23,14 +23,12 @@ CPU = torch.device("cpu")
 
 
 def test_seeds_differ_in_every_part():
-    """Base, pipeline, layer and microbatch each give another seed."""
     parts = [(0, "", 0, 0), (1, "", 0, 0), (0, "a", 0, 0), (0, "", 1, 0), (0, "", 0, 1)]
     assert len({call_seed(*part) for part in parts}) == len(parts)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_the_callers_generator_moves_by_one_number_if_a_layer_draws(pipe, dropout):
-    """However many masks are drawn, it moves once; layers that draw nothing leave it alone."""
     dropped = nn.Dropout(dropout) if dropout else nn.Identity()
     model = pipe(nn.Sequential(nn.Linear(4, 4), dropped, nn.Linear(4, 3)))
     inputs, labels = batch(4)
@@ -44,7 +42,6 @@ def test_the_callers_generator_moves_by_one_number_if_a_layer_draws(pipe, dropou
 
 
 def test_dropout_is_that_of_the_documented_seed(pipe):
-    """The mask of a microbatch can be drawn outside: one gradient, from the same mask forward and backward."""
     inputs, labels = batch(4)
     model = pipe(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Identity()))
     torch.manual_seed(11)
@@ -65,8 +62,6 @@ def test_dropout_is_that_of_the_documented_seed(pipe):
 
 
 def test_a_layer_that_begins_to_draw_is_noticed():
-    """Drawing for the first time at a later call, it is repeated with its seed; the generator is left alone."""
-
     class Sometimes(nn.Module):
         draws = False
 
@@ -139,7 +134,6 @@ def test_a_call_that_is_repeated_saves_its_data_once_more(pipe):
 
 
 def test_a_random_loss_is_seeded_too(pipe):
-    """A loss function that draws gives the same numbers for the same step, and leaves the generator alone."""
     inputs, _labels = batch(4)
 
     def loss_fn(outputs, labels):
@@ -173,7 +167,6 @@ class Keeps(nn.Module):
 
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 def test_kept_data_is_there_in_the_recomputation(pipe, grain):
-    """What a layer saves for a microbatch comes back for that microbatch."""
     calls = []
     model = without_row_check(pipe(nn.Sequential(Keeps(calls), nn.Linear(4, 3))))
     inputs, labels = batch(4)
@@ -187,7 +180,6 @@ def test_kept_data_is_there_in_the_recomputation(pipe, grain):
 
 
 def test_keeping_outside_of_a_pipeline_does_nothing():
-    """The layer runs plainly, too; asking for data that nobody kept is an error with the line to type."""
     assert not doing_recompute()
     Keeps([])(torch.ones(2))
     with pytest.raises(StageError, match="doing_recompute"):
@@ -250,7 +242,6 @@ def test_a_recomputation_reads_buffers_as_they_were(pipe, grain, classic):
 
 
 def test_a_layer_that_draws_may_call_another_pipeline(pipe):
-    """The inner one draws as well; the outer one holds the generator and waits for it, and both have their seeds."""
     inner = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), name="inner", devices="virtual:2")
 
     class Teaches(nn.Module):

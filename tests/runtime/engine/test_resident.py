@@ -56,7 +56,6 @@ def test_gradients_are_summed_in_the_dtype_of_the_optimizer(own, sums, device):
 
 
 def test_a_wider_sum_takes_no_second_copy_of_a_gradient(device):
-    """The first microbatch makes the sum; the second adds to it, and nothing is as large as it."""
     layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     resident = LayerOnDevice(scan([layer])[0], device, lambda p: p, lambda p: torch.float32)
     made = []
@@ -103,7 +102,6 @@ def test_gradients_of_pairs_are_scaled_before_they_come_down():
 
 
 def test_gradients_leave_as_soon_as_their_layer_went_back_for_the_last_time():
-    """Those of the first layer of a stage leave after what the next stage waits for."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
     device, order = Noting("virtual:0"), []

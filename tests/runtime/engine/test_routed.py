@@ -227,8 +227,6 @@ def test_gradients_are_those_of_the_plain_model(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_add_up_over_runs_with_other_experts(kind):
-    """Two runs without a step between them."""
-
     def run(pipe):
         for x in (*BATCHES[:3], rows_to(0, 7), rows_to(2)):
             pipe.forward_backward((x,), label=torch.ones(len(x), 3), loss_fn=squares)
@@ -239,7 +237,6 @@ def test_gradients_add_up_over_runs_with_other_experts(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("devices", ["virtual:1:check", "virtual:3:check"])
 def test_backward_later_and_recomputed_layers_have_the_same_bits(kind, devices):
-    """A forward now and a backward later, layer by layer, on one device and on several."""
     found = []
     for experts in ("all", "routed"):
         model = model_of(kind)
@@ -253,7 +250,6 @@ def test_backward_later_and_recomputed_layers_have_the_same_bits(kind, devices):
 
 @pytest.mark.parametrize("kind", [ByRow, Gathered, Listed])
 def test_bfloat16_with_float32_master_weights(kind):
-    """Gradients are summed in another dtype, and come down in it."""
     batches = [x.bfloat16() for x in BATCHES]
     runs = [
         steps_of(model_of(kind).bfloat16(), batches, experts=experts, optim_dtype=torch.float32)
@@ -265,7 +261,6 @@ def test_bfloat16_with_float32_master_weights(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_experts_have_no_gradient_and_may_stay(kind):
-    """With the rest trained; those that were uploaded once stay on the device, and are not uploaded again."""
     found = []
     for experts in ("all", "routed"):
         model = model_of(kind)
@@ -283,8 +278,6 @@ def test_frozen_experts_have_no_gradient_and_may_stay(kind):
 
 
 def test_layers_that_share_experts_that_stay_have_the_gradients_of_both():
-    """Two layers with the same parameter, each of which reads other rows; one table of it stays on the device."""
-
     class Shifted(Passing):
         def forward(self, x):
             return torch.cat([(x[:, :2] + 3) % EXPERTS, (x * self.scale)[:, 2:]], 1)
@@ -309,8 +302,6 @@ def test_layers_that_share_experts_that_stay_have_the_gradients_of_both():
 
 
 def test_several_copies_of_the_last_stage_have_the_same_bits():
-    """Their gradients are added in the order of microbatches; all of them come down."""
-
     def run(pipe):
         for x in BATCHES[:5]:
             pipe.forward_backward((x,), label=torch.ones(len(x), WIDTH), loss_fn=squares)
@@ -320,8 +311,6 @@ def test_several_copies_of_the_last_stage_have_the_same_bits():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_that_no_token_reaches_an_expert_of(kind):
-    """A batch that has no row for a layer: its gradients are what they are in the plain model."""
-
     class Empty(kind):
         def forward(self, x):
             return x + super().forward(x[:0]).sum()
@@ -337,8 +326,6 @@ def test_a_layer_that_reads_all_experts_gets_all():
 
 
 def test_a_failure_half_way_leaves_nothing_behind():
-    """The layer after the experts fails: the next run has the bits of one without the failure."""
-
     class Failing(nn.Linear):
         fails = False
 
@@ -381,7 +368,6 @@ def test_code_that_refuses_what_stands_for_a_parameter_gets_the_parameter():
 
 
 def test_experts_of_few_bytes_are_uploaded_ahead(monkeypatch):
-    """Both sides of the size from which on they are uploaded on demand."""
     nbytes = EXPERTS * WIDTH * WIDTH * 4
     contents = scan([ByRow()])[0]
     monkeypatch.setattr(partial_table, "LEAST_BYTES", nbytes)
@@ -409,8 +395,6 @@ def test_a_run_like_one_that_needed_most_experts_uploads_all_ahead(experts, is_o
 
 
 def test_groups_are_named_by_their_place_and_a_list_of_different_modules_has_none():
-    """Experts of two layers, and by name; one parameter with a matrix per expert; a shared parameter is in no group."""
-
     class Layer(nn.Module):
         def __init__(self):
             super().__init__()
@@ -429,7 +413,6 @@ def test_groups_are_named_by_their_place_and_a_list_of_different_modules_has_non
 
 
 def test_a_timeline_states_the_bytes():
-    """Uploaded and skipped are all bytes of the parameters, for each visit of a device."""
     model = model_of(ByRow)
     with checked_devices(1) as devices:
         pipe = pipe_of(model, devices, num_microbatch=1)

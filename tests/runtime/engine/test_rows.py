@@ -47,7 +47,6 @@ def call(pipe, way, num_microbatch=2, **options):
 @pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
 @pytest.mark.parametrize("make", [encoder, lambda: nn.Sequential(nn.Linear(8, 8), Recurrent(8, 8))])
 def test_a_sequence_that_is_cut_is_refused(make, way, replicas, num_microbatch):
-    """Into microbatches, groups or both, before anything is computed: modes, gradients, generators are as they were."""
     if way == "no gradients" and num_microbatch == 1:
         pytest.skip("an evaluation runs as one group, so nothing is cut")
     pipe = RoundPipe(make(), devices="virtual:2:check", replicas=replicas)
@@ -76,7 +75,6 @@ def test_the_rule_of_the_error_gives_the_numbers_of_the_plain_layers(replicas):
     "make", [lambda: encoder(batch_first=True), lambda: nn.Sequential(Turns(Recurrent(8, 8)), nn.Linear(8, 8))]
 )
 def test_layers_that_keep_rows_apart_are_accepted(make):
-    """With rows first, or turned within a layer; outputs are those of the plain layers, in each call."""
     plain = make().eval()
     pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
     with torch.no_grad():

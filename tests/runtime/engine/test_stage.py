@@ -44,7 +44,6 @@ class Criterion(nn.Module):
 @pytest.mark.parametrize("pair", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_a_loss_learns_with_the_model(wrap, pair, dtype):
-    """Its own parameters, and those of the model that it reads, get the gradient of the whole batch."""
     model = small_model()
     plain = copy.deepcopy(model)
     inputs, labels = batch(10)
@@ -57,7 +56,6 @@ def test_a_loss_learns_with_the_model(wrap, pair, dtype):
 
 
 def test_a_loss_that_fails_has_learned_nothing(wrap):
-    """Gradients of its parameters are given to them with those of the layers, when all has succeeded."""
     model = small_model()
     criterion = Criterion(model[0].weight, pair=False)
     calls = []
@@ -98,8 +96,6 @@ def test_a_tensor_that_a_layer_kept_is_no_part_of_the_loss(wrap):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_layer_with_a_checkpoint_inside(wrap, reentrant):
-    """The part that is called again in the backward is computed with the device's weights: the gradients are exact."""
-
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -163,7 +159,6 @@ def shifted(writes):
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("call", ["forward_backward", "forward"])
 def test_what_passes_layers_unchanged_goes_down_at_most_once(call, grain, writes):
-    """The host has it; gradients are those of the plain model, also where a layer writes it."""
     (inputs, labels), shift, device = batch(6), torch.randn(4), Counting()
     plain, labels = shifted(writes), torch.randn(6, 4)
     outputs = plain[0](inputs, shift.clone())

@@ -96,7 +96,6 @@ def assert_near(model, expected):
 @settings(max_examples=examples(60))
 @given(case=cases, times=st.integers(1, 3))
 def test_means_and_gradients_are_those_of_the_whole_batch(devices, case, times):
-    """With loss_reduction="mean", loss and gradients are those of one backward, accumulated over several calls too."""
     model = small_model(tied=case["tied"])
     inputs, labels = batch(case["rows"])
     expected = plain(model, inputs, labels, F.mse_loss, times)
@@ -110,7 +109,6 @@ def test_means_and_gradients_are_those_of_the_whole_batch(devices, case, times):
 @settings(max_examples=examples(40))
 @given(case=cases, data=st.data())
 def test_pairs_of_sum_and_weight_are_exact(devices, case, data):
-    """With (sum, weight), rows that do not count change nothing, however they are spread over microbatches."""
     model = small_model(tied=case["tied"])
     inputs, labels = batch(case["rows"])
     counts = torch.tensor(data.draw(st.lists(st.booleans(), min_size=case["rows"], max_size=case["rows"])))
@@ -142,7 +140,6 @@ def test_pairs_of_sum_and_weight_are_exact(devices, case, data):
 @example(case=SPREAD, dropout=0.0, norm=False, dtype=torch.bfloat16)
 @example(case=SPREAD, dropout=0.0, norm=False, dtype=torch.float16)
 def test_device_count_and_plan_change_no_bit(devices, case, dropout, norm, dtype):
-    """At a fixed number of microbatches, loss, gradients and buffers are equal to the last bit, in every dtype."""
     model = small_model(tied=case["tied"], dropout=dropout, norm=norm).to(dtype)
     twin = copy.deepcopy(model)
     given_rows = batch(max(case["rows"], 2 * case["microbatches"]))  # a norm wants two rows
@@ -215,7 +212,6 @@ def test_batch_norm_sees_its_microbatches_in_sequence(devices, case):
 @settings(max_examples=examples(25))
 @given(case=cases)
 def test_forward_and_then_backward_is_the_same_function(devices, case):
-    """forward() gives the plain outputs, and loss.backward() through them the plain gradients, of the input as well."""
     model = small_model(tied=case["tied"])
     inputs, labels = batch(case["rows"])
     expected = plain(model, inputs, labels, F.mse_loss)
@@ -233,7 +229,6 @@ def test_forward_and_then_backward_is_the_same_function(devices, case):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_slow_layers_and_copies_change_no_bit(devices, monkeypatch, seed):
-    """Threads that are held up at random, in layers and in copies, meet in another order; the result is the same."""
     delays = random.Random(seed)
 
     def dawdle(*args):
@@ -278,7 +273,6 @@ def losses_by_items():
 
 @pytest.mark.parametrize("name", losses_by_items())
 def test_a_mean_over_something_else_than_rows_is_refused(name):
-    """And leaves no gradient; as a sum with its weight, the gradient is that of the whole batch."""
     loss_fn, labels = losses_by_items()[name]
     x, _ = batch(6)
     plain = small_model()
@@ -290,7 +284,6 @@ def test_a_mean_over_something_else_than_rows_is_refused(name):
 
 
 def test_means_over_rows_and_what_goes_with_them_are_taken():
-    """Uneven microbatches, several tokens in each row, a metric without a gradient, and one microbatch."""
     x, target = batch(7)
     labels = torch.tensor([-100, 1, 2, 0, -100, 1, 2])
 

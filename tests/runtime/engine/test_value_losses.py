@@ -133,7 +133,6 @@ FIRST_MASKS = {
 @pytest.mark.parametrize("first", FIRST_MASKS)
 @pytest.mark.parametrize("loss_fn", [clamped, with_epsilon, of_chosen_rows, all_rows_without_a_mask])
 def test_means_over_rows_of_a_mask_are_those_of_the_plain_model(loss_fn, first, dtype):
-    """Rows that a mask leaves out have a loss of zero, with any weights; later batches have other masks."""
     model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
     plain = copy.deepcopy(model)
     pipeline = RoundPipe(model, devices="virtual:2", model_run_config=RoundPipeRunConfig(num_microbatch=3))

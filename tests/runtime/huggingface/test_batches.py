@@ -20,7 +20,6 @@ def pictures():
 
 
 def test_packed_pictures_go_with_their_rows():
-    """Patches and sizes are cut where rows are; a microbatch without pictures has none."""
     kwargs = pictures()
     args, made = split_pictures(CONFIG, kwargs)((), kwargs, 3)
     assert args == [(), (), ()]
@@ -50,13 +49,11 @@ def test_pictures_whose_lines_end_with_a_token_go_with_their_rows():
 
 
 def test_without_packed_pictures_there_is_nothing_to_do():
-    """Text, and pictures with one row each, are split as everything is."""
     assert split_pictures(CONFIG, {"input_ids": torch.ones(2, 2)}) is None
     assert split_pictures(CONFIG, {"input_ids": torch.ones(2, 2), "pixel_values": torch.ones(2, 3, 4, 4)}) is None
 
 
 def test_pictures_that_do_not_fit_their_places_are_an_error():
-    """Patches that are no multiple of the tokens, and pictures that reach into the next row."""
     kwargs = pictures()
     kwargs["image_grid_thw"] = torch.tensor([[1, 2, 2], [1, 2, 4], [1, 1, 7]])
     with pytest.raises(SplitError, match="19 patches do not fit the 6 image tokens"):
@@ -79,7 +76,6 @@ def test_rows_are_joined_wherever_they_are():
 
 
 def test_lists_have_an_item_for_each_picture():
-    """Three pictures in two microbatches, and none in a third, are three: also where the parts are of one length."""
     parts = [
         {"image_hidden_states": [torch.ones(1, 4), torch.ones(2, 4)], "inside": 1},
         {"image_hidden_states": None, "inside": 1},
@@ -93,7 +89,6 @@ def test_lists_have_an_item_for_each_picture():
 
 
 def test_pictures_within_outputs_of_their_encoder():
-    """The list of its pooled output, and the tensors that only some microbatches have."""
     inner = [
         {"last_hidden_state": torch.ones(n, 5), "pooler_output": tuple(torch.full((1,), float(i)) for i in range(n))}
         for n in (2, 1)
@@ -123,7 +118,6 @@ def picture(number: float, patches: int = 4) -> torch.Tensor:
 
 
 def test_outputs_of_an_encoder_have_an_item_for_each_picture():
-    """Two rows with a picture, one without, one with two: tensors, lists and what each layer gave, in their order."""
     parts = []
     for pictures in ([picture(1.0), picture(2.0)], [], [picture(3.0), picture(4.0)]):
         inner = encoded(*pictures, hidden_states=(None, torch.stack(pictures))) if pictures else None
@@ -140,7 +134,6 @@ def test_outputs_of_an_encoder_have_an_item_for_each_picture():
 
 
 def test_pictures_in_one_sequence_are_joined_along_it():
-    """Encoders that put all pictures after one another: also where two microbatches have as many patches."""
     for sizes in ((4, 6), (4, 4)):
         parts = []
         for number, patches in enumerate(sizes):
@@ -157,7 +150,6 @@ def test_pictures_in_one_sequence_are_joined_along_it():
 
 
 def test_a_table_beside_the_pictures_stays_one():
-    """The same in microbatches with other pictures, it is none of them; with the same pictures they are counted."""
     table = torch.ones(3, 5)
     parts = [{"image_outputs": encoded(picture(number), table=table.clone())} for number in (1.0, 2.0)]
     found = join_outputs(parts, [1.0, 1.0], [1, 1])["image_outputs"]

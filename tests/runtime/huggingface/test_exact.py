@@ -47,7 +47,6 @@ def drawn(model, seed: int) -> tuple[dict, dict, int]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_drawn_at_random(name):
-    """Padding, ignored labels, embeddings given, counts, outputs asked for, accumulated gradients, any split."""
     base = hf_model(name)
     for seed in range(3):
         model, plain = copy.deepcopy(base), copy.deepcopy(base)
@@ -70,7 +69,6 @@ def test_calls_drawn_at_random(name):
 
 
 def test_noise_is_the_same_forward_and_backward():
-    """Dropout within layers and between them, and layers that are left out: gradients are slopes of the loss."""
     base = make_model("seq2seq:bart").double()
     base.config.decoder_start_token_id = 2
     for module in base.modules():

@@ -81,7 +81,6 @@ def plain_steps(plain, count, lr=0.05, *, late=0):
 @pytest.mark.parametrize("way", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("name", cases(NAMES, quick=["qwen3_moe", "gpt_oss"]))
 def test_losses_and_gradients_are_those_of_the_plain_model(name, way, experts, is_cached, monkeypatch):
-    """In three microbatches, on two devices, also while another thread has torch keep parametrized tensors."""
     monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
     model = adapted(name, way)
     plain = copy.deepcopy(model)
@@ -105,7 +104,6 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name, way, experts, i
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("is_async", [False, "exact", True])
 def test_steps_and_recomputation(is_async, grain):
-    """A forward, and a backward that computes it again; a step next to the run that follows, exact or one step late."""
     model = adapted("qwen3_moe")
     plain = copy.deepcopy(model)
     losses, _ = plain_steps(plain, 4, late=int(is_async is True))
@@ -138,7 +136,6 @@ def train(kind, folder, rows, steps=3, resume=None, **more):
 
 
 def test_the_trainer_learns_checkpoints_and_merges(tmp_path):
-    """All adapters move as with the plain Trainer; a checkpoint goes on bitwise; PEFT loads and merges."""
     rows = [
         {"input_ids": ids, "labels": ids} for ids in torch.randint(5, 90, (8, 6), generator=torch.Generator()).tolist()
     ]

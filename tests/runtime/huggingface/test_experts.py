@@ -54,7 +54,6 @@ def runs_of(pipe, batch, count):
 @pytest.mark.parametrize("way", WAYS[:1] if is_older_than("5.0") else WAYS)
 @pytest.mark.parametrize("name", cases(NAMES, quick=["mixtral", "gpt_oss"]))
 def test_losses_and_gradients_are_those_of_the_plain_model(name, way, monkeypatch):
-    """Bitwise, in one microbatch; and skipped bytes, once nothing is proven."""
     monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
     plain, batch = model_of(name, way), tokens(1, 2)
     expected = plain(**batch, use_cache=False).loss
@@ -70,7 +69,6 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name, way, monkeypatc
 
 @pytest.mark.parametrize("name", cases(NAMES, quick=["qwen3_moe"]))
 def test_uneven_microbatches_have_the_bits_of_all_experts(name, monkeypatch):
-    """Five rows in three microbatches; forward and backward later too."""
     monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
     found = []
     for experts in ("all", "routed"):
@@ -115,12 +113,10 @@ def gradients_of_a_small_batch(make):
 
 
 def test_a_small_batch_uploads_less_than_six_tenths():
-    """Of all bytes of parameters, with the bits of a run that uploads all experts."""
     assert gradients_of_a_small_batch(mixtral)
 
 
 def test_a_large_batch_uploads_all():
-    """All experts are hit."""
     pipe = pipe_of(mixtral(), "routed")
     _, found = runs_of(pipe, tokens(4, 16), 3)
     assert [skipped for _, skipped in found] == [0, 0, 0]
@@ -128,7 +124,6 @@ def test_a_large_batch_uploads_all():
 
 
 def test_frozen_experts_with_adapters_elsewhere():
-    """Adapters of the attention train: nothing of the experts comes down, and fewer go up."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0)
     found = gradients_of_a_small_batch(lambda: peft.get_peft_model(mixtral(), lora))
@@ -136,7 +131,6 @@ def test_frozen_experts_with_adapters_elsewhere():
 
 
 def test_generation_uploads_few_experts_for_each_token():
-    """The same tokens as the model itself, and most steps upload a quarter of the experts."""
     plain = mixtral().eval()
     ids = tokens(1, 4)["input_ids"]
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}

@@ -145,21 +145,18 @@ def devices():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_slices_give_the_loss_and_gradients_of_the_eager_model(name, devices):
-    """The head by slices and the embedding by rows compute what the model does, up to rounding."""
     model = MODELS[name]()
     check_close(once(model, devices), eagerly(model))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_give_the_bits_of_the_whole_table(name, devices):
-    """With room for the head, only rows of the embedding travel, and no bit of a loss or gradient changes."""
     model = MODELS[name]()
     same_bits(once(model, devices, "auto"), once(model, devices, "whole"))
 
 
 @pytest.mark.parametrize("name", ["untied", "tied", "encoder-decoder, one table for both"])
 def test_bits_do_not_depend_on_devices_and_placement(name):
-    """One, two and four devices, other stages, and layers one by one give the same bits."""
     model, found = MODELS[name](), []
     for count in (1, 2, 4):
         for changes in ({}, {"recompute_grain": "layer"}, {"keep_parameters": "auto"}, {"last_stage_copies": count}):
@@ -182,7 +179,6 @@ def test_master_weights_get_sums_in_their_own_dtype(tied, devices):
 
 
 def test_frozen_tables_get_no_gradient(devices):
-    """Tables that do not train have no sums on the host, and what trains has the model's gradients."""
     model = llama()
     for parameter in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
         parameter.requires_grad_(False)
@@ -193,7 +189,6 @@ def test_frozen_tables_get_no_gradient(devices):
 
 
 def test_adapters_train_on_frozen_tables(devices):
-    """LoRA around the layers and the head has the gradients of PEFT's model."""
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(
@@ -204,7 +199,6 @@ def test_adapters_train_on_frozen_tables(devices):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_that_are_asked_for_are_those_of_the_model(name, devices):
-    """A call without labels returns all logits, and goes back through them."""
     model = MODELS[name]()
     given = {"input_ids": batch()["input_ids"]}
     if name.startswith("encoder"):
@@ -222,7 +216,6 @@ def test_logits_that_are_asked_for_are_those_of_the_model(name, devices):
 
 
 def test_evaluation_computes_loss_and_logits(devices):
-    """Without gradients, the loss is that of the model, and so are the logits next to it."""
     model = llama()
     expected = copy.deepcopy(model)(**batch())
     pipe = wrapped(model, devices)
@@ -234,7 +227,6 @@ def test_evaluation_computes_loss_and_logits(devices):
 
 
 def test_label_smoothing_is_that_of_the_model(devices):
-    """The Trainer's label smoothing of a sliced head is that of a whole one."""
     whole, sliced = (once(llama(), devices, way, loss_fn=SmoothedLoss(0.1)) for way in ("whole", "slices"))
     check_close(sliced, whole)
 
@@ -271,7 +263,6 @@ def test_steps_next_to_runs_read_the_right_version_of_a_table(tied, dtype, devic
 
 
 def test_a_resumed_training_has_the_bits_of_a_whole_one(devices, tmp_path):
-    """Saved after two of four steps and loaded by another pipeline, losses and weights are the same."""
     model = llama(tied=True)
     whole = wrapped(copy.deepcopy(model), devices)
     losses, _ = train(whole, 4)
@@ -291,7 +282,6 @@ def test_a_resumed_training_has_the_bits_of_a_whole_one(devices, tmp_path):
 
 @pytest.mark.parametrize("way", ["copy_in", "copy_out"])
 def test_an_error_half_way_leaves_no_trace(way, devices, monkeypatch):
-    """A slice that cannot be copied fails the call; gradients stay as they were, and the next call is right."""
     model = llama()
     expected = once(model, devices)
     pipe = wrapped(copy.deepcopy(model), devices)
@@ -330,7 +320,6 @@ def test_a_device_that_cannot_hold_the_head_trains():
 
 
 def test_only_large_tables_stay_on_the_host(devices, monkeypatch):
-    """A table of as many bytes as the threshold stays on the host; one byte more of threshold, and it travels."""
     model = llama()
     nbytes = model.lm_head.weight.nbytes
     for threshold, count in [(nbytes, 1), (nbytes + 1, 0)]:
@@ -355,7 +344,6 @@ def penalized_llama():
 
 
 def test_code_that_reads_the_whole_weight_gets_it(devices):
-    """A penalty on the head reads all of it, which then travels; its gradient is added to that of the slices."""
     model = penalized_llama()
     config = RoundPipeRunConfig(num_microbatch=1)
     check_close(once(model, devices, config=config), eagerly(model))

@@ -113,7 +113,6 @@ def _append(layers, model):
 )
 @pytest.mark.parametrize("calls", [0, 1])
 def test_layers_that_were_changed_are_refused(change, message, calls):
-    """In every kind of call, before the first one or between two; wrapped again, the model is the changed one."""
     model = small_llama()
     pipeline = wrapped(model)
     batch = hf_batch()
@@ -147,7 +146,6 @@ def _ten_times(logits, labels, **options):
 @pytest.mark.parametrize("name", ["llama", "seq2seq:t5", "bert", "gpt2"])
 @pytest.mark.parametrize("calls", [0, 1])
 def test_a_loss_function_that_is_set_later(name, calls):
-    """The setter of transformers, where a model's forward uses it and where it does not."""
     model = hf_model(name)
     model.config.decoder_start_token_id = 2
     change = functools.partial(_set, name="loss_function", value=_ten_times)
@@ -207,14 +205,12 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("calls", [0, 2])
 def test_what_a_loss_reads_is_changed(change, calls):
-    """Attributes of the model: tensors, numbers, texts, objects and functions."""
     ids = torch.randint(0, 32, (6, 5), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids.roll(-1, 1)}
     assert_alike(CHANGES[change], small_llama(Weighted), batch, calls_before=calls)
 
 
 def test_weights_change_at_each_step():
-    """Other weights of classes, in place and as another tensor, step after step; the cut is not made again for them."""
     model = small_llama(Weighted)
     plain, pipeline = copy.deepcopy(model), wrapped(model)
     ids = torch.randint(0, 32, (6, 5), generator=torch.Generator().manual_seed(1))
@@ -259,8 +255,6 @@ HOOKS = {
 @pytest.mark.parametrize("place", ["pipeline", "model"])
 @pytest.mark.parametrize("calls", [0, 1])
 def test_hooks_of_the_whole_model(hook, place, calls):
-    """Registered on the pipeline or on the model in it, before the first call or later: each call runs them."""
-
     def register(model):
         HOOKS[hook](model.cut.model if place == "model" and hasattr(model, "cut") else model)
 
@@ -268,7 +262,6 @@ def test_hooks_of_the_whole_model(hook, place, calls):
 
 
 def test_hooks_run_once_a_microbatch():
-    """A call of the pipeline runs no hook of the model a second time, and a hook that was removed does not run."""
     model = hf_model("llama")
     pipeline = wrapped(model)
     rows = []
@@ -305,7 +298,6 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("calls", [0, 1])
 def test_a_forward_that_is_set_on_an_object(place, calls):
-    """On modules around the layers, on a layer, and in one; also taken back."""
     assert_alike(lambda model: _shifted(PLACES[place](_root(model))), hf_model("llama"), hf_batch(), calls_before=calls)
     changed = hf_model("llama")
     _shifted(PLACES[place](changed))
@@ -347,12 +339,10 @@ def _other_rotary(model):
 @pytest.mark.parametrize("change", [_layer_norm, _head_with_bias, _bias, _other_weight, _other_rotary])
 @pytest.mark.parametrize("calls", [0, 1])
 def test_modules_around_the_layers_are_replaced(change, calls):
-    """A norm of another class, a head with a bias, a parameter or a buffer: with their gradients."""
     assert_alike(lambda model: change(_root(model)), hf_model("llama"), hf_batch(), calls_before=calls)
 
 
 def test_a_copy_of_the_pipeline_is_read_by_itself():
-    """What is changed in the copy is the copy's, and the pipeline it was made of has its own."""
     pipeline = wrapped(hf_model("llama"))
     batch = hf_batch()
     before = pipeline.forward_backward(input_kwargs=batch)

@@ -35,7 +35,6 @@ def texts(rows=5):
 
 @pytest.mark.parametrize("call", ["forward_backward", "forward", "no gradients"])
 def test_a_model_with_a_layer_that_mixes_rows_runs_in_one_microbatch(call):
-    """The warning names the layer, once; loss and gradients are those of the plain model."""
     plain = llama(mixes=True)
     model = wrap_model_to_roundpipe(copy.deepcopy(plain), lower_threshold=0, devices="virtual:2:check")
     config, batch = RoundPipeRunConfig(num_microbatch=3), texts()
@@ -99,7 +98,6 @@ def test_a_model_whose_backward_depends_on_the_batch_has_the_gradients_of_the_ba
 
 
 def test_a_model_that_keeps_rows_apart_runs_in_microbatches():
-    """No warning, in training and in evaluation, with and without labels."""
     plain = llama(mixes=False)
     model = wrap_model_to_roundpipe(copy.deepcopy(plain), lower_threshold=0, devices="virtual:2:check")
     config, batch = RoundPipeRunConfig(num_microbatch=3), texts()

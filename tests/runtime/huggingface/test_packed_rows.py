@@ -30,7 +30,6 @@ def packed_batch():
 
 @pytest.mark.parametrize("name", [*APART, *TOGETHER])
 def test_packed_rows_of_a_model(name):
-    """Its own forward decides: the second text behind the first one, and alone."""
     model = known_model(name).eval()
     batch = packed_batch()
     given = {"position_ids": batch["position_ids"]} if name != "mamba" else {}
@@ -45,7 +44,6 @@ def test_packed_rows_of_a_model(name):
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "bamba"])
 @pytest.mark.parametrize("call", ["forward_backward", "forward"])
 def test_a_wrapped_model_warns_once(name, call):
-    """In whichever call, once, and in rows of one text never; numbers are those of the model."""
     model = known_model(name)
     pipeline = wrapped(model, microbatches=1)
     batch = packed_batch()
@@ -85,7 +83,6 @@ def test_a_wrapped_model_warns_once(name, call):
     ],
 )
 def test_positions_that_begin_again(positions, mask, expected):
-    """Within a row, but for padding."""
     given = {"position_ids": torch.tensor(positions)}
     if mask is not None:
         given["attention_mask"] = torch.tensor(mask)

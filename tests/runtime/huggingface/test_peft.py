@@ -59,7 +59,6 @@ def _bytes_of_tensors() -> int:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_adapters_learn_as_in_the_plain_model(name):
-    """Three steps: logits, loss and gradients are those of the plain model; nothing else moves or has a gradient."""
     model = adapted(name)
     plain = copy.deepcopy(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
@@ -90,7 +89,6 @@ def pages_of(file):
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc shows where memory is from")
 @pytest.mark.parametrize("how", [True, "exact"])
 def test_frozen_weights_stay_pages_of_their_file(tmp_path, how):
-    """Wrapping, training and a step in the background neither write nor copy them; the adapters learn."""
     hf_model("llama").bfloat16().save_pretrained(tmp_path)
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype="auto")
     pipeline = wrapped(peft.get_peft_model(model, lora()), optim_dtype=torch.float32, pin_model="off")
@@ -223,7 +221,6 @@ def test_frozen_parameters_cost_the_optimizer_nothing():
 
 
 def test_host_memory_of_a_step_is_that_of_the_adapters():
-    """One step of Adam with masters adds to the host less than a tenth of what the frozen weights take."""
     model = adapted().to(torch.bfloat16)
     pipeline = wrapped(model, optim_dtype=torch.float32)
     frozen = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
@@ -237,7 +234,6 @@ def test_host_memory_of_a_step_is_that_of_the_adapters():
 
 
 def test_a_master_is_filled_when_its_parameter_learns():
-    """An optimizer that was made while a parameter was frozen trains it, in its own dtype, from its present value."""
     layer = torch.nn.Linear(2, 1, bias=False).to(torch.bfloat16)
     layer.weight.requires_grad_(False)
     store = ParameterStore(layer, torch.float32)
@@ -277,7 +273,6 @@ def test_rows_with_different_adapters_are_refused():
 
 
 def test_a_small_model_in_one_piece_has_adapters_too():
-    """Uncut, the model is wrapped all the same."""
     model = adapted()
     plain = copy.deepcopy(model)
     pipeline = wrap_model_to_roundpipe(
@@ -305,7 +300,6 @@ PROMPTS = {
 @pytest.mark.parametrize("method", PROMPTS)
 @pytest.mark.parametrize("name", cases(["llama", "gpt2", "gemma3_text", "seq2seq:t5"], quick=["llama", "seq2seq:t5"]))
 def test_learned_prompts_train_as_in_the_plain_model(name, method, old_names_said):
-    """Learned tokens, and learned keys and values: the model is cut, and logits, loss and gradients are the same."""
     torch.manual_seed(0)
     model = hf_model(name)
     model.config.decoder_start_token_id = 2

@@ -40,7 +40,6 @@ def planned(memory, large_tables="auto", *, frozen=False):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_least_device_holds_two_layers(frozen):
-    """A device needs room for two layers with their gradients, whatever the vocabulary is."""
     layer = sum(p.nbytes for p in llama().model.layers[0].parameters())
     enough = int(2 * 2 * layer / FOR_PARAMETERS) + 1000
     report = planned(enough, frozen=frozen)
@@ -53,14 +52,12 @@ def test_the_least_device_holds_two_layers(frozen):
 
 
 def test_the_least_memory_is_said_where_a_head_fits():
-    """On a device that holds the head, slices are not taken, and the least memory is still that of slices."""
     report = planned(10**8)
     assert report.layers[-1].slice_bytes == 0
     assert report.least_memory < 10**6
 
 
 def test_bytes_of_parts_are_those_that_a_run_copies():
-    """Slices go up twice for a microbatch and their gradients come down once, as a run copies them."""
     report = planned(400_000)
     head, table = report.layers[-1], llama().lm_head.weight
     assert (head.parts_forward, head.parts_backward, head.parts_down) == (table.nbytes, table.nbytes, table.nbytes)

@@ -62,7 +62,6 @@ def test_layers_of_a_mixture_compute_with_two_experts_of_eight():
 
 
 def test_what_adapters_leave_frozen_has_no_gradient():
-    """Weights go to the device, and only adapters come back and have an optimizer."""
     pytest.importorskip("peft", reason="adapters are PEFT's")
     model = model_on_meta(LlamaConfig(num_hidden_layers=2, dtype="bfloat16"))
     with torch.device("meta"):
@@ -82,7 +81,6 @@ def test_logits_of_a_large_vocabulary_are_not_planned_for():
 
 
 def test_the_remedy_is_what_fits():
-    """Smaller microbatches first; then shorter rows; planned again, it fits."""
     training = PlannedTraining(model_on_meta(LlamaConfig(num_hidden_layers=4, dtype="bfloat16")), CARDS)
     size = {"batch": 128, "length": 4096, "num_microbatch": 2}
     assert training.report(**size).fits_devices is False
@@ -97,7 +95,6 @@ def test_the_remedy_is_what_fits():
 
 
 def test_a_remedy_of_unknown_memory_is_an_error():
-    """With the line that says how much there is."""
     unknown = Hardware(("mps:0",), "mps", 150e12, 25e9, None, None, 20e9, {})
     training = PlannedTraining(model_on_meta(make_config("llama")), unknown)
     with pytest.raises(ConfigError, match=r"the memory of mps:0 is unknown.*\n.*memory=24 \* 2\*\*30"):
@@ -122,7 +119,6 @@ def test_a_remedy_that_does_not_exist_is_said_to_be_none(size, what):
     "name", ["gpt2", "llama", "gemma3_text", "qwen3_moe", "bloom", "mamba", "bart", "doge", "diffllama"]
 )
 def test_types_of_models_are_planned_without_a_line_for_each(name):
-    """Every layer has bytes and operations, and the sum of all parameters is the model's."""
     model = model_on_meta(make_config(name))
     report = PlannedTraining(model, CARDS).report(batch=4, length=32, num_microbatch=2)
     assert all(layer.param_bytes for layer in report.layers[1:-1])
@@ -138,7 +134,6 @@ def test_a_model_that_looks_at_values_is_refused():
 
 
 def test_a_model_with_memory_is_refused():
-    """The error says how to build one without."""
     with pytest.raises(ConfigError, match=r"torch.device\(.meta.\)"):
         PlannedTraining(torch.nn.Linear(2, 2), CARDS)
 

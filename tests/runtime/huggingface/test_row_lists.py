@@ -44,7 +44,6 @@ def parts(count=3, inner=None, **kwargs):
 
 
 def test_dictionaries_go_with_their_rows():
-    """Two, one and one rows; a row without objects is one."""
     made = parts(labels=objects(2, 1, 0, 3), scale=2)
     assert [part["pixel_values"].flatten().tolist() for part in made] == [[0.0, 1.0], [2.0], [3.0]]
     assert [[len(row["boxes"]) for row in part["labels"]] for part in made] == [[2, 1], [0], [3]]
@@ -73,7 +72,6 @@ def test_labels_that_may_be_either_are_an_error():
 
 
 def test_other_lists_are_left_to_the_split():
-    """Batches in a list, lists of another length, tuples, numbers, and calls whose rows are not clear."""
     assert parts(features=[torch.ones(4, 2)] * 4) is None
     assert parts(labels=[torch.ones(4)] * 2) is None
     assert parts(features=tuple(torch.ones(count) for count in (1, 2, 3, 4))) is None
@@ -82,8 +80,6 @@ def test_other_lists_are_left_to_the_split():
 
 
 def test_another_split_function_cuts_the_rest():
-    """That of packed pictures, for example."""
-
     def inner(args, kwargs, count):
         assert "labels" not in kwargs
         return [()] * count, [
@@ -96,7 +92,6 @@ def test_another_split_function_cuts_the_rest():
 
 
 def test_mappings_of_image_processors_become_dictionaries():
-    """Those in lists only; all else stays the object that it is."""
     row = collections.UserDict(boxes=torch.ones(1, 4))
     kwargs = {"labels": [row], "other": (row,), "text": ["a"]}
     found = plain_rows(kwargs)
@@ -170,7 +165,6 @@ def pictures(name, counts):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases(MODELS, quick=["yolos", "maskformer"]))
 def test_models_of_objects_train_as_without_a_pipeline(name):
-    """Loss and gradients of rows with different numbers of objects, with as many as there are rows, and with none."""
     torch.manual_seed(0)
     base = MODELS[name]().train()
     model = copy.deepcopy(base)
@@ -187,7 +181,6 @@ def test_models_of_objects_train_as_without_a_pipeline(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 3])
 def test_the_trainer_trains_a_detector(tmp_path, microbatches):
-    """Losses and norms of YOLOS are those of the plain Trainer; labels are objects as an image processor makes them."""
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
     batch = pictures("yolos", [1, 2, 3, 1, 2, 3, 1, 2])
     rows = [

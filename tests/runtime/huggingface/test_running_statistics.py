@@ -50,7 +50,6 @@ def assert_same_buffers(model, plain):
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
 def test_each_norm_counts_a_microbatch_once(kind, microbatches):
-    """However often the code before a layer runs; a norm that was frozen stays as it is; in two steps."""
     model = Normed(kind).double().train()
     model.norms[1].eval()
     plain = copy.deepcopy(model)
@@ -137,7 +136,6 @@ MODELS = {
 
 @pytest.mark.parametrize("name", cases(MODELS, quick=["resnet", "segformer"]))
 def test_models_of_pictures_train_as_by_accumulation(name):
-    """Loss, gradients and running statistics for one and three microbatches; the model is cut."""
     torch.manual_seed(0)
     base = MODELS[name]().double().train()
     batch = {"pixel_values": torch.randn(7, 3, 32, 32).double(), "labels": torch.randint(0, 2, (7,))}

@@ -82,7 +82,6 @@ def with_layers_left_out():
 
 @pytest.mark.parametrize("make", [with_dropout, with_layers_left_out])
 def test_no_bit_depends_on_the_devices(make):
-    """With noise, in training, one device and three give the same loss and gradients to the last bit."""
     torch.manual_seed(0)
     model = make().train()
     found = []
@@ -122,7 +121,6 @@ def test_the_loss_function_of_a_script():
     "merge", [False, lambda outputs: [o.logits for o in outputs], {"outputs['logits']": Replicate}]
 )
 def test_outputs_are_joined_as_the_user_wants(merge):
-    """Not at all, by a function or by rules; the loss is the one of the batch in any case."""
     model = hf_model("llama")
     batch = hf_batch(4, padding=False)
     batch = {key: value[:1].expand(4, -1).clone() for key, value in batch.items()}
@@ -144,7 +142,6 @@ def test_outputs_are_joined_as_the_user_wants(merge):
 
 
 def test_without_labels_and_loss_function_there_is_no_loss():
-    """The error says what to give."""
     pipeline = wrapped(hf_model("llama"))
     batch = hf_batch()
     del batch["labels"]
@@ -154,7 +151,6 @@ def test_without_labels_and_loss_function_there_is_no_loss():
 
 
 def test_it_is_the_model_in_all_else(tmp_path):
-    """Names, configuration, generation, saving, modes and attributes are the model's own."""
     model = make_model("llama")
     expected = model.generate(tokens(2) + 5, max_new_tokens=4, do_sample=False)
     pipeline = wrapped(model)
@@ -178,7 +174,6 @@ def test_it_is_the_model_in_all_else(tmp_path):
 
 
 def test_parameters_that_are_replaced_are_seen():
-    """A larger vocabulary and loaded weights reach the next run."""
     model = hf_model("llama")
     pipeline = wrapped(model)
     model.resize_token_embeddings(160, mean_resizing=False)
@@ -190,7 +185,6 @@ def test_parameters_that_are_replaced_are_seen():
 
 
 def test_pickle_and_deepcopy_keep_the_cut():
-    """A copy runs without being cut again."""
     pipeline = wrapped(hf_model("mixtral"))
     batch = hf_batch()
     with torch.no_grad():
@@ -267,7 +261,6 @@ def microbatches(pipeline):
 
 
 def test_thresholds_keep_small_models_whole():
-    """Below the lower one, also in one microbatch; a preset that is refused is one piece."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         small = wrap_model_to_roundpipe(Toy(), devices="virtual:2")
@@ -281,7 +274,6 @@ def test_thresholds_keep_small_models_whole():
 
 
 def test_configurations_of_parts_are_refused():
-    """The model is one pipeline, so only the model can have a configuration."""
     model = Toy()
     with pytest.raises(ConfigError, match="override_config: Linear cannot have its own configuration"):
         wrap_model_to_roundpipe(model, override_config={model.head: RoundPipeRunConfig()})
@@ -292,13 +284,11 @@ def test_configurations_of_parts_are_refused():
 
 
 def test_a_name_is_no_model():
-    """What comes to mind first is refused with the line to type."""
     with pytest.raises(ConfigError, match=r"found str 'llama'.*\n.*from_pretrained"):
         wrap_model_to_roundpipe("llama")
 
 
 def test_the_name_is_given_or_the_line():
-    """Without a name, it is the place of the call."""
     named = wrap_model_to_roundpipe(Toy(), False, name="toy", devices="virtual:1")
     unnamed = wrap_model_to_roundpipe(Toy(), False, devices="virtual:1")
     assert named.name == "toy"

@@ -36,7 +36,6 @@ def test_parameters_stay_on_the_host():
 
 
 def test_a_pipeline_is_not_wrapped_again_and_a_model_may_be():
-    """Two pipelines around one model share its parameters; one around a pipeline is an error."""
     model = make_model("llama")
     pair = [wrapped(model), wrapped(model, devices="virtual:1")]
     batch = hf_batch()
@@ -67,7 +66,6 @@ def test_state_dict_is_that_of_the_model():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_what_is_saved_is_loaded_to_the_bit(tmp_path, name):
-    """In shards, tied weights once, after a step in the background; every key."""
     model = make_model(name)
     pipeline = wrapped(model)
     optimizer = torch.optim.SGD(pipeline.optim_parameters(), lr=0.1)
@@ -82,7 +80,6 @@ def test_what_is_saved_is_loaded_to_the_bit(tmp_path, name):
 
 
 def test_copies_of_the_optimizer_are_not_resized():
-    """A larger vocabulary comes before the copies; the error says so, and nothing was changed."""
     model = make_model("llama").bfloat16()
     pipeline = wrapped(model, optim_dtype=torch.float32)
     size = pipeline.resize_token_embeddings(140, mean_resizing=False).weight.shape[0]
@@ -124,7 +121,6 @@ def test_embeddings_are_resized_while_a_graph_is_held(name, size):
 
 @pytest.mark.parametrize("is_copied", [False, True])
 def test_parameters_that_the_script_resizes_itself_are_refused_with_the_cure(is_copied):
-    """Past the pipeline, with a gradient of the old size, or copies of an optimizer: nothing is added to either."""
     model = hf_model("llama").float()
     pipeline = wrapped(model, optim_dtype=torch.float64 if is_copied else None)
     batch = hf_batch()
@@ -148,7 +144,6 @@ def test_parameters_that_the_script_resizes_itself_are_refused_with_the_cure(is_
 
 
 def test_hooks_count_whenever_they_are_registered():
-    """On a module around the layers, after the cut: it sees each microbatch; taken away, nothing."""
     model = hf_model("llama")
     pipeline = wrapped(model)
     batch = hf_batch()
@@ -186,7 +181,6 @@ def test_texts_behind_each_other_are_one_row():
 
 
 def test_a_forward_that_was_replaced_is_named():
-    """A function that finds the model in a list calls the model itself, and not a copy: one piece, with a warning."""
     model = hf_model("llama")
     original = model.forward
     found = [original]

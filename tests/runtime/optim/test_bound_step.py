@@ -76,5 +76,4 @@ def trained(mode):
 
 
 def test_two_optimizers_in_turns_train_as_without_a_thread():
-    """The name of the optimizer is bound anew while the thread runs the step layer by layer."""
     assert torch.equal(trained("exact"), trained(False))

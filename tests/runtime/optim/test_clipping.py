@@ -75,7 +75,6 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("caller", ["script", "step", "exact", "a run", "disk"])
 def test_what_a_loop_makes_of_the_gradients_of_the_model_is_stepped(change, caller, tmp_path):
-    """As without copies: clipped, scaled, replaced, added to or cleared; two steps, the second on one more run."""
     plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     model = copy.deepcopy(plain)
     host = f"disk:{tmp_path}" if caller == "disk" else "memory"
@@ -115,7 +114,6 @@ def test_a_step_in_the_background_frees_gradients_as_it_goes(is_async):
 
 
 def test_pipelines_that_share_layers_keep_their_gradients_apart():
-    """The parameters show those of the last run; neither pipeline takes them for the caller's."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3))
     pipes = [RoundPipe(model, torch.float64, devices="virtual:2", model_run_config=MEAN) for _ in range(2)]
     for weight, pipe in zip((1, 3), pipes, strict=True):
@@ -140,7 +138,6 @@ def test_the_copies_are_clipped_as_ever(trained):
 
 
 def test_other_models_are_clipped_as_ever(trained):
-    """A model without a pipeline, with gradients and without, and one tensor alone."""
     plain, _, _ = trained
     assert clip_grad_norm_(plain.parameters(), 1e9).item() > 0
     clip_grad_value_(plain.parameters(), 1e-3)
@@ -176,6 +173,5 @@ def test_an_optimizer_of_parameters_without_gradients_is_refused(trained, caller
 
 
 def test_before_a_backward_there_is_nothing_to_refuse():
-    """No copy has a gradient yet, and none of them is lost."""
     pipe = RoundPipe(nn.Sequential(nn.Linear(4, 3)).bfloat16(), torch.float32, devices="virtual:2")
     assert clip_grad_norm_(pipe.parameters(), 1.0).item() == 0.0

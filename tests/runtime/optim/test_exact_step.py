@@ -119,7 +119,6 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_steps_have_the_bits_of_synchronous_ones(wrap, case):
-    """Losses, parameters and the optimizer's state, with tied weights and dropout."""
     found = []
     for mode in (False, "exact"):
         torch.manual_seed(0)
@@ -131,7 +130,6 @@ def test_all_steps_have_the_bits_of_synchronous_ones(wrap, case):
 
 
 def test_the_training_is_that_of_plain_pytorch(wrap):
-    """Ten steps of AdamW lead to the parameters of a loop without a pipeline."""
     trained = Trained(wrap, "exact", adamw, model=lambda: small_model(tied=True))
     trained.steps(10)
     plain = small_model(tied=True).double()
@@ -150,7 +148,6 @@ def test_the_training_is_that_of_plain_pytorch(wrap):
 @pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
 @pytest.mark.parametrize("updates_inside", [False, True])
 def test_a_scaler_scales_and_skips_as_in_synchronous_steps(wrap, fused, kind, updates_inside):
-    """Some steps have infinite gradients; the scale is that of the same step either way."""
     if kind is torch.amp.GradScaler and updates_inside:
         pytest.skip("torch's scaler does not know that a loss is of a later run than its update")
     found = []
@@ -224,7 +221,6 @@ class Waits(torch.optim.SGD):
 
 
 def test_the_next_run_begins_before_the_last_layer_is_updated(wrap):
-    """The update of the last layer waits until the next run has called the first one."""
     trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1))
     trained.run()
     trained.step()
@@ -243,7 +239,6 @@ def test_the_next_run_begins_before_the_last_layer_is_updated(wrap):
 
 @pytest.mark.parametrize("of", ["model", "optimizer"])
 def test_what_saves_waits_for_the_step(wrap, of):
-    """State dicts of model and optimizer hold the step that was just begun."""
     trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1, momentum=0.9))
     (optimizer,) = trained.optimizers
     trained.steps(2)
@@ -276,7 +271,6 @@ def in_a_step_that_waits(wrap):
 
 
 def test_a_run_of_another_thread_waits_for_each_layer(wrap):
-    """An evaluation next to the step has the outputs of the stepped model."""
     trained, go = in_a_step_that_waits(wrap)
     inputs, found = batch(6)[0], []
 
@@ -309,7 +303,6 @@ def test_a_pipeline_that_shares_parameters_waits(wrap):
 
 
 def test_lbfgs_runs_before_the_call_returns_and_a_warning_names_it(wrap):
-    """Its closure runs the pipeline; the result is that of the synchronous step."""
     found = []
     for mode in (False, "exact"):
         trained = Trained(wrap, mode, lambda params: torch.optim.LBFGS(params, lr=0.1, max_iter=3), dtype=torch.float64)
@@ -347,7 +340,6 @@ def test_parameters_outside_of_the_pipeline_are_updated_when_the_call_returns(wr
 
 
 def test_a_change_after_the_optimizer_is_an_error_of_the_next_run(wrap):
-    """The run may have read what was there before, so none of its gradients arrive; a synchronous step does it."""
     trained = Trained(wrap, "exact", lambda params: torch.optim.SGD(params, lr=0.1))
 
     def step():
@@ -368,7 +360,6 @@ def test_a_change_after_the_optimizer_is_an_error_of_the_next_run(wrap):
 
 
 def test_gradients_zeroed_in_place_outside_are_an_error(wrap):
-    """They are what the step is made of."""
     trained = Trained(wrap, "exact", lambda params: Waits(params, lr=0.1), model=small_model)
     trained.whole_step = trained.optimizers[0].step
     for _ in range(2):
@@ -398,7 +389,6 @@ class Fails(torch.optim.SGD):
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_an_error_in_a_layers_update_is_raised_once_by_the_next_run(wrap, dtype):
-    """The layers before it are stepped, the others are not; training goes on."""
     trained = Trained(wrap, "exact", lambda params: Fails(params, lr=0.1), dtype=dtype, model=small_model)
     trained.steps(2)
     trained.run()
@@ -422,7 +412,6 @@ def test_an_error_in_a_layers_update_is_raised_once_by_the_next_run(wrap, dtype)
 
 
 def test_an_error_before_the_optimizer_is_raised_by_the_call(wrap):
-    """Nothing was stepped."""
     trained = Trained(wrap, "exact", adamw)
     trained.steps(2)
     trained.run()
@@ -495,7 +484,6 @@ def test_a_step_that_is_faster_than_its_caller_is_refused_too(wrap, monkeypatch)
 
 
 def test_a_second_run_without_a_step_copies_no_master_weight(wrap):
-    """Runs that accumulate gradients leave the parameters alone; a step outside of the pipeline is noticed."""
     trained = Trained(wrap, False, adamw, dtype=torch.float32, model=bfloat16_model)
     trained.run()
     versions = [p._version for p in trained.model.parameters()]

@@ -89,7 +89,6 @@ def test_gradients_of_several_runs_add_up(wrap):
 
 
 def test_frozen_parameters_hooks_and_pickles_keep_the_dtype(wrap):
-    """A parameter that is trained later, one with a hook on its copy, and those of a pickled pipeline."""
     pipe = wrap(half_model(), **HALF, model_run_config=MEAN)
     pipe.model[0].requires_grad_(False)
     names = dict(pipe.optim_named_parameters())
@@ -115,7 +114,6 @@ def test_parameters_that_hold_their_own_gradient_are_as_they_were(wrap):
 
 
 def test_a_closure_is_refused_with_the_line_to_type(wrap):
-    """Its gradients come while the optimizer runs."""
     pipe = wrap(half_model(), **HALF, model_run_config=MEAN)
     optimizer = torch.optim.LBFGS(pipe.optim_parameters())
     with pytest.raises(ConfigError, match="LBFGS was given a closure"):
@@ -124,6 +122,5 @@ def test_a_closure_is_refused_with_the_line_to_type(wrap):
 
 @pytest.mark.parametrize("options", [{"gradient_dtype": torch.bfloat16}, {**HALF, "gradient_dtype": "bfloat16"}])
 def test_a_dtype_that_has_no_meaning_is_refused(options):
-    """Without copies for the optimizer there is nothing whose gradients it could be."""
     with pytest.raises(ConfigError, match="gradient_dtype, the dtype of gradients of master weights"):
         RoundPipe(small_model(), **options)

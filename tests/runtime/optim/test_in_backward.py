@@ -97,7 +97,6 @@ def train(pipe, make=adam, steps=3, rows=7, how=False):
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("name", ["plain", "tied", "batch norm", "frozen", "mixed"])
 def test_the_numbers_are_those_of_master_weights(wrap, name, update, how):
-    """Losses, master weights, moments and the weights of devices are bitwise those of an ordinary step."""
     expected = train(wrap(layers_of(name), model_run_config=MEAN, **FLOAT))
     found = train(wrap(layers_of(name), model_run_config=MEAN, update=update, **FLOAT), how=how)
     assert same_bits(found, expected)
@@ -132,7 +131,6 @@ def test_any_optimizer_that_steps_parameter_by_parameter(wrap, name, gradients, 
     ids=["one", "copies", "kept"],
 )
 def test_however_a_run_is_cut(wrap, config, update):
-    """Also where devices keep parameters, or compute the last layer together."""
     expected = train(wrap(layers_of("plain"), model_run_config=config.over(MEAN), **FLOAT))
     found = train(wrap(layers_of("plain"), model_run_config=config.over(MEAN), update=update, **FLOAT))
     assert same_bits(found, expected)
@@ -254,7 +252,6 @@ def test_adapters_of_peft(update):
 
 @pytest.mark.parametrize("tables", ["whole", "slices"])
 def test_large_tables(tables, monkeypatch):
-    """Rows of an embedding and slices of a head are rounded like whole parameters."""
     monkeypatch.setattr("roundpipe_runtime.optim.layer_contents.LARGE", 2**10)
     monkeypatch.setattr("roundpipe_runtime.optim.layer_contents._SMALLEST_SLICE", 2**10)
     for pipe in pipelines_of_the_same_bits(lambda: model_of("llama"), "in_backward", large_tables=tables):
@@ -286,7 +283,6 @@ def fails():
 
 @pytest.mark.parametrize("act", [fails, press], ids=["exception", "Ctrl-C"])
 def test_what_fails_half_way_is_named_and_a_checkpoint_is_the_way_back(wrap, tmp_path, act, python_handles_ctrl_c):
-    """Later layers were stepped and earlier ones not: nothing runs or is saved until a checkpoint is loaded."""
     from roundpipe_runtime import load_checkpoint, save_checkpoint
 
     torch.manual_seed(0)
@@ -331,7 +327,6 @@ def test_what_fails_half_way_is_named_and_a_checkpoint_is_the_way_back(wrap, tmp
 
 
 def test_a_failure_before_the_backward_changes_nothing(wrap):
-    """The loss raises: no layer was stepped, and the next run is an ordinary one."""
     pipe = wrap(broken(), model_run_config=MEAN, update="in_backward", **FLOAT)
     optimizer = adam(pipe)
     before = numbers(pipe, optimizer)
@@ -352,7 +347,6 @@ def pipe_and_run(wrap, make=adam, model=None, **options):
 
 
 def test_gradients_of_two_calls_are_not_added(wrap):
-    """A loop that accumulates is refused at its second call; a loop that steps each time is an ordinary one."""
     pipe, optimizer, run = pipe_and_run(wrap)
     run()
     with pytest.raises(ConfigError, match=r"AdamW\.step\(\) was not called(.|\n)*num_microbatch"):
@@ -417,7 +411,6 @@ def test_hooks_and_older_gradients_of_parameters_are_refused(wrap):
 
 
 def test_a_backward_of_outputs_is_refused(wrap):
-    """A loss of all outputs goes back layer by layer too, and a second one may follow: nothing is stepped."""
     pipe, optimizer, run = pipe_and_run(wrap)
     before = numbers(pipe, optimizer)
     inputs, labels = batch(6)
@@ -453,7 +446,6 @@ def test_a_step_next_to_the_next_run_has_been_done(wrap):
 
 
 def test_a_batch_without_weight_has_zero_gradients(wrap):
-    """The ordinary step of zeros follows when the optimizer is called, for all parameters."""
     found = []
     for way in ("masters", "in_backward"):
         pipe = wrap(layers_of("plain"), update=way, model_run_config=MEAN, **FLOAT)
@@ -502,7 +494,6 @@ def test_an_evaluation_sees_the_step(wrap, update):
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_checkpoint_continues_with_the_same_bits(wrap, tmp_path, update):
-    """A new pipeline of the same kind continues bitwise; one with master weights refuses the wider file."""
     from roundpipe_runtime import load_checkpoint, save_checkpoint
     from roundpipe_runtime.checkpoint import CheckpointError
 
@@ -588,7 +579,6 @@ def trainer(tmp_path, update, **options):
 
 
 def test_the_trainer_steps_in_the_backward(tmp_path):
-    """Weights and moments are those of the Trainer with master weights; it resumes from its wide weights."""
     found = []
     for way in ("masters", *UPDATES):
         made = trainer(tmp_path, way, save_strategy="steps", save_steps=2)
@@ -607,6 +597,5 @@ def test_the_trainer_steps_in_the_backward(tmp_path):
     "options", [{"max_grad_norm": 1.0}, {"gradient_accumulation_steps": 2}], ids=lambda o: next(iter(o))
 )
 def test_the_trainer_refuses_what_needs_all_gradients(tmp_path, options):
-    """Before the first batch."""
     with pytest.raises(ConfigError, match=next(iter(options))):
         trainer(tmp_path, "in_backward", **options).train()

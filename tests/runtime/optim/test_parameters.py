@@ -11,7 +11,6 @@ from tests.runtime.small import small_model
 
 
 def test_a_tied_weight_is_one_parameter_of_its_layer():
-    """Two places in one layer, one parameter, its bytes counted once."""
     layer = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     layer[1].weight = layer[0].weight
     (contents,) = scan([layer])
@@ -65,7 +64,6 @@ def test_a_master_holds_gradients_in_its_own_dtype():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_what_the_optimizer_does_to_masters_is_published(fused):
-    """Also by torch's fused kernels, which write without counting a version."""
     model = nn.Linear(2, 2).to(torch.bfloat16)
     store = ParameterStore(model, torch.float32)
     optimizer = torch.optim.Adam([p for _, p in store.named()], lr=0.5, fused=fused)
@@ -149,7 +147,6 @@ def test_a_master_keeps_its_bits_where_the_parameter_was_not_written():
 
 @pytest.mark.parametrize("first", ["sparse", "dense"])
 def test_sparse_and_dense_gradients_add_up(first):
-    """A table that is looked up in one layer and multiplied with in another, in either order."""
     table = nn.Embedding(3, 2)
     sparse = torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (3, 2), check_invariants=True)
     parts = [{table.weight: sparse}, {table.weight: torch.ones(3, 2)}]

@@ -105,7 +105,6 @@ def test_a_layer_that_draws_is_not_disturbed():
 
 
 def test_what_an_optimizer_counts_is_counted_once():
-    """Each part starts from the numbers before the step."""
     found = parameters()
     optimizer = Counts(groups(found), lr=0.1)
     assert can_step_in_parts(optimizer)
@@ -152,7 +151,6 @@ def test_an_optimizer_that_needs_all_parameters_is_not_stepped_in_parts(kind):
 
 
 def test_what_changes_after_the_step_began_has_no_effect():
-    """Cleared gradients and a new learning rate are those of the next step, and stay."""
     found, plain = parameters(), parameters()
     optimizer = torch.optim.SGD(found, lr=0.1)
     give_gradients(found, 1)
@@ -208,7 +206,6 @@ class Blocks(torch.optim.SGD):
 
 
 def test_an_optimizer_whose_state_cannot_be_cut_is_tried_without_it():
-    """It may be tried after its first step, or after a resumed training has loaded its state."""
     found = parameters()
     optimizer = Blocks(found, lr=0.1)
     give_gradients(found, 0)

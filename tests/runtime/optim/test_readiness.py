@@ -102,13 +102,11 @@ def test_no_interleaving_deadlocks_or_loses_an_update():
     ],
 )
 def test_what_the_rules_forbid_raises(wrong):
-    """A step that is not allowed is an error, and not a wait or a silent change."""
     with pytest.raises(StageError, match="readiness"):
         wrong(LayerReadiness())
 
 
 def test_a_writer_waits_for_the_run_that_holds_the_version():
-    """The table lets it go on when the run lets go, and the reader of the next version after that."""
     table = ReadinessTable(1)
     order = []
     table.hold(0)
@@ -125,7 +123,6 @@ def test_a_writer_waits_for_the_run_that_holds_the_version():
 
 
 def test_a_write_that_fails_leaves_the_version_before():
-    """The error comes out, and the layer can be read and written."""
     table = ReadinessTable(1)
     with pytest.raises(ZeroDivisionError):
         table.write(0, 1, lambda: 1 // 0)
@@ -136,8 +133,6 @@ def test_a_write_that_fails_leaves_the_version_before():
 
 
 def test_a_waiting_reader_can_give_up():
-    """The check that it calls while waiting may raise."""
-
     def give_up():
         raise TimeoutError
 
@@ -146,7 +141,6 @@ def test_a_waiting_reader_can_give_up():
 
 
 def test_a_waiting_reader_hears_why_its_version_does_not_come():
-    """And when it comes after all, it can be read; who reads what is there hears nothing."""
     table = ReadinessTable(1)
     heard = []
 

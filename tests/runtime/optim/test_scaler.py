@@ -22,7 +22,6 @@ def pipe():
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_scaled_training_is_unscaled_training(pipe, is_async):
-    """The weights after a step are those of a step without a scaler; the next step uses the scale that grew."""
     scaler = GradScaler(init_scale=1024.0, growth_interval=1)
     optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
     inputs, labels = batch(6)
@@ -41,7 +40,6 @@ def test_scaled_training_is_unscaled_training(pipe, is_async):
 
 
 def test_a_step_with_infinities_is_skipped(pipe):
-    """The weights stay, and the scale backs off."""
     scaler = GradScaler(init_scale=1024.0)
     optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
     before = [p.detach().clone() for p in pipe.parameters()]
@@ -56,7 +54,6 @@ def test_a_step_with_infinities_is_skipped(pipe):
 
 
 def test_its_state_is_saved_and_loaded():
-    """Scale, factors and the count of good steps come back."""
     scaler = GradScaler(init_scale=8.0, growth_factor=4.0, growth_interval=3)
     scaler.set_backoff_factor(0.25)
     other = GradScaler()
@@ -69,7 +66,6 @@ def test_its_state_is_saved_and_loaded():
 
 
 def test_switched_off_it_changes_nothing():
-    """enabled=False: losses pass through, and step is the optimizer's."""
     scaler = GradScaler(enabled=False)
     parameter = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)

@@ -76,7 +76,6 @@ def plain(steps, make, stale):
     ],
 )
 def test_any_optimizer_exact_or_one_step_old(devices, make, dtype, is_async):
-    """After six steps the weights are those of plain training, or of plain training with gradients one step old."""
     pipe = RoundPipe(small_model(), dtype, devices=devices, model_run_config=MEAN)
     with OptimizerCtx():
         optimizer = make(pipe.parameters())
@@ -86,7 +85,6 @@ def test_any_optimizer_exact_or_one_step_old(devices, make, dtype, is_async):
 
 
 def test_a_step_beside_a_run_finds_the_models_parameters(devices):
-    """Also while a layer is called, when the copies of a device stand in their places."""
     inside, listed = threading.Event(), threading.Event()
 
     class Waits(nn.Linear):
@@ -119,7 +117,6 @@ def test_a_step_beside_a_run_finds_the_models_parameters(devices):
 
 
 def test_an_asynchronous_step_does_not_wait(devices):
-    """step() returns while the step still runs, and the next run uses the weights from before it."""
     model = small_model()
     pipe = RoundPipe(model, devices=devices, model_run_config=MEAN)
     inputs, labels = batch(6)
@@ -163,7 +160,6 @@ def no_room(*args):
 @pytest.mark.parametrize("failing", [0, 1])  # no layer, or one, has the new version by then
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_a_publication_that_fails_is_raised_and_repeated(devices, monkeypatch, dtype, failing):
-    """A run that waits for it raises its error, and does not wait for ever; the training goes on as if it had not."""
     pipe = RoundPipe(small_model(), dtype, devices=devices, model_run_config=MEAN)
     optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
     store, calls = pipe._rp_engine.store, []
@@ -208,7 +204,6 @@ def test_a_publication_that_fails_is_raised_by_whoever_waits_for_its_end(devices
 
 @pytest.mark.parametrize("read", [lambda pipe, x: pipe(x), lambda pipe, x: pipe(x).sum().backward()])
 def test_every_kind_of_run_gets_the_error_of_a_publication_that_fails(devices, monkeypatch, read):
-    """Also a forward alone, with or without gradients: each waits for the version that did not come."""
     pipe = RoundPipe(small_model(), devices=devices, model_run_config=MEAN)
     inputs = batch(6)[0]
     monkeypatch.setattr(pipe._rp_engine.store, "refresh", no_room)
@@ -246,14 +241,12 @@ def test_a_publication_that_cannot_start_is_raised_and_repeated(devices, monkeyp
 
 
 def test_state_dict_waits_for_the_step(devices):
-    """A checkpoint taken behind an asynchronous step holds what the step did."""
     pipe = RoundPipe(small_model(), devices=devices)
     pipe.step(lambda: [p.data.fill_(2.0) for p in pipe.parameters()], is_async=True)
     assert all((tensor == 2.0).all() for tensor in pipe.state_dict().values())
 
 
 def test_a_step_gets_its_arguments_and_the_optimizers_parameters(devices):
-    """*args and **kwargs reach the function; inside of it, parameters() are the optimizer's."""
     pipe = RoundPipe(small_model().to(torch.bfloat16), torch.float32, devices=devices)
     found = []
     for is_async in (False, True):
@@ -263,7 +256,6 @@ def test_a_step_gets_its_arguments_and_the_optimizers_parameters(devices):
 
 
 def test_gradients_of_several_runs_add_up(devices):
-    """Two halves of a batch accumulate to the gradient of the whole, with any dtype of the optimizer."""
     inputs, labels = batch(8)
     for dtype in (None, torch.float64):
         model = small_model()
@@ -284,7 +276,6 @@ def as_real(parameter):
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}, {"decoupled_weight_decay": True}])
 def test_adam_steps_complex_parameters_as_torch_does(dtype, options):
-    """Alone, beside real ones in a group, and in a group that is added later; its state is loaded by another."""
     generator = torch.Generator().manual_seed(0)
 
     def parameters(dtype):
@@ -311,8 +302,6 @@ def test_adam_steps_complex_parameters_as_torch_does(dtype, options):
 
 
 def test_adam_steps_the_complex_parameters_of_a_pipeline():
-    """Through a layer with a complex weight: the training of the plain model."""
-
     class Turn(nn.Module):
         def __init__(self):
             super().__init__()
@@ -339,7 +328,6 @@ def test_adam_steps_the_complex_parameters_of_a_pipeline():
 
 
 def test_adam_refuses_what_it_cannot_do():
-    """capturable and differentiable are errors; foreach and fused are ignored with a warning."""
     parameters = list(small_model().parameters())
     with pytest.raises(ConfigError, match="capturable"):
         optim.Adam(parameters, capturable=True)

@@ -27,7 +27,6 @@ def test_an_rnn_and_its_flat_weights(wrap):
 
 
 def test_no_grad_and_eval_give_plain_outputs(wrap):
-    """Without gradients there is no graph, and nothing is kept for a backward."""
     model = small_model(norm=True, dropout=0.5).eval()
     inputs, _ = batch(7)
     pipe = wrap(model)
@@ -41,13 +40,11 @@ def test_no_grad_and_eval_give_plain_outputs(wrap):
 
 
 def test_forward_backward_without_gradients_is_refused(wrap):
-    """Under no_grad there is nothing to go back through."""
     with pytest.raises(ConfigError, match="Use forward"), torch.no_grad():
         wrap(small_model()).forward_backward((batch(4)[0],))
 
 
 def test_outputs_are_returned_in_order_and_detached(wrap):
-    """return_outputs gives (loss, outputs), rows in the order of the batch."""
     model = small_model()
     inputs, labels = batch(8)
     loss, outputs = wrap(model).forward_backward(
@@ -60,7 +57,6 @@ def test_outputs_are_returned_in_order_and_detached(wrap):
 
 
 def test_a_sequence_of_losses_is_a_list_of_totals(wrap):
-    """Every loss is summed over the microbatches, and all of them go back."""
     model, inputs, labels = small_model(), *batch(6)
     losses = wrap(model).forward_backward(
         (inputs,), label=labels, loss_fn=lambda o, t: [((o - t) ** 2).sum(), o.abs().sum()], run_config=MEAN_SUM

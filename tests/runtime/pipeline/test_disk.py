@@ -111,7 +111,6 @@ def test_twenty_steps_have_the_bits_of_memory(folder_on_disk, options, how):
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 def test_all_of_the_training_is_on_the_disk(folder_on_disk, kind):
-    """Parameters, master weights, gradients, and what the optimizer makes in its first step."""
     pipe = wrapped(f"disk:{folder_on_disk}", half=True)
     optimizer = optimizer_of(pipe, kind)
     train(pipe, optimizer, 2)
@@ -124,7 +123,6 @@ def test_all_of_the_training_is_on_the_disk(folder_on_disk, kind):
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_clipping_has_the_bits_of_torch(folder_on_disk, norm_type):
-    """torch's function, on gradients of a disk, next to copies of them in memory."""
     pipe = wrapped(f"disk:{folder_on_disk}")
     tokens = torch.arange(24).reshape(6, 4)
     pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
@@ -141,7 +139,6 @@ def test_clipping_has_the_bits_of_torch(folder_on_disk, norm_type):
 
 
 def test_a_run_that_fails_changes_nothing(folder_on_disk):
-    """The second microbatch has no loss: gradients are those of the batch before, and the training goes on."""
     found = []
     for host in ("memory", f"disk:{folder_on_disk}"):
         pipe = wrapped(host, half=True)
@@ -165,7 +162,6 @@ def test_a_run_that_fails_changes_nothing(folder_on_disk):
 
 
 def test_changed_parameters_are_what_trains(folder_on_disk):
-    """A state dict is loaded, a weight is edited in place, another one replaced, a frozen layer trained."""
     found = []
     for host in ("memory", f"disk:{folder_on_disk}"):
         pipe = wrapped(host, half=True, frozen=True)
@@ -199,7 +195,6 @@ class OfAll(torch.optim.SGD):
 
 
 def test_an_optimizer_without_parts_is_refused(folder_on_disk):
-    """The parameters are as they were."""
     pipe = wrapped(f"disk:{folder_on_disk}")
     optimizer = OfAll(pipe.optim_parameters(), lr=0.1)
     tokens = torch.zeros(6, 4, dtype=torch.long)
@@ -250,7 +245,6 @@ def _full(*_):
 
 @pytest.mark.parametrize("way", [("memory", "disk"), ("disk", "memory"), ("disk", "disk")])
 def test_checkpoints_go_from_either_place_to_either(tmp_path, folder_on_disk, way):
-    """Three steps, a checkpoint, three more in another pipeline: the bits of six in memory."""
     hosts = {"memory": "memory", "disk": f"disk:{folder_on_disk}"}
     pipe = wrapped("memory", half=True)
     optimizer = optimizer_of(pipe)

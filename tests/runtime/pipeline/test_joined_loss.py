@@ -34,7 +34,6 @@ def made():
 
 @pytest.mark.parametrize("optim_dtype", [None, torch.float64])
 def test_loss_and_gradients_are_those_of_the_plain_model(optim_dtype):
-    """Those of the layers, of the loss's own parameter, and of an input; in copies of the optimizer as well."""
     plain, x, y = made()
     loss_fn = Contrast()
     model, own = copy.deepcopy(plain), copy.deepcopy(loss_fn)
@@ -51,7 +50,6 @@ def test_loss_and_gradients_are_those_of_the_plain_model(optim_dtype):
 
 
 def test_sums_with_weights_and_lists_are_read_as_ever():
-    """A pair is divided by its weight, and a list gives the list of losses."""
     plain, x, y = made()
     model = copy.deepcopy(plain)
     pipeline = RoundPipe(model, devices="virtual:2")
@@ -66,7 +64,6 @@ def test_sums_with_weights_and_lists_are_read_as_ever():
 
 
 def test_a_wrong_loss_changes_no_gradient():
-    """What is not a loss is refused before anything goes back."""
     model, x, y = made()
     pipeline = RoundPipe(model, devices="virtual:2")
     with pytest.raises(LossError, match="loss_fn must return"):
@@ -113,7 +110,6 @@ LOSSES = {
 @pytest.mark.parametrize("microbatches", [2, 3, ROWS])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_that_is_not_what_its_reduction_states_is_refused(name, microbatches):
-    """In its first run, with the line to type, and no gradient is changed; what is right runs, also in single rows."""
     loss_fn, reduction, is_right = LOSSES[name]
     model, x, y = made()
     pipeline = RoundPipe(model, devices="virtual:2")

@@ -47,7 +47,6 @@ def _as_accelerate_does(model):
 @pytest.mark.parametrize("patch", [_on_the_object, _with_another_call, _as_accelerate_does])
 @pytest.mark.parametrize("of", ["model", "layer"])
 def test_a_forward_that_was_set_before_wrapping(wrap, patch, of):
-    """On the Sequential, which then is one layer, and on one of its layers: loss and gradients are the plain ones."""
     model = layers()
     if of == "layer":
         model[2] = patch(nn.Sequential(model[2]))
@@ -66,7 +65,6 @@ def test_a_forward_that_was_set_before_wrapping(wrap, patch, of):
 
 
 def test_a_forward_that_is_set_after_wrapping(wrap):
-    """On a layer it counts; on the Sequential, which is not called, it is refused."""
     model = layers()
     pipe = wrap(model, model_run_config=MEAN)
     x, y = batch(6)
@@ -95,7 +93,6 @@ HOOKS = {
 @pytest.mark.parametrize("of", ["pipeline", "model"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_hooks_of_layers_in_a_row(wrap, hook, of, when):
-    """A call of the pipeline runs them; forward_backward, which calls the layers, states where to register them."""
     model, plain = layers(), layers()
     HOOKS[hook](plain)
     if when == "before" and of == "model":
@@ -117,7 +114,6 @@ def test_hooks_of_layers_in_a_row(wrap, hook, of, when):
 @pytest.mark.parametrize("hook", ["pre", "forward", "backward pre"])
 @pytest.mark.parametrize("of", ["pipeline", "model"])
 def test_hooks_of_a_model_that_is_one_layer(wrap, hook, of):
-    """The model is called itself, so its hooks run in every kind of call, once."""
     model = nn.ModuleDict({"inner": nn.Linear(4, 3)})
     model.forward = lambda x: model["inner"](x)
     plain = copy.deepcopy(model)
@@ -235,7 +231,6 @@ def test_what_a_reading_sees(change):
 
 
 def test_changed_layers_are_named():
-    """Removed, added, moved; many are counted."""
     held = {str(number): nn.Linear(1, 1) for number in range(6)}
     assert changed_layers(held, dict(held)) is None
     moved = {**held, "0": held["1"], "1": held["0"]}

@@ -17,7 +17,6 @@ MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 def test_the_plan_follows_what_was_measured(wrap):
-    """After a run the costs are seconds, and a new plan may be made of them; no bit of the result depends on it."""
     pipe = wrap(small_model())
     guessed = [cost.forward for cost in pipe.layer_costs()]
     inputs, labels = batch(6)
@@ -70,7 +69,6 @@ class _Watched(nn.Linear):
 
 @pytest.mark.parametrize(("brief", "threads"), [(1.0, 1), (0.0, 2)])
 def test_one_thread_computes_brief_layers(wrap, monkeypatch, brief, threads):
-    """Once layers were measured to be brief, one thread computes them all; no bit of the result depends on it."""
     monkeypatch.setattr(planner, "_BRIEF", brief)
     torch.manual_seed(0)
     model = nn.Sequential(*[_Watched(8, 8) for _ in range(6)])

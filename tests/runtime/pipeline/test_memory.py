@@ -15,7 +15,6 @@ MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 def test_a_run_leaves_no_activation_behind(wrap):
-    """When a call returns, what its layers computed is gone, without waiting for the garbage collector."""
     model, (inputs, labels) = small_model(norm=True, dropout=0.2), batch(9)
     alive = []
     for layer in model:
@@ -37,7 +36,6 @@ def test_a_run_leaves_no_activation_behind(wrap):
 
 
 def test_a_model_four_times_larger_than_its_devices_trains():
-    """The plan follows the memory of the devices; no device ever holds more, and the gradients are right."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(32)])
     inputs = torch.randn(6, 32)
@@ -55,7 +53,6 @@ def test_a_model_four_times_larger_than_its_devices_trains():
 
 @pytest.mark.parametrize(("room", "uploads"), [(None, 1), (40, 1), (2, 2)])
 def test_what_fits_stays_between_forward_and_backward(room, uploads):
-    """On one device, a layer is uploaded once per run where the model fits, and once per pass where it does not."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)])
     size = sum(p.numel() * p.element_size() for p in model.parameters())

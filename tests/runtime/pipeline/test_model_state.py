@@ -12,7 +12,6 @@ MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 def test_frozen_parameters_get_no_gradient(wrap):
-    """requires_grad is asked anew for every run."""
     model, inputs, labels = small_model(), *batch(6)
     pipe = wrap(model)
     model[0].requires_grad_(False)
@@ -37,7 +36,6 @@ def test_a_parameter_that_no_microbatch_uses_has_no_gradient(wrap):
 
 
 def test_one_module_in_two_places(wrap):
-    """The same layer twice has one gradient, the sum of both uses."""
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
     model = nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3))
@@ -65,8 +63,6 @@ def test_one_norm_in_two_places_is_refused(wrap):
 
 
 def test_a_skip_connection_travels_in_a_tuple(wrap):
-    """A tensor that is handed on twice is one tensor at the other end, and its gradient is the sum."""
-
     class Split(nn.Module):
         def forward(self, x):
             return x, x

@@ -12,7 +12,6 @@ MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 def test_pipelines_are_chained_by_packed_data(wrap):
-    """merge_output=False hands microbatches on; gradients flow back into the first pipeline and its input."""
     model, inputs, labels = small_model(), *batch(7)
     inputs.requires_grad_()
     F.mse_loss(model(inputs), labels).backward()

@@ -15,7 +15,6 @@ MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 def test_two_threads_may_share_devices(devices):
-    """Two pipelines on the same devices, from two threads: neither waits for ever, both are right."""
     inputs, labels = batch(6)
     found, errors = {}, []
 
@@ -42,7 +41,6 @@ def test_two_threads_may_share_devices(devices):
 
 
 def test_the_next_run_starts_on_the_device_after_the_last_one(devices, wrap):
-    """Three stages on two devices: the next run starts on the second one. On any number it is the third after."""
     inputs, labels = batch(6)
     plan = ModelExecutePlan([range(6)], [range(6, 7), range(6)])
     config = RoundPipeRunConfig(execute_plan=plan, loss_reduction="mean")
@@ -56,7 +54,6 @@ def test_the_next_run_starts_on_the_device_after_the_last_one(devices, wrap):
 
 
 def test_a_closed_pipeline_says_so():
-    """A run after close() names the device and how to get another pipeline."""
     pipe = RoundPipe(small_model(), devices="virtual:2")
     pipe(batch(6)[0])
     pipe.close()
@@ -78,7 +75,6 @@ def test_a_pipeline_inside_of_a_layer_needs_devices_of_its_own(devices, wrap):
 
 
 def test_closing_one_pipeline_leaves_its_devices_to_the_other():
-    """The last one that closes ends the threads; the closed one says so, and another one may be made."""
     before = set(threading.enumerate())
     first = RoundPipe(small_model(), devices="virtual:2")
     second = RoundPipe(small_model(), devices=first.devices)
@@ -93,7 +89,6 @@ def test_closing_one_pipeline_leaves_its_devices_to_the_other():
 
 
 def test_one_pipeline_in_two_threads_loses_no_gradient(wrap):
-    """One run at a time: the gradients are the sum over the batches of both."""
     model = small_model()
     plain = copy.deepcopy(model)
     pipe = wrap(model)

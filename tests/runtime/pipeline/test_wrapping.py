@@ -34,7 +34,6 @@ class Reversed(nn.Sequential):
     ],
 )
 def test_what_can_be_wrapped(wrap, make):
-    """A Sequential, a list, any other module, a Sequential with a forward of its own: the outputs are plain."""
     torch.manual_seed(0)
     model = make()
     plain = nn.Sequential(*model) if isinstance(model, (list, nn.ModuleList)) else model
@@ -61,20 +60,17 @@ def test_what_can_be_wrapped(wrap, make):
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
-    """Each error names the argument."""
     with pytest.raises(ConfigError, match=message):
         RoundPipe(*arguments, devices="virtual:1")
 
 
 def test_a_pipeline_is_not_wrapped_again(wrap):
-    """The error states what to do."""
     pipeline = wrap(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="is a RoundPipe already: do not wrap the model again"):
         RoundPipe(pipeline, devices="virtual:1")
 
 
 def test_a_step_of_another_kind_is_refused(wrap):
-    """No function, and no way to run it."""
     pipeline = wrap(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"step_fn must be a function, found None:\n.*model\.step\(lambda"):
         pipeline.step(None)
@@ -83,8 +79,6 @@ def test_a_step_of_another_kind_is_refused(wrap):
 
 
 def test_keyword_arguments_reach_the_first_layer(wrap):
-    """Nested inputs by keyword are split with the others."""
-
     class Scaled(nn.Module):
         def forward(self, x, *, options):
             return x * options["scale"] + options["shift"]
@@ -103,7 +97,6 @@ def test_lazy_layers_are_refused_with_the_remedy(wrap):
 
 
 def test_attributes_are_those_of_the_model(wrap):
-    """Read, written and deleted on the model, or on the original one that was set."""
     model = nn.Linear(3, 2)
     pipe = wrap(model)
     assert pipe.in_features == 3
@@ -124,7 +117,6 @@ def test_attributes_are_those_of_the_model(wrap):
 
 
 def test_it_is_a_module_inside_another_one(wrap):
-    """Names, state dict, dtype and mode go through a parent as if the model stood there."""
     model = small_model(norm=True)
     parent, plain = nn.ModuleDict({"net": wrap(model)}), nn.ModuleDict({"net": model})
     assert [n for n, _ in parent.named_parameters()] == [n for n, _ in plain.named_parameters()]
@@ -139,13 +131,11 @@ def test_it_is_a_module_inside_another_one(wrap):
 
 
 def test_the_name_is_the_call_site_or_given(wrap):
-    """file:line, for errors and timelines."""
     assert RoundPipe(nn.Linear(2, 2), devices="virtual:1").name.startswith("test_wrapping.py:")
     assert wrap(nn.Linear(2, 2), name="mine").name == "mine"
 
 
 def test_parameters_inside_the_optimizer_context(wrap):
-    """parameters() are the model's; inside the block, and with optim_dtype, the copies that hold the gradients."""
     model = small_model().to(torch.bfloat16)
     pipe = wrap(model, optim_dtype=torch.float32)
     assert next(pipe.parameters()) is model[0].weight
@@ -181,7 +171,6 @@ def test_layers_that_were_changed_after_wrapping_are_refused(wrap, change):
 
 
 def test_a_parent_module_finds_the_optimizers_parameters(wrap):
-    """With optim_dtype, an optimizer over the parent's parameters() trains the pipeline inside of it."""
     parent = nn.ModuleDict({"net": wrap(small_model().bfloat16(), torch.float32), "head": nn.Linear(3, 3)})
     outside = list(parent.named_parameters())
     with OptimizerCtx():
@@ -199,7 +188,6 @@ def test_a_parent_module_finds_the_optimizers_parameters(wrap):
 
 @pytest.mark.parametrize("config", [{"num_microbatch": 2}, 3])
 def test_a_run_configuration_is_of_its_class(wrap, config):
-    """A dict is refused by name, in both calls and as the default of the model."""
     pipe = wrap(small_model())
     with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
         pipe(batch(6)[0], roundpipe_run_config=config)

@@ -292,7 +292,6 @@ def test_a_plan_counts_the_products_of_four_bits():
 
 
 def test_what_cannot_be_quantized_is_refused(monkeypatch):
-    """Another kind, a model without lists of layers, a weight of another shape, a library that is not there."""
     with pytest.raises(ValueError, match="kind must be one of nf4, fp4, int8, found 'int3'"):
         quantize_frozen(llama(), "int3")
     with pytest.raises(ValueError, match="Linear has no linear layer in a list of layers"):
@@ -322,7 +321,6 @@ class Scaled(nn.Module):
 
 
 def test_buffers_on_meta_are_read_like_weights():
-    """The model answers as one that was quantized in memory; a buffer that no state dict holds is named."""
     torch.manual_seed(0)
     plain, x = Scaled(persistent=True), torch.randn(3, 64)
     held = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -337,7 +335,6 @@ def test_buffers_on_meta_are_read_like_weights():
 
 
 def test_without_adapters_nothing_would_train(folder, tmp_path, capsys):
-    """The command line names the option to add."""
     line = f"train {folder / 'llama'} {folder / 'text.txt'} -o {tmp_path / 'out'} --tokenizer bytes --quantize nf4"
     assert main(line.split()) == 2
     assert (

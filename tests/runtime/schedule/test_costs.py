@@ -9,7 +9,6 @@ from roundpipe_runtime.schedule.costs import LayerCost, MeasuredCosts, analytic_
 
 
 def test_a_matrix_costs_one_multiplication_per_element():
-    """A backward with its recomputed forward is three times as much; bytes are those of parameters and buffers."""
     cost = analytic_cost(nn.Linear(64, 128, bias=False))
     assert cost == LayerCost(64 * 128, 3 * 64 * 128, 4 * 64 * 128, 4 * 64 * 128)
     assert analytic_cost(nn.BatchNorm1d(4)).param_bytes == 4 * (4 + 4 + 4 + 4) + 8
@@ -100,5 +99,4 @@ def test_sums_of_another_dtype_take_memory_next_to_the_gradients(dtype, per_numb
 
 
 def test_costs_of_layers_in_one_stage_are_added():
-    """Times and bytes, each to its own."""
     assert LayerCost(1.0, 2.0, 3, 4) + LayerCost(0.5, 0.25, 10, 20) == LayerCost(1.5, 2.25, 13, 24)

@@ -32,7 +32,6 @@ def test_forward_stages_hold_three_times_the_layers():
 
 
 def test_a_heavy_head_is_a_stage_of_its_own():
-    """And the other stages grow to its size."""
     ((forward, backward),) = partition("fused", [[*[LayerCost(1.0, 3.0)] * 6, LayerCost(2.0, 6.0)]])
     assert backward[0] == range(6, 7)
     assert forward == [range(6)]
@@ -127,7 +126,6 @@ COSTS = st.lists(
 )
 @settings(max_examples=80)
 def test_every_layer_is_run_once_in_each_direction(costs, run_type, devices):
-    """Any costs, one model or several: in order, nothing missing, no stage over its bytes."""
     plans = partition(run_type, costs, min_stages=devices, bytes_per_stage=120.0)
     for number, (layers, (forward, backward)) in enumerate(zip(costs, plans, strict=True)):
         is_fused = run_type == "fused" and number == len(costs) - 1
@@ -142,7 +140,6 @@ def test_every_layer_is_run_once_in_each_direction(costs, run_type, devices):
 @given(costs=COSTS, noise=st.lists(st.floats(-0.005, 0.005), min_size=14, max_size=14), devices=st.integers(1, 4))
 @settings(max_examples=60)
 def test_a_plan_in_use_stays_while_times_wander(costs, noise, devices):
-    """Asking twice changes nothing; half a percent of noise only where it lets in a plan that is clearly faster."""
     before = partition("fused", [costs], min_stages=devices)
     assert partition("fused", [costs], min_stages=devices) == before
     wandered = [
@@ -193,13 +190,11 @@ def test_many_uneven_layers_are_planned_in_time():
 
 
 def test_a_plan_is_for_one_of_three_runs():
-    """Another word is refused by name."""
     with pytest.raises(PlanError, match=r"run_type must be .*, found 'backward'"):
         partition("backward", [[LayerCost(1.0, 3.0)]])
 
 
 def test_a_plan_in_use_of_other_models_is_not_kept():
-    """Neither with another number of models, nor with stages that hold other layers."""
     costs = [LayerCost(1.0, 3.0)] * 4
     (one,) = partition("fused", [costs])
     two = partition("fused", [costs, costs])
@@ -216,7 +211,6 @@ def test_a_plan_in_use_of_other_models_is_not_kept():
     ],
 )
 def test_stages_in_use_that_no_longer_fit_are_replaced(previous):
-    """Another number of models, or stages that are larger than a device has room for by now."""
     costs = [LayerCost(1.0, 3.0, param_bytes=10, grad_bytes=10)] * 4
     ((forward, backward),) = partition("fused", [costs], bytes_per_stage=25, previous=previous)
     assert [list(stage) for stage in backward] == [[3], [2], [1], [0]]

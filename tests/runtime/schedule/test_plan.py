@@ -40,7 +40,6 @@ def test_a_plan_is_written_as_documented():
 
 
 def test_copies_of_the_fused_stage_are_stages_of_their_own():
-    """As many as there are devices and microbatches; a run that is not fused has none."""
     plan = ModelExecutePlan([range(3)], [range(3, 4), range(3)], last_stage_copies=3)
     found = plan.stages("fused", 4)
     assert [(s.index, s.kind, s.copy, s.copies) for s in found[1:4]] == [(k + 1, "fused", k, 3) for k in range(3)]
@@ -112,7 +111,6 @@ def test_auto_makes_valid_plans(run_type, layers):
 
 
 def test_auto_makes_one_plan_per_model():
-    """Two models behind each other: the first one is trained, the second one fused, under one cap."""
     one, two = [LayerCost(1.0, 3.0)] * 6, [LayerCost(1.0, 3.0)] * 3
     plans = ModelExecutePlan.auto("fused", one, two, min_stages=2)
     plans[0].check_valid("train", 6)
@@ -133,7 +131,6 @@ def test_auto_asks_the_model_for_devices_and_memory():
 
 
 def test_auto_keeps_a_plan_that_is_as_good():
-    """Times wander by a percent from step to step; the plan does not."""
     costs = [LayerCost(1.0, 3.0)] * 12
     first = ModelExecutePlan.auto("fused", costs, min_stages=2)
     wandered = [LayerCost(1.0 + 0.01 * (i % 3), 3.0 - 0.02 * (i % 2)) for i in range(12)]
@@ -189,7 +186,6 @@ def test_a_check_without_its_two_arguments_is_refused(given, named, message):
 
 
 def test_a_fused_run_of_one_stage_has_no_forward_stage():
-    """The first backward stage runs all layers forward."""
     message = r"fwd_plan repeats layer 0: it is \[range\(0, 2\)\], and must be empty; the first stage of bwd_plan runs"
     with pytest.raises(PlanError, match=message):
         ModelExecutePlan(fwd_plan=[range(2)], bwd_plan=[range(2)]).check_valid(2, "fused")

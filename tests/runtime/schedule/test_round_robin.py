@@ -33,7 +33,6 @@ def test_one_device_runs_stage_after_stage():
 
 
 def test_a_stage_runs_one_microbatch_behind_the_one_before_it():
-    """As many microbatches as devices and one more: each device goes on without a gap."""
     assert diagram(FUSED, 2, 3) == expect("""
         clock  device 0  device 1
           0    F0 m0     .
@@ -61,7 +60,6 @@ def test_fewer_microbatches_than_devices_leave_bubbles():
 
 
 def test_copies_of_the_fused_stage_take_turns():
-    """Each has every second microbatch, and the stage after it all of them."""
     stages = stages_of("fused", [range(2)], [range(2, 3), range(2)], last_stage_copies=2)
     assert diagram(stages, 3, 3) == expect("""
         clock  device 0  device 1  device 2
@@ -108,7 +106,6 @@ def test_no_device_is_refused(number):
 )
 @settings(max_examples=100)
 def test_every_step_runs_once_after_what_it_waits_for(num_stages, num_microbatch, num_devices, cursor):
-    """A device runs one step per tick, and a microbatch is in one stage at a time, in order."""
     devices = RoundRobin(num_devices, cursor).assign(num_stages)
     ticks = {}
     for tick, steps in enumerate(clock_cycles(devices, num_microbatch)):
@@ -130,6 +127,5 @@ def test_the_order_of_dispatch_never_waits_for_a_later_step():
 
 @pytest.mark.parametrize(("copies", "sets"), [(1, [1]), (3, [2, 2, 4])])
 def test_a_device_holds_more_gradients_of_a_copied_stage(copies, sets):
-    """Sums alone; of copies, those of two microbatches, and where they are added up, the sums and another copy's."""
     stages = stages_of("fused", [range(2)], [range(2, 3), range(2)], copies)
     assert [stage.gradient_sets for stage in stages if stage.kind == "fused"] == sets

@@ -50,7 +50,6 @@ def test_an_isolated_iteration_reaches_what_was_planned(stages, expected):
 
 @pytest.mark.parametrize(("stages", "expected"), [(LARGE, 0.95), (SMALL, 0.90)], ids=["8B-like", "1.7B-like"])
 def test_with_staleness_iterations_close_up(stages, expected):
-    """The next iteration fills the devices while the one before it drains."""
     result = simulate([StageLoad(time) for time in stages], Machine(8), 9, iterations=20, staleness=1)
     per_iteration = (result.iteration_ends[-1] - result.iteration_ends[4]) / 15
     assert sum(stages) * 9 / 8 / per_iteration == pytest.approx(expected, abs=0.006)
@@ -98,7 +97,6 @@ def test_activations_cross_two_links():
 
 
 def test_bytes_and_memory_are_counted():
-    """Parameters once per stage, activations once per microbatch."""
     stages = [
         StageLoad(1.0, upload=100, inputs=1, outputs=2, working=7),
         StageLoad(1.0, upload=50, download=50, inputs=2),

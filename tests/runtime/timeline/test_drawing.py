@@ -14,7 +14,6 @@ def timeline_of(*records: Record) -> Timeline:
 
 
 def test_the_drawing_has_a_legend_of_what_it_shows(capsys, monkeypatch):
-    """A letter that is not in the drawing is not explained."""
     monkeypatch.setenv("COLUMNS", "40")
     draw_on(console(), timeline_of(Record(0, 0, "a", "forward", 0.0, 0.5), Record(1, 0, "b", "loss", 0.5, 1.0)))
     first, second, axis, legend = capsys.readouterr().out.splitlines()

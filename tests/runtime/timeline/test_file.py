@@ -21,7 +21,6 @@ records = st.builds(
 
 @given(st.lists(records, min_size=1, max_size=20))
 def test_what_was_saved_is_read(tmp_path_factory, given_records):
-    """All of a record, its time counted from the first one."""
     path = tmp_path_factory.mktemp("timeline") / "run.json"
     timeline = Timeline()
     timeline.records = given_records
@@ -76,7 +75,6 @@ def written(tmp_path, content):
     ],
 )
 def test_files_of_something_else_are_refused(tmp_path, content, message):
-    """The error names the file, and what is wrong with it."""
     path = written(tmp_path, content)
     with pytest.raises(TimelineFileError, match=message) as caught:
         load_timeline(path)
@@ -84,14 +82,12 @@ def test_files_of_something_else_are_refused(tmp_path, content, message):
 
 
 def test_a_whole_file_is_read(tmp_path):
-    """The smallest one that is right."""
     (record,) = load_timeline(written(tmp_path, {"traceEvents": [ROW, RECORD]})).records
     assert record == Record(0, 0, "virtual:0", "forward", 0.0, 1e-6, 0)
 
 
 @given(st.data())
 def test_a_file_that_was_cut_short_is_refused_wherever_it_ends(tmp_path_factory, data):
-    """Never half a timeline."""
     path = tmp_path_factory.mktemp("timeline") / "run.json"
     timeline = Timeline()
     timeline.records = [Record(n, 0, "a", "forward", n, n + 1.0) for n in range(3)]

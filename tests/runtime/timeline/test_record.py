@@ -37,7 +37,6 @@ def test_every_layer_call_of_the_block_is_recorded_and_none_overlaps():
 
 
 def test_the_drawing_has_a_row_per_device():
-    """Letters in proportion to the time; copies are drawn under the computation."""
     timeline = Timeline()
     timeline.records = [
         Record(0, -1, "a", "upload", 0.0, 0.2),
@@ -49,7 +48,6 @@ def test_the_drawing_has_a_row_per_device():
 
 
 def test_the_trace_is_what_a_viewer_reads(tmp_path):
-    """A name per thread, and complete events in microseconds from the first one."""
     timeline = Timeline()
     timeline.records = [Record(2, 1, "virtual:0", "forward", 5.0, 5.5, 3)]
     timeline.save(tmp_path / "trace.json")
@@ -60,7 +58,6 @@ def test_the_trace_is_what_a_viewer_reads(tmp_path):
 
 
 def test_forward_alone_is_recorded_too():
-    """Without gradients there is nothing but uploads, forward and downloads."""
     pipe = RoundPipe(small_model(), devices="virtual:1")
     with Timeline() as timeline, torch.no_grad():
         pipe(batch(4)[0])

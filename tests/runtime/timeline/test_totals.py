@@ -5,7 +5,6 @@ from roundpipe_runtime.timeline.record import device_totals, stage_totals
 
 
 def test_every_second_of_a_device_is_one_of_three():
-    """Computed; else copied; else waited. Copies beside computation cost nothing."""
     records = [
         Record(0, -1, "a", "upload", 0.0, 2.0, 0),
         Record(0, 0, "a", "forward", 1.0, 4.0, 0),
@@ -18,13 +17,11 @@ def test_every_second_of_a_device_is_one_of_three():
 
 
 def test_work_that_overlaps_counts_once():
-    """A loss inside of a forward is no second."""
     (totals,) = device_totals([Record(0, 0, "a", "forward", 0.0, 3.0), Record(0, 0, "a", "loss", 1.0, 2.0)])
     assert totals.busy == 3.0
 
 
 def test_stages_are_listed_slowest_first():
-    """With their layers, what they did, and their copies apart."""
     records = [
         Record(0, -1, "a", "upload", 0.0, 9.0, 0),
         Record(0, 0, "a", "forward", 9.0, 10.0, 0),
@@ -39,5 +36,4 @@ def test_stages_are_listed_slowest_first():
 
 
 def test_nothing_comes_to_nothing():
-    """No records, no devices, no stages."""
     assert device_totals([]) == stage_totals([]) == []

@@ -21,7 +21,6 @@ def found(model, example, **options):
 
 
 def test_a_hidden_state_passes_from_piece_to_piece():
-    """Embedding, three layers, head: four tensors of one size."""
     made = cut(Toy(), {"input_ids": tokens(2)})
     passed = passed_tensors(made, {"input_ids": tokens(2)})
     assert [(one.kind, one.made, one.read) for one in passed] == [("hidden", n, (n + 1,)) for n in range(4)]
@@ -40,7 +39,6 @@ class Scaled(Toy):
 
 
 def test_what_the_model_makes_for_its_layers_is_a_side_input():
-    """It is made once, before the first layer, and goes to those that take it."""
     passed = found(Scaled(), {"input_ids": tokens(2)})
     assert ("side", "scale", 0, (1, 3)) in passed
     assert len(passed) == 5
@@ -72,13 +70,11 @@ class Remembered(Toy):
 
 
 def test_what_a_layer_makes_for_a_later_one_is_carried():
-    """It passes the layer between them; what nobody takes is not there."""
     passed = found(Remembered(), {"input_ids": tokens(2)})
     assert [one for one in passed if one[0] != "hidden"] == [("carried", "memory", 1, (3,))]
 
 
 def test_what_hooks_take_out_of_layers_is_captured():
-    """The logits of routers go to the last phase, which makes a loss of them."""
     example = {**hf_batch(2), "output_router_logits": True}
     passed = found(hf_model("mixtral"), example)
     assert [one for one in passed if one[0] == "captured"] == [
@@ -112,7 +108,6 @@ def test_the_output_of_an_encoder_waits_for_every_layer_of_the_decoder():
 
 
 def test_weights_are_not_needed():
-    """On meta, the shapes are those of the model with weights."""
     from transformers import LlamaForCausalLM
 
     model = hf_model("llama").float()
@@ -128,7 +123,6 @@ def test_weights_are_not_needed():
 
 
 def test_the_model_is_as_before():
-    """Its mode, and no gradient."""
     model = Toy().train()
     passed_tensors(cut(model, {"input_ids": tokens(2)}, check=False), {"input_ids": tokens(2)})
     assert model.training

@@ -35,7 +35,6 @@ def tree(*leaves):
 
 
 def test_values_live_until_their_last_use():
-    """What a later call takes, what phases keep and what hooks captured stays; the rest goes."""
     call_log = CallLog().record({0: CallSpec(tree(A)), 2: CallSpec(tree(B, C))})
     values = {A: torch.ones(1), B: torch.ones(2), C: torch.ones(3), Key(2, 0): torch.ones(4)}
     assert set(live(values, call_log, 0, frozenset())) == {B, C}
@@ -44,7 +43,6 @@ def test_values_live_until_their_last_use():
 
 
 def test_boxes_are_what_layers_could_write():
-    """Dictionaries, lists and what is like them; their content is plain."""
     shared = UserDict({"a": 1})
     assert is_box(shared)
     assert is_box([])
@@ -59,8 +57,6 @@ def test_boxes_are_what_layers_could_write():
 
 
 def test_the_outermost_lists_are_found_the_largest_first():
-    """Experts within a layer are part of it; lists of one element or without parameters are no layers."""
-
     class Layer(Block):
         def __init__(self):
             super().__init__()
@@ -79,8 +75,6 @@ def test_the_outermost_lists_are_found_the_largest_first():
 
 
 def test_calls_are_observed_in_order():
-    """The order of the forward counts, not that of the list; a layer may be called twice."""
-
     class Backward(Toy):
         def forward(self, input_ids):
             x = self.embed(input_ids)
@@ -116,7 +110,6 @@ def test_sequential_counts_when_its_children_are_alike_and_made_of_parts():
 
 
 def test_a_state_begins_with_the_arguments_of_the_model():
-    """Without options, which only the pipeline reads; with the seed of the moment, and outputs that are asked for."""
     model, options = hf_model("llama").eval(), CallOptions(loss_only=True)
     torch.manual_seed(11)
     state = begin((), {"input_ids": tokens(), "output_attentions": True, CALL_OPTIONS: options}, model)

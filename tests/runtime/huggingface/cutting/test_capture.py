@@ -15,7 +15,6 @@ FLAGS = [{"output_hidden_states": True}, {"output_attentions": True}, {"output_r
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2", "seq2seq:t5", "longcat_flash", "falcon"])
 @pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: next(iter(flags)))
 def test_captured_outputs_are_those_of_the_plain_model(name, flags):
-    """Every tensor that the model hands out is there, joined from all microbatches, in its place."""
     model = hf_model(name)
     model.set_attn_implementation("eager")
     batch = hf_batch()
@@ -73,7 +72,6 @@ def test_a_cache_that_layers_share_is_named():
 
 
 def test_a_newer_version_is_left_alone():
-    """No forward is replaced."""
     model = hf_model("llama")
     if is_old():
         pytest.skip("this version is an old one")
@@ -82,7 +80,6 @@ def test_a_newer_version_is_left_alone():
 
 
 def test_the_model_is_as_it_was_and_captures_by_itself():
-    """Beside its pipeline, and after it: no list is in force, and outputs are the same."""
     model = hf_model("mixtral")
     batch = hf_batch()
     with torch.no_grad():

@@ -51,7 +51,6 @@ class Wide(nn.Module):
 
 
 def test_equal_pieces_have_no_error():
-    """Outputs and all gradients are compared, and their number is reported."""
     model = Toy().double()
     found = check_equivalence(model, pieces_of(model), (tokens(2),), {})
     assert (found.outputs, found.gradients, found.parameters) == (0.0, 0.0, 9)
@@ -82,7 +81,6 @@ def test_outputs_are_compared_by_name():
 
 
 def test_a_missing_gradient_is_refused():
-    """The same outputs, but nothing flows through the second layer."""
     model = Toy().double()
     pieces = pieces_of(model)
     pieces[2].function = lambda layer, x: x + (layer(x) - x).detach()
@@ -125,7 +123,6 @@ MISTAKES = {
 @pytest.mark.parametrize("layer", [1, 3], ids=["first", "last"])
 @pytest.mark.parametrize("plant", [wrong_output, wrong_gradient])
 def test_a_layer_that_does_something_else_is_found(mistake, layer, plant):
-    """In what it returns, or in its gradient alone; whichever layer it is, by a thousandth."""
     model = Toy().double()
     pieces = pieces_of(model)
     pieces[layer].function = plant(1e-3, MISTAKES[mistake])
@@ -175,7 +172,6 @@ class Keeping(Block):
 @pytest.mark.parametrize("leaking", [Counting, Keeping])
 @pytest.mark.parametrize("place", [0, 2])
 def test_a_layer_that_leaks_state_is_found(leaking, place):
-    """From one call to the next, or past what it returns."""
     layers = nn.ModuleList([Block(), Block(), Block()])
     layers[place] = leaking()
     layers[1] = leaking()
@@ -187,7 +183,6 @@ def test_a_layer_that_leaks_state_is_found(leaking, place):
 
 
 def test_layers_of_every_kind_take_part():
-    """A model whose last layer is unlike the others: it is cut, each of its gradients is compared."""
     model = Toy(nn.ModuleList([Block(), Block(), Block(), Wide()])).double()
     report = cut(model, {"input_ids": tokens(2)}).report
     assert report.equivalence.parameters == len(list(model.parameters()))
@@ -215,7 +210,6 @@ class Tied(Toy):
 
 
 def test_parameters_that_several_pieces_use_are_summed():
-    """An embedding that is the head, a layer that is called twice: as in the plain model."""
     model = Tied().double()
     found = check_equivalence(model, pieces_of(model), (tokens(2),), {})
     assert (found.outputs, found.parameters) == (0.0, 6)
@@ -228,7 +222,6 @@ def test_parameters_that_several_pieces_use_are_summed():
 
 
 def test_hooks_of_parameters_are_called_with_the_whole_gradient():
-    """Once in the plain model and once in the cut one, which adds the parts of a tied parameter first."""
     model = Tied().double()
     seen = []
     model.embed.weight.register_hook(lambda gradient: seen.append(gradient) or gradient.clamp(max=1e-4))
@@ -239,7 +232,6 @@ def test_hooks_of_parameters_are_called_with_the_whole_gradient():
 
 
 def test_nothing_of_the_check_stays_behind():
-    """Gradients, hooks, frozen parameters and the objects in their places are as before."""
     model = Tied().double()
     model.layers[1].linear.weight.requires_grad_(False)
     model.head.bias.grad = torch.ones_like(model.head.bias)

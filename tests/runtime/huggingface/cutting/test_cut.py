@@ -25,7 +25,6 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_models_are_cut_where_their_layers_are(name, calls, phases):
-    """Every call of a layer is a piece, and every place where the model computes between them is a phase."""
     report = cut(hf_model(name)).report
     assert (len(report.pieces) - report.phases, report.phases) == (calls, phases)
     assert report.equivalence.outputs == 0.0
@@ -33,7 +32,6 @@ def test_models_are_cut_where_their_layers_are(name, calls, phases):
 
 
 def test_the_report_says_what_was_found():
-    """Lists, pieces, bytes and errors, in words as well."""
     model = hf_model("llama")
     report = cut(model).report
     assert report.lists == ("model.layers",)
@@ -68,7 +66,6 @@ class Positioned(Toy):
 
 @pytest.mark.parametrize("adds", [True, False])
 def test_what_was_embedded_is_there_when_it_is_asked_for(adds):
-    """Where code computes with it, phases compute it again; where it is an output, it travels to the end."""
     model, ids = Positioned(adds=adds).double(), tokens(5)
     pipeline = wrapped(model, example={"input_ids": tokens(2)})
     assert pipeline.cut.program.embeddings == (frozenset() if adds else {"embed"})
@@ -82,7 +79,6 @@ def test_what_was_embedded_is_there_when_it_is_asked_for(adds):
 
 
 def test_tokens_that_code_looks_for_are_there():
-    """Given embeddings, models of pictures embed the token of a picture and compare: in later phases, too."""
     model, batch = hf_model("gemma4_unified"), hf_batch()
     given = {**batch, "inputs_embeds": model.get_input_embeddings()(batch["input_ids"]).detach()}
     del given["input_ids"]
@@ -94,7 +90,6 @@ def test_tokens_that_code_looks_for_are_there():
 
 
 def test_a_batch_that_reads_what_was_embedded_is_an_error():
-    """The example did not: the last phase has no embedding, and says which one it needs."""
     model = Positioned(adds=False).double()
     pipeline = wrapped(model, example={"input_ids": tokens(2)})
     with pytest.raises(BatchStructureError, match="After its layers, the model uses embed"):
@@ -119,7 +114,6 @@ def test_parameters_on_meta_are_enough_for_a_plan():
 
 
 def test_mode_and_gradients_of_the_model_are_left_alone():
-    """The check runs in evaluation mode; afterwards every module is in the mode that it was in, with its gradients."""
     model = hf_model("llama").train()
     model.model.layers[0].eval()
     model.lm_head.weight.grad = torch.ones_like(model.lm_head.weight)
@@ -132,7 +126,6 @@ def test_mode_and_gradients_of_the_model_are_left_alone():
 
 
 def test_a_model_without_layers_stays_whole_with_a_reason():
-    """No list of modules: one piece, and the report says so."""
     report = cut(nn.Sequential(nn.Linear(2, 2)), {"input": torch.ones(1, 2)}).report
     assert report.is_whole
     assert report.refused == (("layers", "The model has no list of two or more modules with parameters."),)
@@ -158,8 +151,6 @@ def test_layers_that_talk_behind_the_models_back_are_refused():
 
 
 def test_fewer_lists_are_cut_where_all_do_not_go():
-    """If one list of layers makes trouble, the largest is cut alone."""
-
     class Two(Toy):
         def __init__(self):
             super().__init__(count=4)
@@ -179,7 +170,6 @@ def test_fewer_lists_are_cut_where_all_do_not_go():
 
 
 def test_an_example_that_the_model_cannot_run_is_an_error():
-    """The error names the model, the arguments and what the model said."""
     with pytest.raises(CutError, match=r"Toy does not run on the example \(input_ids\): IndexError") as caught:
         cut(Toy(), {"input_ids": torch.tensor([[99]])})
     assert caught.value.reason == "example"
@@ -187,14 +177,12 @@ def test_an_example_that_the_model_cannot_run_is_an_error():
 
 
 def test_skipped_modules_are_not_cut():
-    """The encoder stays in one piece when it is to be skipped."""
     model = hf_model("seq2seq:bart")
     report = cut(model, skip_modules=[model.model.encoder]).report
     assert report.lists == ("model.decoder.layers",)
 
 
 def test_pictures_are_part_of_an_example():
-    """A vision-language model is cut with pictures, its vision tower as well as its language model."""
     from matrix.cut_cases import batch_of
 
     model = hf_model("image:llava")

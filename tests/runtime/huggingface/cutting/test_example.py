@@ -17,13 +17,11 @@ def test_an_example_has_padding_and_two_rows():
 
 
 def test_an_example_has_what_the_forward_takes():
-    """Tokens for the decoder where there is one, no mask where none is taken."""
     assert set(example_inputs(Toy())) == {"input_ids"}
     assert set(example_inputs(hf_model("seq2seq:t5"))) == {"input_ids", "attention_mask", "decoder_input_ids"}
 
 
 def test_models_are_asked_for_no_cache():
-    """Where the model knows of caches, and the caller did not ask for one."""
     model = hf_model("llama")
     assert without_cache(model, {"a": 1}) == {"a": 1, "use_cache": False}
     assert without_cache(model, {"use_cache": True}) == {"use_cache": True}
@@ -31,14 +29,12 @@ def test_models_are_asked_for_no_cache():
 
 
 def test_the_configuration_of_text():
-    """A part of that of a model that reads pictures; none for a model without one."""
     model = hf_model("image:llava")
     assert text_config(model) is model.config.text_config
     assert text_config(nn.Linear(1, 1)) is None
 
 
 def test_a_report_in_words():
-    """Pieces, the largest of them, the errors, and what was tried in vain."""
     report = CutReport(
         "Model",
         ("layers",),
@@ -57,6 +53,5 @@ def test_a_report_in_words():
 
 
 def test_errors_survive_a_process():
-    """The reason is there after pickling."""
     error = pickle.loads(pickle.dumps(CutError("copy", "cannot be copied")))
     assert (error.reason, str(error)) == ("copy", "cannot be copied")

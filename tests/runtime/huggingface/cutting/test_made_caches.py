@@ -44,21 +44,18 @@ class Prefixed(Toy):
 
 
 def test_learned_keys_get_the_gradients_of_the_layers():
-    """Of three layers in three microbatches; the prefix has the gradient of the plain model."""
     found = compare_toy(Prefixed())
     assert list(found.layers) == ["layers.0", "layers.1", "layers.2"]
     assert found.program.cache_reads == {place: frozenset({(0, place)}) for place in range(3)}
 
 
 def test_a_layer_that_reads_what_another_has_written_is_refused():
-    """Also without a check of values: the last layer reads the entry of the first one."""
     report = cut(Prefixed((None, None, 0)), {"input_ids": tokens(2)}, check=False).report
     assert report.is_whole
     assert "layers.2 and layers.0 use the same entry of a cache" in str(report)
 
 
 def test_a_layer_gets_the_entries_that_it_read_before():
-    """Another one is an error, and not an empty one."""
     cache = DynamicCache()
     for number in range(2):
         cache.update(torch.full((1, 1, 2, 3), float(number)), torch.ones(1, 1, 2, 3), number)
@@ -83,7 +80,6 @@ def test_a_layer_gets_the_entries_that_it_read_before():
 
 
 def test_entries_of_two_calls_must_be_apart():
-    """The error names both layers, and is one of the package."""
     check_apart(["a", "b"], {0: frozenset({(0, 0)}), 1: frozenset({(0, 1), (1, 0)})})
     with pytest.raises(CutError, match="b and a use the same entry of a cache") as caught:
         check_apart(["a", "b"], {0: frozenset({(0, 0)}), 1: frozenset({(0, 0)})})
@@ -91,7 +87,6 @@ def test_entries_of_two_calls_must_be_apart():
 
 
 def test_outputs_lose_caches_and_nothing_else():
-    """Of a mapping, a tuple, and a tensor."""
     cache, logits = DynamicCache(), torch.ones(1)
     assert without_caches({"logits": logits, "cache": cache}) == {"logits": logits, "cache": None}
     assert without_caches((logits, cache)) == (logits,)

@@ -24,14 +24,11 @@ from tests.runtime.huggingface.hf_small import (
 
 
 def test_plain_layers_are_two_phases():
-    """What is handed from layer to layer needs no code of the model between them."""
     made = compare_toy(Toy())
     assert made.report.pieces == ("phase 0", "layers.0", "layers.1", "layers.2", "phase 1")
 
 
 def test_code_between_layers_is_a_phase():
-    """A model that computes with what a layer returned runs its own code there, with true values."""
-
     class Glue(Toy):
         def between(self, number, layer, x):
             return layer(x) * 2 if number == 1 else layer(x)
@@ -40,8 +37,6 @@ def test_code_between_layers_is_a_phase():
 
 
 def test_code_between_all_layers_may_have_parameters():
-    """Every phase has the parameters that it reads; gradients of all of them are added."""
-
     class Glue(Toy):
         def between(self, number, layer, x):
             return layer(x) + self.head(x)[..., :8] * self.embed.weight[0]
@@ -50,8 +45,6 @@ def test_code_between_all_layers_may_have_parameters():
 
 
 def test_side_inputs_get_their_gradients():
-    """What the model hands to every layer may be learned: its gradients are summed."""
-
     class Sides(Toy):
         def forward(self, input_ids):
             x = self.embed(input_ids)
@@ -64,8 +57,6 @@ def test_side_inputs_get_their_gradients():
 
 
 def test_layers_called_again_and_in_another_order():
-    """A loop over layers makes one piece per call; the layer's gradient is that of all of them."""
-
     class Loop(Toy):
         def forward(self, input_ids):
             x = self.embed(input_ids)
@@ -86,8 +77,6 @@ class WithResidual(Block):
 
 
 def test_carried_state_passes_from_layer_to_layer():
-    """Every tensor that a layer returns may go to the next one; a layer may return a dictionary."""
-
     class Carried(Toy):
         def forward(self, input_ids):
             x, residual = self.embed(input_ids), None
@@ -109,8 +98,6 @@ class Sharing(Block):
 
 
 def test_a_dictionary_that_layers_write_is_shared():
-    """Later layers see what earlier ones wrote, on whatever device, and gradients go back to these."""
-
     class Boxed(Toy):
         def forward(self, input_ids):
             x, shared = self.embed(input_ids), {}
@@ -122,8 +109,6 @@ def test_a_dictionary_that_layers_write_is_shared():
 
 
 def test_the_model_may_read_the_shared_dictionary_between_layers():
-    """After a phase in between, the dictionary holds what the layers before it wrote."""
-
     class Boxed(Toy):
         def forward(self, input_ids):
             x, shared = self.embed(input_ids), {}
@@ -136,8 +121,6 @@ def test_the_model_may_read_the_shared_dictionary_between_layers():
 
 
 def test_a_microbatch_may_leave_layers_out():
-    """Whether a layer is called may depend on the microbatch: those that do not call it pass it by."""
-
     class Skipping(Toy):
         def between(self, number, layer, x):
             return x if number == 1 and x.shape[0] > 3 else layer(x)
@@ -151,8 +134,6 @@ def test_a_microbatch_may_leave_layers_out():
 
 
 def test_layers_that_the_example_did_not_call_are_an_error():
-    """A batch that calls more than the example did is refused, with the line to type."""
-
     class Adding(Toy):
         def between(self, number, layer, x):
             return layer(layer(x)) if x.shape[1] == 6 else layer(x)
@@ -166,8 +147,6 @@ def test_layers_that_the_example_did_not_call_are_an_error():
 
 
 def test_code_that_the_example_did_not_run_is_an_error():
-    """A batch for which the model computes between layers, as it did not for the example, is refused."""
-
     class Sometimes(Toy):
         def between(self, number, layer, x):
             return layer(x) * 2 if x.shape[1] == 6 and number == 0 else layer(x)
@@ -178,8 +157,6 @@ def test_code_that_the_example_did_not_run_is_an_error():
 
 
 def test_opaque_objects_among_arguments_are_refused():
-    """An object with tensors in it that nobody registered is named, and the model stays whole."""
-
     class Handing(Toy):
         def between(self, number, layer, x):
             return layer(x, Opaque(self.head.bias).tensor[0])
@@ -195,8 +172,6 @@ def test_opaque_objects_among_arguments_are_refused():
 
 
 def test_noise_of_the_models_own_code_is_the_same_in_all_phases():
-    """Dropout before the layers is drawn once, however often the code that draws it runs."""
-
     class Twice(Toy):
         def forward(self, input_ids):
             x = torch.nn.functional.dropout(self.embed(input_ids), 0.5, self.training)
@@ -224,7 +199,6 @@ class EvalGlue(Toy):
 
 
 def test_code_between_layers_in_evaluation_only():
-    """The plan has a phase there; in training the model goes on from layer to layer. Its numbers are the plain ones."""
     model, plain = EvalGlue().double().train(), EvalGlue().double().train()
     pipeline = wrapped(model, example={"input_ids": tokens(2)})
     assert pipeline.cut.report.phases == 3
@@ -281,7 +255,6 @@ def test_a_batch_for_which_layers_return_more_than_for_the_example_is_an_error(s
 
 
 def test_what_layers_return_is_handed_on_with_an_example_of_the_kind():
-    """With an example that has entities, each layer gets those of the one before."""
     model = ReadsEntities()
     entities = torch.randn(5, 6, 8)
     expected = model(tokens(), entities)

@@ -50,7 +50,6 @@ def test_computing_with_a_placeholder_leaves_the_forward(operation):
     ],
 )
 def test_what_needs_the_form_only_is_made(operation, expected):
-    """A tensor of the same form has memory, and values of its own."""
     made = operation(Placeholder(KEY, torch.zeros(2, 5, dtype=torch.float16)))
     assert type(made) is torch.Tensor
     assert made.dtype == expected.dtype

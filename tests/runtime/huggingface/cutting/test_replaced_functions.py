@@ -49,7 +49,6 @@ def of_the_module(model):
 
 @pytest.mark.parametrize("replace", [in_a_closure, as_a_method, twice, of_the_module])
 def test_a_model_with_a_replaced_forward_is_cut(replace):
-    """Its layers are found; outputs and gradients are those of the model, also by another path than the example's."""
     model, plain = Toy(), Toy()
     replace(model)
     replace(plain)
@@ -65,7 +64,6 @@ def test_a_model_with_a_replaced_forward_is_cut(replace):
 
 
 def test_a_forward_that_is_replaced_later_counts():
-    """A pipeline whose model gets another forward runs that one from the next call on."""
     model, plain = hf_model("llama"), hf_model("llama")
     plain.load_state_dict(model.state_dict())
     pipeline, batch = wrapped(model), hf_batch()

@@ -18,7 +18,6 @@ def made():
 
 
 def test_a_copy_shares_parameters_and_has_no_layers():
-    """Modules are new, parameters are the same objects, and those of layers are not in it."""
     model, copied = made()
     assert copied is not model
     assert copied.embed is not model.embed
@@ -27,7 +26,6 @@ def test_a_copy_shares_parameters_and_has_no_layers():
 
 
 def test_a_stub_passes_for_its_layer():
-    """Its class and attributes are those of the layer, and reading them loads nothing."""
     model, copied = made()
     model.layers[1].kind = "sliding"
     assert isinstance(copied.layers[1], Block)
@@ -36,7 +34,6 @@ def test_a_stub_passes_for_its_layer():
 
 
 def test_stubs_answer_to_the_session_of_their_thread():
-    """A session answers the calls that its own thread makes; without one a call is an error."""
     _, copied = made()
 
     class Twice:
@@ -61,7 +58,6 @@ def test_stubs_answer_to_the_session_of_their_thread():
 
 
 def test_sync_follows_the_model():
-    """Mode, replaced parameters and simple attributes reach the copy; parameters that are not used are left out."""
     model, copied = made()
     model.eval()
     model.embed.weight = nn.Parameter(torch.zeros(20, 8))
@@ -76,7 +72,6 @@ def test_sync_follows_the_model():
 
 
 def test_what_cannot_be_copied_is_refused():
-    """A model that holds a lock cannot be copied, and the error says so."""
     model = Toy()
     model.lock = threading.Lock()
     with pytest.raises(CutError, match=r"Toy cannot be copied: cannot pickle") as caught:
@@ -85,7 +80,6 @@ def test_what_cannot_be_copied_is_refused():
 
 
 def test_plain_data_that_changed_is_brought_up_to_date():
-    """Lists and dictionaries of numbers and texts are copied; a copy may write into its own."""
     model, copied = made()
     model.active, model.scales = ["two"], {"two": 0.5}
     sync(copied, model, None)

@@ -49,7 +49,6 @@ def pair(name: str, **options):
 @pytest.mark.filterwarnings("ignore:.*generation.*")
 @pytest.mark.parametrize("name", ["seq2seq:t5", "seq2seq:bart", "speech:whisper", "seq2seq:t5gemma"])
 def test_tokens_are_those_of_the_plain_model(name):
-    """Relative, learned and rotary positions, texts and sounds; greedy, sampled, with beams, and static caches."""
     pipeline, plain, inputs = pair(name)
     for way, options in WAYS.items():
         found = []
@@ -69,7 +68,6 @@ TEXTS = ["mbart", "pegasus", "marian", "umt5", "m2m_100", "prophetnet"]
 @pytest.mark.parametrize("way", ["greedy", "beams"])
 @pytest.mark.parametrize("name", [*(f"seq2seq:{name}" for name in TEXTS), "speech:moonshine", "speech:speech_to_text"])
 def test_more_models_generate_the_tokens_of_the_plain_model(name, way):
-    """Texts and sounds: both paths are pipelines, and the tokens are the same."""
     pipeline, plain, inputs = pair(name)
     found, expected = (model.generate(**inputs, **OPTIONS, **WAYS[way]) for model in (pipeline, plain))
     assert torch.equal(found, expected)
@@ -77,7 +75,6 @@ def test_more_models_generate_the_tokens_of_the_plain_model(name, way):
 
 
 def test_nothing_runs_on_after_close():
-    """Three pipelines share the devices; the threads end with the one that the user closes, and not before."""
     before = set(threading.enumerate())
     pipeline, _, inputs = pair("seq2seq:t5")
     tokens = pipeline.generate(**inputs, **OPTIONS)
@@ -90,7 +87,6 @@ def test_nothing_runs_on_after_close():
 
 
 def test_the_encoder_runs_once():
-    """For each microbatch, that is; layers of the decoder once for every token. The host runs none of them."""
     pipeline, _, inputs = pair("seq2seq:bart")
     pipeline.generate(**inputs, **OPTIONS)
     inner, calls = pipeline.cut.model.model, {"encoder": 0, "decoder": 0}
@@ -109,7 +105,6 @@ def test_the_encoder_runs_once():
 
 
 def test_outputs_beside_the_tokens():
-    """Logits of every token, hidden states of both sides, and the cache: of the whole batch, as without."""
     pipeline, plain, inputs = pair("seq2seq:t5")
     options = {"output_logits": True, "output_hidden_states": True, "return_dict_in_generate": True}
     found, expected = (model.generate(**inputs, **OPTIONS, **options) for model in (pipeline, plain))
@@ -126,7 +121,6 @@ def test_outputs_beside_the_tokens():
 
 
 def test_weights_of_the_last_step_generate():
-    """Routes have the model's own parameters: after a step of the pipeline they use the new ones."""
     pipeline, plain, inputs = pair("seq2seq:t5")
     first = pipeline.generate(**inputs, **OPTIONS)
     optimizer = torch.optim.SGD(pipeline.optim_parameters(), lr=5.0)
@@ -139,7 +133,6 @@ def test_weights_of_the_last_step_generate():
 
 
 def test_a_route_that_differs_is_not_taken(monkeypatch, caplog):
-    """The host runs what the trial refuses, and the logger says why; other paths and the training go on."""
     monkeypatch.setattr(generation, "_first_tensor", lambda output: torch.rand(()).double())
     pipeline, plain, inputs = pair("seq2seq:t5")
     with caplog.at_level(logging.INFO, logger="roundpipe_runtime"):
@@ -167,7 +160,6 @@ def test_a_cache_of_both_sides_is_filled_as_the_plain_model_fills_it():
 
 
 def test_the_sides_of_a_held_cache_are_apart():
-    """A layer that writes both sides, and says so, leaves the cache itself alone until the parts are joined."""
     cache = home(hf_model("seq2seq:t5"))
     ones = torch.ones(1, 4, 2, 16)
     held = HeldCache(cache)

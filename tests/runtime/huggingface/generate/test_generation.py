@@ -78,7 +78,6 @@ def test_greedy_tokens_are_those_of_the_plain_model(name, monkeypatch):
 )
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_other_ways_to_generate(name, options):
-    """Beams reorder the cache, sampling draws the same numbers, a static cache is written in place."""
     pipeline, plain = pair(name)
     found = []
     for model in (pipeline, plain):
@@ -89,7 +88,6 @@ def test_other_ways_to_generate(name, options):
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3])
 def test_a_cache_is_filled_as_the_plain_model_fills_it(microbatches):
-    """Prompt, then one token: logits, every key and value, and the count of a window are those of the plain model."""
     pipeline, plain = pair("gemma3_text", microbatches=microbatches)
     inputs, name = prompt(), argument_of(plain.forward)
     ours, theirs = home(plain), home(plain)
@@ -127,7 +125,6 @@ def test_a_cache_is_made_where_none_is_given():
 
 
 def test_after_an_exception_the_cache_is_as_it_was(monkeypatch):
-    """The second layer fails in the second microbatch: nothing of the forward is in the caller's cache."""
     pipeline, plain = pair("llama")
     cache, name = home(plain), argument_of(plain.forward)
     with torch.no_grad():
@@ -176,7 +173,6 @@ def test_a_cache_of_another_kind_is_refused_and_generated_with_on_the_host(name)
 
 
 def test_a_model_with_states_alone_continues_from_its_cache():
-    """Prompt, then one token, in two microbatches: logits and states of Mamba are those of the plain model."""
     pipeline, plain = pair("mamba")
     ours, theirs = home(plain), home(plain)
     if ours is None:
@@ -201,7 +197,6 @@ def test_a_model_with_states_alone_continues_from_its_cache():
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_the_cache_is_found_under_another_version_s_name(name):
-    """One FutureWarning, at the line of the call and with the model's own name; results are those of the own name."""
     pipeline, plain = pair(name)
     ours, theirs = home(plain), home(plain)
     if ours is None:
@@ -230,7 +225,6 @@ def test_the_output_answers_to_each_name_as_the_plain_one(old_names_said):
 
 
 def test_a_message_names_the_argument_as_the_model_does():
-    """The cache of a refused call is called what the user's model calls it."""
     pipeline, plain = pair("llama")
     name = argument_of(plain.forward)
     with torch.no_grad(), pytest.raises(ConfigError, match=rf"model\(\.\.\., {name}=DynamicCache"):
@@ -245,7 +239,6 @@ class OtherCache:
 
 
 def test_a_model_that_sees_generates_the_tokens_of_the_plain_model():
-    """Llava with a picture in each row: its first call goes through layers that the next ones skip."""
     model = hf_model("image:llava").eval()
     batch = {name: value.double() if value.is_floating_point() else value
              for name, value in batch_of("image:llava", model, 3, 0).items() if name != "labels"}  # fmt: skip
@@ -256,7 +249,6 @@ def test_a_model_that_sees_generates_the_tokens_of_the_plain_model():
 
 
 def test_a_difference_sends_generation_to_the_host():
-    """If the trial finds other logits, that is the reason."""
     pipeline, _ = pair("llama")
 
     def wrong(**kwargs):

@@ -12,7 +12,6 @@ from ..hf_small import Toy, tokens, wrapped
 
 
 def test_options_are_split_like_the_rows():
-    """Each microbatch has the labels of its rows, and the rest of the options."""
     labels = torch.arange(10).reshape(5, 2)
     options = CallOptions(smoothed_loss=SmoothedLoss(0.2), labels=labels)
     parts = split((), {"input_ids": tokens(), CALL_OPTIONS: options}, None, 2)
@@ -24,7 +23,6 @@ def test_options_are_split_like_the_rows():
 
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_the_model_never_sees_options(is_cut):
-    """A model that takes any keyword gets those of its caller only, cut or in one piece."""
     seen = []
 
     class Any(Toy):
@@ -41,6 +39,5 @@ def test_the_model_never_sees_options(is_cut):
 
 
 def test_options_of_another_class_are_refused():
-    """The error names the argument, and that it is not the caller's."""
     with pytest.raises(ConfigError, match=r"kwargs\['roundpipe_call_options'\]: expected CallOptions, found str"):
         split_options({CALL_OPTIONS: "loss only"})

@@ -87,7 +87,6 @@ def chunked_and_plain(tokens: int, device: str):
 @pytest.mark.parametrize("transform", [None, cap])
 @pytest.mark.parametrize("rows", [1, 10, 37, None])
 def test_loss_and_gradients_are_those_of_all_logits(reduction, smoothing, transform, rows):
-    """With bias, ignored labels, smoothing and a soft cap, for any size of a chunk; a multiple of the loss, too."""
     hidden, weight, bias, labels = example()
     logits = functional.linear(hidden, weight, bias)
     logits = logits if transform is None else transform(logits)
@@ -101,7 +100,6 @@ def test_loss_and_gradients_are_those_of_all_logits(reduction, smoothing, transf
 
 
 def test_only_what_learns_has_a_gradient():
-    """A frozen head costs no buffer; without gradients at all, the loss has no graph."""
     hidden, weight, _, labels = example()
     loss = chunked_cross_entropy(hidden, weight.detach(), labels)
     (found,) = gradients(loss, hidden)
@@ -112,7 +110,6 @@ def test_only_what_learns_has_a_gradient():
 
 
 def test_going_back_again_gives_the_same():
-    """With the graph retained; another multiple of the loss has another multiple of its gradients."""
     hidden, weight, bias, labels = example()
     loss = chunked_cross_entropy(hidden, weight, labels, bias=bias, rows=10, transform=cap)
     first = torch.autograd.grad(3 * loss, (hidden, weight, bias), retain_graph=True)
@@ -150,7 +147,6 @@ def test_under_autocast():
 
 
 def test_nothing_to_learn_from_has_no_slope():
-    """All labels ignored: NaN like torch's mean over nothing, and gradients of zero."""
     hidden, weight, _, labels = example()
     loss = chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100))
     assert loss.isnan()
@@ -158,7 +154,6 @@ def test_nothing_to_learn_from_has_no_slope():
 
 
 def test_wrong_arguments_are_errors():
-    """Shapes that do not fit, and unknown reductions, are named."""
     hidden, weight, _, labels = example()
     with pytest.raises(LossError, match=r"found \(37, 8\), \(50, 8\) and \(36,\)"):
         chunked_cross_entropy(hidden, weight, labels[1:])
@@ -167,7 +162,6 @@ def test_wrong_arguments_are_errors():
 
 
 def test_what_it_averages_over_is_counted():
-    """In a model of one's own, its mean is weighted by the labels that count."""
     hidden, weight, _, labels = example()
     with counting() as items:
         chunked_cross_entropy(hidden, weight, labels)
@@ -211,14 +205,12 @@ MODELS = ["llama", "gpt2", "gemma2", "gemma3_text", "cohere", "granite", "phi", 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cut", [True, False])
 def test_models_learn_the_same(name, cut, everything_is_large, computed):
-    """Loss and every gradient are the plain model's; the logits of a microbatch were not computed."""
     padding = name not in ("gemma2", "bloom")  # whose loss padding on the left makes NaN
     assert_like_plain(hf_model(name), hf_batch(padding=padding), use_sequential_preset=cut)
     assert not computed
 
 
 def test_a_microbatch_of_ignored_labels(everything_is_large):
-    """It counts nothing, without logits as with them."""
     batch = hf_batch(3)
     batch["labels"][1] = -100
     assert_like_plain(hf_model("llama"), batch)
@@ -230,7 +222,6 @@ def test_a_count_of_the_script(everything_is_large):
 
 
 def test_whoever_looks_at_logits_gets_them(everything_is_large):
-    """A loss function of one's own, and returned outputs, have the logits."""
     model = hf_model("llama")
     plain = copy.deepcopy(model)
     batch = hf_batch()
@@ -307,7 +298,6 @@ BETWEEN = {
 
 @pytest.mark.parametrize("name", BETWEEN)
 def test_whatever_is_done_to_logits_is_done(name, everything_is_large):
-    """Loss and gradients are those of the plain forward, whether the logits stay late or not."""
     model = Own(BETWEEN[name])
     x, labels = torch.randn(2, 5, 4, dtype=torch.float64), torch.randint(0, 9, (2, 5))
     expected = model(x, labels)["loss"]
@@ -319,7 +309,6 @@ def test_whatever_is_done_to_logits_is_done(name, everything_is_large):
 
 
 def test_rows_are_picked_without_logits(everything_is_large):
-    """The shift of older models: all but the last token, made contiguous, flattened."""
     head = torch.nn.Linear(4, 9)
     model = Own(None)
     model.head = head

@@ -101,7 +101,6 @@ def test_decoders_begin_with_what_their_model_makes_of_labels():
 
 @pytest.mark.parametrize("items", [None, 3])
 def test_any_pipeline_takes_it(items):
-    """Said whether labels are shifted, it is a loss function like others: a sum, and how many labels counted."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 9)).double()
     plain = copy.deepcopy(model)
@@ -150,7 +149,6 @@ def test_a_quarter_of_the_memory():
 
 
 def test_wrong_arguments_are_errors():
-    """A factor that is none, labels that are missing or no classes, outputs without logits."""
     with pytest.raises(LossError, match=r"from 0 to 1, found 1\.5"):
         SmoothedLoss(1.5)
     with pytest.raises(LossError, match="shift_labels=True"):

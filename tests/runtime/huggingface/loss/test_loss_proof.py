@@ -111,7 +111,6 @@ joined_warnings = pytest.mark.filterwarnings("ignore:The loss of:roundpipe_runti
 @joined_warnings
 @pytest.mark.parametrize("term", [term for term in TERMS if term is not noise], ids=lambda term: term.__name__)
 def test_any_term_is_proven_where_the_code_after_the_layers_is_frozen(term):
-    """Where only layers train, as with LoRA, the ways, losses and gradients are those of the plain model."""
     model, batch = made(term)
     model.requires_grad_(False)
     model.model.layers.requires_grad_(True)
@@ -138,7 +137,6 @@ class TwoNames(Llama):
 
 
 def test_a_module_with_two_names_is_proven():
-    """The weights of the loss are items, and the gradients of the table and the head add up."""
     model, batch = made(kind=TwoNames)
     assert ways(assert_like_plain(model, batch, call=THREE, pipeline=wrapped(model))) == ["items"]
 
@@ -163,7 +161,6 @@ def test_a_model_of_16_bits_is_proven_without_a_warning(name, frozen):
 
 
 def test_a_proof_changes_nothing():
-    """Random states, gradients, buffers and the number of runs are as they were."""
     model, batch = made()
     model.model.register_buffer("seen", torch.zeros(1))
     pipeline = wrapped(model)
@@ -177,7 +174,6 @@ def test_a_proof_changes_nothing():
 
 
 def test_one_proof_serves_all_calls_of_a_kind(monkeypatch):
-    """Another batch of the same kind is not proven again; evaluation is another kind."""
     model, batch = made()
     pipeline = wrapped(model)
     for _ in range(3):
@@ -221,7 +217,6 @@ def test_a_repeated_proof_leaves_a_step_in_the_background_one_step_late(term, op
 
 
 def test_the_report_states_how_losses_are_computed():
-    """Once for each kind of call: the weights that were proven, or that it is computed once, and why."""
     for term, expected in (
         (rows_alone, "weighted by rows, checked with"),
         (spread, "computed once for the whole batch"),
@@ -256,7 +251,6 @@ def test_a_group_with_few_rows_proves_its_loss(rows, term):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_function_of_the_loss_in_a_group_with_few_rows_is_proven(rows):
-    """A multiple of the model's loss is added; one with a term of its own is refused for a part of the batch."""
     for function, fits in ((lambda outputs, _: 2 * outputs.loss, True), (z_loss, False)):
         model, batch = made()
         batch = {name: value[2 : 2 + rows] for name, value in batch.items()}
@@ -277,7 +271,6 @@ def test_a_function_of_the_loss_in_a_group_with_few_rows_is_proven(rows):
 
 @pytest.mark.parametrize("options", [{"num_microbatch": 1}, {"num_microbatch": 3, "loss_reduction": "joined"}], ids=str)
 def test_one_microbatch_and_a_joined_loss_are_not_proven(options):
-    """There is nothing to weigh: the loss is the model's own, or computed once of the whole batch as was asked for."""
     model, batch = made(spread)
     call = {"run_config": RoundPipeRunConfig(**options)}
     assert not assert_like_plain(model, batch, call=call, pipeline=wrapped(model))._rp_losses.proofs
@@ -337,8 +330,6 @@ def test_copies_of_the_optimizer_get_the_gradients_of_a_joined_loss():
 
 @joined_warnings
 def test_a_penalty_without_labels_in_the_example_is_seen():
-    """A term that appears with labels only is part of the check, so such a model runs in one piece, and is exact."""
-
     class Regularised(transformers.LlamaForCausalLM):
         def forward(self, *args, labels=None, **kwargs):
             outputs = super().forward(*args, labels=labels, **kwargs)

@@ -33,7 +33,6 @@ THREE = RoundPipeRunConfig(num_microbatch=3)
 
 @pytest.mark.parametrize("adds", ["nothing", "a penalty"])
 def test_multiples_and_penalties_are_those_of_the_plain_model(adds):
-    """Microbatches have other numbers of labels; what is the same for all of them is added once."""
     model, batch = made()
 
     def loss_fn(of):
@@ -74,7 +73,6 @@ def value(found):
 
 @pytest.mark.parametrize("loss_fn", [of_its_own, in_addition, squared, several, of_large_losses])
 def test_anything_else_is_computed_once(loss_fn):
-    """Its weights are not those of the model's loss: loss and gradients are the reference model's, with a warning."""
     plain, batch = made()
     model = copy.deepcopy(plain)
     expected = value(loss_fn(plain(**batch), None))
@@ -87,7 +85,6 @@ def test_anything_else_is_computed_once(loss_fn):
 
 
 def test_groups_of_rows_take_multiples_only():
-    """Each group has its own rows: what is not a multiple is refused, before any gradient is changed."""
     model, batch = made()
     pipeline = wrapped(model, replicas=2)
     with pytest.raises(LossError, match="does not return a multiple"):
@@ -110,7 +107,6 @@ class Curriculum:
 
 @pytest.mark.parametrize(("then", "after"), [(in_addition, 1), (squared, 2), (in_addition, 3)])
 def test_a_function_that_becomes_another_one_is_shown_again(then, after):
-    """In the call before which an attribute was changed; proofs do not count as calls of it."""
     model, batch = made()
     pipeline, loss_fn = wrapped(model), Curriculum()
     for _ in range(after):
@@ -125,8 +121,6 @@ def test_a_function_that_becomes_another_one_is_shown_again(then, after):
 
 @pytest.mark.filterwarnings("ignore::roundpipe_runtime.RoundPipeWarning")
 def test_a_function_that_reads_what_its_calls_change_is_called_once_in_a_step():
-    """A weight that is warmed up with the calls."""
-
     class Warmed:
         calls = 0
 
@@ -145,7 +139,6 @@ def test_a_function_that_reads_what_its_calls_change_is_called_once_in_a_step():
 
 @pytest.mark.parametrize("loss_fn", [of_its_own, in_addition, squared])
 def test_joined_it_is_that_of_the_plain_model(loss_fn):
-    """The line of the error."""
     model, batch = made()
     call = {"loss_fn": loss_fn, "run_config": RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")}
     assert_like_plain(model, batch, lambda plain: loss_fn(plain(**batch), None), call=call, pipeline=wrapped(model))

@@ -52,7 +52,6 @@ def case(dtype=torch.float64):
     ],
 )
 def test_loss_and_gradients_are_those_of_torch(rows, chunk, smoothing, transform, reduction, device, monkeypatch):
-    """For slices of any size, in chunks of rows, with a bias, a soft cap and smoothing, exact up to rounding."""
     monkeypatch.setattr(sliced, "_MOST", chunk)
     hidden, weight, bias, labels = case()
     given = [hidden.clone().requires_grad_(), weight.clone().requires_grad_(), bias.clone().requires_grad_()]
@@ -87,7 +86,6 @@ def test_labels_that_are_all_ignored_give_no_gradient(device):
 
 
 def test_a_frozen_head_has_no_sum(device):
-    """Only the gradient of the hidden states is computed."""
     hidden, weight, bias, labels = case()
     expected = hidden.clone().requires_grad_()
     functional.cross_entropy(functional.linear(expected, weight, bias), labels).backward()
@@ -99,7 +97,6 @@ def test_a_frozen_head_has_no_sum(device):
 
 
 def test_one_slice_is_on_the_device_at_a_time(device):
-    """What the device holds is a slice, of a table that is many times as large."""
     device.memory_limit = 10**9
     hidden, weight, _, labels = case()
     hidden.requires_grad_()
@@ -108,7 +105,6 @@ def test_one_slice_is_on_the_device_at_a_time(device):
 
 
 def test_lazy_logits_of_a_table_have_its_form(device):
-    """Logits that are not computed have the shape and dtype of the product, and are its numbers if asked for."""
     hidden, weight, bias, _ = case()
     lazy = LazyLogits(hidden, (table_of(weight, device, 5), bias))
     assert lazy.shape == (11, VOCABULARY)

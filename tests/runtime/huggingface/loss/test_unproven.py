@@ -91,7 +91,6 @@ def first_rows(batch, rows=2):
 @pytest.mark.parametrize("way", ["forward_backward", "outputs", "loss_fn"])
 @pytest.mark.parametrize("name", KINDS)
 def test_loss_and_gradients_are_those_of_the_whole_batch(name, way):
-    """In one, two and three uneven microbatches, proven at the first call; a warning states what costs more."""
     plain, batch = made(name)
     model = copy.deepcopy(plain)
     try:

@@ -82,7 +82,6 @@ WAYS = {
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "in one piece"])
 @pytest.mark.parametrize("loss_of", WAYS)
 def test_loss_and_gradients_are_those_of_the_plain_model(loss_of, is_cut):
-    """The first three rows have one label, and all probabilities are above the limit."""
     torch.manual_seed(0)
     plain = Classifier(CONFIG, loss_of).double()
     model = copy.deepcopy(plain)

@@ -29,14 +29,12 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_items_of_a_mean_are_counted(compute, counts, sums):
-    """What torch's losses average over: targets that are not ignored, their class weights, or rows."""
     with counting() as items:
         compute(torch.randn(4, 3), torch.tensor([0, 1, 1, -100]))
     assert (items.counts, items.sums) == (counts, sums)
 
 
 def test_a_loss_over_nothing_is_zero():
-    """A microbatch whose labels are all ignored has a loss of zero that goes back, instead of NaN."""
     logits = torch.randn(2, 3, requires_grad=True)
     labels = torch.tensor([-100, -100])
     with counting() as items:
@@ -48,7 +46,6 @@ def test_a_loss_over_nothing_is_zero():
 
 
 def test_the_loss_is_found_in_any_output():
-    """In an output object, a dictionary or a tuple; a tensor with axes is none."""
     loss = torch.tensor(1.0)
     assert loss_of({"loss": loss}) is loss
     assert loss_of((loss, torch.ones(2))) is loss
@@ -57,7 +54,6 @@ def test_the_loss_is_found_in_any_output():
 
 @pytest.mark.parametrize("ignored", [0, 2, 5])
 def test_rows_without_labels_count_nothing(ignored):
-    """Whole rows, whole microbatches, or the whole batch may be ignored."""
     model = hf_model("llama")
     plain = copy.deepcopy(model)
     batch = hf_batch()
@@ -79,7 +75,6 @@ def test_rows_without_labels_count_nothing(ignored):
 
 
 def test_num_items_in_batch_is_the_models_own_weight():
-    """Given by a script that accumulates gradients, it divides the sum over the batch; parts are added."""
     model, batch = hf_model("llama"), {**hf_batch(), "num_items_in_batch": 100}
     pipeline = assert_like_plain(model, batch)
     with torch.no_grad():
@@ -104,7 +99,6 @@ def test_a_scaled_loss_has_a_scaled_gradient():
     ("problem", "labels"), [("classes", [0, 1, 1, 0, 1]), ("regression", [0.1, 0.5, 2.0, 3.0, 1.0])]
 )
 def test_sequence_classification(problem, labels):
-    """Classes and numbers: one label per row."""
     from transformers import BertForSequenceClassification
 
     config = make_config("bert")
@@ -119,7 +113,6 @@ def test_sequence_classification(problem, labels):
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "jetmoe"])
 def test_experts_are_balanced_over_the_whole_batch(name):
-    """The auxiliary loss, which is no mean of those of microbatches, is the one of the batch; so are its gradients."""
     if name == "jetmoe" and Version(transformers.__version__) < Version("5.17"):
         pytest.skip("the plain JetMoE cannot be made in 5.0, and before it asks itself for num_experts, which it lacks")
     model = hf_model(name)

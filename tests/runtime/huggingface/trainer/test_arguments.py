@@ -30,7 +30,6 @@ from tests.runtime.huggingface.trainer.trainer_runs import TOLERANCE, arguments,
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_arguments_that_a_pipeline_cannot_follow(tmp_path, monkeypatch, changes, message):
-    """The trainer is not made, and the error names the argument and what to write."""
     args = arguments(tmp_path, 1)
     for name, value in changes.items():
         monkeypatch.setattr(args, name, value)

@@ -65,7 +65,6 @@ def test_newest_is_that_of_most_steps(tmp_path):
     ids=["truncated", "changed", "removed", "never finished"],
 )
 def test_one_that_is_not_whole_is_passed_over(tmp_path, damage, message):
-    """The one before it is taken, with a warning that says what is wrong."""
     make(tmp_path, 9, 12)
     damage(tmp_path / "checkpoint-12")
     with pytest.warns(CheckpointWarning, match=rf"previous one is tried.*checkpoint-12.*{message}"):
@@ -76,7 +75,6 @@ def test_one_that_is_not_whole_is_passed_over(tmp_path, damage, message):
 @pytest.mark.parametrize("name", ["trainer_state.json", "roundpipe.json", "fine_tune.json"])
 @pytest.mark.parametrize("content", [None, "[1, 2]", "[" * 100_000, "a text"], ids=["pipe", "list", "deep", "text"])
 def test_notes_of_a_checkpoint_that_are_something_else(tmp_path, name, content):
-    """They are those of a stranger where a folder is: one error, and a pipe is not waited for."""
     from roundpipe_runtime.fine_tune.trainer import read_notes
     from roundpipe_runtime.huggingface.trainer.pipeline_trainer import _has_shards
 
@@ -118,7 +116,6 @@ def test_nothing_whole_is_an_error_and_nothing_at_all_is_none(tmp_path):
 
 
 def test_what_a_kill_left_is_settled(tmp_path):
-    """A checkpoint that only lacked its name gets it; half ones, and those that were leaving, go."""
     make(tmp_path, 1)
     make(tmp_path / ".checkpoint-2.writing", 2)
     make(tmp_path / ".checkpoint-3.writing", 3, manifest=False)
@@ -188,7 +185,6 @@ def trainer(tmp_path):
 
 
 def test_files_are_those_of_the_trainer_and_a_manifest(trainer, tmp_path):
-    """Nothing else is left in the folder."""
     trainer(1).train()
     plain = make_trainer("gpt2", arguments(tmp_path / "plain", 1, **SAVING), Trainer)
     plain.train()
@@ -239,7 +235,6 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(trainer, tmp_path):
 
 
 def test_without_a_checkpoint_the_trainer_says_so(trainer):
-    """Its own error, for a script that asks for one by mistake."""
     with pytest.raises(ValueError, match="No valid checkpoint found"):
         trainer(1).train(resume_from_checkpoint=True)
 
@@ -260,7 +255,6 @@ def test_the_best_checkpoint_is_known_by_its_place(trainer, tmp_path):
 
 
 def test_adapters_in_folders_of_their_own_are_checked_too(tmp_path):
-    """PEFT writes a second adapter into a folder of the checkpoint."""
     path = tmp_path / "checkpoint-1"
     (path / "second").mkdir(parents=True)
     (path / "second" / "adapter_model.safetensors").write_text("weights")

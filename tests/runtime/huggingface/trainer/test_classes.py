@@ -106,7 +106,6 @@ class Stream(torch.utils.data.IterableDataset):
 
 @pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"example": collate(make_rows("llama", 2))}])
 def test_rows_that_come_one_by_one_are_those_of_the_plain_trainer(trainers, tmp_path, options):
-    """In one process, for groups of a batch, and with an example of the call that is given."""
     plain = trainers("llama", arguments(tmp_path, 4, **SHORT), kind=Trainer)
     ours = trainers("llama", arguments(tmp_path, 4, **SHORT), **options)
     for trainer in (plain, ours):
@@ -116,7 +115,6 @@ def test_rows_that_come_one_by_one_are_those_of_the_plain_trainer(trainers, tmp_
 
 
 def test_a_model_that_has_not_trained_is_saved_as_it_is(trainers, tmp_path):
-    """No pipeline is made for it."""
     ours = trainers("llama", arguments(tmp_path, 2, **SHORT))
     ours.save_model()
     assert ours._rp_pipeline is None
@@ -154,7 +152,6 @@ def test_checkpoint_is_the_model(trainers, tmp_path, name):
 
 
 def test_checkpoint_of_a_plain_trainer_is_resumed(trainers, tmp_path):
-    """A run that began with the plain Trainer goes on with ours."""
     options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no"}
     plain = trainers("llama", arguments(tmp_path, 4, **options), kind=Trainer)
     plain.train()
@@ -189,8 +186,6 @@ def test_copies_of_the_optimizer_are_trained_and_resumed(trainers, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "t5", "bert"])
 def test_smoothed_labels(trainers, tmp_path, name, monkeypatch):
-    """The Trainer's own smoothing: shifted for causal models, over all tokens of the accumulated batch."""
-
     def collate_for_decoder(rows):
         batch = collate(rows)
         start = torch.zeros_like(batch["labels"][:, :1])
@@ -301,7 +296,6 @@ def test_predictions_and_metrics(trainers, tmp_path):
 
 
 def test_model_init_makes_a_model_for_each_training(trainers, tmp_path):
-    """Two trainings in a row are the same, each with a pipeline of its own."""
     ours = trainers("gpt2", arguments(tmp_path, 2, eval_strategy="no"), model_init=lambda: make_model("gpt2"))
     ours.train()
     first, pipeline = history(ours, "loss"), ours.pipeline
@@ -327,7 +321,6 @@ def test_wrapped_model_is_taken_as_it_is(trainers, tmp_path):
 
 
 def test_model_that_reads_pictures_is_cut_with_its_data(trainers, tmp_path):
-    """No tokens are made up for it: the example is the first two rows of the training data."""
     config = transformers.ViTConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, image_size=8, patch_size=4,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
@@ -384,8 +377,6 @@ def test_sequences_are_generated_for_evaluation(trainers, tmp_path):
 
 
 def test_trainer_is_usable_after_an_error(trainers, tmp_path):
-    """A callback that raises ends the training; the next one runs to its end."""
-
     class Interrupt(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             raise KeyError("half-way")
@@ -410,7 +401,6 @@ def test_options_beside_a_wrapped_model_are_refused(tmp_path):
 
 
 def test_importing_the_package_leaves_transformers_alone():
-    """The names are there, and transformers is asked for with the first of them."""
     program = (
         "import sys, roundpipe_runtime as r\n"
         "assert 'RoundPipeTrainer' in dir(r) and 'transformers' not in sys.modules\n"
@@ -426,7 +416,6 @@ def test_importing_the_package_leaves_transformers_alone():
 
 
 def test_model_without_a_loss_says_so(trainers, tmp_path):
-    """Rows without labels: the Trainer's own message."""
     ours = trainers("llama", arguments(tmp_path, 3, **SHORT))
     ours.data_collator = lambda rows: {k: v for k, v in collate(rows).items() if k != "labels"}
     with pytest.raises(ValueError, match="did not return a loss"):
@@ -434,8 +423,6 @@ def test_model_without_a_loss_says_so(trainers, tmp_path):
 
 
 def test_frozen_parameters_stay(trainers, tmp_path):
-    """What requires no gradient gets none, and the rest is trained as by the plain Trainer."""
-
     def half_frozen():
         model = make_model("llama")
         for layer in model.model.layers[:2]:
@@ -541,8 +528,6 @@ def choices_of_texts():
 
 @pytest.mark.parametrize("make", [pictures_beside_text, choices_of_texts])
 def test_a_model_that_does_not_run_on_a_row_of_tokens_is_cut_with_its_data(trainers, tmp_path, make):
-    """The example is the first two rows of the training data."""
-
     def script():
         torch.manual_seed(0)
         model, rows = make()

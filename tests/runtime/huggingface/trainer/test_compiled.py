@@ -27,7 +27,6 @@ def fresh():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_compiled_layers_learn_what_a_plain_trainer_learns(tmp_path, name):
-    """Six steps of rows of other lengths, with accumulation and evaluation; the plain Trainer compiles nothing."""
     plain = make_trainer(name, arguments(tmp_path / "plain", 6))
     plain.train()
     args = arguments(tmp_path / "ours", 6, torch_compile=True, torch_compile_backend="aot_eager")
@@ -49,7 +48,6 @@ def test_a_model_that_is_wrapped_already_is_compiled_where_it_was_wrapped(tmp_pa
 
 
 def test_hidden_states_and_attentions_of_compiled_layers_are_handed_out():
-    """Those of the plain model, and its gradients; tokens that are generated run the layers as they are."""
     model = make_model("llama")
     model.set_attn_implementation("eager")
     ids = torch.arange(40).reshape(4, 10) + 5

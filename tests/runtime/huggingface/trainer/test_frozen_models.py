@@ -74,7 +74,6 @@ def watching(kind):
 
 
 def test_a_reference_runs_through_a_pipeline_and_stays_as_it_was(tmp_path):
-    """The reference of DPO is cut on the devices of the model; no layer of it runs on the host, no weight changes."""
     reference = llama()
     before = copy.deepcopy(reference.state_dict())
     trainer = trained("DPO", tmp_path, watching("DPO"), of_trainer=lambda: {"ref_model": reference})
@@ -96,8 +95,6 @@ def test_a_reference_with_the_weights_of_the_model_runs_through_the_pipeline_of_
 
 
 def test_a_reward_model_runs_through_a_pipeline(tmp_path):
-    """Rewards of a model that is given to GRPO, in inference mode, are those of the model."""
-
     def rewards():
         judge = llama("LlamaForSequenceClassification", num_labels=1)
         return {"reward_funcs": judge, "reward_processing_classes": tokenizer()}
@@ -115,12 +112,10 @@ def test_adapters_as_a_reference_that_is_computed_before(kind, tmp_path):
 
 
 def test_a_reference_follows_the_model(tmp_path):
-    """TRL writes into the weights of the reference every other step, and the pipeline computes with what it wrote."""
     assert_trains_alike("DPO", tmp_path, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.7)
 
 
 def test_adapters_around_the_layers_are_off_in_the_reference(tmp_path):
-    """Adapters of the embeddings and of the head belong to the model's own code, of which the pipeline has a copy."""
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=["embed_tokens", "v_proj", "lm_head"], init_lora_weights=False)
     model = peft.get_peft_model(llama(), config)

@@ -138,7 +138,6 @@ def assert_trains_alike(kind, folder, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trainer_of_trl_trains_as_without_a_pipeline(kind, tmp_path):
-    """Every number that it logs in six steps, and the weights, are those of the plain one; and the model is cut."""
     assert_trains_alike(kind, tmp_path)
 
 
@@ -161,7 +160,6 @@ def adapters():
     ],
 )
 def test_options_of_trl_change_the_training_as_without_a_pipeline(kind, options, tmp_path):
-    """Packing, accumulation, mixed losses, adapters as the reference, and several iterations over completions."""
     assert_trains_alike(kind, tmp_path, **options)
 
 

@@ -144,7 +144,6 @@ house:  ## print how many lines and files the packages have, by folder, next to 
 
 kills: $(VENV)/.has-test  ## kill a training and each program that writes files 30 times: the training resumes bitwise identical, and files are old or new
 	ROUNDPIPE_KILLS=30 $(BIN)/python -m pytest tests/killed tests/runtime/checkpoint/test_killed.py \
-		tests/runtime/checkpoint/test_killed_ranks.py \
 		tests/runtime/huggingface/trainer/test_checkpoints.py::test_kills_change_no_bit $(PYTEST_ARGS)
 
 # The seeds of a run follow those of the last one; a finding is noted in tests/fuzz/found.json, and then tested always.

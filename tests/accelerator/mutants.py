@@ -39,7 +39,7 @@ _SECONDS = 600
 # Tests that are asked, one group after the other, until one fails. The first groups run on the accelerator.
 _ON_LATE = [
     ["tests/accelerator/on_late/test_device.py", "tests/accelerator/on_late/test_order.py"],
-    ["tests/accelerator/on_late/test_failures.py", "tests/accelerator/on_late/test_generators.py"],
+    ["tests/accelerator/on_late/test_failures.py"],
 ]
 _PLAIN = [
     "-k=not thread_and_no_tensor and not takes_its_threads",  # they count threads, and fail in a fork

@@ -1,13 +1,20 @@
-"""What an accelerator of the runtime does with its streams."""
+"""Copies, streams and memory of the reference accelerator, and its tests by `doctor`."""
+
+import dataclasses
+import json
+import os
 
 import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import RoundPipe
-from roundpipe_runtime.device.accelerator import copy_in_pieces
+from roundpipe_runtime import DeviceError, ModelExecutePlan, RoundPipe, RoundPipeRunConfig
+from roundpipe_runtime.cli import doctor
+from roundpipe_runtime.device.accelerator import AcceleratorDevice, copy_in_pieces, parse_devices
 from roundpipe_runtime.device.pinning import PinnedModel
 from roundpipe_runtime.device.protocol import Device
+from roundpipe_runtime.estimate.device_rates import DeviceRates
+from tests import fresh_process
 from tests.accelerator import late
 from tests.accelerator.training import late_devices, train
 from tests.runtime.small import same_bits
@@ -163,3 +170,325 @@ def test_large_parameters_travel_in_pieces(device, nbytes, pieces):
     copy_in_pieces(there, source, nbytes)
     assert late.counts()["copies up, pinned"] == pieces
     assert there.cpu().equal(source)
+
+
+def is_overtaken(device, **options):
+    """Whether the computation that follows a download is done before it: what comes down is what it wrote."""
+    with device.computing():
+        tensor = torch.ones(3, device=device.torch_device)
+        kept = [tensor.view(1, 3)] if options.pop("keep", False) else []
+    host, event = device.copy_out(tensor, **options)
+    with device.computing():
+        tensor.fill_(5.0)
+    device._compute.synchronize()
+    event.result()
+    del kept
+    return host.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "overtaken"), [({}, False), ({"last": True}, True), ({"last": True, "keep": True}, False)]
+)
+def test_the_computation_waits_for_a_download_only_of_what_may_be_written_again(device, options, overtaken):
+    """The caller states that it does not write it; a layer that holds a view may, and is waited for."""
+    assert is_overtaken(device, **options) is overtaken
+
+
+class Counts(nn.Module):
+    """Returns a tensor that it writes again at the next call."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = None
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.seen = torch.zeros_like(x) if self.seen is None else self.seen.add_(1.0)
+        return self.seen
+
+
+@pytest.mark.filterwarnings("ignore:The outputs of a layer depend")
+def test_a_layer_may_return_a_tensor_that_it_writes_again(device):
+    pipe = RoundPipe(Counts(), devices=[device], model_run_config=RoundPipeRunConfig(num_microbatch=3))
+    with torch.no_grad():
+        assert pipe(torch.zeros(3, 1)).flatten().tolist() == [0, 1, 2]
+
+
+def test_memory_of_a_download_is_not_used_again_before_it(device):
+    with device.computing():
+        tensor = torch.ones(1000, device=device.torch_device)
+    host, event = device.copy_out(tensor, last=True)
+    del tensor
+    with device.computing():
+        torch.full((1000,), 7.0, device=device.torch_device)
+    device._compute.synchronize()
+    event.result()
+    assert host.eq(1).all()
+
+
+def test_gradients_do_not_queue_before_activations(device):
+    with device.computing():
+        gradient, activation = (torch.ones(2, device=device.torch_device) for _ in range(2))
+    large, _ = device.copy_out(gradient, last=True, parameter=True)
+    large.fill_(3.0)
+    small, event = device.copy_out(activation, last=True)
+    event.result()
+    assert (small.tolist(), large.tolist()) == ([1, 1], [3, 3])
+
+
+def test_a_layer_waits_for_its_own_parameters_only(device):
+    first, second = torch.ones(2).pin_memory(), torch.ones(2).pin_memory()
+    there = device.copy_in(first, parameter=True)
+    arrival = device.arrival()
+    later = device.copy_in(second, parameter=True)
+    with device.computing(arrival):
+        assert (there * 2).tolist() == [2, 2]
+    second.fill_(5.0)  # nothing has read it yet
+    with device.computing():
+        assert later.tolist() == [5, 5]
+
+
+def test_the_host_runs_ahead_of_a_small_stage(device):
+    flags = [torch.zeros(1).pin_memory() for _ in range(5)]
+    found = []
+    for flag, nbytes in zip(flags, [100, 100, 1, 100, 1], strict=True):
+        with device.visit(nbytes):
+            found.append(sum(int(one.item()) for one in flags))
+            with device.computing():
+                flag.copy_(torch.ones(1, device=device.torch_device), non_blocking=True)
+    assert found == [0, 0, 0, 1, 2]
+
+
+def test_a_tensor_that_a_layer_makes_on_the_host_is_refused(device):
+    class Constant(nn.Module):
+        def forward(self, x):
+            return torch.ones(len(x), 1)
+
+    pipe = RoundPipe(nn.Sequential(Constant()), devices=[device])
+    with torch.no_grad(), pytest.raises(DeviceError, match=r"shape \(1, 1\) is on cpu.*late:0") as error:
+        pipe(torch.zeros(2, 1))
+    assert "layer 0 (Constant)" in error.value.__notes__[0]
+
+
+def test_costs_are_what_the_device_computed(device):
+    class Product(nn.Module):
+        def forward(self, x):
+            large = x.new_ones(600, 600)
+            return x + (large @ large).sum() * 0
+
+    class Additions(nn.Module):
+        def forward(self, x):
+            for _ in range(10):
+                x = x + 1
+            return x
+
+    pipe = RoundPipe(nn.Sequential(Product(), Additions()), devices=[device])
+    with torch.no_grad():
+        for _ in range(3):
+            pipe(torch.zeros(2, 1))
+    product, additions = pipe._rp_engine.planner.layer_costs("infer")
+    assert product.forward > 3 * additions.forward
+
+
+def test_parameters_are_pinned_in_slabs_after_a_step_in_the_background(device):
+    """What the stages read then is a copy of the parameters: every upload of it comes from pinned memory."""
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    pipe = RoundPipe(model, devices=[device], model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for _ in range(3):
+        late.counts()
+        pipe.forward_backward((torch.ones(2, 64),), loss_fn=lambda outputs, _: outputs.square().mean())
+        found = late.counts()
+        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
+    pipe.synchronize()
+    assert found["bytes up, pinned"] >= 4 * 64 * 64 * 4
+    assert found.get("bytes up, pageable", 0) == 0
+    assert found["bytes down, pinned"] >= 4 * 64 * 64 * 4
+
+
+def test_memory_is_known_and_what_other_processes_leave(device):
+    """The reference accelerator has 16 GiB, all of which it has for itself."""
+    assert device.memory == 16 * 2**30
+    late.set_memory(0, 2**30)
+    try:
+        assert device.memory == 2**30
+    finally:
+        late.set_memory(0, 16 * 2**30)
+
+
+def test_a_new_pipeline_takes_the_streams_of_a_closed_one():
+    """torch hands out 32 streams in turn: without it the seventh pipeline computes on a stream of the first."""
+    first = parse_devices(["late:1"])[0]
+    assert isinstance(first, AcceleratorDevice)
+    first.close()
+    (second,) = parse_devices(["late:1"])
+    assert second is not first
+    assert second.streams == first.streams
+    second.close()
+
+
+def test_a_failed_run_leaves_nothing_on_its_way():
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ArithmeticError
+
+    late.set_order("late")
+    devices = late_devices(2)
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Fails()]
+    pipe = RoundPipe(nn.Sequential(*layers), devices=devices)
+    with pytest.raises(ArithmeticError):
+        pipe.forward_backward((torch.ones(4, 8),), loss_fn=lambda outputs, _: outputs.square().mean())
+    pending = [late.pending(number) for number in range(2)]  # on other streams, memory is still given back
+    for device in devices:
+        for stream in device.streams:
+            stream.synchronize()
+    assert [late.pending(number) for number in range(2)] == pending
+    pipe.close()
+
+
+WIDTH, LAYERS, ROWS, MICROBATCHES = 256, 10, 4, 3
+WEIGHT, ACTIVATION = 4 * WIDTH * WIDTH, 4 * ROWS * WIDTH
+
+
+class Layer(nn.Module):
+    """A weight, and a number of the device that the host waits for."""
+
+    def __init__(self, *, asks: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.asks = asks
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x * float(x.detach().sum().item() < 1e9) if self.asks else x
+
+
+def pipeline(*, asks, layers_per_stage=2):
+    model = nn.Sequential(*[Layer(asks=asks) for _ in range(LAYERS)])
+    stages = [range(first, first + layers_per_stage) for first in range(0, LAYERS, layers_per_stage)]
+    config = RoundPipeRunConfig(
+        loss_reduction="mean",
+        num_microbatch=MICROBATCHES,
+        execute_plan=ModelExecutePlan(stages[:-1], stages[::-1]),
+    )
+    return RoundPipe(model, devices=late_devices(1), model_run_config=config)
+
+
+def step(pipe):
+    loss = pipe.forward_backward(
+        (torch.ones(MICROBATCHES * ROWS, WIDTH),), loss_fn=lambda outputs, _: outputs.square().mean()
+    )
+    pipe.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("order", [("late", 0), ("random", 1), ("random", 2)], ids=str)
+@pytest.mark.parametrize("asks", [False, True])
+def test_the_device_holds_two_stages_and_their_activations(asks, order):
+    pipe = pipeline(asks=asks)
+    late.set_order(*order)
+    right = step(pipe)
+    stages = 2 * 2 * 2 * WEIGHT
+    activations = 2 * MICROBATCHES * (2 + 2 * 2) * ACTIVATION
+    bound = 1.05 * stages + WEIGHT + activations
+    limit = torch.accelerator.get_memory_info(0)[1]
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_allocated(0)
+    torch.accelerator.reset_peak_memory_stats(0)
+    late.set_memory(0, int(before + bound))
+    try:
+        assert step(pipe).equal(right)
+    finally:
+        late.set_memory(0, limit)
+    assert torch.accelerator.max_memory_allocated(0) - before <= bound
+    pipe.close()
+
+
+def test_pinned_memory_is_that_of_the_tensors():
+    late.set_order("late")
+    late.counts()
+    pipe = pipeline(asks=False)
+    size = LAYERS * WEIGHT
+    assert size <= late.counts()["pinned bytes"] <= 1.02 * size
+    activations = MICROBATCHES * (2 * LAYERS + 4) * ACTIVATION
+    step(pipe)
+    found = late.counts()["pinned bytes"]
+    assert size <= found <= 1.02 * size + activations
+    step(pipe)
+    assert late.counts()["pinned bytes"] <= activations
+    pipe.close()
+
+
+def test_a_stage_is_uploaded_while_the_one_before_makes_the_host_wait():
+    late.set_order("eager")
+    pipe, sent = pipeline(asks=True), [0]
+    for _ in range(2):  # the first two runs upload parameters once more, to look whether a layer wrote them
+        step(pipe)
+
+    def note(module, arguments):
+        sent.append(sent[-1] + late.counts().get("bytes up, pinned", 0))
+
+    for layer in pipe:
+        layer.register_forward_pre_hook(note)
+    late.counts()
+    step(pipe)
+    calls = MICROBATCHES * 2
+    assert [sent[calls * stage] // WEIGHT for stage in range(1, 5)] == [4, 6, 8, 10]
+    pipe.close()
+
+
+_PROGRAM = """
+import dataclasses, json, os, torch
+from tests.accelerator import late
+from roundpipe_runtime.estimate.device_rates import measure_device
+late.set_costs(flops=120e12, memory=0.9e12, link=25e9, pageable_link=6e9)
+print(json.dumps(dataclasses.asdict(measure_device(torch.device("late", 0)))), flush=True)
+os._exit(0)
+"""
+
+
+def test_rates_are_those_of_the_device():
+    """25 GB/s each way at the same time, 6 GB/s pageable, 120 TFLOP/s, and copies next to kernels."""
+    done = fresh_process.run("-c", _PROGRAM, env={**os.environ, "LATE_DRY": "1"})
+    found = json.loads(done.stdout)
+    expected = {"up": 25e9, "down": 25e9, "both": 50e9, "pageable_up": 6e9, "pageable_down": 6e9, "flops": 120e12}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=0.02)
+    assert found["overlap"] == pytest.approx(1.0, abs=0.05)
+
+
+def test_every_device_is_looked_over():
+    late.set_order("late")
+    found = {check.name: check for check in doctor.examine()}
+    for number in range(late.DEVICES):
+        assert {f"{what} late:{number}" for what in ("link of", "speed of", "streams of", "events of", "plan for")} <= {
+            *found
+        }
+    assert "of 17.2 GB free" in found["late:3"].found
+    assert found["training on late:0, late:1, late:2, late:3"].status == "ok"
+    assert [check for check in found.values() if check.status == "fail"] == []
+
+
+RATES = DeviceRates(50e9, 40e9, 80e9, 8e9, 6e9, 500e12, 0.95, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "what", "status", "words"),
+    [
+        ({}, "link of", "ok", "50 GB/s up, 40 GB/s down, 80 GB/s both at once"),
+        ({"down": 3e9}, "link of", "warning", "3 GB/s down"),
+        ({}, "streams of", "ok", "95%"),
+        ({"overlap": 0.1}, "streams of", "warning", "10%"),
+        ({}, "events of", "ok", "1.00 s"),
+        ({"clock": 0.01}, "events of", "warning", "0.01 s"),
+        ({}, "speed of", "ok", "500 TFLOP/s"),
+        # 2 bytes up at 50 GB/s take as long as 2 operations of 10,000 tokens at 500 TFLOP/s
+        ({}, "plan for", "ok", "from 10,000 tokens per step on"),
+    ],
+)
+def test_what_was_measured_is_judged(monkeypatch, changed, what, status, words):
+    rates = dataclasses.replace(RATES, **changed)
+    monkeypatch.setattr(doctor, "measure_device", lambda device: rates)
+    (found,) = (check for check in doctor.device_checks(torch.device("late:0")) if check.name == f"{what} late:0")
+    assert found.status == status
+    assert words in found.found
+    assert bool(found.remedy) is (status != "ok")

@@ -1,4 +1,4 @@
-"""A run that is killed at random points and resumed each time ends as the run that nobody killed, to the last bit."""
+"""A training that is killed at any moment continues bit for bit."""
 
 import os
 import signal
@@ -82,3 +82,29 @@ def test_a_new_interpreter_goes_on(tmp_path, uninterrupted):
     assert not (tmp_path / "final").exists()
     training(tmp_path, "--steps", 12, "--here", "--devices", 3)
     assert same_end(tmp_path, uninterrupted("adam", 12))
+
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+
+# `make kills` asks for thirty.
+KILLS_OF_RANKS = int(os.environ.get("ROUNDPIPE_KILLS", "2"))
+RANKS = "tests.runtime.checkpoint.killed_ranks"
+
+
+def training_of_ranks(folder, *options):
+    return fresh_process.run(
+        "-m", RANKS, folder, *map(str, options), timeout=3600, imported=fresh_process.TRAINER
+    ).stdout
+
+
+@pytest.mark.extended  # `roundpipe train` is killed each time, in tests/runtime/cli/test_train_ranks.py
+@pytest.mark.parametrize(("kind", "ranks"), [("masters", "2,3,1"), ("views", "3,2")])
+def test_kills_of_ranks_change_no_bit(tmp_path, kind, ranks):
+    kills = KILLS_OF_RANKS // 2 + (KILLS_OF_RANKS % 2 if kind == "masters" else 0)
+    steps = max(8, 2 * kills)
+    training_of_ranks(tmp_path / "calm", "--kind", kind, "--steps", steps)
+    training_of_ranks(tmp_path / "killed", "--kind", kind, "--steps", steps, "--kills", kills, "--ranks", ranks)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "calm")
+    assert [step for step, _ in losses(tmp_path / "calm")] == [str(step) for step in range(steps)]
+    assert (tmp_path / "killed" / "final").read_text() == (tmp_path / "calm" / "final").read_text()

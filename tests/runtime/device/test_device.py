@@ -1,14 +1,20 @@
-"""Devices: copies are real, memory is counted, and a checking device refuses what an accelerator would get wrong."""
+"""Devices, how they are named, and their clocks."""
 
 import threading
+import types
 from concurrent.futures import Future
 
 import pytest
 import torch
+from torch import nn
 
-from roundpipe_runtime import ConfigError, DeviceError, DeviceMemoryError, UseAfterReleaseError
-from roundpipe_runtime.device.accelerator import parse_devices
-from roundpipe_runtime.device.virtual import VirtualDevice
+from roundpipe_runtime import ConfigError, DeviceError, DeviceMemoryError, Timeline, UseAfterReleaseError, VirtualDevice
+from roundpipe_runtime.device import accelerator
+from roundpipe_runtime.device.accelerator import AcceleratorDevice, copy_in_pieces, parse_devices
+from roundpipe_runtime.device.protocol import EventClock
+from roundpipe_runtime.engine.planner import Planner
+from roundpipe_runtime.engine.run import Timer
+from roundpipe_runtime.schedule.costs import LayerCost, MeasuredCosts
 
 
 @pytest.fixture
@@ -117,3 +123,123 @@ def test_sparse_tensors_travel_through_a_checking_device(device):
     event.result()
     device.release([copy])
     assert torch.equal(back.to_dense(), sparse.to_dense())
+
+
+@pytest.mark.parametrize(
+    ("source", "nbytes"),
+    [
+        (torch.arange(10.0), 16),
+        (torch.arange(10.0), 40),
+        (torch.arange(12.0).reshape(3, 4), 16),
+        (torch.arange(12.0).reshape(3, 4).T, 16),
+        (torch.tensor(3.0), 1),
+        (torch.empty(0), 16),
+    ],
+)
+def test_a_copy_in_pieces_is_a_copy(source, nbytes):
+    target = torch.full_like(source, float("nan"))
+    copy_in_pieces(target, source, nbytes)
+    assert torch.equal(target, source)
+
+
+class FakeTorch:
+    """What torch reports of the memory of an accelerator, in GB."""
+
+    def __init__(self, free, total, reserved):
+        self.accelerator = self
+        self.free, self.total, self.reserved = free, total, reserved
+
+    def get_memory_info(self, device):
+        return self.free, self.total
+
+    def memory_reserved(self, device):
+        return self.reserved
+
+
+@pytest.mark.parametrize(("free", "reserved", "expected"), [(80, 0, 80), (30, 50, 80), (30, 10, 40), (80, 20, 80)])
+def test_memory_is_what_other_processes_leave(monkeypatch, free, reserved, expected):
+    """Of 80 GB: all, all of it with what this process has, the half, and never more than there is."""
+    monkeypatch.setattr(accelerator, "torch", FakeTorch(free, 80, reserved))
+    assert AcceleratorDevice.memory.fget(types.SimpleNamespace(torch_device=None)) == expected
+
+
+def test_memory_that_cannot_be_asked_for_is_not_known(monkeypatch):
+    """Neither torch nor the module of the backend has such a function."""
+    backend = types.SimpleNamespace(get_device_module=lambda device: types.SimpleNamespace())
+    backend.accelerator = types.SimpleNamespace()
+    monkeypatch.setattr(accelerator, "torch", backend)
+    assert AcceleratorDevice.memory.fget(types.SimpleNamespace(torch_device=None)) is None
+
+
+class FakeEvent:
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def elapsed_time(self, other):
+        return 1e3 * (other.seconds - self.seconds)
+
+
+class FakeStream:
+    """A stream that reaches its events at given times."""
+
+    def __init__(self, *seconds):
+        self.seconds = iter(seconds)
+
+    def record_event(self, event):
+        return FakeEvent(next(self.seconds))
+
+
+class FakeAccelerator:
+    name = "cuda:0"
+
+    def __init__(self, compute, others):
+        self.made = EventClock(torch.device("cpu"), compute, others)
+
+    def clock(self):
+        return self.made
+
+
+def test_an_accelerator_is_measured_by_its_own_clock():
+    device = FakeAccelerator(FakeStream(10.0, 10.0, 11.0, 11.0, 15.0), {"upload": FakeStream(10.5, 12.0)})
+    costs, timeline = MeasuredCosts([LayerCost(1.0, 3.0), LayerCost(1.0, 3.0)]), Timeline()
+    timer = Timer(costs, timeline)
+    for layer in range(2):
+        with timer.measure("forward", 0, device, 0, layer):
+            pass
+    with timer.measure("upload", 1, device, layer=2):
+        pass
+    assert not costs.is_measured
+    timer.finish()
+    assert [cost.forward for cost in costs.costs()] == pytest.approx([1.0, 4.0])
+    start = timeline.records[0].start
+    assert [(record.kind, record.start - start, record.end - start) for record in timeline.records] == [
+        ("forward", pytest.approx(0.0), pytest.approx(1.0)),
+        ("forward", pytest.approx(1.0), pytest.approx(5.0)),
+        ("upload", pytest.approx(0.5), pytest.approx(2.0)),
+    ]
+
+
+def test_what_the_host_computes_is_known_at_once():
+    costs = MeasuredCosts([LayerCost(1.0, 3.0)])
+    timer = Timer(costs, None)
+    with timer.measure("forward", 0, VirtualDevice(), 0, 0):
+        pass
+    assert costs.is_measured
+
+
+@pytest.mark.parametrize("timeline", [None, Timeline()], ids=["plan", "timeline"])
+def test_without_events_an_accelerator_is_measured_for_a_timeline_only(timeline):
+    costs = MeasuredCosts([LayerCost(1.0, 3.0)])
+    timer = Timer(costs, timeline, with_events=False)
+    with timer.measure("forward", 0, FakeAccelerator(FakeStream(10.0, 10.0, 11.0), {}), 0, 0):
+        pass
+    timer.finish()
+    assert costs.is_measured == (timeline is not None)
+
+
+def test_plans_are_made_of_what_the_runs_before_them_measured():
+    """The first four runs of a kind, and then the two before the runs 9, 17 ..., which make a plan again."""
+    planner = Planner([nn.Linear(1, 1)], [])
+    measured = [number for number in range(1, 40) if planner.wants_events("fused")]
+    assert measured == [1, 2, 3, 4, 7, 8, 15, 16, 31, 32]
+    assert planner.wants_events("infer")

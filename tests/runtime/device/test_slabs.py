@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.device.pinning: tensors packed into memory that torch does not round up."""
+"""Pinned memory in slabs: places of tensors, and gradients in the same memory in every run."""
 
 import gc
 import io
@@ -7,9 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from roundpipe_runtime.device import pinning
 from roundpipe_runtime.device.pinning import PinnedMemory, plan_slabs
+from roundpipe_runtime.engine.parameters.kept import GradientMemory
+from roundpipe_runtime.optim.layer_contents import scan
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +113,61 @@ def test_memory_stays_as_long_as_a_tensor(plain_memory):
     gc.collect()
     assert tensor.tolist() == [2, 2, 2]
     assert len(plain_memory) == 1
+
+
+def own_dtype(parameter):
+    return parameter.dtype
+
+
+@pytest.fixture
+def layer():
+    return nn.Linear(16, 8)
+
+
+def test_a_gradient_that_was_cleared_leaves_its_memory_to_the_next(layer, plain_memory):
+    memory, addresses = GradientMemory(), []
+    for _ in range(2):
+        memory.prepare(scan([layer]), own_dtype)
+        layer.weight.grad = memory.take(0, layer.weight, torch.empty(8, 16))
+        addresses.append(layer.weight.grad.data_ptr())
+        layer.weight.grad = None
+    assert addresses[0] == addresses[1]
+    assert len(plain_memory) == 1
+
+
+def test_a_gradient_that_is_still_there_is_not_overwritten(layer):
+    memory = GradientMemory()
+    memory.prepare(scan([layer]), own_dtype)
+    first = memory.take(0, layer.weight, torch.empty(8, 16)).fill_(1.0)
+    one_set = memory.nbytes
+    memory.prepare(scan([layer]), own_dtype)
+    second = memory.take(0, layer.weight, torch.empty(8, 16)).fill_(2.0)
+    assert first.eq(1).all()
+    assert memory.nbytes == 2 * one_set
+    del second
+    memory.prepare(scan([layer]), own_dtype)
+    assert memory.nbytes == one_set
+
+
+def test_layers_that_share_a_parameter_have_a_gradient_each(layer):
+    memory = GradientMemory()
+    memory.prepare(scan([layer, layer]), own_dtype)
+    one, other = (memory.take(number, layer.weight, torch.empty(8, 16)) for number in range(2))
+    assert one.data_ptr() != other.data_ptr()
+
+
+def test_what_has_no_place_gets_new_memory(layer):
+    layer.bias.requires_grad_(False)
+    memory = GradientMemory()
+    memory.prepare(scan([layer]), own_dtype)
+    assert memory.take(0, layer.bias, torch.empty(8)) is None
+    assert memory.take(0, layer.weight, torch.empty(8, 16).to_sparse()) is None
+    assert memory.take(0, layer.weight, torch.empty(8, 16, dtype=torch.float64)) is None
+
+
+def test_sums_in_another_dtype_have_its_size(layer):
+    """bfloat16 parameters whose gradients are summed in float32."""
+    layer.bfloat16()
+    memory = GradientMemory()
+    memory.prepare(scan([layer]), lambda parameter: torch.float32)
+    assert memory.take(0, layer.weight, torch.empty(8, 16)).dtype == torch.float32

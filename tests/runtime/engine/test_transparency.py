@@ -1,4 +1,7 @@
-"""A pipeline computes what the plain model computes: loss and gradients, for any batch, cut and plan."""
+"""A pipeline computes what the plain model computes, for any batch, split and plan, or refuses; so do chains of two.
+
+A refusal is right wherever it is not clear what to split; another number without an error never is.
+"""
 
 import contextlib
 import copy
@@ -8,11 +11,21 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from roundpipe_runtime import LossError, RoundPipe, RoundPipeRunConfig, WeightedLoss
+from roundpipe_runtime import (
+    JoinError,
+    LossError,
+    Replicate,
+    RoundPipe,
+    RoundPipePackedData,
+    RoundPipeRunConfig,
+    SplitError,
+    TensorChunkSpec,
+    WeightedLoss,
+)
 from roundpipe_runtime.engine.draws import run_base
 from roundpipe_runtime.engine.recomputed import call_seed
 from tests.cases import examples
@@ -21,6 +34,7 @@ from tests.runtime.small import (
     checked_devices,
     cut_plan,
     gradients,
+    near_gradients,
     relative_error,
     same_bits,
     small_model,
@@ -48,19 +62,19 @@ SPREAD |= {"grain": "stage", "tied": False, "fits": True}
 
 
 @pytest.fixture(scope="module")
-def devices():
+def four():
     """Four devices that check every access, for all examples: a new set per example would start 4 threads each."""
     with checked_devices(4) as made:
         yield made
 
 
 @contextlib.contextmanager
-def wrapped(model, devices, case, **fields):
+def wrapped(model, four, case, **fields):
     plan = cut_plan(len(model), case["forward"], case["backward"], case["fused"])
     config = RoundPipeRunConfig(
         num_microbatch=case["microbatches"], execute_plan=plan, recompute_grain=case["grain"], **fields
     )
-    pipe = RoundPipe(model, devices=devices[: case["devices"]], model_run_config=config)
+    pipe = RoundPipe(model, devices=four[: case["devices"]], model_run_config=config)
     pipe._rp_engine.planner.fits = lambda: case.get(
         "fits", True
     )  # whether layers stay on a device between their two passes
@@ -75,7 +89,7 @@ class Plain(NamedTuple):
     noise: dict[str, float]
 
 
-def plain(model, inputs, labels, loss_fn, times=1):
+def plain_run(model, inputs, labels, loss_fn, times=1):
     """One backward over the whole batch: what all the pipelines must come near to."""
     exact, single = copy.deepcopy(model).double(), copy.deepcopy(model)
     for _ in range(times):
@@ -95,11 +109,11 @@ def assert_near(model, expected):
 
 @settings(max_examples=examples(60))
 @given(case=cases, times=st.integers(1, 3))
-def test_means_and_gradients_are_those_of_the_whole_batch(devices, case, times):
+def test_means_and_gradients_are_those_of_the_whole_batch(four, case, times):
     model = small_model(tied=case["tied"])
     inputs, labels = batch(case["rows"])
-    expected = plain(model, inputs, labels, F.mse_loss, times)
-    with wrapped(model, devices, case, loss_reduction="mean") as pipe:
+    expected = plain_run(model, inputs, labels, F.mse_loss, times)
+    with wrapped(model, four, case, loss_reduction="mean") as pipe:
         for _ in range(times):
             loss = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     assert relative_error(loss, expected.loss) < TOLERANCE
@@ -108,7 +122,7 @@ def test_means_and_gradients_are_those_of_the_whole_batch(devices, case, times):
 
 @settings(max_examples=examples(40))
 @given(case=cases, data=st.data())
-def test_pairs_of_sum_and_weight_are_exact(devices, case, data):
+def test_pairs_of_sum_and_weight_are_exact(four, case, data):
     model = small_model(tied=case["tied"])
     inputs, labels = batch(case["rows"])
     counts = torch.tensor(data.draw(st.lists(st.booleans(), min_size=case["rows"], max_size=case["rows"])))
@@ -122,8 +136,8 @@ def test_pairs_of_sum_and_weight_are_exact(devices, case, data):
         errors = ((outputs - labels) ** 2).sum(1) * counts
         return errors.sum() / max(counts.sum(), 1)
 
-    expected = plain(model, inputs, labels, whole)
-    with wrapped(model, devices, case) as pipe:
+    expected = plain_run(model, inputs, labels, whole)
+    with wrapped(model, four, case) as pipe:
         loss = pipe.forward_backward((inputs,), label=(labels, counts.float()), loss_fn=pair)
     assert relative_error(loss, expected.loss) < TOLERANCE
     assert_near(model, expected)
@@ -139,7 +153,7 @@ def test_pairs_of_sum_and_weight_are_exact(devices, case, data):
 @example(case=SPREAD, dropout=0.0, norm=False, dtype=torch.float64)
 @example(case=SPREAD, dropout=0.0, norm=False, dtype=torch.bfloat16)
 @example(case=SPREAD, dropout=0.0, norm=False, dtype=torch.float16)
-def test_device_count_and_plan_change_no_bit(devices, case, dropout, norm, dtype):
+def test_device_count_and_plan_change_no_bit(four, case, dropout, norm, dtype):
     model = small_model(tied=case["tied"], dropout=dropout, norm=norm).to(dtype)
     twin = copy.deepcopy(model)
     given_rows = batch(max(case["rows"], 2 * case["microbatches"]))  # a norm wants two rows
@@ -148,7 +162,7 @@ def test_device_count_and_plan_change_no_bit(devices, case, dropout, norm, dtype
     found = []
     for which, how in ((model, case), (twin, one)):
         torch.manual_seed(0)
-        with wrapped(which, devices, how, loss_reduction="mean") as pipe:
+        with wrapped(which, four, how, loss_reduction="mean") as pipe:
             losses = [pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss) for _ in range(2)]
         found.append([*losses, *state(which)])
     assert same_bits(*found)
@@ -156,7 +170,7 @@ def test_device_count_and_plan_change_no_bit(devices, case, dropout, norm, dtype
 
 @settings(max_examples=examples(25))
 @given(case=cases, times=st.integers(1, 2))
-def test_dropout_is_that_of_the_plain_model_with_the_same_seeds(devices, case, times):
+def test_dropout_is_that_of_the_plain_model_with_the_same_seeds(four, case, times):
     """A plain loop over layers, each seeded as documented, draws the same masks: loss and gradients are the same."""
     model = small_model(tied=case["tied"], dropout=0.4)
     reference = copy.deepcopy(model)
@@ -177,7 +191,7 @@ def test_dropout_is_that_of_the_plain_model_with_the_same_seeds(devices, case, t
         torch.set_rng_state(before)
         torch.empty((), dtype=torch.int64).random_()  # as a run that draws moves it
     torch.set_rng_state(begin)
-    with wrapped(model, devices, case, loss_reduction="mean") as pipe:
+    with wrapped(model, four, case, loss_reduction="mean") as pipe:
         for _ in range(times):
             found = pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     assert relative_error(found, torch.tensor(total)) < TOLERANCE
@@ -187,7 +201,7 @@ def test_dropout_is_that_of_the_plain_model_with_the_same_seeds(devices, case, t
 
 @settings(max_examples=examples(25))
 @given(case=cases)
-def test_batch_norm_sees_its_microbatches_in_sequence(devices, case):
+def test_batch_norm_sees_its_microbatches_in_sequence(four, case):
     """Gradients and running statistics are those of the plain model on the same microbatches, one by one.
 
     In float32: a norm over two rows is too badly conditioned to be compared with float64.
@@ -199,7 +213,7 @@ def test_batch_norm_sees_its_microbatches_in_sequence(devices, case):
     for part, label in parts:
         loss = F.mse_loss(reference(part), label) * (len(part) / len(inputs))
         loss.backward()
-    with wrapped(model, devices, case, loss_reduction="mean") as pipe:
+    with wrapped(model, four, case, loss_reduction="mean") as pipe:
         pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     found, expected = gradients(model), gradients(reference)
     assert all(relative_error(found[name], expected[name]) < TOLERANCE for name in expected)
@@ -211,14 +225,14 @@ def test_batch_norm_sees_its_microbatches_in_sequence(devices, case):
 
 @settings(max_examples=examples(25))
 @given(case=cases)
-def test_forward_and_then_backward_is_the_same_function(devices, case):
+def test_forward_and_then_backward_is_the_same_function(four, case):
     model = small_model(tied=case["tied"])
     inputs, labels = batch(case["rows"])
-    expected = plain(model, inputs, labels, F.mse_loss)
+    expected = plain_run(model, inputs, labels, F.mse_loss)
     exact = inputs.double().requires_grad_()
     F.mse_loss(copy.deepcopy(model).double()(exact), labels.double()).backward()
     inputs.requires_grad_()
-    pipe = RoundPipe(model, devices=devices[: case["devices"]])
+    pipe = RoundPipe(model, devices=four[: case["devices"]])
     config = RoundPipeRunConfig(num_microbatch=case["microbatches"], recompute_grain=case["grain"])
     loss = F.mse_loss(pipe(inputs, roundpipe_run_config=config), labels)
     loss.backward()
@@ -228,7 +242,7 @@ def test_forward_and_then_backward_is_the_same_function(devices, case):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_slow_layers_and_copies_change_no_bit(devices, monkeypatch, seed):
+def test_slow_layers_and_copies_change_no_bit(four, monkeypatch, seed):
     delays = random.Random(seed)
 
     def dawdle(*args):
@@ -242,11 +256,11 @@ def test_slow_layers_and_copies_change_no_bit(devices, monkeypatch, seed):
         if slow:
             for layer in model:
                 layer.register_forward_pre_hook(dawdle)
-            for device in devices:
+            for device in four:
                 for name in ("copy_in", "copy_out"):
                     original = getattr(device, name)
                     monkeypatch.setattr(device, name, lambda *a, copy=original, **k: (dawdle(), copy(*a, **k))[1])
-        with wrapped(model, devices, case, loss_reduction="mean") as pipe:
+        with wrapped(model, four, case, loss_reduction="mean") as pipe:
             losses = [pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss) for _ in range(2)]
         found.append([*losses, *state(model)])
     assert same_bits(*found)
@@ -275,8 +289,8 @@ def losses_by_items():
 def test_a_mean_over_something_else_than_rows_is_refused(name):
     loss_fn, labels = losses_by_items()[name]
     x, _ = batch(6)
-    plain = small_model()
-    pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2")
+    plain_run = small_model()
+    pipe = RoundPipe(copy.deepcopy(plain_run), devices="virtual:2")
     mean = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=2)
     with pytest.raises(LossError, match=r"mean over [^$]*\n    return WeightedLoss\("):
         pipe.forward_backward((x,), label=labels, loss_fn=loss_fn, run_config=mean)
@@ -300,13 +314,220 @@ def test_means_over_rows_and_what_goes_with_them_are_taken():
          torch.randint(0, 3, (7, 4)), 3),
     ]  # fmt: skip
     for loss_fn, label, microbatches in cases:
-        plain = small_model()
-        model = copy.deepcopy(plain)
-        expected = loss_fn(plain(x), label)
+        plain_run = small_model()
+        model = copy.deepcopy(plain_run)
+        expected = loss_fn(plain_run(x), label)
         expected.backward()
         with contextlib.closing(RoundPipe(model, devices="virtual:2")) as pipe:
             config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=microbatches)
             found = pipe.forward_backward((x,), label=label, loss_fn=loss_fn, run_config=config)
         assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        for one, other in zip(model.parameters(), plain_run.parameters(), strict=True):
             assert relative_error(one.grad, other.grad) < TOLERANCE
+
+
+WIDTH, CONSTANTS = 11, 9  # no number of rows here: what looks like rows is taken for rows, as the guide says
+
+
+class First(nn.Module):
+    """What comes out has rows, or has none, or is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, table=None, triangle=None):
+        hidden = self.linear(x)
+        if table is not None:
+            hidden = hidden * table.mean(0)
+        time, constant = hidden.T.contiguous(), torch.full((CONSTANTS,), 0.1, device=x.device)
+        return {"hidden": hidden, "time": time, "number": 3, "constant": constant, "mean": hidden.square().mean()}
+
+
+class Second(nn.Module):
+    """Reads the hidden rows, and what else it is given: a table, rows of the input, constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden, table=None, skip=None, time=None, constant=None, number=1):
+        out = self.linear(hidden) * number
+        if table is not None:
+            out = out + table.mean(0)
+        if skip is not None:
+            out = out * skip
+        if time is not None:
+            out = out - time.T
+        if constant is not None:
+            out = out * constant.sum()
+        return out
+
+
+@st.composite
+def partitions(draw, rows):
+    """Sizes of one or more that add up to the rows."""
+    stops = sorted(draw(st.sets(st.integers(1, rows - 1), max_size=3))) if rows > 1 else []
+    return [stop - start for start, stop in zip([0, *stops], [*stops, rows], strict=True)]
+
+
+def by_function(sizes, table_as):
+    """A split function that cuts x at these rows, and hands the table on in one of several ways."""
+
+    def cut(args, kwargs, num_microbatch):
+        parts = args[0].split(sizes)
+        tables = [{name: table_as(value) for name, value in kwargs.items()} for _ in parts]
+        return [(part,) for part in parts], tables
+
+    return cut
+
+
+def handing_on(sizes):
+    """A split function that cuts rows of the input at these rows, and hands packed data on as it is."""
+
+    def cut(args, kwargs, num_microbatch):
+        rows = [{"skip": part} for part in kwargs["skip"].split(sizes)] if "skip" in kwargs else [{}] * len(sizes)
+        return [args] * len(sizes), [{**kwargs, **row} for row in rows]
+
+    return cut
+
+
+TABLES = {"itself": lambda table: table, "a copy": lambda table: table.clone(), "a view": lambda table: table[:]}
+LOSSES = {
+    "sum": (lambda out, label: (out - label).square().sum(), "sum"),
+    "mean": (F.mse_loss, "mean"),
+    "weighted": (lambda out, label: WeightedLoss((out - label).square().sum(), out.numel()), "sum"),
+}
+
+
+@st.composite
+def chains(draw):
+    rows = draw(st.integers(1, 7))
+    return {
+        "rows": rows,
+        "count": draw(st.integers(1, 4)),
+        "sizes": draw(st.none() | partitions(rows)),
+        "table": draw(st.none() | st.integers(1, 7)),
+        "table_as": draw(st.sampled_from(sorted(TABLES))),
+        "merge": draw(st.sampled_from([False, False, True, "by hand"])),
+        "second_count": draw(st.integers(1, 4)),
+        "extras": draw(st.sets(st.sampled_from(["table", "skip", "time", "constant", "number"]))),
+        "rules": draw(st.booleans()),
+        "second_sizes": draw(st.sampled_from(["none", "none", "labels", "inputs"])),
+        "label_parts": draw(partitions(rows)),
+        "loss": draw(st.sampled_from(sorted(LOSSES))),
+    }
+
+
+def plain(first, second, x, table, label, case):
+    """The loss and the gradients of the whole batch at once."""
+    out = first(x, table)
+    loss = LOSSES[case["loss"]][0](second(out["hidden"], **extras(case, x, table, out)), label)
+    if isinstance(loss, WeightedLoss):
+        loss = loss.sum / loss.weight
+    loss.backward()
+    return loss.detach()
+
+
+def extras(case, x, table, out):
+    found = {"table": table, "skip": x, "time": out["time"], "constant": out["constant"], "number": out["number"]}
+    return {name: found[name] for name in sorted(case["extras"]) if found[name] is not None}
+
+
+def chained(first, second, x, table, label, case):
+    options = {"merge_output": {"outputs['time']": TensorChunkSpec(1)} if case["merge"] is True else False}
+    if case["sizes"] is not None:
+        options["split_input"] = by_function(case["sizes"], TABLES[case["table_as"]])
+    elif case["rules"] and table is not None:
+        options["split_input"] = (None, {"table": Replicate})
+    config = RoundPipeRunConfig(num_microbatch=case["count"], **options)
+    out = first(x, **({} if table is None else {"table": table}), roundpipe_run_config=config)
+    if case["merge"] == "by hand":
+        out = {name: RoundPipePackedData(list(value)) for name, value in out.items()}
+    loss_fn, reduction = LOSSES[case["loss"]]
+    options, kwargs = {}, extras(case, x, table, out)
+    if case["rules"]:
+        marks = {"table": Replicate, "time": TensorChunkSpec(1), "constant": Replicate}
+        options["split_input"] = (None, {name: marks[name] for name in kwargs if name in marks})
+    if case["second_sizes"] == "labels":
+        options["split_label"] = lambda label, count: list(label.split(case["label_parts"]))
+    elif case["second_sizes"] == "inputs":
+        hidden = [out["hidden"]] if case["merge"] is True else out["hidden"]
+        options["split_input"] = handing_on([len(part) for part in hidden])
+    config = RoundPipeRunConfig(num_microbatch=case["second_count"], loss_reduction=reduction, **options)
+    return second.forward_backward((out["hidden"],), kwargs, label=label, loss_fn=loss_fn, run_config=config)
+
+
+def is_told_by_nothing(case):
+    """Whether a tensor that is no batch has its size, or the batch looks like what broadcasts: the guide says so."""
+    if case["rules"] and case["second_sizes"] != "inputs":
+        return case["table"] == case["rows"] and case["sizes"] is not None and case["table_as"] != "itself"
+    return case["table"] is not None and case["rows"] in (1, case["table"])
+
+
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=chains())
+@pytest.mark.filterwarnings("ignore::roundpipe_runtime.UnevenSplitWarning")
+# labels that a function cuts for this batch may not fit a few rows of it: then nothing is shown, and the numbers hold
+@pytest.mark.filterwarnings("ignore:It could not be checked that the loss:roundpipe_runtime.RoundPipeWarning")
+def test_a_chain_has_the_loss_and_the_gradients_of_the_plain_models_or_is_refused(devices, case):
+    if is_told_by_nothing(case):
+        return
+    torch.manual_seed(0)
+    first, second = First(), Second()
+    x, label = torch.randn(case["rows"], WIDTH), torch.randn(case["rows"], WIDTH)
+    table = None if case["table"] is None else torch.randn(case["table"], WIDTH)
+    models = copy.deepcopy(first), copy.deepcopy(second)
+    expected = plain(*models, x, table, label, case)
+    try:
+        found = chained(RoundPipe(first, devices=devices), RoundPipe(second, devices=devices), x, table, label, case)
+    except (SplitError, JoinError, LossError) as error:
+        event(f"refused: {type(error).__name__}")
+        return
+    event("ran")
+    assert torch.allclose(found, expected, rtol=1e-4), (found, expected)
+    for one, other in zip([first, second], models, strict=True):
+        assert near_gradients(one, other, rtol=1e-3, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=chains(), triangle=st.booleans(), says=st.sets(st.sampled_from(["time", "hidden", "constant"])))
+def test_a_forward_has_the_outputs_and_gradients_of_the_plain_model_or_is_refused(devices, case, triangle, says):
+    rows = case["rows"]
+    if case["sizes"] is None and not case["rules"] and (case["table"] == rows or rows == 1):
+        return
+    torch.manual_seed(0)
+    model = First()
+    plain_model, x = copy.deepcopy(model), torch.randn(rows, WIDTH)
+    table = None if case["table"] is None else torch.randn(case["table"], WIDTH)
+    expected = plain_model(x, table)
+    marks = {"time": TensorChunkSpec(1), "hidden": TensorChunkSpec(0), "constant": Replicate}
+    options = {"merge_output": {f"outputs['{name}']": marks[name] for name in says}} if says else {}
+    kwargs = {} if table is None else {"table": table}
+    if case["sizes"] is not None:
+        cut = by_function(case["sizes"], TABLES[case["table_as"]])
+        options["split_input"] = with_triangles(cut) if triangle else cut
+    elif case["rules"] and table is not None:
+        options["split_input"] = (None, {"table": Replicate})
+    config = RoundPipeRunConfig(num_microbatch=case["count"], **options)
+    try:
+        found = RoundPipe(model, devices=devices)(x, **kwargs, roundpipe_run_config=config)
+    except (SplitError, JoinError) as error:
+        event(f"refused: {type(error).__name__}")
+        return
+    event("ran")
+    for name, value in expected.items():
+        assert torch.allclose(torch.as_tensor(found[name]), torch.as_tensor(value), atol=1e-6), name
+    for outputs in (found, expected):
+        (outputs["hidden"].square().sum() + outputs["time"].sum() + outputs["mean"]).backward()
+    assert near_gradients(model, plain_model, rtol=1e-3, atol=1e-5)
+
+
+def with_triangles(cut):
+    """The same split function, which makes a tensor without rows for each part besides."""
+
+    def cut_more(args, kwargs, num_microbatch):
+        args_list, kwargs_list = cut(args, kwargs, num_microbatch)
+        return args_list, [{**one, "triangle": torch.ones(5, 5).tril()} for one in kwargs_list]
+
+    return cut_more

@@ -1,13 +1,19 @@
-"""The host copy of each parameter, its one gradient, and the master that an optimizer of another dtype gets."""
+"""Copies of parameters for the optimizer: what is published, resized, and the dtype of gradients."""
+
+import contextlib
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
+from roundpipe_runtime import ConfigError, OptimizerCtx, RoundPipe, RoundPipeRunConfig, optim
 from roundpipe_runtime.device import pinning
+from roundpipe_runtime.engine import lifecycle
 from roundpipe_runtime.optim.layer_contents import scan
 from roundpipe_runtime.optim.parameters import ParameterStore
-from tests.runtime.small import small_model
+from tests.runtime.optim.test_parts import Clips
+from tests.runtime.small import batch, relative_error, same_bits, small_model
 
 
 def test_a_tied_weight_is_one_parameter_of_its_layer():
@@ -169,3 +175,173 @@ def test_what_stages_read_during_a_step_is_pinned_if_the_parameters_are(monkeypa
     pinned = [one.data_ptr() for one in taken if one is not None]
     assert [store.source(p).data_ptr() in pinned for p in model.parameters()] == [True, False]
     assert all(torch.equal(store.source(p), p) and store.source(p) is not p for p in model.parameters())
+
+
+def stepped():
+    """A parameter that has moments, and its optimizer."""
+    parameter = nn.Parameter(torch.ones(64, 16))
+    optimizer = optim.Adam([parameter], lr=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return parameter, optimizer
+
+
+@pytest.mark.parametrize("rows", [70, 60])
+@pytest.mark.parametrize("when", ["before the gradient", "after the gradient"])
+def test_a_parameter_that_was_resized_is_refused(when, rows):
+    """As `resize_token_embeddings` resizes: the parameter stays, with other data."""
+    parameter, optimizer = stepped()
+    if when == "after the gradient":
+        parameter.data = torch.ones(rows, 16)
+    else:
+        parameter.grad = None
+        parameter.data = torch.ones(rows, 16)
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(
+        ConfigError, match=rf"resized to \({rows}, 16\).* moments \(64, 16\)\. Create the optimizer again"
+    ):
+        optimizer.step()
+    assert torch.equal(parameter, torch.ones(rows, 16))
+    parameter.grad = torch.ones_like(parameter)
+    plain = nn.Parameter(torch.ones(rows, 16))
+    plain.grad = torch.ones_like(plain)
+    optim.Adam([parameter], lr=0.1).step()
+    torch.optim.Adam([plain], lr=0.1).step()
+    assert torch.allclose(parameter, plain)
+
+
+def test_other_data_of_the_same_shape_is_stepped():
+    parameter, optimizer = stepped()
+    parameter.data = torch.zeros(64, 16)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert torch.allclose(parameter, torch.full((64, 16), -0.1), atol=1e-4)
+
+
+def test_no_gradient_is_read_while_a_step_runs_in_the_background(monkeypatch):
+    """That step sets gradients to None in its thread: reading one there at the same time would corrupt memory."""
+    reads, check = [], lifecycle.check_gradients
+    monkeypatch.setattr(lifecycle, "check_gradients", lambda contents: reads.append(1) or check(contents))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    pipeline = RoundPipe(model, devices="virtual:2")
+    optimizer = torch.optim.Adam(pipeline.optim_parameters())
+    for _ in range(3):
+        pipeline.forward_backward((torch.ones(6, 4),), label=torch.ones(6, 2), loss_fn=nn.functional.mse_loss)
+        pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
+    pipeline.synchronize()
+    assert len(reads) == 1
+
+
+F = nn.functional
+MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+HALF = {"optim_dtype": torch.float32, "gradient_dtype": torch.bfloat16}
+
+
+OPTIMIZERS = {
+    "AdamW fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "one that clips": lambda params: Clips(params, lr=0.1),
+}
+
+
+def half_model():
+    return small_model().bfloat16()
+
+
+def run(pipe):
+    inputs, labels = batch(6)
+    return pipe.forward_backward(
+        (inputs.bfloat16(),), label=labels, loss_fn=lambda outputs, targets: F.mse_loss(outputs.float(), targets)
+    )
+
+
+def rounded(steps, make, wrap, **options):
+    """The same training with gradients in float32 that are rounded by hand before each step."""
+    pipe = wrap(half_model(), torch.float32, model_run_config=MEAN, name="same", **options)
+    optimizer = make(list(pipe.optim_parameters()))
+    for _ in range(steps):
+        run(pipe)
+        for parameter in pipe.optim_parameters():
+            parameter.grad.copy_(parameter.grad.bfloat16())
+        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    return [p.detach().clone() for p in pipe.optim_parameters()]
+
+
+@pytest.mark.parametrize("how", [False, True, "exact", "outside", "groups"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_reads_the_rounded_sum(wrap, name, how):
+    """Each master weight is that of a training whose sums in float32 are rounded once, whichever way the step runs."""
+    make = OPTIMIZERS[name]
+    groups, how = ({"replicas": 2}, False) if how == "groups" else ({}, how)
+    pipe = wrap(half_model(), **HALF, model_run_config=MEAN, name="same", **groups)
+    with OptimizerCtx():
+        optimizer = make(list(pipe.parameters()))
+    steps = 1 if how is True else 4  # weights one step old lead elsewhere
+    word = contextlib.nullcontext()
+    if how == "exact" and name == "one that clips":
+        word = pytest.warns(UserWarning, match="Clips does not update one parameter after the other")
+    with word:
+        take_steps(pipe, optimizer, steps, how)
+    pipe.synchronize()
+    assert same_bits([p.detach() for p in pipe.optim_parameters()], rounded(steps, make, wrap, **groups))
+
+
+def take_steps(pipe, optimizer, steps, how):
+    for _ in range(steps):
+        run(pipe)
+        assert {p.grad.dtype for p in pipe.optim_parameters()} == {torch.bfloat16}
+        if how == "outside":
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), how)
+
+
+def test_gradients_of_several_runs_add_up(wrap):
+    """Near twice the gradient of one run, as far as bfloat16 goes."""
+    pipe = wrap(half_model(), **HALF, model_run_config=MEAN)
+    run(pipe)
+    once = [p.grad.clone() for p in pipe.optim_parameters()]
+    run(pipe)
+    for parameter, gradient in zip(pipe.optim_parameters(), once, strict=True):
+        assert parameter.grad.dtype == torch.bfloat16
+        assert relative_error(parameter.grad, 2 * gradient) < 1e-2
+
+
+def test_frozen_parameters_hooks_and_pickles_keep_the_dtype(wrap):
+    pipe = wrap(half_model(), **HALF, model_run_config=MEAN)
+    pipe.model[0].requires_grad_(False)
+    names = dict(pipe.optim_named_parameters())
+    seen = []
+    names["2.weight"].register_hook(lambda gradient: seen.append(gradient.dtype))
+    run(pipe)
+    assert names["0.weight"].grad is None
+    pipe.model[0].requires_grad_(True)
+    run(pipe)
+    again = pickle.loads(pickle.dumps(RoundPipe(pipe.model, **HALF, devices="virtual:1", model_run_config=MEAN)))
+    run(again)
+    for found in (pipe, again):
+        assert {p.grad.dtype for p in found.optim_parameters()} == {torch.bfloat16}
+    assert seen == [torch.bfloat16] * 2
+
+
+def test_parameters_that_hold_their_own_gradient_are_as_they_were(wrap):
+    """A model of float32 has no copies."""
+    pipe = wrap(small_model(), **HALF, model_run_config=MEAN)
+    inputs, labels = batch(6)
+    pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+    assert {p.grad.dtype for p in pipe.parameters()} == {torch.float32}
+
+
+def test_a_closure_is_refused_with_the_line_to_type(wrap):
+    pipe = wrap(half_model(), **HALF, model_run_config=MEAN)
+    optimizer = torch.optim.LBFGS(pipe.optim_parameters())
+    with pytest.raises(ConfigError, match="LBFGS was given a closure"):
+        pipe.step(lambda: optimizer.step(lambda: run(pipe)))
+
+
+@pytest.mark.parametrize("options", [{"gradient_dtype": torch.bfloat16}, {**HALF, "gradient_dtype": "bfloat16"}])
+def test_a_dtype_that_has_no_meaning_is_refused(options):
+    with pytest.raises(ConfigError, match="gradient_dtype, the dtype of gradients of master weights"):
+        RoundPipe(small_model(), **options)

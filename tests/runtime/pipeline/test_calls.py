@@ -1,11 +1,24 @@
-"""What a call of RoundPipe returns: outputs and losses of the plain model."""
+"""Calls of a pipeline: outputs, losses, packed data, and losses of the joined batch."""
+
+import copy
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
-from roundpipe_runtime import ConfigError, RoundPipeRunConfig, StageError
-from tests.runtime.small import batch, gradients, near, small_model
+from roundpipe_runtime import (
+    ConfigError,
+    JoinError,
+    RoundPipe,
+    RoundPipePackedData,
+    RoundPipeRunConfig,
+    RoundPipeWarning,
+    StageError,
+    WeightedLoss,
+)
+from roundpipe_runtime.errors import LossError
+from tests.runtime.small import batch, gradients, near, near_gradients, small_model
 
 F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
@@ -102,3 +115,225 @@ def test_inputs_changed_after_forward_change_nothing(wrap):
     inputs.zero_()
     loss.backward()
     assert all(near(p.grad, exact[name]) for name, p in model.named_parameters())
+
+
+def test_pipelines_are_chained_by_packed_data(wrap):
+    model, inputs, labels = small_model(), *batch(7)
+    inputs.requires_grad_()
+    F.mse_loss(model(inputs), labels).backward()
+    exact, exact_input = gradients(model), inputs.grad
+    model.zero_grad()
+    inputs.grad = None
+    first, second = wrap(model[:3]), wrap(model[3:])
+    hidden = first(inputs, roundpipe_run_config=RoundPipeRunConfig(merge_output=False, num_microbatch=3))
+    assert isinstance(hidden, RoundPipePackedData)
+    assert [len(part) for part in hidden.synchronize()] == [3, 2, 2]
+    second.forward_backward((hidden,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
+    assert all(near(p.grad, exact[name]) for name, p in model.named_parameters())
+    assert near(inputs.grad, exact_input)
+
+
+class Table(nn.Module):
+    """A layer with a table that every row reads whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x, table):
+        return self.linear(x) * table.sum(0)
+
+
+@pytest.mark.parametrize("clone", [False, True])
+def test_a_table_beside_packed_data_of_a_split_function_goes_whole(wrap, clone):
+    """(2, 6) four times, and a (5, 6) table for all: not five rows, cut 2, 1, 1, 1. Gradients reach the first."""
+    torch.manual_seed(0)
+    first_model, second_model = Table(), Table()
+    x, table = torch.randn(8, 6), torch.randn(5, 6)
+    expected = second_model(first_model(x, table), table).pow(2).sum()
+    expected.backward()
+    exact = [parameter.grad for model in (first_model, second_model) for parameter in model.parameters()]
+    first_model.zero_grad()
+    second_model.zero_grad()
+
+    def cut(args, kwargs, count):
+        x, table = args
+        return [(part, table.clone() if clone else table) for part in x.split(2)], [kwargs] * 4
+
+    first, second = wrap(first_model), wrap(second_model)
+    config = RoundPipeRunConfig(split_input=cut, merge_output=False, num_microbatch=4)
+    hidden = first(x, table, roundpipe_run_config=config)
+    assert hidden.rows == (2, 2, 2, 2)
+    for given in (hidden, RoundPipePackedData(part.detach() for part in hidden)):  # the second does not tell its rows
+        loss = second.forward_backward(
+            (given, table), loss_fn=lambda o, t: o.pow(2).sum(), run_config=RoundPipeRunConfig(num_microbatch=4)
+        )
+        assert near(loss, expected.detach())
+        if given is hidden:
+            found = [parameter.grad for model in (first_model, second_model) for parameter in model.parameters()]
+            assert all(near(a, b) for a, b in zip(found, exact, strict=True))
+
+
+def test_packed_outputs_of_different_keys_are_refused(wrap):
+    """They would all have the key of the first."""
+
+    class Keys(nn.Module):
+        def forward(self, x):
+            return {"low" if x.sum() < 0 else "high": x}
+
+    config = RoundPipeRunConfig(num_microbatch=2, merge_output=False)
+    with pytest.raises(JoinError, match="low"), torch.no_grad():
+        wrap(Keys())(torch.cat([-torch.ones(2, 2), torch.ones(2, 2)]), roundpipe_run_config=config)
+
+
+def test_packed_labels_that_want_a_gradient_are_refused(wrap):
+    """As tensors are: it would be lost without a word."""
+    teacher, student, inputs = wrap(small_model()), wrap(small_model()), batch(4)[0]
+    config = RoundPipeRunConfig(num_microbatch=2, merge_output=False)
+    with pytest.raises(ConfigError, match="label requires a gradient"):
+        student.forward_backward((inputs,), label=teacher(inputs, roundpipe_run_config=config), loss_fn=F.mse_loss)
+    with torch.no_grad():
+        labels = teacher(inputs, roundpipe_run_config=config)
+    loss = student.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
+    assert near(loss, torch.zeros(()))
+
+
+ROWS = 7
+JOINED = RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")
+
+
+class Contrast(nn.Module):
+    """Each row is to be like the row of the same number, and unlike all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+
+    def forward(self, outputs, labels):
+        return nn.functional.cross_entropy(self.scale * outputs @ labels.T, torch.arange(len(outputs)))
+
+
+def made():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    return plain, torch.randn(ROWS, 4, dtype=torch.float64), torch.randn(ROWS, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("optim_dtype", [None, torch.float64])
+def test_loss_and_gradients_are_those_of_the_plain_model(optim_dtype):
+    plain, x, y = made()
+    loss_fn = Contrast()
+    model, own = copy.deepcopy(plain), copy.deepcopy(loss_fn)
+    entered, given = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = loss_fn(plain(entered), y)
+    expected.backward()
+    pipeline = RoundPipe(model, devices="virtual:2", optim_dtype=optim_dtype)
+    loss, outputs = pipeline.forward_backward((given,), label=y, loss_fn=own, return_outputs=True, run_config=JOINED)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert torch.allclose(outputs, plain(x), rtol=1e-12)
+    assert near_gradients(pipeline.optim_parameters(), plain, rtol=1e-12, atol=1e-15)
+    assert own.scale.grad.item() == pytest.approx(loss_fn.scale.grad.item(), rel=1e-12)
+    assert torch.allclose(given.grad, entered.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_sums_with_weights_and_lists_are_read_as_ever():
+    plain, x, y = made()
+    model = copy.deepcopy(plain)
+    pipeline = RoundPipe(model, devices="virtual:2")
+    pair = pipeline.forward_backward(
+        (x,), label=y, loss_fn=lambda out, y: WeightedLoss((out - y).abs().sum(), y.numel()), run_config=JOINED
+    )
+    (plain(x) - y).abs().mean().backward()
+    assert pair.item() == pytest.approx((plain(x) - y).abs().mean().item(), rel=1e-12)
+    assert torch.allclose(model[0].weight.grad, plain[0].weight.grad, rtol=1e-12)
+    several = pipeline.forward_backward((x,), label=y, loss_fn=lambda out, y: [out.std(), y.std()], run_config=JOINED)
+    assert [loss.item() for loss in several] == pytest.approx([plain(x).std().item(), y.std().item()], rel=1e-12)
+
+
+def test_a_wrong_loss_changes_no_gradient():
+    model, x, y = made()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    with pytest.raises(LossError, match="loss_fn must return"):
+        pipeline.forward_backward((x,), label=y, loss_fn=lambda *_: "loss", run_config=JOINED)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_processes_with_rows_of_their_own_refuse_it():
+    """A process of a mesh does not see the rows of the others."""
+    model, x, y = made()
+    pipeline = RoundPipe(model, devices="virtual:2", replicas=2)
+    with pytest.raises(LossError, match="each process of a mesh has only some of them"):
+        pipeline.forward_backward((x,), label=y, loss_fn=Contrast(), run_config=JOINED)
+
+
+MSE = nn.functional.mse_loss
+
+
+def of_pairs(outputs, labels):
+    """Each row is compared with all others."""
+    return (outputs[:, None] - outputs[None]).pow(2).mean()
+
+
+LOSSES = {
+    "a mean": (MSE, "mean", True),
+    "a mean, added": (MSE, "sum", True),
+    "a sum": (lambda out, y: (out - y).abs().sum(), "sum", True),
+    "a sum as a mean": (lambda out, y: (out - y).abs().sum(), "mean", False),
+    "pairs": (of_pairs, "mean", False),
+    "pairs, added": (of_pairs, "sum", False),
+    "pairs as a sum with its weight": (
+        lambda out, y: WeightedLoss(of_pairs(out, y) * len(out), len(out)),
+        "sum",
+        False,
+    ),
+    "a sum with its weight": (lambda out, y: WeightedLoss((out - y).abs().sum(), out.numel()), "sum", True),
+    "a mean with a weight of one": (lambda out, y: WeightedLoss(MSE(out, y), 1), "sum", False),
+    "a root": (lambda out, y: MSE(out, y).sqrt(), "mean", False),
+    "two, of which one is wrong": (lambda out, y: [MSE(out, y), of_pairs(out, y)], "mean", False),
+    "noise": (lambda out, y: (torch.rand_like(out) * out).mean(), "mean", True),
+}
+
+
+@pytest.mark.parametrize("microbatches", [2, 3, ROWS])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_is_not_what_its_reduction_states_is_refused(name, microbatches):
+    loss_fn, reduction, is_right = LOSSES[name]
+    model, x, y = made()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=microbatches, loss_reduction=reduction)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RoundPipeWarning)  # a sum over an uneven split
+        if is_right:
+            pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
+        else:
+            with pytest.raises(LossError, match=r'(?s)loss_fn returns .* for \d rows, and .*loss_reduction="joined"'):
+                pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
+            assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loss_is_checked_once():
+    """Made anew in each step, as in a loop of a script, it is called once per microbatch from the second run on."""
+    model, x, y = made()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    calls = []
+    counts = []
+    for _ in range(3):
+        before = len(calls)
+        pipeline.forward_backward(
+            (x,),
+            label=y,
+            loss_fn=lambda out, y: calls.append(1) or MSE(out, y),
+            run_config=RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean"),
+        )
+        counts.append(len(calls) - before)
+    assert counts[1:] == [3, 3]
+
+
+def test_one_microbatch_is_not_checked():
+    """Its loss is that of the batch, whatever it compares."""
+    model, x, y = made()
+    plain = copy.deepcopy(model)
+    pipeline = RoundPipe(model, devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=1)
+    loss = pipeline.forward_backward((x,), label=y, loss_fn=of_pairs, run_config=config)
+    assert loss.item() == pytest.approx(of_pairs(plain(x), y).item(), rel=1e-12)

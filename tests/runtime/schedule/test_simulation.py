@@ -1,12 +1,17 @@
-"""Times, bytes and memory of a schedule, against values worked out by hand and the schedule's own clock."""
+"""Costs of layers, the order of stages on devices, and simulated clocks."""
 
 import dataclasses
+import textwrap
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
-from roundpipe_runtime.errors import ConfigError
-from roundpipe_runtime.schedule.costs import LayerCost
-from roundpipe_runtime.schedule.round_robin import RoundRobin, clock_cycles
+from roundpipe_runtime.errors import ConfigError, PlanError
+from roundpipe_runtime.schedule.costs import LayerCost, MeasuredCosts, analytic_cost, layer_costs
+from roundpipe_runtime.schedule.round_robin import RoundRobin, clock_cycles, draw, stages_of, steps_in_order
 from roundpipe_runtime.schedule.simulation import Machine, StageLoad, makespan, simulate
 
 
@@ -154,3 +159,219 @@ def test_gradients_of_copies_cross_the_host():
     assert alone.links == result.links
     each = [dataclasses.replace(load, copy=copy) for copy in range(2)]
     assert simulate(each, Machine(2, link=10.0), 3).links == result.links
+
+
+FUSED = stages_of("fused", [range(2), range(2, 3)], [range(3, 4), range(1, 3), range(1)])
+
+
+def diagram(stages, num_devices, num_microbatch, cursor=0):
+    return draw(stages, RoundRobin(num_devices, cursor).assign(len(stages)), num_microbatch)
+
+
+def expect(text):
+    return textwrap.dedent(text).strip("\n")
+
+
+def test_one_device_runs_stage_after_stage():
+    assert diagram(FUSED[:3], 1, 2) == expect("""
+        clock  device 0
+          0    F0 m0
+          1    F0 m1
+          2    F1 m0
+          3    F1 m1
+          4    L  m0
+          5    L  m1
+    """)
+
+
+def test_a_stage_runs_one_microbatch_behind_the_one_before_it():
+    assert diagram(FUSED, 2, 3) == expect("""
+        clock  device 0  device 1
+          0    F0 m0     .
+          1    F0 m1     F1 m0
+          2    F0 m2     F1 m1
+          3    L  m0     F1 m2
+          4    L  m1     B0 m0
+          5    L  m2     B0 m1
+          6    B1 m0     B0 m2
+          7    B1 m1     .
+          8    B1 m2     .
+    """)
+
+
+def test_fewer_microbatches_than_devices_leave_bubbles():
+    assert diagram(FUSED, 3, 2) == expect("""
+        clock  device 0  device 1  device 2
+          0    F0 m0     .         .
+          1    F0 m1     F1 m0     .
+          2    .         F1 m1     L  m0
+          3    B0 m0     .         L  m1
+          4    B0 m1     B1 m0     .
+          5    .         B1 m1     .
+    """)
+
+
+def test_copies_of_the_fused_stage_take_turns():
+    stages = stages_of("fused", [range(2)], [range(2, 3), range(2)], last_stage_copies=2)
+    assert diagram(stages, 3, 3) == expect("""
+        clock  device 0  device 1  device 2
+          0    F0 m0     .         .
+          1    F0 m1     L  m0     .
+          2    F0 m2     .         L  m1
+          3    B0 m0     L  m2     .
+          4    B0 m1     .         .
+          5    B0 m2     .         .
+    """)
+
+
+def test_the_next_iteration_goes_on_where_the_last_one_stopped():
+    """Five stages on two devices: the second iteration begins on device 1."""
+    deal = RoundRobin(2)
+    assert deal.assign(5) == [0, 1, 0, 1, 0]
+    assert deal.assign(2) == [1, 0]
+    assert diagram(FUSED[:2], 2, 2, cursor=1) == expect("""
+        clock  device 0  device 1
+          0    .         F0 m0
+          1    F1 m0     F0 m1
+          2    F1 m1     .
+    """)
+
+
+def test_stages_of_the_three_kinds_of_run():
+    forward, backward = [range(1), range(1, 2)], [range(1, 2), range(1)]
+    assert [stage.kind for stage in stages_of("infer", forward, backward)] == ["forward", "forward"]
+    assert [stage.kind for stage in stages_of("train", forward, backward)] == ["forward"] * 2 + ["backward"] * 2
+    assert [stage.kind for stage in stages_of("fused", forward[:1], backward)] == ["forward", "fused", "backward"]
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_no_device_is_refused(number):
+    with pytest.raises(ConfigError, match="num_devices must be at least 1"):
+        RoundRobin(number)
+
+
+@given(
+    num_stages=st.integers(0, 12),
+    num_microbatch=st.integers(1, 6),
+    num_devices=st.integers(1, 5),
+    cursor=st.integers(0, 9),
+)
+@settings(max_examples=100)
+def test_every_step_runs_once_after_what_it_waits_for(num_stages, num_microbatch, num_devices, cursor):
+    devices = RoundRobin(num_devices, cursor).assign(num_stages)
+    ticks = {}
+    for tick, steps in enumerate(clock_cycles(devices, num_microbatch)):
+        assert len({step.device for step in steps}) == len(steps)
+        for step in steps:
+            ticks[step.stage, step.microbatch] = tick
+            assert step.device == (cursor + step.stage) % num_devices
+    assert len(ticks) == num_stages * num_microbatch
+    for (stage, microbatch), tick in ticks.items():
+        assert stage == 0 or ticks[stage - 1, microbatch] < tick
+        assert microbatch == 0 or ticks[stage, microbatch - 1] < tick
+        assert stage < num_devices or ticks[stage - num_devices, num_microbatch - 1] < tick
+
+
+def test_the_order_of_dispatch_never_waits_for_a_later_step():
+    order = [(step.stage, step.microbatch) for step in steps_in_order([0, 1, 0], 2)]
+    assert order == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize(("copies", "sets"), [(1, [1]), (3, [2, 2, 4])])
+def test_a_device_holds_more_gradients_of_a_copied_stage(copies, sets):
+    stages = stages_of("fused", [range(2)], [range(2, 3), range(2)], copies)
+    assert [stage.gradient_sets for stage in stages if stage.kind == "fused"] == sets
+
+
+def test_a_matrix_costs_one_multiplication_per_element():
+    cost = analytic_cost(nn.Linear(64, 128, bias=False))
+    assert cost == LayerCost(64 * 128, 3 * 64 * 128, 4 * 64 * 128, 4 * 64 * 128)
+    assert analytic_cost(nn.BatchNorm1d(4)).param_bytes == 4 * (4 + 4 + 4 + 4) + 8
+
+
+def test_frozen_layers_have_no_gradients_and_a_shorter_backward():
+    layer = nn.Linear(64, 128, bias=False).requires_grad_(False)
+    cost = analytic_cost(layer)
+    assert (cost.backward, cost.grad_bytes) == (2 * 64 * 128, 0)
+
+
+def test_an_embedding_looks_up():
+    """However many rows its table has; a head that shares the table multiplies with all of them, in its own layer."""
+    assert analytic_cost(nn.Embedding(1000, 64)).forward == analytic_cost(nn.Embedding(10, 64)).forward
+    assert analytic_cost(nn.Linear(64, 1000)).forward == 64_000
+
+
+def test_a_layer_without_parameters_costs_something():
+    """A plan must not take it for free: it moves activations."""
+    assert analytic_cost(nn.ReLU()).forward > 0
+
+
+def test_a_sequential_has_a_cost_per_child_and_any_other_module_one():
+    assert len(layer_costs(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))) == 2
+    assert len(layer_costs(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]))) == 1
+
+
+def test_a_model_that_knows_is_asked():
+    class Pipeline:
+        def layer_costs(self):
+            return [LayerCost(1.0)]
+
+    assert layer_costs(Pipeline()) == [LayerCost(1.0)]
+
+
+@pytest.mark.parametrize(("model", "message"), [(nn.Sequential(), "without layers"), (3, "found int"), ([], "without")])
+def test_what_has_no_layers_is_refused(model, message):
+    with pytest.raises(PlanError, match=message):
+        layer_costs(model)
+
+
+def test_measured_times_replace_the_guess_and_scale_the_rest():
+    """Layer 0 was guessed 2 and takes 10 s, so a layer guessed 1 is taken to need 5 s."""
+    costs = MeasuredCosts([LayerCost(2.0, 6.0, 8, 9), LayerCost(1.0, 3.0)])
+    assert costs.costs()[0].forward == 2.0
+    assert not costs.is_measured
+    costs.record(0, "forward", 10.0)
+    assert costs.is_measured
+    assert [(cost.forward, cost.backward) for cost in costs.costs()] == [(10.0, 30.0), (5.0, 15.0)]
+    assert costs.costs()[0].param_bytes == 8
+
+
+def test_measurements_are_averaged_with_the_newest_counting_a_fifth():
+    """One slow step does not turn the plan over."""
+    costs = MeasuredCosts([LayerCost(1.0, 3.0)])
+    for seconds in (1.0, 1.0, 6.0):
+        costs.record(0, "forward", seconds)
+    assert costs.costs()[0].forward == pytest.approx(2.0)
+
+
+def test_nothing_is_allocated_for_a_guess():
+    """Parameters on `meta` have a cost, too."""
+    with torch.device("meta"):
+        assert analytic_cost(nn.Linear(10_000, 10_000)).param_bytes == 4 * 10_000 * 10_001
+
+
+def test_the_share_of_quick_layers_is_known_once_measured():
+    """By the least of the last 8 forwards: not by what has not run, by backwards, or by a small batch long ago."""
+    costs = MeasuredCosts([LayerCost(1.0, 3.0)] * 3)
+    assert costs.share_below(1.0) == 0.0
+    costs.record(0, "forward", 0.25)
+    costs.record(1, "forward", 0.75)
+    costs.record(2, "backward", 0.01)
+    assert costs.share_below(0.5) == 0.25
+    costs.record(1, "forward", 0.25)
+    costs.record(1, "forward", 0.75)
+    assert costs.share_below(0.5) == 1.0
+    for _ in range(7):
+        costs.record(1, "forward", 0.75)
+    assert costs.share_below(0.5) == 0.25
+
+
+@pytest.mark.parametrize(("dtype", "per_number"), [(torch.bfloat16, 2), (torch.float32, 2 + 4)])
+def test_sums_of_another_dtype_take_memory_next_to_the_gradients(dtype, per_number):
+    """bfloat16 parameters: 2 bytes for a gradient, and 4 for its sum where the optimizer works in float32."""
+    layer = nn.Linear(8, 4, dtype=torch.bfloat16)
+    assert analytic_cost(layer, lambda parameter: dtype).grad_bytes == 36 * per_number
+
+
+def test_costs_of_layers_in_one_stage_are_added():
+    assert LayerCost(1.0, 2.0, 3, 4) + LayerCost(0.5, 0.25, 10, 20) == LayerCost(1.5, 2.25, 13, 24)

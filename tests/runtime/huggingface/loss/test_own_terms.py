@@ -1,4 +1,4 @@
-"""A loss function of a call with labels: a multiple of the model's loss, with a penalty, or something else."""
+"""Losses with terms of their own, and options of a call that they read."""
 
 import copy
 import time
@@ -7,9 +7,13 @@ import pytest
 import torch
 import transformers
 
-from roundpipe_runtime import LossError, RoundPipeRunConfig, RoundPipeWarning
-from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
+from roundpipe_runtime import ConfigError, LossError, RoundPipeRunConfig, RoundPipeWarning
+from roundpipe_runtime.batch.splitting import split
+from roundpipe_runtime.huggingface import SmoothedLoss, wrap_model_to_roundpipe
+from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, CallOptions, split_options
 from tests.runtime.huggingface.hf_small import assert_like_plain, worst_gradient
+
+from ..hf_small import Toy, tokens, wrapped
 
 CONFIG = transformers.LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=100
@@ -24,7 +28,7 @@ def made():
     return model, {"input_ids": ids, "labels": labels}
 
 
-def wrapped(model, **options):
+def piped(model, **options):
     return wrap_model_to_roundpipe(model, devices="virtual:2", lower_threshold=0, **options)
 
 
@@ -40,7 +44,7 @@ def test_multiples_and_penalties_are_those_of_the_plain_model(adds):
             3 * outputs.loss + (0 if adds == "nothing" else of.lm_head.weight.square().sum() / 100)
         )
 
-    pipeline = wrapped(model)
+    pipeline = piped(model)
     for _ in range(2):
         model.zero_grad()
         call = {"loss_fn": loss_fn(model), "run_config": THREE}
@@ -77,7 +81,7 @@ def test_anything_else_is_computed_once(loss_fn):
     model = copy.deepcopy(plain)
     expected = value(loss_fn(plain(**batch), None))
     expected.backward()
-    pipeline = wrapped(model)
+    pipeline = piped(model)
     with pytest.warns(RoundPipeWarning, match="The loss of loss_fn cannot be computed from the losses of microbatches"):
         found = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=THREE)
     assert value(found).item() == pytest.approx(expected.item(), rel=1e-6)
@@ -86,7 +90,7 @@ def test_anything_else_is_computed_once(loss_fn):
 
 def test_groups_of_rows_take_multiples_only():
     model, batch = made()
-    pipeline = wrapped(model, replicas=2)
+    pipeline = piped(model, replicas=2)
     with pytest.raises(LossError, match="does not return a multiple"):
         pipeline.forward_backward(input_kwargs=batch, loss_fn=in_addition)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -108,7 +112,7 @@ class Curriculum:
 @pytest.mark.parametrize(("then", "after"), [(in_addition, 1), (squared, 2), (in_addition, 3)])
 def test_a_function_that_becomes_another_one_is_shown_again(then, after):
     model, batch = made()
-    pipeline, loss_fn = wrapped(model), Curriculum()
+    pipeline, loss_fn = piped(model), Curriculum()
     for _ in range(after):
         pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=THREE)
     assert loss_fn.calls == 3 * after
@@ -129,7 +133,7 @@ def test_a_function_that_reads_what_its_calls_change_is_called_once_in_a_step():
             return outputs.loss * self.calls
 
     model, batch = made()
-    plain, pipeline = copy.deepcopy(model), wrapped(model)
+    plain, pipeline = copy.deepcopy(model), piped(model)
     loss_fn, own = Warmed(), Warmed()
     for _ in range(2):
         expected = own(plain(**batch), None)
@@ -141,7 +145,7 @@ def test_a_function_that_reads_what_its_calls_change_is_called_once_in_a_step():
 def test_joined_it_is_that_of_the_plain_model(loss_fn):
     model, batch = made()
     call = {"loss_fn": loss_fn, "run_config": RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")}
-    assert_like_plain(model, batch, lambda plain: loss_fn(plain(**batch), None), call=call, pipeline=wrapped(model))
+    assert_like_plain(model, batch, lambda plain: loss_fn(plain(**batch), None), call=call, pipeline=piped(model))
 
 
 def test_the_check_leaves_the_masks_of_layers_that_run_meanwhile_on_other_devices(monkeypatch):
@@ -174,3 +178,35 @@ def test_the_check_leaves_the_masks_of_layers_that_run_meanwhile_on_other_device
     assert three_devices == one_device
     for left, right in zip(gradients, expected, strict=True):
         assert torch.equal(left, right)
+
+
+def test_options_are_split_like_the_rows():
+    labels = torch.arange(10).reshape(5, 2)
+    options = CallOptions(smoothed_loss=SmoothedLoss(0.2), labels=labels)
+    parts = split((), {"input_ids": tokens(), CALL_OPTIONS: options}, None, 2)
+    found = [part.kwargs[CALL_OPTIONS] for part in parts]
+    assert torch.equal(torch.cat([one.labels for one in found]), labels)
+    assert [len(one.labels) for one in found] == [len(part.kwargs["input_ids"]) for part in parts]
+    assert all(one.smoothed_loss is options.smoothed_loss for one in found)
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_the_model_never_sees_options(is_cut):
+    seen = []
+
+    class Any(Toy):
+        def forward(self, input_ids, **kwargs):
+            seen.append(set(kwargs))
+            return super().forward(input_ids)
+
+    pipeline = wrapped(Any(), example={"input_ids": tokens(2)}, use_sequential_preset=None if is_cut else False)
+    with torch.no_grad():
+        pipeline(input_ids=tokens(), flag=torch.ones(5))
+    assert len(pipeline.cut.pieces) == (5 if is_cut else 1)
+    assert {"flag"} in seen
+    assert not any(CALL_OPTIONS in names for names in seen)
+
+
+def test_options_of_another_class_are_refused():
+    with pytest.raises(ConfigError, match=r"kwargs\['roundpipe_call_options'\]: expected CallOptions, found str"):
+        split_options({CALL_OPTIONS: "loss only"})

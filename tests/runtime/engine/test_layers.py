@@ -1,0 +1,454 @@
+"""Layers that write inputs, attributes or views, read parameters of others, or parametrize their own."""
+
+import collections
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError, VirtualDevice
+from roundpipe_runtime.engine.draws import traits_of
+from roundpipe_runtime.engine.layer_graph import LayerGraph, check_leaves
+from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
+from roundpipe_runtime.optim.layer_contents import scan
+from tests.runtime.small import (
+    all_recomputed,
+    batch,
+    gradients,
+    near,
+    near_gradients,
+    relative_error,
+    without_row_check,
+)
+
+F = nn.functional
+MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
+
+
+class Late(nn.Linear):
+    """Writes its input in place from its third call on."""
+
+    calls = 0
+    counts = False
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        if self.counts:
+            self.seen += 1
+        return super().forward(x.mul_(2) if self.calls > 2 else x * 2)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), Late(), nn.Linear(4, 3))
+
+
+def train(wrapped, inputs, labels):
+    wrapped.zero_grad()
+    return wrapped.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+
+
+def test_a_layer_that_leaves_its_input_alone_gets_the_leaf(devices):
+    seen = {0: [], 1: []}
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 3))
+    inputs, labels = batch(6)
+    for number in seen:
+        layers[number + 1].register_forward_pre_hook(lambda m, args, n=number: seen[n].append(args[0].is_leaf))
+    wrapped = without_row_check(RoundPipe(layers, devices=devices, model_run_config=MEAN))
+    for _ in range(2):
+        train(wrapped, inputs, labels)
+    assert not any(seen[0])
+    assert seen[1][0] is False
+    assert all(seen[1][-3:])
+    assert traits_of(layers[1]).mutates_inputs[True] is True
+    assert traits_of(layers[2]).mutates_inputs[True] is False
+
+
+def test_a_layer_may_begin_to_write_its_input(devices):
+    """torch refuses the write of a leaf; the call is repeated with a tensor that can be written."""
+    inputs, labels = batch(6)
+    expected = model()
+    F.mse_loss(expected(inputs), labels).backward()
+    found = model()
+    wrapped = RoundPipe(found, devices=devices, model_run_config=MEAN)
+    for _ in range(2):
+        train(wrapped, inputs, labels)
+    assert found[1].calls > 3
+    exact = gradients(expected)
+    assert all(relative_error(p.grad, exact[name]) < 1e-6 for name, p in found.named_parameters())
+
+
+def test_it_may_not_when_the_call_cannot_be_repeated(devices):
+    """It wrote a buffer before: an error says so, and the next call is right."""
+    inputs, labels = batch(6)
+    found = model()
+    found[1].counts = True
+    wrapped = without_row_check(RoundPipe(found, devices=devices, model_run_config=MEAN))
+
+    def twice():
+        train(wrapped, inputs, labels)
+        train(wrapped, inputs, labels)
+
+    with pytest.raises(StageError, match=r"layer 1 \(Late\) had to write its input in place"):
+        twice()
+    found[1].counts = False
+    train(wrapped, inputs, labels)
+
+
+def test_an_error_of_the_layer_s_own_is_not_taken_for_that(devices):
+    class Own(nn.Linear):
+        broken = False
+
+        def forward(self, x):
+            if self.broken:
+                self.weight.add_(1)
+            return super().forward(x)
+
+    inputs, labels = batch(6)
+    layers = nn.Sequential(nn.Linear(4, 4), Own(4, 3))
+    wrapped = RoundPipe(layers, devices=devices, model_run_config=MEAN)
+    train(wrapped, inputs, labels)
+    layers[1].broken = True
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        train(wrapped, inputs, labels)
+
+
+def test_where_no_gradient_flows_nothing_is_run():
+    """A frozen layer, or an output that nobody used: what its backward would do stays unknown."""
+    leaf = torch.ones(2, requires_grad=True)
+    calls = []
+
+    def run(call):
+        calls.append(call)
+        call()
+
+    assert LayerGraph(0, [None], [torch.ones(2)]).backward([torch.ones(2)], run) == [None]
+    assert LayerGraph(0, [leaf], [leaf * 2]).backward([None], run) == [None]
+    assert calls == []
+    (found,) = LayerGraph(0, [leaf], [leaf * 2]).backward([torch.ones(2)], run)
+    assert found.tolist() == [2.0, 2.0]
+    assert len(calls) == 1
+
+
+X, Y = (torch.randn(6, size, generator=torch.Generator().manual_seed(size)) for size in (8, 4))
+
+
+class Bank(nn.Module):
+    """The last features, in a tensor that is made anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue = torch.zeros(0, 8)
+
+    def forward(self, x):
+        self.queue = torch.cat([self.queue, x.detach()])[-12:]
+        return x + self.queue.mean()
+
+
+class InPlace(nn.Module):
+    """How often each expert was chosen, added up in place, before it is made and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = torch.zeros(8)
+
+    def forward(self, x):
+        self.counts += torch.bincount(x.argmax(-1), minlength=8)
+        self.last = x.detach().sum()
+        return x * (1 + self.counts / 100)
+
+
+class Containers(nn.Module):
+    """A list, a table, a deque and a set; and an object with a list."""
+
+    class Held:
+        def __init__(self):
+            self.rows = []
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.sizes, self.last, self.kinds = [], {}, collections.deque(maxlen=2), set()
+        self.held, self.calls = self.Held(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        self.rows.append(len(x))
+        self.held.rows.append(len(x))
+        self.sizes[len(x)] = self.sizes.get(len(x), 0) + 1
+        self.last.append(self.calls)
+        self.kinds.add(x.dtype)
+        return x / self.calls
+
+    def state(self):
+        return self.rows, self.sizes, list(self.last), self.kinds, self.held.rows, self.calls
+
+
+def kept(layer):
+    if isinstance(layer, Containers):
+        return layer.state()
+    return [layer.queue] if isinstance(layer, Bank) else [layer.counts, layer.last]
+
+
+def is_same(found, expected):
+    pairs = zip(found, expected, strict=True)
+    return all(near(one, other) if isinstance(one, torch.Tensor) else one == other for one, other in pairs)
+
+
+@pytest.mark.parametrize("classic", [True, False])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("kind", [Bank, InPlace, Containers])
+def test_attributes_and_gradients_are_those_of_the_plain_layers(kind, microbatches, classic):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), kind(), nn.Tanh(), nn.Linear(8, 4))
+    model = copy.deepcopy(plain)
+    pipeline = RoundPipe(model, devices="virtual:2")
+    pipeline._rp_engine.row_check = None  # the layer compares what it has seen
+    config = all_recomputed(3, microbatches)
+    for _ in range(3):
+        plain.zero_grad()
+        model.zero_grad()
+        losses = [
+            F.mse_loss(plain(x), y) / microbatches
+            for x, y in zip(X.chunk(microbatches), Y.chunk(microbatches), strict=True)
+        ]
+        expected = sum(losses)
+        expected.backward()
+        if classic:
+            options = RoundPipeRunConfig(num_microbatch=microbatches)
+            found = F.mse_loss(pipeline(X, roundpipe_run_config=options), Y)
+            found.backward()
+        else:
+            found = pipeline.forward_backward((X,), label=Y, loss_fn=F.mse_loss, run_config=config)
+        assert near(found, expected)
+        assert near_gradients(model, plain)
+        assert is_same(kept(model[1]), kept(plain[1]))
+
+
+# -- outputs that are views of each other ------------------------------------------------------------------------------
+
+
+class Split(nn.Module):
+    """Returns tokens, and a part of them."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return x, self.part(x)
+
+
+class Writes(nn.Module):
+    """Adds to one of both in place."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.prompt = number, nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, both):
+        both[self.number].add_(self.prompt)
+        return both[0] + both[1].sum()
+
+
+class Passes(nn.Module):
+    def forward(self, both):
+        return both
+
+
+PARTS = {
+    "first": lambda x: x[:, 0],
+    "last": lambda x: x[:, -1:],
+    "all": lambda x: x.view(x.shape),
+    "transposed": lambda x: x.transpose(1, 2).transpose(1, 2),
+    "columns": lambda x: x.unflatten(1, (5, 1))[:, 2],
+}
+
+
+def split_model(part, number, *between):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Split(part), *between, Writes(number), nn.Tanh(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize("passes", [0, 1])
+@pytest.mark.parametrize("mode", ["loss", "evaluation"])
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("name", PARTS)
+def test_a_write_that_would_not_reach_the_other_view_is_refused(name, number, mode, passes):
+    model = split_model(PARTS[name], number, *[Passes() for _ in range(passes)])
+    pipeline = RoundPipe(model, devices="virtual:2", model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    x = torch.randn(6, 5, 8)
+
+    def run():
+        if mode == "loss":
+            return pipeline.forward_backward((x,), loss_fn=lambda outputs, _: outputs.square().mean())
+        with torch.no_grad():
+            return pipeline(x)
+
+    with pytest.raises(
+        StageError, match=r"\(Writes\) writes in place to its input number .*layer . \((Split|Passes)\) returned it"
+    ):
+        run()
+
+
+@pytest.mark.parametrize("part", [lambda x: x[:, 0].clone(), lambda x: x.mean(1)])
+def test_a_write_to_memory_of_its_own_is_that_of_the_plain_layers(part):
+    model = split_model(part, 1)
+    plain = copy.deepcopy(model)
+    pipeline = RoundPipe(model, devices="virtual:2", model_run_config=RoundPipeRunConfig(num_microbatch=1))
+    x = torch.randn(6, 5, 8)
+    expected = plain(x).square().mean()
+    expected.backward()
+    assert near(pipeline.forward_backward((x,), loss_fn=lambda outputs, _: outputs.square().mean()), expected)
+    assert near_gradients(model, plain)
+
+
+def test_halves_of_one_tensor_may_be_written():
+    """Queries, keys and values of one product share its memory, and no number of it."""
+
+    class Halves(nn.Module):
+        def forward(self, x):
+            return x[:, :4], x[:, 4:]
+
+    class Adds(nn.Module):
+        def forward(self, both):
+            both[0].add_(1.0)
+            return both[0] * both[1]
+
+    model = nn.Sequential(nn.Linear(8, 8), Halves(), Adds())
+    plain = copy.deepcopy(model)
+    pipeline = RoundPipe(model, devices="virtual:2")
+    expected = plain(X).square().mean()
+    expected.backward()
+    assert near(pipeline.forward_backward((X,), loss_fn=lambda outputs, _: outputs.square().mean()), expected)
+    assert near(model[0].weight.grad, plain[0].weight.grad)
+
+
+class Penalised(nn.Linear):
+    """Adds the norm of another layer's weight to what it returns."""
+
+    def forward(self, x):
+        return super().forward(x) + self.others[0].weight.norm()
+
+
+@pytest.mark.parametrize("way", ["forward_backward", "outputs"])
+def test_the_parameter_and_both_layers_are_named(way):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Penalised(3, 2))
+    model[2].others = [model[0]]  # a list hides it from torch
+    pipeline = RoundPipe(model, devices="virtual:2")
+    x = torch.ones(4, 3)
+    if way == "outputs":
+        go = pipeline(x).sum().backward
+    else:
+        go = functools.partial(pipeline.forward_backward, (x,), loss_fn=lambda outputs, _: outputs.sum())
+    with pytest.raises(StageError, match=r"layer 2 \(Penalised\) uses 'weight' of layer 0 \(Linear\)"):
+        go()
+
+
+def test_a_parameter_that_both_layers_have_is_trained():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Penalised(3, 2))
+    model[2].others = nn.ModuleList([model[0]])
+    x = torch.randn(4, 3)
+    model(x).sum().backward()
+    expected = model[0].weight.grad.clone()
+    model.zero_grad()
+    pipeline = RoundPipe(model, devices="virtual:2")
+    run = RoundPipeRunConfig(num_microbatch=2)
+    pipeline.forward_backward((x,), loss_fn=lambda outputs, _: outputs.sum(), run_config=run)
+    assert torch.allclose(model[0].weight.grad, expected, rtol=1e-5)
+
+
+def test_they_are_named_while_the_other_layer_computes():
+    """The weight that is read is then a copy, which stands in the other layer for a call on its device."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Penalised(3, 2))
+    model[2].others = [model[0]]
+    contents = scan(list(model))
+    device = VirtualDevice("one")
+    there = LayerOnDevice(contents[0], device, lambda parameter: parameter)
+    outputs = there.call(lambda: model[2](torch.ones(4, 3)))
+    with pytest.raises(StageError, match=r"layer 2 \(Penalised\) uses 'weight' of layer 0 \(Linear\)"):
+        check_leaves(contents[2], [outputs], [None], list(model[2].parameters()), contents)
+    there.release()
+    device.close()
+
+
+WIDTH = 6
+
+
+class Sum(nn.Module):
+    """What is added to a parameter."""
+
+    def __init__(self, added):
+        super().__init__()
+        self.added = added
+
+    def forward(self, weight):
+        return weight + self.added
+
+
+class Adapted(nn.Module):
+    """A linear layer with a matrix of rank 2 beside it, which stands in its weight while the layer runs."""
+
+    def __init__(self, *, keeps_sum=False):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.weight.requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(2, WIDTH)), nn.Parameter(torch.randn(WIDTH, 2))
+        self.keeps_sum = keeps_sum
+
+    def forward(self, x):
+        parametrize.register_parametrization(self.linear, "weight", Sum(self.b @ self.a))
+        self.linear.parametrizations.weight.original.requires_grad_(False)
+        try:
+            with parametrize.cached():
+                return torch.tanh(self.linear(x))
+        finally:
+            parametrize.remove_parametrizations(self.linear, "weight", leave_parametrized=self.keeps_sum)
+
+
+class Normed(nn.Module):
+    """A layer with a parametrization that stays, and is read twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return torch.tanh(self.linear(torch.tanh(self.linear(x))))
+
+
+@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("around", [contextlib.nullcontext, parametrize.cached])
+@pytest.mark.parametrize("kind", [Adapted, Normed])
+def test_gradients_are_those_of_the_plain_model(kind, around, grain):
+    """In three steps of three microbatches; also in `cached()`, which holds in all threads."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[kind() for _ in range(4)])
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3, recompute_grain=grain)
+    pipe = RoundPipe(model, devices="virtual:2:check", model_run_config=config)
+    for _ in range(3):
+        (plain(x) - y).square().mean().backward()
+        with around():
+            pipe.forward_backward((x,), label=y, loss_fn=nn.functional.mse_loss)
+            (pipe(x) - y).square().mean().backward()
+        (plain(x) - y).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.requires_grad == other.requires_grad
+        assert one.grad is other.grad is None or near(one.grad, other.grad)
+
+
+def test_a_sum_that_is_left_in_the_parameter_is_a_write():
+    """What a layer leaves in a copy of its parameter would be lost."""
+    pipe = RoundPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH), Adapted(keeps_sum=True)), devices="virtual:2")
+    with pytest.raises(StageError, match=r"writes Linear\.weight in its forward"):
+        pipe.forward_backward((torch.randn(4, WIDTH),), label=torch.randn(4, WIDTH), loss_fn=nn.functional.mse_loss)

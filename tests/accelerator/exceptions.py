@@ -44,20 +44,11 @@ _NUMBERS = {
 
 
 def reasons() -> set[str]:
-    """All reasons that are listed here."""
     return {*_REASONS.values(), *(reason for _, reason in _NUMBERS.values())}
 
 
 def reason_to_skip(item: pytest.Item, devices: int | None) -> str | None:
-    """Why a test is not run.
-
-    Args:
-        item: test.
-        devices: number of devices of a test that asks for several; ``None`` if it has as many as it asks for.
-
-    Returns:
-        The reason, or ``None`` if the test runs.
-    """
+    """Why a test is not run."""
     for part, reason in _REASONS.items():
         if part in item.nodeid:
             return reason

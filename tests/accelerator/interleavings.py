@@ -44,9 +44,6 @@ def _source() -> str:
     return key.hexdigest()
 
 
-# -- the process that trains -------------------------------------------------------------------------------------------
-
-
 def _try(seeds: range, mutant: str | None) -> None:
     """Train once with each seed; end the process at the first difference."""
     if mutant:
@@ -78,9 +75,6 @@ def _seeds(text: str) -> range:
     return range(int(first), int(stop))
 
 
-# -- the process that counts -------------------------------------------------------------------------------------------
-
-
 def _run(count: int, jobs: int, record: dict[str, Any]) -> None:
     """Try the seeds below a number that were not tried, in processes of their own."""
     begin, before = time.monotonic(), len(record["done"]) * _CHUNK
@@ -104,7 +98,6 @@ def _run(count: int, jobs: int, record: dict[str, Any]) -> None:
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:
-    """Write what was tried, as data of the documentation."""
     from benchmarks.bench_flatten import machine, versions
 
     orders = len(record["done"]) * _CHUNK

@@ -39,13 +39,7 @@ _PROCESS = os.getpid()
 
 
 def set_order(order: str, seed: int = 0) -> None:
-    """Choose when work is done, from now on; what was given before is done first.
-
-    Args:
-        order: ``"late"``: when the host waits for it; ``"random"``: then, or before, in an order drawn from the seed;
-            ``"eager"``: at once.
-        seed: seed of a random order. Default: 0.
-    """
+    """Choose when work is done, from now on; what was given before is done first."""
     _backend.set_order(getattr(_backend.Order, order), seed)
 
 
@@ -65,35 +59,20 @@ def pending(device: int) -> int:
 
 
 def set_memory(device: int, limit: int) -> None:
-    """Set the bytes of memory of a device, 16 GiB before."""
     _backend.set_memory(device, limit)
 
 
 def set_costs(*, flops: float, memory: float, link: float, pageable_link: float = 8e9, launch: float = 5e-6) -> None:
-    """Set what the devices of a dry run are like.
-
-    Args:
-        flops: operations per second of products of matrices.
-        memory: bytes per second of the memory of a device.
-        link: bytes per second from and to pinned memory, each way.
-        pageable_link: bytes per second from and to other memory of the host.
-        launch: seconds that the host takes for a launch.
-    """
+    """Set the operations and bytes per second of devices of a dry run, and the seconds of a launch."""
     _backend.set_costs(launch, link, pageable_link, memory, flops)
 
 
 def lose(device: int, after: int = 0) -> None:
-    """Lose a device: it does no more work, and every call that concerns it is an error.
-
-    Args:
-        device: index of the device.
-        after: kernels and copies that it still does. Default: 0, it is lost now.
-    """
+    """Lose a device: it does no more work, and every call that concerns it is an error."""
     _backend.lose(device, after)
 
 
 def start_again(device: int) -> None:
-    """Start a device that was lost; what it was given is gone."""
     _backend.start_again(device)
 
 
@@ -105,9 +84,6 @@ def clock() -> float:
 def trace() -> list[tuple[int, int, str, float, float]]:
     """The work of a dry run since the last call: device, stream, name, begin and end in seconds."""
     return list(_backend.trace())
-
-
-# -- torch.late --------------------------------------------------------------------------------------------------------
 
 
 def _index(device: Any) -> int:

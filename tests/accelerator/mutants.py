@@ -49,15 +49,7 @@ _PLAIN = [
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One removal.
-
-    Attributes:
-        file: name of the file in ``roundpipe_runtime/device``.
-        function: function that it is in.
-        code: code that is removed.
-        again: how often the same code is in the function before.
-        tree: the file without it.
-    """
+    """One removal."""
 
     file: str
     function: str
@@ -67,21 +59,12 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """Name for the command line and the record."""
         return f"{self.file}:{self.function}: {self.code}" + f" (no. {self.again + 1})" * bool(self.again)
 
 
 @dataclasses.dataclass(frozen=True)
 class Removal:
-    """Something that can be removed from a tree.
-
-    Attributes:
-        function: function that it is in.
-        node: node that is shown.
-        changed: node that changes.
-        field: field of that node.
-        value: what it becomes.
-    """
+    """Something that can be removed from a tree."""
 
     function: str
     node: ast.AST
@@ -90,12 +73,10 @@ class Removal:
     value: object
 
     def remove(self) -> None:
-        """Change the tree."""
         setattr(self.changed, self.field, self.value)
 
 
 def removals(tree: ast.Module) -> Iterator[Removal]:
-    """What can be removed from this tree, in order."""
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             for node in ast.walk(function):
@@ -126,7 +107,6 @@ def _no_context() -> ast.expr:
 
 
 def mutants() -> list[Mutant]:
-    """All removals, file by file."""
     found = []
     for file in sorted(_FOLDER.glob("*.py")):
         tree = ast.parse(file.read_text())
@@ -159,9 +139,6 @@ def install(name: str) -> None:
             )
 
     sys.meta_path.insert(0, Finder())
-
-
-# -- which test notices ------------------------------------------------------------------------------------------------
 
 
 def _first_failure(arguments: list[str], mutant: str | None) -> str | None:

@@ -75,11 +75,7 @@ def _run(part: str, order: str, devices: int, logs: Path | None) -> dict[str, An
 
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
-    """What passed and what is listed as a table in Markdown: a row for each folder.
-
-    Args:
-        runs: counts by part, order and number of devices, as the record has them.
-    """
+    """What passed and what is listed as a table in Markdown: a row for each folder."""
     columns = [(order, devices) for order in _ORDERS for devices in _DEVICES]
     rows = [["folder", *(f"{order}, {devices}" for order, devices in columns)], ["---", *["---:"] * len(columns)]]
     sums = [Counter[str]() for _ in columns]

@@ -36,13 +36,7 @@ class Checkpointed(nn.Module):
 
 @dataclasses.dataclass
 class _Step:
-    """What one step of a training ran.
-
-    Attributes:
-        timeline: the work of the step, with times.
-        plans: the stages of each run, in the order of dispatch, as text.
-        rows: the number of rows of each microbatch.
-    """
+    """What one step of a training ran."""
 
     timeline: Timeline = dataclasses.field(default_factory=Timeline)
     plans: list[str] = dataclasses.field(default_factory=list)
@@ -70,7 +64,6 @@ class Log:
         dispatch.run = run
 
     def begin_step(self) -> Timeline:
-        """Begin the next step, and return the timeline in which the step must run."""
         self.steps.append(_Step())
         return self.steps[-1].timeline
 
@@ -139,22 +132,7 @@ def train(
     is_short: bool = False,
     log: Log | None = None,
 ) -> list[torch.Tensor]:
-    """Losses, gradients, buffers and weights of a model with tied weights, dropout, batch norm and a layer in place.
-
-    Args:
-        devices: devices of the pipeline; they are closed at the end.
-        grain: ``recompute_grain``.
-        is_async: whether weights are updated one step late, or, with ``"exact"``, layer by layer next to the next step.
-        checkpoints: whether a layer has a checkpoint of its own.
-        classic: whether ``forward`` and ``backward`` are called, and no ``forward_backward``.
-        pin: ``pin_model``.
-        steps: number of steps.
-        copies: number of devices that run the last stage.
-        keep: GB of a device for parameters that stay there. With some, the first layer is frozen, and its weight is one
-            that another layer has too.
-        is_short: whether there are five layers and two microbatches, instead of nine and three.
-        log: gets the names of the tensors, and the plan and the order of each step. Default: a new one.
-    """
+    """Losses, gradients, buffers and weights of a model with tied weights, dropout, batch norm and a layer in place."""
     model = _short_model() if is_short else small_model(tied=True, dropout=0.3, norm=True)
     if checkpoints:  # in the place of the batch norm
         model[1 if is_short else 4] = Checkpointed(4 if is_short else 6)
@@ -197,5 +175,4 @@ def train(
 
 
 def expected(**options: object) -> list[torch.Tensor]:
-    """The same on a virtual device, where every copy is there at once, and every access is checked."""
     return train([VirtualDevice("virtual:0", check=True)], **options)

@@ -83,16 +83,7 @@ def _bounded() -> Iterator[None]:
 
 
 def run_cases(door: str, seeds: Iterable[int], folder: pathlib.Path) -> Iterator[tuple[int, str, str]]:
-    """Run cases of a door.
-
-    Args:
-        door: its name.
-        seeds: the number of each case.
-        folder: an empty folder to work in.
-
-    Yields:
-        The seed; ``"loaded"``, ``"refused"`` or ``"finding"``; what was found, for findings.
-    """
+    """Run cases of a door."""
     kind, place = DOORS[door], folder / "case"
     good = folder / "good"
     good.mkdir()

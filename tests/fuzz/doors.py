@@ -25,15 +25,7 @@ def _nothing(folder: pathlib.Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Door:
-    """A kind of file.
-
-    Attributes:
-        write: writes a good one into an empty folder.
-        read: reads what is in the folder.
-        files: patterns of the files that are changed.
-        repair: makes right what follows from a change, as its author would.
-        share: how many cases it gets, next to others.
-    """
+    """A kind of file."""
 
     write: Callable[[pathlib.Path], object]
     read: Callable[[pathlib.Path], object]
@@ -59,9 +51,6 @@ def _llama() -> Any:
     from yobx_flatten.model_folder.source.configuration import small_model
 
     return small_model("llama")
-
-
-# -- yobx_flatten ------------------------------------------------------------------------------------------------------
 
 
 def _write_nested(folder: pathlib.Path) -> None:
@@ -215,9 +204,6 @@ def _read_sentence(folder: pathlib.Path) -> None:
 
 def _read_open_model(folder: pathlib.Path) -> None:
     yf.open_model(folder / "model").generate(torch.tensor([[5, 6]]), max_new_tokens=2)
-
-
-# -- roundpipe_runtime -------------------------------------------------------------------------------------------------
 
 
 def _training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -121,9 +121,6 @@ def _change_bytes(data: bytes, dice: random.Random) -> bytes:
     return data[:start] + filled + data[end:]
 
 
-# -- files that hold a document ----------------------------------------------------------------------------------------
-
-
 def _json(data: bytes, dice: random.Random) -> bytes:
     return _dumped(_change_document(json.loads(data), dice)).encode("utf-8", "surrogatepass")
 
@@ -185,10 +182,5 @@ def _change(name: str, data: bytes, dice: random.Random) -> bytes:
 
 
 def change_file(path: pathlib.Path, dice: random.Random) -> None:
-    """Change a file at random.
-
-    Args:
-        path: the file; its suffix says what it holds.
-        dice: the source of all choices.
-    """
+    """Change a file at random."""
     path.write_bytes(_change(path.name, path.read_bytes(), dice))

@@ -21,7 +21,6 @@ if None not in map(importlib.util.find_spec, ("torchao", "transformers")):
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    """The device that a test is for."""
     made = Place.here()
     yield made
     if "device" in vars(made):
@@ -30,7 +29,6 @@ def place() -> Iterator[Place]:
 
 @pytest.fixture(params=list(CASES))
 def case(request: pytest.FixtureRequest) -> Case:
-    """Each of the models."""
     pytest.importorskip("transformers")
     return CASES[request.param]
 

@@ -15,16 +15,7 @@ F = nn.functional
 
 
 class Case(NamedTuple):
-    """A model, how it is wrapped and called, and the microbatches of its batch.
-
-    Attributes:
-        model: makes the model, the same weights each time.
-        wrap: wraps it for a device, with options of the run.
-        batch: makes the batch of a number.
-        call: one `forward_backward` of a batch.
-        loss: the loss of the plain model on a part of the batch on its device.
-        parts: number of microbatches; where a weight is used twice, one, as a sum of four has no order.
-    """
+    """A model, how it is wrapped and called, and the microbatches of its batch."""
 
     model: Callable[[], nn.Module]
     wrap: Callable[..., RoundPipe]
@@ -34,7 +25,6 @@ class Case(NamedTuple):
     parts: int
 
     def split(self, batch: Any, place: Place) -> list[Any]:
-        """The microbatches of a batch, on the device."""
         chunks = {name: value.to(place.torch_device).chunk(self.parts) for name, value in batch.items()}
         return [{name: values[number] for name, values in chunks.items()} for number in range(self.parts)]
 
@@ -66,7 +56,6 @@ def _t5() -> nn.Module:
 
 
 def tokens(seed: int, rows: int = 4, length: int = 9) -> torch.Tensor:
-    """Rows with eight labels each: means over powers of two of them are added without rounding."""
     return torch.randint(1, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 

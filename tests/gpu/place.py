@@ -41,7 +41,6 @@ class Place:
 
     @classmethod
     def here(cls) -> "Place":
-        """The device that these tests are for."""
         if _ON_CPU:
             return cls("virtual:1", torch.device("cpu"))
         found = torch.accelerator.current_accelerator()
@@ -51,21 +50,17 @@ class Place:
 
     @functools.cached_property
     def device(self) -> Device:
-        """A device for a test that copies by itself; a pipeline closes its own."""
         return parse_devices(self.devices)[0]
 
     def needs_accelerator(self, what: str) -> None:
-        """Skip the test on a virtual device."""
         if self.torch_device.type == "cpu":
             pytest.skip(f"a virtual device has no {what}")
 
     def needs_cuda(self, what: str) -> None:
-        """Skip the test on everything but CUDA."""
         if self.torch_device.type != "cuda":
             pytest.skip(f"{what} needs CUDA")
 
     def moved(self, model: nn.Module) -> nn.Module:
-        """A copy of a model on the device, whose tied weights stay tied on every kind of device."""
         there = copy.deepcopy(model)
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
@@ -79,7 +74,6 @@ class Place:
         return RoundPipe(model, **{"devices": self.devices, "model_run_config": config, **options})
 
     def allocated(self, pipe: RoundPipe) -> int:
-        """Bytes that tensors take on the device of a pipeline."""
         gc.collect()
         return allocated(pipe.devices[0])
 

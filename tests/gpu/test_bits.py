@@ -18,7 +18,6 @@ _SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def trained(case: Case, place: Place, mode: Mode, make=_SGD, *, model=None, **options):
-    """Losses and gradients of some steps, and the weights after them."""
     pipe = case.wrap(copy.deepcopy(model or case.model()), place, **options)
     optimizer = make(pipe.optim_parameters())
     found = []
@@ -33,7 +32,6 @@ def trained(case: Case, place: Place, mode: Mode, make=_SGD, *, model=None, **op
 
 
 def plain(case: Case, place: Place, mode: Mode, make=_SGD, *, model=None):
-    """The same of the plain model on the device."""
     model = Plain(model or case.model(), place, make)
     found = []
     for number in range(_STEPS):

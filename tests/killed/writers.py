@@ -150,12 +150,7 @@ WRITERS: dict[str, _Pair] = {
 
 
 def value_of(name: str, folder: pathlib.Path) -> int:
-    """Return the value with which the files in a folder were written.
-
-    Args:
-        name: one of :data:`WRITERS`.
-        folder: the folder.
-    """
+    """Return the value with which the files in a folder were written."""
     return round(WRITERS[name][1](folder))
 
 

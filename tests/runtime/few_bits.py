@@ -144,7 +144,6 @@ class Block(nn.Module):
 
 
 def model_of(kind, count=3, dtype=torch.float32, seed=0):
-    """Layers with adapters over weights in few bits."""
     torch.manual_seed(seed)
     return nn.Sequential(*(Block(kind, dtype) for _ in range(count)))
 
@@ -177,7 +176,6 @@ CONFIG = RoundPipeRunConfig(num_microbatch=3, loss_reduction="sum")
 
 
 def trained_in(pipe, steps, number=6, dtype=torch.float32, optimizer=None):
-    """Losses of the same training in a pipeline."""
     optimizer = optimizer or torch.optim.Adam([p for p in pipe.optim_parameters() if p.requires_grad], lr=1e-2)
     inputs, labels = rows(number, dtype)
     losses = []

@@ -19,9 +19,6 @@ def as_late_as_may_be():
     late.counts()
 
 
-# -- what it finds -----------------------------------------------------------------------------------------------------
-
-
 def test_a_wait_that_is_missing_is_nan():
     uploads, compute = torch.Stream(DEVICE), torch.Stream(DEVICE)
     host = torch.ones(4).pin_memory()
@@ -175,9 +172,6 @@ def test_memory_is_counted():
     assert torch.accelerator.max_memory_allocated(0) - before == 2**22
 
 
-# -- events ------------------------------------------------------------------------------------------------------------
-
-
 def test_an_event_passes_when_its_stream_comes_to_it():
     stream = torch.Stream(DEVICE)
     event = torch.Event(DEVICE)
@@ -243,9 +237,6 @@ def test_an_error_of_a_kernel_comes_where_the_host_waits():
     with pytest.raises((IndexError, RuntimeError), match="index out of range"):
         found.cpu()
     assert torch.ones(2, device=DEVICE).tolist() == [1, 1]
-
-
-# -- numbers -----------------------------------------------------------------------------------------------------------
 
 
 def test_kernels_are_those_of_the_cpu():

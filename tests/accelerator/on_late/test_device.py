@@ -195,8 +195,6 @@ def test_the_computation_waits_for_a_download_only_of_what_may_be_written_again(
 
 
 class Counts(nn.Module):
-    """Returns a tensor that it writes again at the next call."""
-
     def __init__(self):
         super().__init__()
         self.seen = None

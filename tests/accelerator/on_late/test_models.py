@@ -25,7 +25,6 @@ def loss_fn(outputs, labels):
 
 
 def trained(model, devices, inputs, labels):
-    """The loss and the gradients of one step."""
     pipe = RoundPipe(model, devices=devices, model_run_config=CONFIG)
     loss = pipe.forward_backward((inputs,), label=labels, loss_fn=loss_fn)
     pipe.close()
@@ -33,7 +32,6 @@ def trained(model, devices, inputs, labels):
 
 
 def plainly(model, inputs, labels):
-    """The same without a pipeline."""
     loss = loss_fn(model(inputs), labels)
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
@@ -139,12 +137,10 @@ def config(copies):
 
 
 def states():
-    """Those of the generators of the CPU and of two devices."""
     return [torch.get_rng_state(), *(torch.late.get_rng_state(number) for number in range(2))]
 
 
 def contrastive(outputs, labels):
-    """Compares rows with each other."""
     return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs), device=outputs.device))
 
 

@@ -30,9 +30,6 @@ from yobx_flatten import (
 Point = namedtuple("Point", ["x", "y"])
 
 
-# -- what goes together ----------------------------------------------------------------------------------------------
-
-
 def test_one_output_is_returned_itself():
     output = {"y": torch.zeros(2)}
     assert join([output], [2]) is output
@@ -88,9 +85,6 @@ def test_packed_outputs_of_the_document_are_joined():
     assert joined.hidden_states.shape == (3, 1)
     assert joined.loss == 0.5
     assert flexible.attentions is None
-
-
-# -- what does not ---------------------------------------------------------------------------------------------------
 
 
 def test_a_static_field_that_differs_is_named():
@@ -149,9 +143,6 @@ def test_shapes_that_do_not_go_together_are_named():
         join([[torch.zeros(2, 3)], [torch.zeros(2, 4)]], [2, 2])
 
 
-# -- how it is said otherwise ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("chunk", "whole"), [(TensorChunkSpec, Replicate), (TorchChunkSpec, _Replicate)])
 def test_a_spec_says_how_to_join(chunk, whole):
     outputs = [(torch.zeros(3, 2), torch.zeros(2)), (torch.ones(3, 2), torch.zeros(2))]
@@ -188,11 +179,7 @@ def test_a_wrong_number_of_outputs_is_refused(outputs, weights):
         join(outputs, weights)
 
 
-# -- there and back --------------------------------------------------------------------------------------------------
-
-
 def tensors(batch):
-    """Tensors with the batch axis, without it, and without axes."""
     tails = st.lists(st.integers(1, 4), max_size=2).map(tuple)
     dtypes = st.sampled_from([torch.float32, torch.int64, torch.bfloat16, torch.bool])
     filled = st.builds(
@@ -277,9 +264,6 @@ def test_a_reducer_of_torch_is_taken_whatever_its_class():
     """`sum_reducer`, which torch and RoundPipe's scripts import, is of a class below `_CustomReducer`."""
     joined = join([torch.tensor(2.0), torch.tensor(3.0)], [1, 3], merge=sum_reducer)
     assert joined == 5
-
-
-# -- rows that are not known -------------------------------------------------------------------------------------------
 
 
 def test_a_mean_over_parts_whose_rows_are_not_known_is_refused():

@@ -37,9 +37,6 @@ def plain(loss, model):
     return [torch.zeros_like(p) if g is None else g for g, p in zip(grads, model.parameters(), strict=True)]
 
 
-# -- exactness -------------------------------------------------------------------------------------------------------
-
-
 @given(batch=st.integers(1, 17), count=st.integers(1, 8), seed=st.integers(0, 99))
 @settings(max_examples=40)
 def test_mean_is_the_mean_of_the_whole_batch(batch, count, seed):
@@ -156,9 +153,6 @@ def test_a_loss_that_does_not_learn_goes_nowhere():
     assert contract.total().item() == 2.0
 
 
-# -- a pair or two losses --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
@@ -234,9 +228,6 @@ def test_mean_needs_rows():
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(ConfigError, match='loss_reduction must be "sum" or "mean", found \'none\''):
         LossContract("none", [1])
-
-
-# -- the warning -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rows", "count"), [([3, 3, 2, 2], 4), ([1, 1], 4)])

@@ -92,8 +92,6 @@ class Forgetful(TwoTensor):
 
 
 class Remembering(nn.Linear):
-    """A linear layer that knows the weight which it was made with."""
-
     def forward(self, x):
         return x if self.weight is self.first() else -x
 

@@ -106,9 +106,6 @@ def test_other_threads_leave_the_handler_alone():
     assert found == [signal.default_int_handler]
 
 
-# -- waiting -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_wait_ends_with_the_interruption_at_every_line():
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         for number in itertools.count():

@@ -27,8 +27,6 @@ class BadRowError(Exception):
 
 
 class Layer(nn.Module):
-    """A layer that fails when it is told to."""
-
     def __init__(self, features: int = 8) -> None:
         super().__init__()
         self.linear = nn.Linear(features, features)

@@ -58,7 +58,6 @@ def trained(kind: Any, folder: Path, **options: Any) -> tuple[list[float], list[
 
 
 def in_ranks(folder: str) -> dict[str, Any]:
-    """Numbers of both Trainers, and what is raised where one process fails."""
     from roundpipe_runtime import RoundPipeTrainer
 
     warnings.simplefilter("ignore")

@@ -21,14 +21,7 @@ __all__ = ["run_ranks"]
 
 
 def run_ranks(function: str, size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
-    """Call a function in several processes and return its results, which JSON can hold, in the order of ranks.
-
-    Args:
-        function: its module and its name, with a colon between.
-        size: number of processes.
-        *arguments: its arguments, as JSON can hold them.
-        timeout: seconds after which the processes are killed, and a `TimeoutError` is raised.
-    """
+    """Call a function in several processes and return its results, which JSON can hold, in the order of ranks."""
     from tests import fresh_process
 
     with tempfile.TemporaryDirectory() as folder:

@@ -35,8 +35,6 @@ class Rows(Dataset):  # type: ignore[type-arg] # torch's has none at run time
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg] # as above
-    """The same rows one by one."""
-
     def __iter__(self) -> Any:
         rows = Rows(40)
         return (rows[number] for number in range(len(rows)))

@@ -23,20 +23,7 @@ VOCABULARY, LENGTH = 96, 6
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A training.
-
-    Attributes:
-        model: makes the model.
-        rows: rows of each global batch.
-        groups: groups of a batch for a number of ranks.
-        options: options of the pipeline.
-        accumulated: batches of a step.
-        no_sync: whether sums of all but the last of them stay on the rank.
-        is_async: whether steps run next to the next run.
-        copies: whether each rank keeps everything whole.
-        is_split: whether the caller goes backward through what the pipeline returned.
-        keep: GB of a device for parameters that stay there, or "auto".
-    """
+    """A training."""
 
     model: Callable[[], nn.Module]
     rows: int = 7
@@ -135,15 +122,7 @@ def batch(case: Case, number: int) -> dict[str, torch.Tensor]:
 
 
 def train(case: Case, size: int, steps: int, mesh: DeviceMesh | None = None, rank: int = 0) -> dict[str, Any]:
-    """Train, alone or as one rank of a mesh; return losses, norms and weights.
-
-    Args:
-        case: the training.
-        size: number of ranks that the groups are made for.
-        steps: steps of the optimizer.
-        mesh: mesh of the ranks; `None` for one process that runs all groups.
-        rank: rank in the mesh.
-    """
+    """Train, alone or as one rank of a mesh; return losses, norms and weights."""
     wrapped_in = 1 if mesh is None else mesh.size()
     whole = case.model()
     replicas = case.groups(size)

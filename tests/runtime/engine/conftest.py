@@ -8,8 +8,6 @@ from roundpipe_runtime import RoundPipe
 
 @pytest.fixture
 def pipe():
-    """Pipelines of some layers on two devices that check every access."""
-
     def make(*layers, devices="virtual:2:check", **options):
         is_model = len(layers) == 1 and isinstance(layers[0], nn.Sequential)
         return RoundPipe(layers[0] if is_model else nn.Sequential(*layers), devices=devices, **options)

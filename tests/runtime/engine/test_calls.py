@@ -21,7 +21,6 @@ F = nn.functional
 
 @pytest.fixture
 def pair(devices):
-    """A pipeline over a model with a tied weight, and the plain model."""
     model = small_model(tied=True)
     plain = copy.deepcopy(model)
     return RoundPipe(model, devices=devices), plain
@@ -134,8 +133,6 @@ class Reads(nn.Linear):
 
 
 class Asks(nn.Linear):
-    """Asks a function for it, in a method of its own."""
-
     def forward(self, x):
         return super().forward(x) * self.scale()
 
@@ -154,8 +151,6 @@ class OfClass(nn.Linear):
 
 
 class Holds(nn.Linear):
-    """Has it as an attribute."""
-
     def __init__(self, *sizes):
         super().__init__(*sizes)
         self.state = STATE
@@ -191,8 +186,6 @@ def test_a_thread_local_of_the_caller_is_seen_by_layers(kind, devices):
 
 
 class Doubles(TorchFunctionMode):
-    """Doubles what linear layers return."""
-
     def __torch_function__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         return found * 2 if func is F.linear else found

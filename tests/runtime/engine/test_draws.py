@@ -59,7 +59,6 @@ def model_of(kind, layers=3):
 
 
 def states(model):
-    """The states of all generators, as text."""
     found = [random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2:]]
     for layer in [layer for layer in model if isinstance(layer, Masks)]:
         old = layer.many["old"].get_state()
@@ -183,9 +182,6 @@ def test_a_recomputation_that_draws_alone_is_refused(pipe):
     config = all_recomputed(1, 1)
     with pytest.raises(StageError, match="draws random numbers in its recomputation, but drew none in its forward"):
         model.forward_backward((INPUTS.float(),), loss_fn=total, run_config=config)
-
-
-# -- torch's generator, which the caller puts back ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

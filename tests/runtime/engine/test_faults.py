@@ -51,7 +51,6 @@ def model_with_everything():
 
 
 def train(model, devices, steps=2, **fields):
-    """Losses and the state after some steps of SGD."""
     pipe = RoundPipe(model, devices=devices, model_run_config=CONFIG)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
     inputs, labels = batch(8)

@@ -16,7 +16,6 @@ from tests.runtime.small import without_row_check
 
 @pytest.fixture(params=[1, 2])
 def devices(request):
-    """Devices that check every access."""
     made = [VirtualDevice(f"virtual:{number}", check=True) for number in range(request.param)]
     yield made
     for device in made:

@@ -29,7 +29,6 @@ ROWS = 8
 
 @pytest.fixture(params=[1, 2])
 def devices(request):
-    """Devices that check every access."""
     made = [VirtualDevice(f"virtual:{number}", check=True) for number in range(request.param)]
     yield made
     for device in made:

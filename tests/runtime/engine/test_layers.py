@@ -232,12 +232,7 @@ def test_attributes_and_gradients_are_those_of_the_plain_layers(kind, microbatch
         assert is_same(kept(model[1]), kept(plain[1]))
 
 
-# -- outputs that are views of each other ------------------------------------------------------------------------------
-
-
 class Split(nn.Module):
-    """Returns tokens, and a part of them."""
-
     def __init__(self, part):
         super().__init__()
         self.part = part
@@ -247,8 +242,6 @@ class Split(nn.Module):
 
 
 class Writes(nn.Module):
-    """Adds to one of both in place."""
-
     def __init__(self, number):
         super().__init__()
         self.number, self.prompt = number, nn.Parameter(torch.full((8,), 2.0))
@@ -332,8 +325,6 @@ def test_halves_of_one_tensor_may_be_written():
 
 
 class Penalised(nn.Linear):
-    """Adds the norm of another layer's weight to what it returns."""
-
     def forward(self, x):
         return super().forward(x) + self.others[0].weight.norm()
 
@@ -384,8 +375,6 @@ WIDTH = 6
 
 
 class Sum(nn.Module):
-    """What is added to a parameter."""
-
     def __init__(self, added):
         super().__init__()
         self.added = added

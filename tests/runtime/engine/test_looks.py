@@ -38,9 +38,6 @@ def go_back(model, classic, config=None):
         train(model, config)
 
 
-# -- a recomputation equals its forward ------------------------------------------------------------------------------
-
-
 class Noisy(nn.Linear):
     """Draws from a generator that it does not hold."""
 
@@ -141,9 +138,6 @@ def test_masks_filled_with_the_least_number_repeat_themselves(dtype):
     check_repeated("it", first, same, [dtype])
 
 
-# -- tensors that leave a layer in another way than its output -------------------------------------------------------
-
-
 class Auxiliary(nn.Linear):
     """Keeps a loss on itself, as routers do."""
 
@@ -197,9 +191,6 @@ def test_features_may_be_read(pipe):
     assert torch.allclose(features[0], expected, atol=1e-6)
 
 
-# -- tensors that come into a layer in another way than its input ----------------------------------------------------
-
-
 class Shifted(nn.Linear):
     delta: torch.Tensor
 
@@ -236,9 +227,6 @@ def test_a_leaf_of_the_layers_own_making_is_accepted(pipe):
     plain(INPUTS).sum().backward()
     model(INPUTS).sum().backward()
     assert near_gradients(model, plain, atol=1e-6)
-
-
-# -- parameters that a forward writes --------------------------------------------------------------------------------
 
 
 def clamp(layer):
@@ -333,9 +321,6 @@ def test_a_parameter_that_is_nan_was_not_written(pipe):
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
     assert train(model).isnan()
-
-
-# -- ways back that there are none of --------------------------------------------------------------------------------
 
 
 def test_a_second_backward_names_the_way():

@@ -121,9 +121,6 @@ def test_an_error_for_some_rows_is_the_function_s_own():
         pipe.forward_backward((torch.ones(5, 1),), label=labels, loss_fn=loss_fn, run_config=config)
 
 
-# -- the loss of the plain model, unless another reduction is asked for ------------------------------------------------
-
-
 class Learned(nn.Module):
     """It trains a scale, and counts rows."""
 
@@ -241,12 +238,7 @@ def test_a_layer_that_returns_the_loss_is_weighted_as_well(reduction):
     assert near_gradients(pipeline, layers)
 
 
-# -- shown again -------------------------------------------------------------------------------------------------------
-
-
 class Setting:
-    """What code reads."""
-
     def __init__(self):
         self.value, self.weights = 1, torch.ones(2)
 
@@ -266,8 +258,6 @@ def by_default(setting):
 
 
 class Inside(nn.Module):
-    """A module that holds a number."""
-
     def __init__(self, setting):
         super().__init__()
         self.inner = nn.Module()
@@ -398,8 +388,6 @@ class Smoothed:
 
 
 class Noted(Smoothed):
-    """A loss that only notes its values."""
-
     def __call__(self, outputs, labels):
         super().__call__(outputs, labels)
         return F.cross_entropy(outputs, labels)
@@ -455,9 +443,6 @@ def test_an_error_for_all_rows_shows_nothing_of_the_loss(raises, failing):
             assert found_ways(pipeline) == ["items"]
 
 
-# -- losses of 16 bits -------------------------------------------------------------------------------------------------
-
-
 def own_mean(outputs, labels):
     return (outputs - labels).square().mean()
 
@@ -498,9 +483,6 @@ def test_a_head_of_16_bits_in_the_loss_is_called_in_its_own_type(dtype):
             warnings.simplefilter("ignore", RoundPipeWarning)
             pipeline.forward_backward((x,), label=y, loss_fn=loss_fn)
         assert found_ways(pipeline) == [way]
-
-
-# -- a repeated proof --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("then", ["mean", "sum", "rows compared"])

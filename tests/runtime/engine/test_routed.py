@@ -364,9 +364,6 @@ def test_code_that_refuses_what_stands_for_a_parameter_gets_the_parameter():
     assert like_the_plain_model(Kernel, rows_to(5)) == [0, 0, 0]
 
 
-# -- what is worth it --------------------------------------------------------------------------------------------------
-
-
 def test_experts_of_few_bytes_are_uploaded_ahead(monkeypatch):
     nbytes = EXPERTS * WIDTH * WIDTH * 4
     contents = scan([ByRow()])[0]

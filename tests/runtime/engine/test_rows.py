@@ -40,7 +40,6 @@ class Turns(nn.Module):
 
 
 def call(pipe, way, inputs=X, num_microbatch=2, **options):
-    """Run once, by one of three ways."""
     config = RoundPipeRunConfig(num_microbatch=num_microbatch, loss_reduction="mean", **options)
     if way == "loss":
         return pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean(), run_config=config)
@@ -91,8 +90,6 @@ LABELS = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
 
 
 class Layer(nn.Module):
-    """A linear layer with something after it."""
-
     def __init__(self, after):
         super().__init__()
         self.linear, self.after = nn.Linear(8, 8), after
@@ -114,8 +111,6 @@ class SequenceFirst(nn.Module):
 
 
 class Attends(nn.MultiheadAttention):
-    """torch's attention, which has the sequence first."""
-
     def forward(self, x):
         return super().forward(x, x, x)[0]
 

@@ -219,8 +219,6 @@ def test_labels_of_another_kind_are_checked_anew():
 
 
 class Flat(nn.Module):
-    """Its outputs have rows and tokens on one axis."""
-
     def forward(self, x):
         return x.flatten(0, 1)
 

@@ -50,12 +50,7 @@ def assert_alike(change, model, batch, **options):
     assert all(torch.allclose(ours[name], plain[name], rtol=1e-4, atol=1e-6) for name in plain)
 
 
-# -- layers ----------------------------------------------------------------------------------------------------------
-
-
 class Skip(nn.Module):
-    """A layer of another class."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
@@ -133,9 +128,6 @@ def test_layers_that_were_changed_are_refused(change, message, calls):
     with torch.no_grad():
         assert torch.allclose(again(**batch).logits, model(**batch).logits, rtol=1e-9)
     again.close()
-
-
-# -- losses ----------------------------------------------------------------------------------------------------------
 
 
 def _ten_times(logits, labels, **options):
@@ -231,9 +223,6 @@ def test_weights_change_at_each_step():
     pipeline.close()
 
 
-# -- hooks -----------------------------------------------------------------------------------------------------------
-
-
 def _clamp(module, args, kwargs):
     return args, {**kwargs, "input_ids": kwargs["input_ids"].clamp(max=20)}
 
@@ -275,9 +264,6 @@ def test_hooks_run_once_a_microbatch():
         pipeline(**hf_batch())
     assert len(rows) == 3
     pipeline.close()
-
-
-# -- code ------------------------------------------------------------------------------------------------------------
 
 
 def _shifted(module):

@@ -17,8 +17,6 @@ SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 
 
 class Centred(nn.Linear):
-    """A projection of what is left when the mean of the batch is taken away."""
-
     def forward(self, x):
         return super().forward(x - x.mean(0))
 

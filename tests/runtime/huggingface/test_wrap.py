@@ -228,9 +228,6 @@ def test_an_exception_in_a_layer_comes_out_and_changes_nothing():
     assert_like_plain(model, batch, pipeline=pipeline).close()
 
 
-# -- arguments -------------------------------------------------------------------------------------------------------
-
-
 class Uncuttable(nn.Module):
     """No layers at all."""
 

@@ -299,9 +299,6 @@ def test_a_pipeline_that_shares_parameters_waits(wrap):
         assert relative_error(found, nn.Sequential(*trained.model[4:])(torch.ones(6, 6))) < 1e-6
 
 
-# -- what cannot be hidden -------------------------------------------------------------------------------------------
-
-
 def test_lbfgs_runs_before_the_call_returns_and_a_warning_names_it(wrap):
     found = []
     for mode in (False, "exact"):
@@ -379,8 +376,6 @@ def test_gradients_zeroed_in_place_outside_are_an_error(wrap):
 
 
 class Fails(torch.optim.SGD):
-    """Fails at a parameter that is `bad`."""
-
     def step(self, closure=None):
         if any(hasattr(p, "bad") for group in self.param_groups for p in group["params"]):
             raise ArithmeticError("no step")
@@ -478,9 +473,6 @@ def test_a_step_that_is_faster_than_its_caller_is_refused_too(wrap, monkeypatch)
         trained.pipe.step(step, "exact")
     with pytest.raises(StageError, match="called the pipeline, which waits"):
         trained.run()
-
-
-# -- master weights --------------------------------------------------------------------------------------------------
 
 
 def test_a_second_run_without_a_step_copies_no_master_weight(wrap):

@@ -259,9 +259,6 @@ def test_large_tables(tables, monkeypatch):
         assert any(layer.tables for layer in marked) == (tables == "slices")
 
 
-# -- a step that is not whole -----------------------------------------------------------------------------------------
-
-
 class Breaks(nn.Module):
     """A layer whose backward raises, or is interrupted, when it is told to."""
 
@@ -335,9 +332,6 @@ def test_a_failure_before_the_backward_changes_nothing(wrap):
     assert same_bits(numbers(pipe, optimizer), before)
     run(pipe)
     assert not same_bits(numbers(pipe), before)
-
-
-# -- what is not possible is refused ----------------------------------------------------------------------------------
 
 
 def pipe_and_run(wrap, make=adam, model=None, **options):
@@ -440,9 +434,6 @@ def test_a_step_next_to_the_next_run_has_been_done(wrap):
     other = wrap(layers_of("plain"), **FLOAT)
     with pytest.raises(ConfigError, match=r"update=\"in_backward\""):
         other.step_with(torch.optim.AdamW(other.optim_parameters()))
-
-
-# -- the rest of a training -------------------------------------------------------------------------------------------
 
 
 def test_a_batch_without_weight_has_zero_gradients(wrap):

@@ -103,7 +103,6 @@ def _by_row(model):
 
 
 def _in_place(model):
-    """Torch counts such a write."""
     with torch.no_grad():
         model.weight.fill_(3)
 
@@ -178,7 +177,6 @@ def test_what_stages_read_during_a_step_is_pinned_if_the_parameters_are(monkeypa
 
 
 def stepped():
-    """A parameter that has moments, and its optimizer."""
     parameter = nn.Parameter(torch.ones(64, 16))
     optimizer = optim.Adam([parameter], lr=0.1)
     parameter.grad = torch.ones_like(parameter)

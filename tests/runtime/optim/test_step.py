@@ -142,7 +142,6 @@ def test_an_asynchronous_step_does_not_wait(devices):
 
 
 def within(seconds, call):
-    """What a call returns or raises; an error if it takes longer."""
     found = Future()
 
     def run():

@@ -134,8 +134,6 @@ def test_pipelines_are_chained_by_packed_data(wrap):
 
 
 class Table(nn.Module):
-    """A layer with a table that every row reads whole."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(6, 6)
@@ -270,7 +268,6 @@ MSE = nn.functional.mse_loss
 
 
 def of_pairs(outputs, labels):
-    """Each row is compared with all others."""
     return (outputs[:, None] - outputs[None]).pow(2).mean()
 
 

@@ -76,7 +76,6 @@ def train(pipe, optimizer, steps, *, is_async=False, batches=1, first=0):
 
 
 def all_of(pipe, optimizer):
-    """Copies of parameters, master weights and the tensors of the optimizer."""
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return [tensor.detach().clone() for tensor in [*pipe.parameters(), *pipe.optim_parameters(), *states]]
 

@@ -179,9 +179,6 @@ def test_parameters_that_are_replaced_between_calls(wrap, dtype):
             assert torch.allclose(parameter, one, rtol=1e-4, atol=1e-6)
 
 
-# -- how a model is read ---------------------------------------------------------------------------------------------
-
-
 class Owner(nn.Module):
     """A model with attributes of many kinds."""
 

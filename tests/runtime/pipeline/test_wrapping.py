@@ -14,8 +14,6 @@ MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
 
 
 class Reversed(nn.Sequential):
-    """A Sequential that does not run like one."""
-
     def forward(self, x):
         for layer in reversed(list(self)):
             x = layer(x)

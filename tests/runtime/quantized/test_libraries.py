@@ -175,9 +175,6 @@ def test_a_resumed_training_has_the_same_bits(kind, tmp_path):
     resumed.close()
 
 
-# -- roundpipe train and plan ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A small Llama of safetensors that reads bytes, and text."""
@@ -286,9 +283,6 @@ def test_a_plan_counts_the_products_of_four_bits():
             layer(torch.empty(3, 64, device="meta", requires_grad=True)).sum().backward()
         found[kind] = counted.flops
     assert found["nf4"] == found[None] == 2 * 2 * 3 * 64 * 128
-
-
-# -- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_quantized_is_refused(monkeypatch):

@@ -105,9 +105,6 @@ def test_the_message_says_what_to_write():
     )
 
 
-# -- auto ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("run_type", ["infer", "train", "fused"])
 @pytest.mark.parametrize("layers", [1, 2, 5, 12])
 def test_auto_makes_valid_plans(run_type, layers):

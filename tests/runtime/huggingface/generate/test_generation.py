@@ -235,8 +235,6 @@ def test_a_message_names_the_argument_as_the_model_does():
 
 
 class OtherCache:
-    """A cache without a list of layers."""
-
     def get_seq_length(self) -> int:
         return 0
 

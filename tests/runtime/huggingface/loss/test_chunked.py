@@ -201,8 +201,6 @@ def test_a_large_vocabulary_gives_the_same_numbers():
         assert (one - other).norm() <= 1e-6 * other.norm()
 
 
-# -- within models ---------------------------------------------------------------------------------------------------
-
 # A plain head; tied weights; soft caps; scales of logits; heads with a bias; experts
 MODELS = ["llama", "gpt2", "gemma2", "gemma3_text", "cohere", "granite", "phi", "gptj", "bloom", "mixtral", "opt"]
 

@@ -20,8 +20,6 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "nu
 
 
 class Llama(transformers.LlamaForCausalLM):
-    """A Llama with another loss."""
-
     term = staticmethod(lambda outputs, labels: outputs.loss)
 
     def forward(self, *args, labels=None, **kwargs):
@@ -32,12 +30,10 @@ class Llama(transformers.LlamaForCausalLM):
 
 
 def rows_alone(outputs, labels):
-    """A mean over rows, by no loss function of torch."""
     return outputs.logits[:, -1].logsumexp(-1).mean()
 
 
 def sum_of_squares(outputs, labels):
-    """A sum over rows."""
     return outputs.logits[:, -1].pow(2).sum()
 
 
@@ -47,12 +43,10 @@ def z_loss(outputs, labels):
 
 
 def spread(outputs, labels):
-    """Rows compared with each other."""
     return outputs.loss + outputs.logits[:, -1].std(0).mean()
 
 
 def noise(outputs, labels):
-    """Random numbers in the loss, as many as there are rows."""
     return (torch.rand(len(labels), 1) * outputs.logits[:, -1]).mean()
 
 

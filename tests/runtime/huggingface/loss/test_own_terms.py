@@ -99,8 +99,6 @@ def test_groups_of_rows_take_multiples_only():
 
 
 class Curriculum:
-    """A loss that counts its calls, and becomes another one."""
-
     def __init__(self):
         self.calls, self.then = 0, None
 

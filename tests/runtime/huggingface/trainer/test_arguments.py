@@ -47,8 +47,6 @@ def test_processes_without_a_backend_of_the_host_are_refused(tmp_path, monkeypat
 
 
 class Layerwise:
-    """Makes the optimizer of the model's parameters, as scripts do for rates by layer."""
-
     def create_optimizer(self, model=None):
         groups = [{"params": [p], "lr": 0.1 / (1 + n)} for n, p in enumerate(self.model.parameters())]
         self.optimizer = torch.optim.SGD(groups)
@@ -92,15 +90,11 @@ def test_methods_that_would_never_be_called_are_refused(tmp_path, name):
 
 
 class HostOptimizer(torch.optim.SGD):
-    """An optimizer that steps whatever it is given."""
-
     def __init__(self, params, lr, optim_bits=32):
         super().__init__(params, lr=lr)
 
 
 class DeviceOptimizer(HostOptimizer):
-    """One whose kernel is that of an accelerator."""
-
     def step(self, closure=None):
         raise NotImplementedError("no kernel for cpu")
 

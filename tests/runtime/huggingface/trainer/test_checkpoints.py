@@ -48,9 +48,6 @@ def test_newest_is_that_of_most_steps(tmp_path):
         assert newest_whole(tmp_path) == tmp_path / "checkpoint-12"
 
 
-# -- which one a run goes on from ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -125,9 +122,6 @@ def test_what_a_kill_left_is_settled(tmp_path):
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
 
 
-# -- how many stay ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("limit", "best", "expected"),
     [
@@ -157,9 +151,6 @@ def test_a_run_that_starts_anew_keeps_its_own(tmp_path):
     (tmp_path / "checkpoint-11" / "model.safetensors").unlink()
     remove_all_but(tmp_path, 1, None)
     assert names(tmp_path) == ["checkpoint-10"]
-
-
-# -- runs of the Trainer ---------------------------------------------------------------------------------------------
 
 
 class Stops(TrainerCallback):

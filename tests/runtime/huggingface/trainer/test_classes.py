@@ -231,21 +231,16 @@ def test_loss_of_a_subclass(trainers, tmp_path):
 
 
 def _with_first_token(step, model, inputs, num_items_in_batch=None):
-    """A step that changes what the model reads."""
     first = torch.tensor([0])
     return step(model, {**inputs, "input_ids": inputs["input_ids"].index_fill(1, first, 7)}, num_items_in_batch)
 
 
 class FirstTokens(Trainer):
-    """A Trainer whose steps change what the model reads."""
-
     def training_step(self, *args, **kwargs):
         return _with_first_token(super().training_step, *args, **kwargs)
 
 
 class FirstTokensOfPipelines(RoundPipeTrainer):
-    """The same of a Trainer of pipelines."""
-
     def training_step(self, *args, **kwargs):
         return _with_first_token(super().training_step, *args, **kwargs)
 
@@ -509,14 +504,12 @@ def test_model_and_batches_stay_on_the_host(trainers, tmp_path):
 
 
 def pictures_beside_text():
-    """A vision-language model, and rows with pictures."""
     model = make_small("image:llava")
     numbered = [batch_of("image:llava", model, 1, number) for number in range(8)]
     return model, [{name: value[0] for name, value in batch.items()} for batch in numbered]
 
 
 def choices_of_texts():
-    """A model whose rows are four texts each."""
     config = transformers.BertConfig(
         vocab_size=258, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,

@@ -133,5 +133,4 @@ def make_trainer(name: str, args: TrainingArguments, kind: type[Trainer] = Train
 
 
 def history(trainer: Trainer, key: str) -> list[float]:
-    """The values of a key in the log."""
     return [entry[key] for entry in trainer.state.log_history if key in entry]

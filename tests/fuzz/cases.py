@@ -95,8 +95,7 @@ def run_cases(door: str, seeds: Iterable[int], folder: pathlib.Path) -> Iterator
     watch = _Watch(place)
     for seed in seeds:
         dice = random.Random(f"{door} {seed}")
-        changed = dice.choice(names)
-        change_file(place / changed, dice)
+        change_file(place / dice.choice(names), dice)
         kind.repair(place)
         yield (seed, *_one(kind.read, place, watch))
         for name in names:

@@ -94,8 +94,7 @@ def _read_folder(folder: pathlib.Path) -> None:
 
 
 def _read_generator(folder: pathlib.Path) -> None:
-    generator = yf.model_folder.open_generator(folder / "model")
-    generator.generate(torch.tensor([[5, 6]]), max_new_tokens=2)
+    yf.model_folder.open_generator(folder / "model").generate(torch.tensor([[5, 6]]), max_new_tokens=2)
 
 
 def _write_adapter(folder: pathlib.Path) -> None:

@@ -46,16 +46,14 @@ def test_a_folder_generates_what_the_model_does(place, folder):
     prompt = tokens(1, rows=2, length=6)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    generator = open_generator(path, device=provider(place))
-    found = generator.generate(prompt, max_new_tokens=6)
+    found = open_generator(path, device=provider(place)).generate(prompt, max_new_tokens=6)
     assert torch.as_tensor(found).tolist() == expected.tolist()
 
 
 def test_a_folder_is_verified_there(place, folder):
     from yobx_flatten import verify_folder
 
-    report = verify_folder(folder[0], device=provider(place))
-    assert report.ok
+    assert verify_folder(folder[0], device=provider(place)).ok
 
 
 def test_a_model_on_the_device_becomes_a_program(place):
@@ -85,10 +83,8 @@ def test_a_package_of_aotinductor_computes_what_the_model_does(place, tmp_path):
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).eval()
     there = copy.deepcopy(model).to(place.torch_device)
     inputs = torch.randn(3, 4)
-    report = export_program(there, (inputs.to(place.torch_device),)).to_aotinductor(tmp_path / "model.pt2")
-    assert report.ok
-    package = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))
-    found = package(inputs.to(place.torch_device))
+    assert export_program(there, (inputs.to(place.torch_device),)).to_aotinductor(tmp_path / "model.pt2").ok
+    found = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))(inputs.to(place.torch_device))
     found = found[0] if isinstance(found, (list, tuple)) else found
     assert found.device.type == place.torch_device.type
     torch.testing.assert_close(found.cpu(), model(inputs), rtol=1e-4, atol=1e-5)

@@ -197,8 +197,7 @@ def test_ctrl_c_leaves_all_or_nothing_and_the_training_goes_on(place, where, pyt
 
     armed = False
     expected_pipe = _MLP.wrap(model(), place)
-    expected_optimizer = sgd(expected_pipe)
-    train(expected_pipe, expected_optimizer, range(2))
+    train(expected_pipe, sgd(expected_pipe), range(2))
     expected = [weight.detach().clone() for weight in expected_pipe.parameters()]
     expected_pipe.close()
 
@@ -264,13 +263,11 @@ def test_a_model_of_layers_in_float16_and_float32_trains(place):
 def test_a_wrapped_model_generates_what_the_plain_model_does(place):
     model = llama(use_cache=True)
     pipe = wrap_model_to_roundpipe(model, lower_threshold=0, devices=place.devices)
-    optimizer = sgd(pipe)
-    train(pipe, optimizer, [0], case=CASES["Llama"])
+    train(pipe, sgd(pipe), [0], case=CASES["Llama"])
     plain = copy.deepcopy(model).to(place.torch_device).eval()
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     prompt = tokens(5, rows=2)
     expected = plain.generate(prompt.to(place.torch_device), attention_mask=None, **options)
     pipe.eval()
-    found = pipe.generate(prompt, **options)
-    assert torch.equal(found.cpu(), expected.cpu())
+    assert torch.equal(pipe.generate(prompt, **options).cpu(), expected.cpu())
     pipe.close()

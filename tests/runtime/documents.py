@@ -22,9 +22,7 @@ class TransformerOutput:
 
 
 def flatten_transformer_output(obj):
-    children = [obj.logits, obj.hidden_states]
-    context = {"loss": obj.loss}
-    return children, context
+    return [obj.logits, obj.hidden_states], {"loss": obj.loss}
 
 
 def unflatten_transformer_output(children, context):
@@ -46,8 +44,7 @@ def flatten_flexible(obj):
     has_attentions = obj.attentions is not None
     if has_attentions:
         children.append(obj.attentions)
-    context = {"has_attentions": has_attentions}
-    return children, context
+    return children, {"has_attentions": has_attentions}
 
 
 def unflatten_flexible(children, context):
@@ -69,9 +66,7 @@ class BatchResult:
 
 
 def flatten_batch_result(obj):
-    children = [obj.outputs, obj.metadata]
-    context = None
-    return children, context
+    return [obj.outputs, obj.metadata], None
 
 
 def unflatten_batch_result(children, context):

@@ -132,8 +132,7 @@ class Block(nn.Module):
 
     def __init__(self, kind, dtype=torch.float32):
         super().__init__()
-        weight = (torch.randn(WIDTH, WIDTH) / 8).to(dtype)
-        self.base = layer_of(kind, weight)
+        self.base = layer_of(kind, (torch.randn(WIDTH, WIDTH) / 8).to(dtype))
         self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
         self.norm = nn.LayerNorm(WIDTH)
         for part in (self.down, self.up, self.norm):

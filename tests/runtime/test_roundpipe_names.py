@@ -142,8 +142,7 @@ def signature_of(name):
 @pytest.mark.parametrize("name", CONTRACT)
 def test_a_signature_is_the_documented_one(name):
     found = signature_of(name)
-    old = [key for key in found if key not in ADDED.get(name, [])]
-    assert old == list(CONTRACT[name])
+    assert [key for key in found if key not in ADDED.get(name, [])] == list(CONTRACT[name])
     for key, default in CONTRACT[name].items():
         expected, _ = OTHERWISE.get((name, key), (default, ""))
         if expected in (EMPTY, DEVICES):
@@ -226,8 +225,7 @@ def test_the_loop_of_the_first_tutorial_runs_as_it_is_written():
         scaler.update()
         losses.append(loss.item() / scale)
     model.synchronize()
-    expected = criterion(network()(inputs), labels).item()
-    assert losses[0] == pytest.approx(expected, rel=2e-3)
+    assert losses[0] == pytest.approx(criterion(network()(inputs), labels).item(), rel=2e-3)
     assert losses[-1] < losses[0]
     assert outputs.shape == (12, 3)
 

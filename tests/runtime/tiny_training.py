@@ -110,8 +110,7 @@ def train_plainly(model: nn.Module, made: Blocks, settings: Settings) -> list[tu
     found = []
     for step in range(steps):
         size = settings.batch * settings.accumulate
-        rows = [order[place] for place in range(step * size, (step + 1) * size)]
-        ids = made.tokens[rows].long()
+        ids = made.tokens[[order[place] for place in range(step * size, (step + 1) * size)]].long()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip)

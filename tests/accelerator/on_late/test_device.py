@@ -410,8 +410,7 @@ def test_pinned_memory_is_that_of_the_tensors():
     assert size <= late.counts()["pinned bytes"] <= 1.02 * size
     activations = MICROBATCHES * (2 * LAYERS + 4) * ACTIVATION
     step(pipe)
-    found = late.counts()["pinned bytes"]
-    assert size <= found <= 1.02 * size + activations
+    assert size <= late.counts()["pinned bytes"] <= 1.02 * size + activations
     step(pipe)
     assert late.counts()["pinned bytes"] <= activations
     pipe.close()
@@ -447,8 +446,7 @@ os._exit(0)
 
 def test_rates_are_those_of_the_device():
     """25 GB/s each way at the same time, 6 GB/s pageable, 120 TFLOP/s, and copies next to kernels."""
-    done = fresh_process.run("-c", _PROGRAM, env={**os.environ, "LATE_DRY": "1"})
-    found = json.loads(done.stdout)
+    found = json.loads(fresh_process.run("-c", _PROGRAM, env={**os.environ, "LATE_DRY": "1"}).stdout)
     expected = {"up": 25e9, "down": 25e9, "both": 50e9, "pageable_up": 6e9, "pageable_down": 6e9, "flops": 120e12}
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=0.02)
     assert found["overlap"] == pytest.approx(1.0, abs=0.05)

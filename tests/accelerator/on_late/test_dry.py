@@ -48,8 +48,7 @@ os._exit(0)
 
 def test_the_clock_is_that_of_links_and_kernels():
     """50 GB/s from pinned and 8 GB/s from pageable memory, 500 TFLOP/s, 5 us a launch."""
-    done = fresh_process.run("-c", _PROGRAM, env={**os.environ, "LATE_DRY": "1"})
-    found = json.loads(done.stdout)
+    found = json.loads(fresh_process.run("-c", _PROGRAM, env={**os.environ, "LATE_DRY": "1"}).stdout)
     product = 2 * 8192**3 / 500e12 * 1e3
     assert found == {
         "two uploads": pytest.approx(20, rel=0.01),

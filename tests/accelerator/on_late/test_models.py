@@ -235,8 +235,7 @@ def test_losses_are_those_of_the_plain_model(name, order):
     for step in range(2):
         expected = plain(**batch, use_cache=False).loss
         expected.backward()
-        loss = pipeline.forward_backward(input_kwargs=batch)
-        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert pipeline.forward_backward(input_kwargs=batch).item() == pytest.approx(expected.item(), rel=1e-6)
         if step == 0:
             assert worst_gradient(model, plain) < 1e-5
         pipeline.step(lambda: (ours.step(), ours.zero_grad()))

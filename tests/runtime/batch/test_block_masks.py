@@ -97,8 +97,7 @@ def registered():
 
 
 def check(pipe, model, mask, count):
-    x = torch.randn(4, LENGTH, 8, generator=torch.Generator().manual_seed(1))
-    given = {"x": x, "mask": mask}
+    given = {"x": torch.randn(4, LENGTH, 8, generator=torch.Generator().manual_seed(1)), "mask": mask}
     with torch.no_grad():
         expected = model(given)
         found = pipe(given, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=count))

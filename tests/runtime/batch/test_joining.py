@@ -262,8 +262,7 @@ def test_every_row_goes_to_one_microbatch(data, batch, count):
 
 def test_a_reducer_of_torch_is_taken_whatever_its_class():
     """`sum_reducer`, which torch and RoundPipe's scripts import, is of a class below `_CustomReducer`."""
-    joined = join([torch.tensor(2.0), torch.tensor(3.0)], [1, 3], merge=sum_reducer)
-    assert joined == 5
+    assert join([torch.tensor(2.0), torch.tensor(3.0)], [1, 3], merge=sum_reducer) == 5
 
 
 def test_a_mean_over_parts_whose_rows_are_not_known_is_refused():

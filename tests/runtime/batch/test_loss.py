@@ -76,8 +76,7 @@ def test_pairs_are_exact_whatever_is_ignored(batch, count, seed, as_tensor):
 def test_sum_is_the_sum_over_microbatches():
     """The documented behaviour: a script divides by the number of microbatches itself."""
     contract = LossContract("sum", [2, 2])
-    seeds = [contract.add(i, learning(float(i + 1)) / 2)[0].seed.item() for i in range(2)]
-    assert seeds == [1.0, 1.0]
+    assert [contract.add(i, learning(float(i + 1)) / 2)[0].seed.item() for i in range(2)] == [1.0, 1.0]
     assert contract.total().item() == 1.5
     assert contract.gradient_scale() == 1.0
 
@@ -107,8 +106,7 @@ def test_no_weight_at_all_is_zero():
 
 def test_the_seed_of_a_pair_is_a_power_of_two():
     """Multiplying with it does not round, so the order of scaling does not show in the gradient."""
-    contract = LossContract("sum", [5, 5, 3])
-    (term,) = contract.add(0, (learning(1.0), 7))
+    (term,) = LossContract("sum", [5, 5, 3]).add(0, (learning(1.0), 7))
     assert math.frexp(term.seed.item())[0] == 0.5
 
 

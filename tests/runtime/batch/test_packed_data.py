@@ -189,8 +189,7 @@ def test_rows_of_packed_inputs_are_those_of_labels_that_a_function_cut():
 
 
 def test_rows_that_are_counted_in_packed_data_are_those_of_the_parts_of_a_function():
-    packed = RoundPipePackedData([torch.zeros(2, 3), torch.zeros(1, 3)])
-    assert rows_of_parts([{"x": packed}] * 2, {}) == [2, 1]
+    assert rows_of_parts([{"x": RoundPipePackedData([torch.zeros(2, 3), torch.zeros(1, 3)])}] * 2, {}) == [2, 1]
 
 
 def test_a_class_that_declares_its_batch_axis_decides_over_copies_of_a_table():

@@ -41,8 +41,7 @@ def test_registered_classes_of_the_document_are_cut():
 
 def test_classes_written_as_for_jax_are_cut():
     state = TrainState({"w": rows(4, 2)}, {"m": [rows(4)]}, step=7)
-    dense = Dense(rows(4, 2), rows(4), activation="tanh")
-    first, second = split((state, dense), {}, None, 2)
+    first, second = split((state, Dense(rows(4, 2), rows(4), activation="tanh")), {}, None, 2)
     assert first.args[0].params["w"][:, 0].tolist() == [0, 1]
     assert second.args[0].opt_state["m"][0].tolist() == [2, 3]
     assert second.args[0].step == 7
@@ -81,8 +80,7 @@ def test_a_cache_is_cut_along_the_axis_that_its_registration_declares():
 @pytest.mark.parametrize("filled", [True, False])
 def test_an_unregistered_cache_is_refused(filled):
     """An empty one, too: every microbatch would write into the same."""
-    transformers = pytest.importorskip("transformers")
-    cache = transformers.DynamicCache()
+    cache = pytest.importorskip("transformers").DynamicCache()
     if filled:
         cache.update(torch.zeros(4, 2, 3, 5), torch.zeros(4, 2, 3, 5), 0)
     with pytest.raises(

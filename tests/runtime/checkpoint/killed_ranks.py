@@ -51,8 +51,7 @@ def build(kind, mesh):
     )
     with OptimizerCtx():
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    return pipe, optimizer, scheduler
+    return pipe, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)
 
 
 def squares(outputs, labels):

@@ -61,8 +61,7 @@ def build(kind: str, devices: int, steps: int, host: str):
     )
     with OptimizerCtx():
         makes = {"sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)}
-        make = makes.get(kind, lambda params: optim.Adam(params, lr=0.01))
-        optimizer = make(pipe.parameters())
+        optimizer = makes.get(kind, lambda params: optim.Adam(params, lr=0.01))(pipe.parameters())
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=steps + 1)
     scaler = GradScaler(init_scale=2.0**6, growth_interval=5) if kind == "scaled" else None
     return pipe, optimizer, scheduler, scaler

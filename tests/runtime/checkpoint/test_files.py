@@ -36,8 +36,7 @@ from yobx_flatten import MissingDependencyError
 
 def round_trip(value):
     tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(encode(value, "value", tensors), allow_nan=False)
-    return decode(json.loads(text), tensors)
+    return decode(json.loads(json.dumps(encode(value, "value", tensors), allow_nan=False)), tensors)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +225,7 @@ def test_what_is_missing_is_named(folder, damage, message):
 
 def test_a_newer_format_is_not_damage(folder):
     """Falling back to an older checkpoint would lose work that is there."""
-    manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "format": 2}))
+    (folder / MANIFEST).write_text(json.dumps({**json.loads((folder / MANIFEST).read_text()), "format": 2}))
     with pytest.raises(CheckpointError, match="has format 2") as caught:
         verify(folder)
     assert not isinstance(caught.value, DamagedCheckpointError)
@@ -354,8 +352,7 @@ def test_from_pretrained_reads_it(tmp_path, name):
 def test_the_auto_class_knows_what_it_is(tmp_path):
     """`architectures` and the dtype are in the configuration."""
     model = make_model("llama").bfloat16()
-    saved = save_checkpoint(tmp_path, model)
-    found = transformers.AutoModelForCausalLM.from_pretrained(saved, dtype="auto")
+    found = transformers.AutoModelForCausalLM.from_pretrained(save_checkpoint(tmp_path, model), dtype="auto")
     assert type(found) is type(model)
     assert found.dtype == torch.bfloat16
     assert same_state(found, model)

@@ -55,8 +55,7 @@ def test_there_is_none_yet(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training.safetensors", "training.json", "checkpoint.json"])
 def test_a_damaged_one_is_passed_over(tmp_path, name):
-    paths = three(tmp_path)
-    flip(paths[2] / name)
+    flip(three(tmp_path)[2] / name)
     model = small_model()
     with pytest.warns(CheckpointWarning, match=r"A checkpoint is damaged, .*checkpoint-00000003"):
         assert load_checkpoint(tmp_path, model) == {"step": 2}

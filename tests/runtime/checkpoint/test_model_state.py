@@ -64,8 +64,7 @@ def test_names_are_those_of_the_model_and_buffers_are_there_again(tmp_path):
 def test_a_tied_weight_is_stored_once(tmp_path):
     pipe = pipeline(tied=True)
     expected = pipe[2].weight.detach().clone()
-    saved = save_checkpoint(tmp_path, pipe)
-    stored = safetensors_torch.load_file(saved.path / "model.safetensors")
+    stored = safetensors_torch.load_file(save_checkpoint(tmp_path, pipe).path / "model.safetensors")
     assert "2.weight" in stored
     assert "3.weight" not in stored
     scramble(pipe)
@@ -271,8 +270,7 @@ def test_training_goes_on_with_other_microbatches(tmp_path, microbatches):
     saved = torch.get_rng_state()
     second = again.forward_backward((inputs,), label=labels, loss_fn=mse, run_config=config)
     torch.set_rng_state(saved)  # that of the process that saved
-    first = pipe.forward_backward((inputs,), label=labels, loss_fn=mse, run_config=config)
-    assert torch.equal(first, second)
+    assert torch.equal(pipe.forward_backward((inputs,), label=labels, loss_fn=mse, run_config=config), second)
     assert same_bits([p.grad for p in again.parameters()], [p.grad for p in pipe.parameters()])
 
 

@@ -33,8 +33,7 @@ def two(home):
 @pytest.fixture(scope="module")
 def three(home, two):
     """Three processes that go on with the last undamaged checkpoint of two."""
-    newest = sorted((home / "two").iterdir())[-1]
-    shard = sorted((newest / "shards").iterdir())[-1]
+    shard = sorted((sorted((home / "two").iterdir())[-1] / "shards").iterdir())[-1]
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)

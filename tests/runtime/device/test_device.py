@@ -52,8 +52,7 @@ def test_released_memory_is_poisoned_and_refused(device, dtype):
 
 
 def test_memory_of_another_device_is_refused(device):
-    other = VirtualDevice("virtual:1", check=True)
-    copy = other.copy_in(torch.zeros(2))
+    copy = VirtualDevice("virtual:1", check=True).copy_in(torch.zeros(2))
     with pytest.raises(UseAfterReleaseError, match="memory of virtual:1"):
         device.use([copy])
     with pytest.raises(UseAfterReleaseError, match="is on virtual:1"):

@@ -127,8 +127,7 @@ def test_a_wait_that_is_interrupted_does_not_end_what_it_waits_for():
     go_on = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         future = threads.submit(go_on.wait, 60)
-        main = threading.main_thread().ident
-        threading.Timer(0.05, signal.pthread_kill, [main, signal.SIGINT]).start()
+        threading.Timer(0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             wait_for(future)
         assert not future.done()

@@ -176,8 +176,7 @@ def test_each_device_has_its_share_of_the_activations():
 
 def test_an_error_of_one_process_ends_the_call_of_all():
     ranks = run_ranks(f"{MODULE}:failures", 2, timeout=100)
-    kinds = [rank["layer"][0] for rank in ranks]
-    assert kinds == ["DistributedError", "KeyError"]
+    assert [rank["layer"][0] for rank in ranks] == ["DistributedError", "KeyError"]
     assert "Rank 1 failed" in ranks[0]["layer"][1]
     for rank in ranks:
         assert rank["gradients"] == 0

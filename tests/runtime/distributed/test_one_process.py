@@ -181,8 +181,7 @@ def test_groups_do_not_depend_on_the_ranks(rows, replicas, size):
 @given(rows=st.integers(1, 20), shard_count=st.integers(1, 5), copies=st.integers(1, 4))
 def test_pieces_are_a_partition_of_the_rows(rows, shard_count, copies):
     matrix = torch.arange(rows * 2).reshape(rows, 2)
-    found = pieces(matrix, shard_count, copies)
-    assert torch.equal(torch.cat(found).sort(0).values, matrix)
+    assert torch.equal(torch.cat(pieces(matrix, shard_count, copies)).sort(0).values, matrix)
     assert torch.equal(torch.cat(shards(matrix, shard_count)), matrix)
 
 
@@ -244,8 +243,7 @@ def test_the_norm_is_that_of_torch(norm_type):
     for copy, parameter in zip(copies, parameters, strict=True):
         copy.grad = parameter.grad.clone()
     expected = nn.utils.clip_grad_norm_(copies, 1.0, norm_type)
-    found = clip_grad_norm(parameters, Ranks(), 1.0, norm_type)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(clip_grad_norm(parameters, Ranks(), 1.0, norm_type), expected)
     for copy, parameter in zip(copies, parameters, strict=True):
         torch.testing.assert_close(parameter.grad, copy.grad)
 
@@ -308,8 +306,7 @@ def sent_in_a_step():
 def test_ranks_send_shards_once_per_step(size):
     """The shards of the others: gradients in float32, weights in bfloat16, once in three microbatches, within 2 %."""
     found = run_ranks("tests.runtime.distributed.test_one_process:sent_in_a_step", size)
-    count = found[0]["numbers"]
-    of_others = (size - 1) / size * count
+    of_others = (size - 1) / size * found[0]["numbers"]
     for rank in found:
         assert rank["data"] == pytest.approx(4 * of_others, rel=0.02)
         assert rank["weights"] == pytest.approx(2 * of_others, rel=0.02)

@@ -58,8 +58,7 @@ def test_copies_of_shards_have_the_bits_of_one_process():
 @pytest.mark.parametrize(("where", "place"), [("layer", "layer 1 (Layer)"), ("loss", "loss"), ("argument", "loss_fn")])
 def test_an_exception_on_one_rank_is_raised_on_all(world, where, place):
     found = [rank[f"fault: {where}"] for rank in world]
-    own = found[-1]["error"]
-    assert own[0] == ("ConfigError" if where == "argument" else "BadRowError")
+    assert found[-1]["error"][0] == ("ConfigError" if where == "argument" else "BadRowError")
     for other in found[:-1]:
         kind, text = other["error"]
         assert kind == "DistributedError"

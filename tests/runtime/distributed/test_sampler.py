@@ -67,8 +67,7 @@ def test_samplers_of_torch_and_the_last_batch():
 
     assert drawn(1) == drawn(2) == drawn(3)
     assert sorted(itertools.chain(*drawn(2))) == list(range(7))
-    last = parts_of([[4]], 3, 3)[0]
-    assert last == ([4], [], [])
+    assert parts_of([[4]], 3, 3)[0] == ([4], [], [])
 
 
 def test_a_loader_gives_a_rank_without_rows_an_empty_batch():
@@ -84,8 +83,7 @@ def test_a_loader_gives_a_rank_without_rows_an_empty_batch():
 
 def test_a_dataset_of_the_library_datasets():
     """It takes lists of rows, empty ones also."""
-    datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_dict({"x": [[0.0], [1.0], [2.0]]}).with_format("torch")
+    data = pytest.importorskip("datasets").Dataset.from_dict({"x": [[0.0], [1.0], [2.0]]}).with_format("torch")
     batches = BatchSampler(SequentialSampler(data), batch_size=2, drop_last=False)
     sampler = ReplicaBatchSampler(batches, replicas=2, rank=1, size=2)
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=collate_with_empty(default_collate, data[0]))

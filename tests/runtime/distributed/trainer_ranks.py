@@ -22,8 +22,7 @@ class Rows(Dataset):  # type: ignore[type-arg] # torch's has none at run time
     """Rows with a different number of tokens that count."""
 
     def __init__(self, count: int) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self._tokens = torch.randint(3, VOCABULARY, (count, LENGTH), generator=generator)
+        self._tokens = torch.randint(3, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(3))
 
     def __len__(self) -> int:
         return len(self._tokens)

@@ -113,8 +113,7 @@ CASES = {
 
 def batch(case: Case, number: int) -> dict[str, torch.Tensor]:
     """The global batch of a step: a different number of tokens counts in each row."""
-    generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(3, VOCABULARY, (case.rows, LENGTH), generator=generator)
+    tokens = torch.randint(3, VOCABULARY, (case.rows, LENGTH), generator=torch.Generator().manual_seed(number))
     labels = tokens.clone()
     for row in range(case.rows):
         labels[row, : (row + number) % (LENGTH - 1)] = -100

@@ -122,8 +122,7 @@ def test_gradients_are_those_of_the_loss_with_several_microbatches(pipe, kind, c
     """The loss is proportional to each weight, so that weight times gradient is the loss, if both have one mask."""
     model = pipe(model_of(kind), "virtual:3:check")
     if classic:
-        outputs = model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3))
-        loss = outputs.sum()
+        loss = model(INPUTS, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=3)).sum()
         loss.backward()
     else:
         loss = model.forward_backward((INPUTS,), loss_fn=total, run_config=all_recomputed(3, 3))
@@ -195,8 +194,7 @@ def test_a_restored_state_restores_the_masks(pipe, microbatches, first_with_grad
         first = model(inputs, roundpipe_run_config=config)
     other = model(inputs, roundpipe_run_config=config)
     torch.set_rng_state(state)
-    again = model(inputs, roundpipe_run_config=config)
-    assert torch.equal(first, again)
+    assert torch.equal(first, model(inputs, roundpipe_run_config=config))
     assert not torch.equal(first, other)
 
 

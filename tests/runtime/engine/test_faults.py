@@ -152,8 +152,7 @@ def test_a_fault_in_the_loss(devices, undisturbed, microbatch):
 
 @pytest.mark.parametrize("where", ["split_input", "split_label", "merge_output"])
 def test_a_fault_in_split_or_join(devices, undisturbed, where):
-    config = RoundPipeRunConfig(**{where: Trap(1)})
-    arguments = {"run_config": config, "return_outputs": True}
+    arguments = {"run_config": RoundPipeRunConfig(**{where: Trap(1)}), "return_outputs": True}
     fails_once_then_trains(devices, lambda m, d: (lambda: None, arguments), undisturbed)
 
 

@@ -341,8 +341,7 @@ def test_layers_stay_where_there_is_room_for_all(found, fits):
 @pytest.mark.parametrize(("dtype", "fits"), [(torch.float32, True), (torch.float64, False)])
 def test_sums_in_a_wider_dtype_need_room(dtype, fits):
     """2,112 bytes, and 2,112 more for sums in float64, in 60 % of 4,000."""
-    planner = Planner([nn.Linear(32, 8)], given_devices(("cuda", 4000)), lambda parameter: dtype)
-    assert planner.fits() is fits
+    assert Planner([nn.Linear(32, 8)], given_devices(("cuda", 4000)), lambda parameter: dtype).fits() is fits
 
 
 @pytest.fixture
@@ -449,5 +448,4 @@ def test_gradients_leave_as_soon_as_their_layer_went_back_for_the_last_time():
     for _ in range(2):  # the first one checks its loss, for which outputs come down
         order.clear()
         pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean())
-    fused = order[order.index(3) : order.index(1)]
-    assert fused == [3, 2, "value", 3, "gradient", 2, "value", "gradient"]
+    assert order[order.index(3) : order.index(1)] == [3, 2, "value", 3, "gradient", 2, "value", "gradient"]

@@ -219,8 +219,7 @@ def test_a_leaf_of_the_layers_own_making_is_accepted(pipe):
 
         def forward(self, x):
             place = x.detach().requires_grad_()
-            energy = (place**2 * self.weight).sum()
-            return torch.autograd.grad(energy, place, create_graph=True)[0] + x
+            return torch.autograd.grad((place**2 * self.weight).sum(), place, create_graph=True)[0] + x
 
     plain = nn.Sequential(nn.Linear(4, 4), Force())
     model = pipe(*copy.deepcopy(plain), devices="virtual:2")

@@ -119,8 +119,7 @@ class Noisy(nn.Module):
     """Draws with NumPy, and takes the mean of the batch away."""
 
     def forward(self, x):
-        noise = torch.from_numpy(np.random.rand(*x.shape)).to(x)
-        return x + noise - x.mean(0)
+        return x + torch.from_numpy(np.random.rand(*x.shape)).to(x) - x.mean(0)
 
 
 class Average(nn.Module):
@@ -287,9 +286,7 @@ class Looks(nn.Module):
         self.made = made
 
     def forward(self, x):
-        ids = (x > 0).long().flatten(0, 1)
-        found = self.made(ids)
-        return found.reshape(*x.shape[:2], -1)[..., :8]
+        return self.made((x > 0).long().flatten(0, 1)).reshape(*x.shape[:2], -1)[..., :8]
 
 
 def backward(back):
@@ -397,8 +394,7 @@ def clamped(way):
 
 def masked_mean(y, label):
     """A mean over labels, whose number is known for the whole batch only."""
-    total = F.mse_loss(y, label, reduction="none")[label > -0.5].sum()
-    return WeightedLoss(total, int((label > -0.5).sum()))
+    return WeightedLoss(F.mse_loss(y, label, reduction="none")[label > -0.5].sum(), int((label > -0.5).sum()))
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -457,8 +453,7 @@ def test_it_changes_no_bit_of_what_follows():
         torch.manual_seed(3)
         np.random.seed(3)
         random.seed(3)
-        loss = call(pipe, "loss")
-        found.append([loss, *(p.grad for p in pipe.parameters()), *pipe.buffers(), torch.rand(2)])
+        found.append([call(pipe, "loss"), *(p.grad for p in pipe.parameters()), *pipe.buffers(), torch.rand(2)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 

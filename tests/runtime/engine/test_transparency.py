@@ -289,8 +289,7 @@ def losses_by_items():
 def test_a_mean_over_something_else_than_rows_is_refused(name):
     loss_fn, labels = losses_by_items()[name]
     x, _ = batch(6)
-    plain_run = small_model()
-    pipe = RoundPipe(copy.deepcopy(plain_run), devices="virtual:2")
+    pipe = RoundPipe(copy.deepcopy(small_model()), devices="virtual:2")
     mean = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=2)
     with pytest.raises(LossError, match=r"mean over [^$]*\n    return WeightedLoss\("):
         pipe.forward_backward((x,), label=labels, loss_fn=loss_fn, run_config=mean)

@@ -95,8 +95,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 def hf_batch(rows: int = 5, length: int = 10, seed: int = 1, *, padding: bool = True) -> dict[str, torch.Tensor]:
     """Tokens, a mask with padding in some rows only, labels that are ignored in parts."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, 100, (rows, length), generator=generator)
+    ids = torch.randint(5, 100, (rows, length), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     if padding:
         mask[0, :4] = 0

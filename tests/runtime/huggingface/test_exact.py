@@ -25,8 +25,7 @@ def drawn(model, seed: int) -> tuple[dict, dict, int]:
     """A call, what it asks for beside, and how many microbatches."""
     draw = random.Random(seed)
     rows, length = draw.randint(1, 6), draw.randint(4, 12)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, 100, (rows, length), generator=generator)
+    ids = torch.randint(5, 100, (rows, length), generator=torch.Generator().manual_seed(seed))
     mask, labels = torch.ones_like(ids), ids.clone()
     side = draw.choice(["left", "right", "none"])
     for row in range(rows if side != "none" else 0):
@@ -119,8 +118,7 @@ def test_a_model_may_be_wrapped_under_autocast():
     plain, batch = copy.deepcopy(model), hf_batch()
     with torch.autocast("cpu", torch.bfloat16):
         pipeline = wrapped(model)
-        config = RoundPipeRunConfig(num_microbatch=1)
-        found = pipeline.forward_backward(input_kwargs=batch, run_config=config)
+        found = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=1))
         expected = plain(**batch).loss
     pipeline.close()
     assert pipeline.cut.report.equivalence.outputs == 0.0

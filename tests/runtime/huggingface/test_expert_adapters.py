@@ -83,8 +83,7 @@ def plain_steps(plain, count, lr=0.05, *, late=0):
 def test_losses_and_gradients_are_those_of_the_plain_model(name, way, experts, is_cached, monkeypatch):
     monkeypatch.setattr(partial_table, "LEAST_BYTES", 0)
     model = adapted(name, way)
-    plain = copy.deepcopy(model)
-    losses, gradients = plain_steps(plain, 3)
+    losses, gradients = plain_steps(copy.deepcopy(model), 3)
     pipe = piped(model, experts=experts)
     optimizer = torch.optim.SGD([p for p in pipe.optim_parameters() if p.requires_grad], lr=0.05)
     frozen = {name: p.detach().clone() for name, p in pipe.cut.model.named_parameters() if not p.requires_grad}
@@ -157,13 +156,11 @@ def test_the_trainer_learns_checkpoints_and_merges(tmp_path):
 
     ours.save_model(tmp_path / "adapters")
     torch.manual_seed(0)
-    base = known_model("qwen3_moe").float()
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
+    loaded = peft.PeftModel.from_pretrained(known_model("qwen3_moe").float(), tmp_path / "adapters").eval()
     batch = tokens(9)
     want = loaded(**batch).logits
     assert torch.allclose(ours.model.eval()(**batch).logits, want, rtol=1e-5, atol=1e-6)
-    merged = ours.model.merge_and_unload()
-    merged.save_pretrained(tmp_path / "merged")
+    ours.model.merge_and_unload().save_pretrained(tmp_path / "merged")
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
     assert not any("lora" in name for name in read.state_dict())
     assert torch.allclose(read(**batch).logits, want, rtol=1e-4, atol=1e-5)

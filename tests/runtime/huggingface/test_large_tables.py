@@ -64,8 +64,7 @@ def cohere():
 
 def biased():
     torch.manual_seed(0)
-    config = transformers.PhiConfig(**{**SIZES, "num_key_value_heads": 4})
-    model = transformers.PhiForCausalLM(config).double()
+    model = transformers.PhiForCausalLM(transformers.PhiConfig(**{**SIZES, "num_key_value_heads": 4})).double()
     nn.init.normal_(model.lm_head.bias)
     return model
 
@@ -82,8 +81,7 @@ MODELS = {
 
 def batch(rows=7, length=5, number=0):
     """Rows of which some have no label that counts, and the padding token."""
-    generator = torch.Generator().manual_seed(number)
-    ids = torch.randint(1, VOCABULARY, (rows, length), generator=generator)
+    ids = torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(number))
     ids[0, 0] = 0
     labels = ids.clone()
     labels[0, 2:] = -100
@@ -345,8 +343,7 @@ def penalized_llama():
 
 def test_code_that_reads_the_whole_weight_gets_it(devices):
     model = penalized_llama()
-    config = RoundPipeRunConfig(num_microbatch=1)
-    check_close(once(model, devices, config=config), eagerly(model))
+    check_close(once(model, devices, config=RoundPipeRunConfig(num_microbatch=1)), eagerly(model))
 
 
 def test_code_that_writes_a_table_is_refused(devices):

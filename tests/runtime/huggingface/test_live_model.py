@@ -303,8 +303,7 @@ def _layer_norm(model):
 
 def _head_with_bias(model):
     torch.manual_seed(3)
-    head = nn.Linear(model.config.hidden_size, model.config.vocab_size).double()
-    model.lm_head = head
+    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size).double()
 
 
 def _bias(model):

@@ -118,8 +118,7 @@ def test_similarities_of_all_pairs_are_those_of_the_batch(gradients, rows):
     torch.manual_seed(0)
     parts = {"projection_dim": 8, "text_config": {**SMALL, "vocab_size": 40, "eos_token_id": 39}}
     plain = CLIPModel(CLIPConfig(**parts, vision_config={**SMALL, "image_size": 8, "patch_size": 4})).eval()
-    ids = torch.randint(3, 39, (rows, 6))
-    batch = {"input_ids": ids, "pixel_values": torch.randn(rows, 3, 8, 8)}
+    batch = {"input_ids": torch.randint(3, 39, (rows, 6)), "pixel_values": torch.randn(rows, 3, 8, 8)}
     model = wrap_model_to_roundpipe(copy.deepcopy(plain), lower_threshold=0, devices="virtual:2", example=batch)
     config = RoundPipeRunConfig(num_microbatch=2)
     with torch.set_grad_enabled(gradients), pytest.warns(RoundPipeWarning, match="runs once for the whole batch"):
@@ -184,11 +183,9 @@ def test_a_wrapped_model_warns_once(name, call):
                 loss = pipeline.forward_backward(input_kwargs={k: v for k, v in given.items() if k != "use_cache"})
         return loss.item(), [str(one.message) for one in caught if issubclass(one.category, RoundPipeWarning)]
 
-    one_text = {**batch, "position_ids": torch.arange(16).expand(2, -1)}
-    assert run(one_text)[1] == []
+    assert run({**batch, "position_ids": torch.arange(16).expand(2, -1)})[1] == []
     first, second = run(batch), run(batch)
-    found = [text for text in first[1] if "packed rows" in text]
-    assert len(found) == (name in TOGETHER)
+    assert len([text for text in first[1] if "packed rows" in text]) == (name in TOGETHER)
     assert second[1] == []
     with torch.no_grad():
         expected = model(**{**batch, "use_cache": False}).loss.item()

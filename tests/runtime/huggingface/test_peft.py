@@ -116,8 +116,7 @@ def test_adapters_put_into_a_wrapped_model(targets):
     plain = copy.deepcopy(model)
     batch = hf_batch()
     assert_the_same(pipeline, plain, batch)
-    output = inserted(**batch)
-    assert output.loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
+    assert inserted(**batch).loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
 
 
 def test_adapters_around_the_layers_and_modules_that_learn_whole():
@@ -307,6 +306,5 @@ def test_learned_prompts_train_as_in_the_plain_model(name, method, old_names_sai
     model = without_dropout(peft.get_peft_model(model, PROMPTS[method](task)).double())
     batch = hf_batch()
     before = copy.deepcopy(batch)
-    found = assert_the_same(wrapped(model), copy.deepcopy(model), batch)
-    assert cache_of(found) is None
+    assert cache_of(assert_the_same(wrapped(model), copy.deepcopy(model), batch)) is None
     assert all(torch.equal(batch[key], before[key]) for key in batch)

@@ -40,8 +40,7 @@ def planned(memory, large_tables="auto", *, frozen=False):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_least_device_holds_two_layers(frozen):
-    layer = sum(p.nbytes for p in llama().model.layers[0].parameters())
-    enough = int(2 * 2 * layer / FOR_PARAMETERS) + 1000
+    enough = int(2 * 2 * sum(p.nbytes for p in llama().model.layers[0].parameters()) / FOR_PARAMETERS) + 1000
     report = planned(enough, frozen=frozen)
     assert not report.too_large
     assert report.least_memory <= enough

@@ -59,8 +59,7 @@ def test_tensors_of_different_sizes_go_with_their_rows():
 
 def test_as_many_objects_as_rows_are_split_as_the_signature_states():
     """Four rows of four masks each: the signature states that masks are a list of rows."""
-    masks = [torch.full((4, 2), float(row)) for row in range(4)]
-    made = parts(mask_labels=masks)
+    made = parts(mask_labels=[torch.full((4, 2), float(row)) for row in range(4)])
     assert [[value[0, 0].item() for value in part["mask_labels"]] for part in made] == [[0.0, 1.0], [2.0], [3.0]]
     assert all(value.shape == (4, 2) for part in made for value in part["mask_labels"])
 

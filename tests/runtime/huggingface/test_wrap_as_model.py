@@ -42,8 +42,7 @@ def test_a_pipeline_is_not_wrapped_again_and_a_model_may_be():
     model = make_model("llama")
     pair = [wrapped(model), wrapped(model, devices="virtual:1")]
     batch = hf_batch()
-    losses = [pipeline.forward_backward(input_kwargs=batch) for pipeline in pair]
-    assert torch.equal(*losses)
+    assert torch.equal(*[pipeline.forward_backward(input_kwargs=batch) for pipeline in pair])
     with pytest.raises(ConfigError, match="is a RoundPipe already: use it as it is"):
         wrapped(pair[0])
     for pipeline in pair:
@@ -217,8 +216,7 @@ class WithValues(nn.Module):
 def policy_and_value_loss(outputs, labels):
     """A clipped ratio of probabilities with advantages, and the squared error of values: a sum, and its rows."""
     (logits, values), (tokens, old, returns) = outputs, labels
-    own = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    ratio = (own - old).exp()
+    ratio = (logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0] - old).exp()
     advantage = returns[:, None] - values[:, :-1].detach()
     policy = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     return (policy + 0.5 * (values[:, :-1] - returns[:, None]).square()).sum(), len(tokens)

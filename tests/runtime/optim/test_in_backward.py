@@ -159,8 +159,7 @@ def test_clipping_in_place_is_that_of_master_weights(wrap, update):
             if way == "in_backward":
                 refuses_to_clip(pipe)
                 return
-            norm = nn.utils.clip_grad_norm_(pipe.optim_parameters(), 0.05)
-            assert norm > 0.05
+            assert nn.utils.clip_grad_norm_(pipe.optim_parameters(), 0.05) > 0.05
             step(pipe, optimizer)
         found.append(numbers(pipe, optimizer))
     assert same_bits(*found)
@@ -336,8 +335,7 @@ def test_a_failure_before_the_backward_changes_nothing(wrap):
 
 def pipe_and_run(wrap, make=adam, model=None, **options):
     pipe = wrap(model or layers_of("plain"), model_run_config=MEAN, **{**FLOAT, "update": "in_backward", **options})
-    optimizer = make(pipe)
-    return pipe, optimizer, lambda: run(pipe)
+    return pipe, make(pipe), lambda: run(pipe)
 
 
 def test_gradients_of_two_calls_are_not_added(wrap):
@@ -347,8 +345,7 @@ def test_gradients_of_two_calls_are_not_added(wrap):
         run()
     optimizer.step()
     run()
-    second = torch.optim.SGD([next(iter(pipe.optim_parameters()))], lr=0.1)
-    pipe.step_with(optimizer, second)
+    pipe.step_with(optimizer, torch.optim.SGD([next(iter(pipe.optim_parameters()))], lr=0.1))
     with pytest.raises(ConfigError, match="2 optimizers contain it"):
         run()
 

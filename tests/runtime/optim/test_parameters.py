@@ -31,8 +31,7 @@ def test_layers_that_share_a_module_share_a_lock():
     first, second, third = scan([nn.Sequential(shared), nn.Sequential(other), nn.Sequential(nn.ReLU(), shared)])
     assert first.lock is third.lock
     assert first.lock is not second.lock
-    tied = small_model(tied=True)
-    contents = scan(list(tied))
+    contents = scan(list(small_model(tied=True)))
     assert contents[2].lock is not contents[3].lock  # a weight in common is no module in common
 
 

@@ -137,8 +137,7 @@ def test_an_asynchronous_step_does_not_wait(devices):
     assert relative_error(stale, first) < 1e-6
     go.set()
     assert run(pipe).equal(first)
-    fresh = run(pipe)
-    assert relative_error(fresh, (labels**2).mean()) < 1e-6
+    assert relative_error(run(pipe), (labels**2).mean()) < 1e-6
 
 
 def within(seconds, call):
@@ -216,8 +215,7 @@ def test_every_kind_of_run_gets_the_error_of_a_publication_that_fails(devices, m
         within(20, lambda: read(pipe, inputs.clone()))
     monkeypatch.undo()
     with torch.no_grad():
-        found = within(20, lambda: pipe(inputs))
-        assert torch.equal(found, pipe.model(inputs))
+        assert torch.equal(within(20, lambda: pipe(inputs)), pipe.model(inputs))
 
 
 def test_a_publication_that_cannot_start_is_raised_and_repeated(devices, monkeypatch):
@@ -237,8 +235,7 @@ def test_a_publication_that_cannot_start_is_raised_and_repeated(devices, monkeyp
     monkeypatch.undo()
     within(20, lambda: run(pipe))
     with torch.no_grad():
-        found = within(20, lambda: pipe(inputs))
-        assert torch.equal(found, pipe.model(inputs))
+        assert torch.equal(within(20, lambda: pipe(inputs)), pipe.model(inputs))
 
 
 def test_state_dict_waits_for_the_step(devices):

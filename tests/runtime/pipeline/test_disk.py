@@ -101,8 +101,7 @@ def test_twenty_steps_have_the_bits_of_memory(folder_on_disk, options, how):
         torch.manual_seed(1)
         pipe = wrapped(host, **options)
         optimizer = optimizer_of(pipe)
-        losses = train(pipe, optimizer, 20, **how)
-        found.append((losses, all_of(pipe, optimizer)))
+        found.append((train(pipe, optimizer, 20, **how), all_of(pipe, optimizer)))
         pipe.close()
     assert found[0][0] == found[1][0]
     assert_same(found[0][1], found[1][1])

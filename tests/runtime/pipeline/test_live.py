@@ -230,8 +230,7 @@ def test_what_a_reading_sees(change):
 def test_changed_layers_are_named():
     held = {str(number): nn.Linear(1, 1) for number in range(6)}
     assert changed_layers(held, dict(held)) is None
-    moved = {**held, "0": held["1"], "1": held["0"]}
-    assert changed_layers(held, moved) == "0, 1 were moved"
+    assert changed_layers(held, {**held, "0": held["1"], "1": held["0"]}) == "0, 1 were moved"
     assert (
         changed_layers(held, {}) == "0 (Linear) was removed, 1 (Linear) was removed, 2 (Linear) was removed and 3 more"
     )

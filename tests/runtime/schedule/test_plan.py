@@ -109,8 +109,7 @@ def test_the_message_says_what_to_write():
 @pytest.mark.parametrize("layers", [1, 2, 5, 12])
 def test_auto_makes_valid_plans(run_type, layers):
     model = nn.Sequential(*[nn.Linear(8 + i, 9 + i) for i in range(layers)])
-    plan = ModelExecutePlan.auto(run_type, model, min_stages=3)
-    plan.check_valid(run_type, layers)
+    ModelExecutePlan.auto(run_type, model, min_stages=3).check_valid(run_type, layers)
 
 
 def test_auto_makes_one_plan_per_model():

@@ -73,8 +73,7 @@ def test_steps_of_equal_length_follow_the_clock(num_devices, num_microbatch):
 
 def test_an_exact_step_waits_for_the_gradients():
     """One device, one stage: upload 2 s, compute 3 s, download 1 s; the second iteration begins after all of it."""
-    load = StageLoad(3.0, upload=20, download=10)
-    exact = simulate([load], Machine(1, link=10.0), 1, iterations=2)
+    exact = simulate([StageLoad(3.0, upload=20, download=10)], Machine(1, link=10.0), 1, iterations=2)
     assert [timed.start for timed in exact.steps] == [2.0, 8.0]
     assert exact.time == 12.0
 
@@ -96,8 +95,7 @@ def test_the_next_stage_is_copied_while_one_computes(seconds, upload, starts, pe
 
 def test_activations_cross_two_links():
     """Out of one device in 1 s and into the next one in 2 s."""
-    stages = [StageLoad(1.0, outputs=10), StageLoad(1.0, inputs=20)]
-    result = simulate(stages, Machine(2, link=10.0), 1)
+    result = simulate([StageLoad(1.0, outputs=10), StageLoad(1.0, inputs=20)], Machine(2, link=10.0), 1)
     assert [timed.start for timed in result.steps] == [0.0, 4.0]
 
 
@@ -290,8 +288,7 @@ def test_a_matrix_costs_one_multiplication_per_element():
 
 
 def test_frozen_layers_have_no_gradients_and_a_shorter_backward():
-    layer = nn.Linear(64, 128, bias=False).requires_grad_(False)
-    cost = analytic_cost(layer)
+    cost = analytic_cost(nn.Linear(64, 128, bias=False).requires_grad_(False))
     assert (cost.backward, cost.grad_bytes) == (2 * 64 * 128, 0)
 
 

@@ -21,8 +21,7 @@ def found(model, example, **options):
 
 
 def test_a_hidden_state_passes_from_piece_to_piece():
-    made = cut(Toy(), {"input_ids": tokens(2)})
-    passed = passed_tensors(made, {"input_ids": tokens(2)})
+    passed = passed_tensors(cut(Toy(), {"input_ids": tokens(2)}), {"input_ids": tokens(2)})
     assert [(one.kind, one.made, one.read) for one in passed] == [("hidden", n, (n + 1,)) for n in range(4)]
     assert {(one.shape, one.bytes) for one in passed} == {((2, 6, WIDTH), 2 * 6 * WIDTH * 4)}
     # what no layer takes by a name is what a layer returned

@@ -36,8 +36,7 @@ def test_the_report_says_what_was_found():
     report = cut(model).report
     assert report.lists == ("model.layers",)
     assert report.pieces == ("phase 0", "model.layers.0", "model.layers.1", "phase 1")
-    layer = sum(p.numel() * 8 for p in model.model.layers[0].parameters())
-    assert report.bytes[1] == layer
+    assert report.bytes[1] == sum(p.numel() * 8 for p in model.model.layers[0].parameters())
     assert str(report).startswith("LlamaForCausalLM: 4 pieces, 2 calls of layers in model.layers, 2 phases\n")
 
 
@@ -178,8 +177,7 @@ def test_an_example_that_the_model_cannot_run_is_an_error():
 
 def test_skipped_modules_are_not_cut():
     model = hf_model("seq2seq:bart")
-    report = cut(model, skip_modules=[model.model.encoder]).report
-    assert report.lists == ("model.decoder.layers",)
+    assert cut(model, skip_modules=[model.model.encoder]).report.lists == ("model.decoder.layers",)
 
 
 def test_pictures_are_part_of_an_example():

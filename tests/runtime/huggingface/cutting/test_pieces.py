@@ -24,8 +24,7 @@ from tests.runtime.huggingface.hf_small import (
 
 
 def test_plain_layers_are_two_phases():
-    made = compare_toy(Toy())
-    assert made.report.pieces == ("phase 0", "layers.0", "layers.1", "layers.2", "phase 1")
+    assert compare_toy(Toy()).report.pieces == ("phase 0", "layers.0", "layers.1", "layers.2", "phase 1")
 
 
 def test_code_between_layers_is_a_phase():
@@ -129,8 +128,7 @@ def test_a_microbatch_may_leave_layers_out():
     ids = tokens(7)
     pipeline = wrapped(model, example={"input_ids": tokens(2)})
     found = pipeline(ids, roundpipe_run_config=RoundPipeRunConfig(num_microbatch=2))
-    expected = torch.cat([model(part) for part in ids.split((4, 3))])
-    assert torch.allclose(found, expected, rtol=1e-12)
+    assert torch.allclose(found, torch.cat([model(part) for part in ids.split((4, 3))]), rtol=1e-12)
 
 
 def test_layers_that_the_example_did_not_call_are_an_error():

@@ -169,8 +169,7 @@ def test_later_phases_draw_the_same_numbers_on_the_device_and_on_the_host(monkey
     monkeypatch.setattr(cut_plan, "_generator", lambda call: generator)
     outside = torch.get_rng_state()
     try:
-        state = begin((torch.ones(1),), {}, torch.nn.Identity())
-        state.restart_noise()
+        begin((torch.ones(1),), {}, torch.nn.Identity()).restart_noise()
         drawn = torch.rand(3)
     finally:
         torch.set_rng_state(outside)
@@ -301,8 +300,7 @@ def test_a_placeholder_is_found_among_leaves():
 
 def made():
     model = Toy()
-    layers = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
-    return model, copy_with_stubs(model, layers)
+    return model, copy_with_stubs(model, {f"layers.{i}": layer for i, layer in enumerate(model.layers)})
 
 
 def test_a_copy_shares_parameters_and_has_no_layers():

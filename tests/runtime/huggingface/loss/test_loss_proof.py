@@ -148,8 +148,7 @@ def test_a_model_of_16_bits_is_proven_without_a_warning(name, frozen):
     with warnings.catch_warnings():
         warnings.simplefilter("error", RoundPipeWarning)
         pipeline = wrapped(model)
-        config = RoundPipeRunConfig(num_microbatch=3)
-        loss = pipeline.forward_backward(input_kwargs=batch, run_config=config)
+        loss = pipeline.forward_backward(input_kwargs=batch, run_config=RoundPipeRunConfig(num_microbatch=3))
     assert ways(pipeline) == ["items"]
     assert loss.item() == pytest.approx(plain(**batch).loss.item(), rel=2**-8)
 

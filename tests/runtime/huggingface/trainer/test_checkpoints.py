@@ -177,8 +177,7 @@ def trainer(tmp_path):
 
 def test_files_are_those_of_the_trainer_and_a_manifest(trainer, tmp_path):
     trainer(1).train()
-    plain = make_trainer("gpt2", arguments(tmp_path / "plain", 1, **SAVING), Trainer)
-    plain.train()
+    make_trainer("gpt2", arguments(tmp_path / "plain", 1, **SAVING), Trainer).train()
     expected = {path.name for path in (tmp_path / "plain" / "checkpoint-1").iterdir()}
     found = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
     assert found == expected | {MANIFEST, "roundpipe.json", "roundpipe.safetensors"}

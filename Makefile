@@ -92,7 +92,7 @@ tasks: docs  ## do common tasks exactly as the built site describes them, in .ve
 accelerator: $(VENV)/.has-test  ## run the tests of the pipeline on an accelerator simulated on the CPU (PYTEST_ARGS="--order random --seed 7")
 	$(BIN)/python -m pytest -p tests.accelerator.plugin -n 0 tests/accelerator/on_late tests/gpu $(PYTEST_ARGS) \
 		$(addprefix tests/runtime/,optim \
-		$(addprefix pipeline/test_,model_state.py packed_data.py wrapping.py))
+		$(addprefix pipeline/test_,calls.py wrapping.py))
 
 accelerator-tests: $(VENV)/.has-test  ## run all tests of the runtime on that accelerator, in two orders on 1, 2 and 4 devices; continues where it stopped
 	$(BIN)/python -m tests.accelerator.parts --page

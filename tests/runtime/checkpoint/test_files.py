@@ -30,7 +30,6 @@ from roundpipe_runtime.checkpoint.folder import (
 )
 from roundpipe_runtime.checkpoint.tensor_files import decode, encode, need_safetensors, open_tensors, write_tensors
 from roundpipe_runtime.checkpoint.training_state import config_files
-from tests.runtime.huggingface.hf_small import hf_batch
 from yobx_flatten import MissingDependencyError
 
 
@@ -365,33 +364,6 @@ def test_shards_are_read_too(tmp_path):
     saved = save_checkpoint(tmp_path, model, max_shard_bytes=20_000)
     assert len(list(saved.path.glob("model-*-of-*.safetensors"))) > 1
     assert same_state(type(model).from_pretrained(saved), model)
-
-
-def test_training_goes_on_in_a_new_wrapper(tmp_path):
-    from roundpipe_runtime import RoundPipeRunConfig, load_checkpoint
-
-    def make(devices):
-        config = RoundPipeRunConfig(num_microbatch=3)
-        pipe = wrap_model_to_roundpipe(make_model("llama"), devices=f"virtual:{devices}", model_run_config=config)
-        return pipe, torch.optim.AdamW(pipe.optim_parameters(), lr=1e-2)
-
-    def train(pipe, optimizer, seeds):
-        losses = []
-        for seed in seeds:
-            losses.append(pipe.forward_backward(input_kwargs=hf_batch(seed=seed)).item())
-            pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-        pipe.close()
-        return losses
-
-    expected = train(*make(2), range(4))
-    pipe, optimizer = make(2)
-    for seed in range(2):
-        pipe.forward_backward(input_kwargs=hf_batch(seed=seed))
-        pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-    save_checkpoint(tmp_path, pipe, optimizer=optimizer)
-    again, other = make(3)
-    load_checkpoint(tmp_path, again, optimizer=other)
-    assert train(again, other, range(2, 4)) == expected[2:]
 
 
 def test_generation_goes_with_it(tmp_path):

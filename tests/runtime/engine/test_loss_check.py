@@ -105,22 +105,6 @@ def test_a_loss_that_begins_to_draw_is_counted_once(devices):
         assert near(pipe.forward_backward((inputs,), label=labels, loss_fn=loss_fn), expected)
 
 
-def test_an_error_for_some_rows_is_the_function_s_own():
-    """It comes before the warning that the function could not be checked with these rows."""
-
-    def loss_fn(outputs, labels):
-        if labels.isnan().any():
-            raise ValueError("not a number")
-        return nn.functional.mse_loss(outputs, labels)
-
-    labels = torch.ones(5, 1)
-    labels[2] = torch.nan  # the third row: with it the check has as many as it needs
-    pipe = RoundPipe(nn.Sequential(nn.Linear(1, 1)), devices="virtual:1")
-    config = RoundPipeRunConfig(num_microbatch=5, loss_reduction="mean")
-    with pytest.raises(ValueError, match="not a number"):
-        pipe.forward_backward((torch.ones(5, 1),), label=labels, loss_fn=loss_fn, run_config=config)
-
-
 class Learned(nn.Module):
     """It trains a scale, and counts rows."""
 
@@ -205,14 +189,6 @@ def test_by_default_a_loss_is_that_of_the_plain_layers(name, rows):
     if isinstance(loss_fn, Learned):
         assert loss_fn.rows == rows
         assert near(loss_fn.scale.grad, own.scale.grad)
-
-
-def test_sums_of_microbatches_are_asked_for():
-    layers, x, y = made(6)
-    config = RoundPipeRunConfig(loss_reduction="sum", num_microbatch=3)
-    pipeline = RoundPipe(copy.deepcopy(layers), devices="virtual:2", model_run_config=config)
-    found = pipeline.forward_backward((x,), label=y, loss_fn=lambda out, y: F.cross_entropy(out, y) / 2)
-    assert near(found, F.cross_entropy(layers(x), y) * 3 / 2)
 
 
 class Labelled(nn.Module):

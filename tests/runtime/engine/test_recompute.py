@@ -16,7 +16,6 @@ from roundpipe_runtime import (
     save_for_recompute,
 )
 from roundpipe_runtime.engine.digests import digest, distance, typical
-from roundpipe_runtime.engine.draws import run_base
 from roundpipe_runtime.engine.recomputed import VisitGenerator, call_seed, run_seeded
 from tests.runtime.small import all_recomputed, batch, relative_error, without_row_check
 
@@ -41,42 +40,6 @@ def test_the_callers_generator_moves_by_one_number_if_a_layer_draws(pipe, dropou
     torch.manual_seed(3)
     model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=all_recomputed(2))
     assert torch.equal(torch.get_rng_state(), expected)
-
-
-def test_dropout_is_that_of_the_documented_seed(pipe):
-    inputs, labels = batch(4)
-    model = pipe(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Identity()))
-    torch.manual_seed(11)
-    base = run_base()
-    model.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=all_recomputed(2))
-    found = model[0].weight.grad.clone()
-    model[0].weight.grad = None
-    tag = f"|3|{4 * 3 + 3}"
-    total = 0.0
-    for microbatch in range(2):
-        rows = slice(2 * microbatch, 2 * microbatch + 2)
-        hidden = model[0](inputs[rows])
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(call_seed(base, tag, 1, microbatch))
-            total = total + F.mse_loss(F.dropout(hidden, 0.5), labels[rows]) / 2
-    total.backward()
-    assert relative_error(found, model[0].weight.grad) < 1e-6
-
-
-def test_a_layer_that_begins_to_draw_is_noticed():
-    class Sometimes(nn.Module):
-        draws = False
-
-        def forward(self):
-            return torch.rand(3) if self.draws else torch.zeros(3)
-
-    layer = Sometimes()
-    run_seeded(layer, layer, lambda: 1, VisitGenerator(CPU), layer)
-    layer.draws = True
-    before = torch.get_rng_state()
-    found = run_seeded(layer, layer, lambda: 2, VisitGenerator(CPU), layer)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(found, run_seeded(layer, layer, lambda: 2, VisitGenerator(CPU), layer))
 
 
 @pytest.mark.parametrize(

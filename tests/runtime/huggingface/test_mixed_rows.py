@@ -98,19 +98,6 @@ def test_a_model_whose_backward_depends_on_the_batch_has_the_gradients_of_the_ba
         assert torch.allclose(one.grad, other.grad, atol=1e-7), name
 
 
-def test_a_model_that_keeps_rows_apart_runs_in_microbatches():
-    plain = llama(mixes=False)
-    model = wrap_model_to_roundpipe(copy.deepcopy(plain), lower_threshold=0, devices="virtual:2:check")
-    config, batch = RoundPipeRunConfig(num_microbatch=3), texts()
-    for training in (True, False):
-        model.train(training)
-        found = model.forward_backward(input_kwargs=batch, run_config=config)
-        assert torch.allclose(found, plain(**batch).loss)
-        with torch.no_grad():
-            logits = model(input_ids=batch["input_ids"], roundpipe_run_config=config).logits
-            assert torch.allclose(logits, plain(input_ids=batch["input_ids"]).logits)
-
-
 @pytest.mark.parametrize("rows", [4, 5])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_similarities_of_all_pairs_are_those_of_the_batch(gradients, rows):

@@ -196,20 +196,6 @@ def test_pickle_and_deepcopy_keep_the_cut():
     pipeline.close()
 
 
-def test_half_precision_with_masters():
-    """`optim_dtype` gives the optimizer float32 copies, and a step reaches the model."""
-    model = make_model("llama").bfloat16()
-    pipeline = wrapped(model, optim_dtype=torch.float32)
-    optimizer = torch.optim.Adam(pipeline.optim_parameters(), lr=0.1)
-    before = model.lm_head.weight.clone()
-    pipeline.forward_backward(input_kwargs=hf_batch())
-    pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-    pipeline.synchronize()
-    pipeline.close()
-    assert {p.dtype for p in pipeline.optim_parameters()} == {torch.float32}
-    assert not torch.equal(model.lm_head.weight, before)
-
-
 def test_an_exception_in_a_layer_comes_out_and_changes_nothing():
     """The error has a note on where it was; the next call gives what it would have given."""
     model = hf_model("llama")

@@ -67,19 +67,6 @@ def test_a_master_holds_gradients_in_its_own_dtype():
     assert (master.grad, model.weight.grad) == (None, None)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_what_the_optimizer_does_to_masters_is_published(fused):
-    model = nn.Linear(2, 2).to(torch.bfloat16)
-    store = ParameterStore(model, torch.float32)
-    optimizer = torch.optim.Adam([p for _, p in store.named()], lr=0.5, fused=fused)
-    store.add_gradients([{p: torch.ones_like(p) for p in model.parameters()}])
-    before = model.weight.detach().clone()
-    optimizer.step()
-    store.publish()
-    assert not torch.equal(model.weight, before)
-    assert torch.equal(model.weight, dict(store.named())["weight"].to(torch.bfloat16))
-
-
 def _by_vector(model):
     weight = model.weight
     nn.utils.vector_to_parameters(torch.arange(weight.numel(), dtype=weight.dtype), [weight])

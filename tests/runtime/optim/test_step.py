@@ -16,7 +16,6 @@ from roundpipe_runtime import (
     RoundPipe,
     RoundPipeRunConfig,
     StageError,
-    VirtualDevice,
     optim,
 )
 from roundpipe_runtime.pipeline.optimized_model import bound_now
@@ -25,14 +24,6 @@ from tests.runtime.small import batch, relative_error, small_model
 
 F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
-
-
-@pytest.fixture
-def devices():
-    made = [VirtualDevice(f"virtual:{n}", check=True) for n in range(2)]
-    yield made
-    for device in made:
-        device.close()
 
 
 def run(pipe):
@@ -253,20 +244,6 @@ def test_a_step_gets_its_arguments_and_the_optimizers_parameters(devices):
     assert found == [(1, 2, torch.float32)] * 2
 
 
-def test_gradients_of_several_runs_add_up(devices):
-    inputs, labels = batch(8)
-    for dtype in (None, torch.float64):
-        model = small_model()
-        pipe = RoundPipe(model, dtype, devices=devices, model_run_config=MEAN)
-        for part in (slice(0, 4), slice(4, 8)):
-            pipe.forward_backward((inputs[part],), label=labels[part], loss_fn=lambda o, t: F.mse_loss(o, t) / 2)
-        pipe.synchronize()
-        exact = small_model().double()
-        F.mse_loss(exact(inputs.double()), labels.double()).backward()
-        for own, expected in zip(model.parameters(), exact.parameters(), strict=True):
-            assert relative_error(own.grad, expected.grad) < 1e-6
-
-
 def as_real(parameter):
     return torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
 
@@ -372,31 +349,6 @@ def test_a_last_step_that_fails_is_reported_at_the_end_of_the_process():
     found = fresh_process.run("-c", code)
     assert "the last step(..., is_async=True) failed" in found.stderr
     assert "ZeroDivisionError" in found.stderr
-
-
-@pytest.mark.parametrize("is_async", [False, True, "exact"])
-def test_an_optimizer_of_parameters_that_get_no_gradient_is_refused(is_async):
-    """With `optim_dtype` the gradients are in copies: AdamW of the model's own would change nothing."""
-    model = small_model()
-    pipeline = RoundPipe(model, devices="virtual:2", optim_dtype=torch.float64)
-    x, y = batch(6)
-    wrong, right = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(pipeline.optim_parameters())
-    pipeline.forward_backward((x,), label=y, loss_fn=F.mse_loss)
-
-    def step():
-        pipeline.step(wrong.step, is_async=is_async)
-        pipeline.synchronize()
-
-    with pytest.raises(ConfigError, match=r"AdamW has \d+ parameters .* in torch\.float64 .*\n.*optim_parameters"):
-        step()
-    before = model[0].weight.detach().clone()
-    pipeline.step(right.step)
-    assert not torch.equal(model[0].weight, before)
-    for parameter, target in zip(model.parameters(), pipeline.optim_parameters(), strict=True):
-        parameter.grad = target.grad.to(parameter.dtype)  # by a script of its own
-    before = model[0].weight.detach().clone()
-    pipeline.step(wrong.step)
-    assert not torch.equal(model[0].weight, before)
 
 
 NAME = "first"

@@ -93,7 +93,6 @@ def test_what_another_stream_computes_is_waited_for(place, what):
 
 
 def test_outputs_on_the_device_are_ready_for_the_caller_s_stream(place):
-    """With ``output_device``: the caller computes with them at once."""
     config = RoundPipeRunConfig(output_device=place.torch_device, num_microbatch=2)
     pipe = place.wrap(small_model(), model_run_config=config)
     inputs, _ = batch(8)
@@ -142,7 +141,6 @@ def test_its_peak_is_told(place):
 
 
 def test_its_rates_are_those_of_a_device(place):
-    """Every rate is a number above 0, and pinned memory is no slower than other memory on CUDA."""
     place.needs_accelerator("link")
     small = {} if place.torch_device.type == "cuda" else {"nbytes": 2**20, "rows": 128}
     rates = measure_device(place.torch_device, **small)

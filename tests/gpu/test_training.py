@@ -137,7 +137,6 @@ def test_clipping_is_that_of_torch(place):
 
 
 def test_scaled_losses_in_float16_update_as_float32_does(place):
-    """The masters after a step, within the rounding of float16; a step with an infinite gradient is left out."""
     pipe = _MLP.wrap(mlp().half(), place, dtype=torch.float32)
     optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
     scaler = GradScaler(init_scale=1024.0)

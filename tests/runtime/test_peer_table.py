@@ -50,7 +50,6 @@ def test_the_import_needs_no_accelerator_and_starts_nothing():
 
 
 def test_the_documented_quotient_warns_when_it_is_no_mean(pipe):
-    """Dividing by the number of microbatches is documented; for an uneven split a warning says what is exact."""
     inputs, labels = batch(10)
     config = RoundPipeRunConfig(num_microbatch=4, loss_reduction="sum")
     wrapped = pipe(small_model())

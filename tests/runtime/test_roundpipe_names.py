@@ -189,7 +189,6 @@ def test_a_plan_is_checked_for_layers_and_run_in_either_order():
 
 
 def test_packed_data_is_a_list():
-    """`synchronize`, then read it like any list."""
     assert isinstance(RoundPipePackedData([1, 2]), list)
     assert RoundPipePackedData([1, 2]).synchronize() == [1, 2]
 

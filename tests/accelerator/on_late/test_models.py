@@ -84,7 +84,6 @@ def test_float8(count, order):
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("backend", cases(["eager", "aot_eager"], quick=["eager"]))
 def test_compiled_layers(backend, order):
-    """A layer that is compiled computes what it computes otherwise, on each of two devices."""
     late.set_order(*order)
     model, (inputs, labels) = small_model(dropout=0.0), batch(8)
     right = plainly(copy.deepcopy(model), inputs, labels)

@@ -147,7 +147,6 @@ def test_a_mask_of_other_rows_is_refused():
 
 
 def test_a_part_has_the_blocks_and_the_places_of_its_rows():
-    """The dense mask of rows 1 and 2, block by block and place by place."""
     mask = mask_of(by_document)
     part = cut_mask(mask, 1, 3)
     assert torch.equal(part.to_dense(), mask.to_dense()[1:3])

@@ -88,7 +88,6 @@ def test_packed_outputs_of_the_document_are_joined():
 
 
 def test_a_static_field_that_differs_is_named():
-    """The document's `loss` field is checked for consistency."""
     outputs = [TransformerOutput(torch.zeros(1), torch.zeros(1), loss=loss) for loss in (0.5, 0.25)]
     with pytest.raises(JoinError, match=r"(?s)microbatches 0 and 1 have different structures:.*0\.5.*0\.25"):
         join(outputs, [1, 1])

@@ -128,7 +128,6 @@ def test_a_number_for_nothing_does_not_decide_the_dtype():
 
 
 def test_weights_average_the_outputs():
-    """What pairs report where there are pairs, rows otherwise."""
     pairs, plain_losses = LossContract("sum", [2, 1]), LossContract("sum", [2, 1])
     for index in range(2):
         pairs.add(index, (learning(1.0), 10 * index))

@@ -102,7 +102,6 @@ class TimeMajor:
 
 
 def test_a_class_declares_its_batch_axis_with_its_registration():
-    """Cut along axis 1 and joined along axis 1, without a rule."""
     register_class_flattening(
         TimeMajor,
         lambda obj: ([obj.steps, obj.mask], None),

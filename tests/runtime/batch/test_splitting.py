@@ -84,7 +84,6 @@ def test_class_weights_go_whole_when_labels_tell_the_batch():
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8])
 def test_positions_of_multimodal_models_are_cut_along_axis_1(batch):
-    """`position_ids` of shape `(3, B, S)`, also where the batch is 3."""
     positions = torch.arange(batch).reshape(1, batch, 1).expand(3, batch, 4)
     parts = split((), {"input_ids": rows(batch, 4), "position_ids": positions}, None, 2)
     for part in parts:
@@ -275,7 +274,6 @@ def test_one_mark_may_stand_for_all_labels(whole):
 
 
 def test_the_example_of_the_documentation_on_labels():
-    """A scalar, a tensor to cut along axis 1, an integer."""
     label = (torch.tensor(1.0), torch.zeros(3, 12, 4), 5)
     spec = (_Replicate, TorchChunkSpec(1), _Replicate)
     parts = split((rows(12, 2),), {}, label, 4, split_label=spec)
@@ -353,7 +351,6 @@ def test_a_reducer_is_no_rule_for_inputs():
 
 
 def test_a_tree_of_marks_becomes_rules_by_path():
-    """`None` says nothing; instances and classes mean the same."""
     spec = {"a": [TensorChunkSpec(1), None], "b": Replicate, "c": Replicate()}
     assert read_rules(spec, "kwargs") == {
         "kwargs['a'][0]": Rule(1),

@@ -349,7 +349,6 @@ def test_from_pretrained_reads_it(tmp_path, name):
 
 
 def test_the_auto_class_knows_what_it_is(tmp_path):
-    """`architectures` and the dtype are in the configuration."""
     model = make_model("llama").bfloat16()
     found = transformers.AutoModelForCausalLM.from_pretrained(save_checkpoint(tmp_path, model), dtype="auto")
     assert type(found) is type(model)
@@ -367,7 +366,6 @@ def test_shards_are_read_too(tmp_path):
 
 
 def test_generation_goes_with_it(tmp_path):
-    """`generate` of the loaded model has the settings of the trained one."""
     model = make_model("llama")
     model.generation_config.max_new_tokens = 7
     saved = save_checkpoint(tmp_path, model)

@@ -46,7 +46,6 @@ def flip(path):
 
 
 def test_there_is_none_yet(tmp_path):
-    """`None`, and nothing was changed."""
     model = filled(7.0)
     assert load_checkpoint(tmp_path / "nowhere", model) is None
     assert load_checkpoint(tmp_path, model) is None

@@ -258,7 +258,6 @@ def test_training_goes_on_with_steps_in_the_background(tmp_path, is_async):
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 def test_training_goes_on_with_other_microbatches(tmp_path, microbatches):
-    """As it would have gone on with that number in the process that saved."""
     config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=microbatches)
     inputs, labels = batch(6)
     pipe = pipeline(dropout=0.5)

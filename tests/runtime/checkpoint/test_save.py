@@ -33,7 +33,6 @@ def fill(model, value):
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_it_returns_where_it_was_written(tmp_path, is_async):
-    """A path-like object, as `open` and `from_pretrained` take one."""
     saved = save_checkpoint(tmp_path / "deep" / "down", small_model(), is_async=is_async).wait()
     assert saved.done
     assert saved.path == tmp_path / "deep" / "down" / "checkpoint-00000001"

@@ -66,7 +66,6 @@ def test_a_process_that_cannot_load_ends_all_of_them(two):
 
 
 def test_the_number_of_groups_is_kept(two):
-    """Two ranks, which would cut a batch into two, go on with five."""
     assert [rank["groups"] for rank in two] == [5, 5]
 
 

@@ -62,7 +62,6 @@ def test_memory_of_another_device_is_refused(device):
 
 
 def test_a_copy_before_its_event_is_refused(device):
-    """In check mode an event that has not passed is an error; otherwise it is waited for."""
     event = Future()
     with pytest.raises(UseAfterReleaseError, match="before its event"):
         device.copy_in(torch.zeros(2), event)

@@ -39,7 +39,6 @@ def test_a_copy_holds_the_numbers(memory, dtype):
 
 
 def test_what_was_left_is_not_resident_and_is_read_again(memory):
-    """64 MB, written by way of the mapping, left, read ahead and read; and written once more."""
     tensor = memory.copy(("a",), torch.zeros(16 * MIB))
     before = resident()
     tensor.fill_(3.0)

@@ -50,7 +50,6 @@ def test_a_block_inside_of_another_one_is_not_its_end():
 
 
 def test_a_block_that_can_stop_is_told_once():
-    """`stop` gets the exception at once, later signals change nothing, and the end raises it."""
     told = []
 
     def block():

@@ -35,7 +35,6 @@ def test_numbers_are_those_of_the_trainer_with_ddp(trained, name):
 
 
 def test_rows_that_come_one_by_one_are_those_of_the_trainer_with_ddp(trained):
-    """Of an `IterableDataset`, which accelerate cuts among the processes."""
     for rank in trained:
         plain, ours = rank["streams"]
         assert ours == pytest.approx(plain, rel=1e-6)
@@ -43,12 +42,10 @@ def test_rows_that_come_one_by_one_are_those_of_the_trainer_with_ddp(trained):
 
 
 def test_weights_are_those_of_the_trainer_with_ddp(trained):
-    """They differ by the rounding of float32 alone."""
     assert max(rank["distance"] for rank in trained) < 5e-6
 
 
 def test_a_training_goes_on_from_its_checkpoint(trained):
-    """Rank 0 writes it, all resume from it, and the weights are bitwise those of an undisturbed training."""
     assert [rank["resumed"] for rank in trained] == [True, True]
     assert {"checkpoint-2", "checkpoint-4"} <= set(trained[0]["files"])
 

@@ -55,7 +55,6 @@ def test_groups_have_the_outputs_and_the_gradient_of_the_whole_batch(wrap, repli
 
 
 def test_sums_of_several_batches_may_wait(wrap):
-    """`no_sync` and the call after it have the gradient of both batches."""
     model, plain = small_model(), small_model()
     pipeline = wrap(model, replicas=2)
     for seed in (1, 2):

@@ -27,7 +27,6 @@ def pair(devices):
 
 
 def test_gradients_can_be_asked_for(pair):
-    """torch.autograd.grad gives those of the parameters, or of the inputs alone, and leaves `grad` alone."""
     pipe, plain = pair
     inputs, labels = batch(6)
     found = torch.autograd.grad(F.mse_loss(pipe(inputs), labels), list(pipe.parameters()))
@@ -282,7 +281,6 @@ def test_training_goes_on_from_progress_and_state_dict():
 
 
 def test_copies_of_the_optimizer_are_left_out_where_there_are_none():
-    """A pipeline without `optim_dtype` loads the rest."""
     with_copies = RoundPipe(small_model(), torch.float64, devices="virtual:1", model_run_config=MEAN)
     without = RoundPipe(small_model(), devices="virtual:1", model_run_config=MEAN)
     inputs, labels = batch(6)

@@ -139,7 +139,6 @@ def test_a_weight_of_two_layers_travels_with_each(kind):
 
 
 def test_an_asynchronous_step_and_a_wider_optimizer_see_no_frozen_weight():
-    """Master weights in float32, and steps in the background: the frozen weights have neither copies nor gradients."""
     model = model_of("packed", dtype=torch.bfloat16)
     expected = trained_plainly(model_of("packed", dtype=torch.bfloat16), 1, dtype=torch.bfloat16)
     inputs, labels = rows(dtype=torch.bfloat16)

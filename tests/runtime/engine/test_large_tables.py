@@ -156,6 +156,5 @@ def test_layers_that_torch_compiles_get_whole_tables():
 
 
 def test_an_unknown_way_is_refused():
-    """``large_tables`` has three values."""
     with pytest.raises(ConfigError, match='large_tables must be "auto", "whole" or "slices", found \'rows\''):
         RoundPipe(model(), large_tables="rows")

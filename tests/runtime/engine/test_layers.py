@@ -418,7 +418,6 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("around", [contextlib.nullcontext, parametrize.cached])
 @pytest.mark.parametrize("kind", [Adapted, Normed])
 def test_gradients_are_those_of_the_plain_model(kind, around, grain):
-    """In three steps of three microbatches; also in `cached()`, which holds in all threads."""
     torch.manual_seed(0)
     model = nn.Sequential(*[kind() for _ in range(4)])
     plain = copy.deepcopy(model)

@@ -245,8 +245,6 @@ def count(layer):
 @pytest.mark.parametrize("mode", ["classic", "fused", "evaluation"])
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_parameter_written_in_a_forward_is_refused(pipe, write, mode, number):
-    """Also by way of `.data`, which torch does not count; in any stage, and in an evaluation."""
-
     class Writes(nn.Linear):
         def forward(self, x):
             with torch.no_grad() if mode == "evaluation" else contextlib.nullcontext():

@@ -174,7 +174,6 @@ def trains_like(pipeline, plain, loss_fn, own, x, y):
 @pytest.mark.parametrize("rows", [3, 6, 7])
 @pytest.mark.parametrize("name", LOSSES)
 def test_by_default_a_loss_is_that_of_the_plain_layers(name, rows):
-    """Labels that are ignored are spread unevenly, and 7 rows are cut into 3, 2 and 2."""
     make, way = LOSSES[name]
     loss_fn, own = make(), make()
     layers, x, y = made(rows)

@@ -64,7 +64,6 @@ def test_a_sequence_that_is_cut_is_refused(make, way, replicas, num_microbatch):
 
 @pytest.mark.parametrize("replicas", [None, 2])
 def test_the_rule_of_the_error_gives_the_numbers_of_the_plain_layers(replicas):
-    """Cut along axis 1, outputs and gradients are those without a pipeline."""
     plain = encoder().eval()
     pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check", replicas=replicas)
     rules = {"split_input": {"args[0]": TensorChunkSpec(1)}, "merge_output": TensorChunkSpec(1)}

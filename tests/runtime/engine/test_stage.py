@@ -432,7 +432,6 @@ def test_a_sparse_gradient_is_added_like_a_dense_one(devices):
 
 
 def test_a_computed_plan_copies_a_heavy_head(devices):
-    """``last_stage_copies`` of the configuration; "auto" finds that it pays for a head of half the model."""
     inputs, labels = torch.ones(8, 8), torch.ones(8, 64)
     stages, found = [], []
     for copies in (1, 2, "auto"):

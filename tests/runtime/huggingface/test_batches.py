@@ -64,7 +64,6 @@ def test_pictures_that_do_not_fit_their_places_are_an_error():
 
 
 def test_rows_are_joined_wherever_they_are():
-    """Rows times length along axis 0, and rows along another axis; averages are weighted."""
     parts = [
         {"flat": torch.arange(n * 4).reshape(n * 2, 2), "time": torch.ones(3, n, 5), "mean": torch.tensor(float(n))}
         for n in (2, 1)

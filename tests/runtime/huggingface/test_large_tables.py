@@ -166,7 +166,6 @@ def test_bits_do_not_depend_on_devices_and_placement(name):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_master_weights_get_sums_in_their_own_dtype(tied, devices):
-    """Weights in bfloat16, optimizer in float32: rows have the bits of whole tables, slices differ by rounding."""
     model = llama(tied=tied, dtype=torch.bfloat16)
     options = {"optim_dtype": torch.float32}
     whole = once(model, devices, "whole", **options)
@@ -248,7 +247,6 @@ def train(pipe, steps, *, is_async=False, first=0, optimizer=None):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_steps_next_to_runs_read_the_right_version_of_a_table(tied, dtype, devices):
-    """``is_async="exact"`` has the bits of a step after the run; ``is_async=True`` those of whole tables, by rows."""
     options = {"optim_dtype": torch.float32} if dtype == torch.bfloat16 else {}
     model, results = llama(tied=tied, dtype=dtype), {}
     for way, is_async in [("slices", False), ("slices", "exact"), ("whole", True), ("auto", True)]:
@@ -304,7 +302,6 @@ def test_an_error_half_way_leaves_no_trace(way, devices, monkeypatch):
 
 
 def test_a_device_that_cannot_hold_the_head_trains():
-    """Where a whole head is refused, ``"auto"`` takes slices; what the device holds is less than half of the table."""
     model = llama(vocab_size=3001, dtype=torch.float32)
     limit = 300_000
     assert model.lm_head.weight.nbytes > limit

@@ -100,7 +100,6 @@ def test_frozen_weights_stay_pages_of_their_file(tmp_path, how):
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["q_proj", "lm_head", "embed_tokens"]])
 def test_adapters_put_into_a_wrapped_model(targets):
-    """`get_peft_model` on a pipeline: adapters arrive within the layers, and in the model's own code around them."""
     torch.manual_seed(0)
     model = hf_model("llama")
     pipeline = wrapped(model)
@@ -112,7 +111,6 @@ def test_adapters_put_into_a_wrapped_model(targets):
 
 
 def test_adapters_around_the_layers_and_modules_that_learn_whole():
-    """`modules_to_save` trains the head whole, beside adapters of the embedding."""
     model = adapted(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
     plain = copy.deepcopy(model)
     pipeline = wrapped(model)
@@ -124,7 +122,6 @@ def test_adapters_around_the_layers_and_modules_that_learn_whole():
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]])
 def test_switching_and_switching_off_adapters(targets):
-    """`set_adapter` and `disable_adapter` reach the layers and the copies of what is around them."""
     model = adapted(target_modules=targets)
     torch.manual_seed(1)
     model.add_adapter("other", lora(target_modules=targets))
@@ -146,7 +143,6 @@ def test_switching_and_switching_off_adapters(targets):
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]])
 def test_merged_adapters_count_once(targets):
-    """`merge_adapter`, `unmerge_adapter` and `merge_and_unload` after training leave the logits as they are."""
     model = adapted(target_modules=targets)
     plain = copy.deepcopy(model)
     pipeline = wrapped(model)
@@ -163,10 +159,6 @@ def test_merged_adapters_count_once(targets):
 
 
 def test_saved_adapters_are_loaded_by_peft(tmp_path):
-    """`save_pretrained` waits for a step in the background, and writes the adapters only.
-
-    PEFT puts the adapters into a fresh model, and into a pipeline.
-    """
     model = adapted()
     torch.manual_seed(0)
     base, other = hf_model("llama"), hf_model("llama")
@@ -191,7 +183,6 @@ def test_saved_adapters_are_loaded_by_peft(tmp_path):
 
 
 def test_frozen_parameters_cost_the_optimizer_nothing():
-    """With masters in float32, only adapters have one, a gradient and moments; in the background, too."""
     model = adapted().to(torch.bfloat16)
     pipeline = wrapped(model, optim_dtype=torch.float32)
     named = dict(pipeline.optim_named_parameters())
@@ -230,7 +221,6 @@ def test_a_master_is_filled_when_its_parameter_learns():
 
 
 def test_the_loss_of_experts_is_found_inside_of_adapters():
-    """Mixtral with adapters and `output_router_logits`: its auxiliary loss is that of the whole batch."""
     torch.manual_seed(0)
     model = peft.get_peft_model(hf_model("mixtral"), lora(target_modules=["q_proj"])).double()
     plain = copy.deepcopy(model)

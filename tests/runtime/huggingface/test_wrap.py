@@ -39,7 +39,6 @@ def arguments(name: str, **options) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_three_steps_are_those_of_the_plain_model(name):
-    """Padding, ignored labels, 5 rows in 3 microbatches: loss, logits and every gradient, step after step."""
     model = hf_model(name)
     plain = copy.deepcopy(model)
     pipeline = wrapped(model, example=arguments(name, rows=2))
@@ -62,7 +61,6 @@ def test_three_steps_are_those_of_the_plain_model(name):
 
 @pytest.mark.parametrize(("devices", "microbatches", "rows"), [(1, 1, 5), (1, 4, 3), (3, 2, 5), (2, 5, 4)])
 def test_any_number_of_devices_and_microbatches(devices, microbatches, rows):
-    """In float32, loss and gradients are within 1e-6 of the plain model, which has seen the batch at once."""
     options = {"devices": f"virtual:{devices}", "microbatches": microbatches}
     assert_like_plain(make_model("llama"), hf_batch(rows), **options).close()
 
@@ -197,7 +195,6 @@ def test_pickle_and_deepcopy_keep_the_cut():
 
 
 def test_an_exception_in_a_layer_comes_out_and_changes_nothing():
-    """The error has a note on where it was; the next call gives what it would have given."""
     model = hf_model("llama")
     pipeline = wrapped(model)
     batch = hf_batch()
@@ -226,7 +223,6 @@ class Uncuttable(nn.Module):
 
 
 def test_a_model_that_cannot_be_cut_warns_and_runs_whole():
-    """With ``use_sequential_preset=True`` it is an error."""
     example = {"x": torch.ones(2, 64)}
     with pytest.warns(CutRefusedWarning, match="Uncuttable runs in one piece, as it cannot be split"):
         pipeline = wrap_model_to_roundpipe(Uncuttable(), lower_threshold=0, example=example, devices="virtual:1")

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 
 def test_parameters_stay_on_the_host():
-    """A ``to`` with another place is refused with the line to type; the dtype may change."""
     pipeline = wrapped(make_model("llama"))
     with pytest.raises(
         ConfigError, match=r"stay on the host.*\n    wrap_model_to_roundpipe\(model, devices=\['meta'\]"
@@ -50,7 +49,6 @@ def test_a_pipeline_is_not_wrapped_again_and_a_model_may_be():
 
 
 def test_state_dict_is_that_of_the_model():
-    """The plain model loads it; copies of ``optim_dtype`` are not in it, and follow what is loaded."""
     pipeline = wrapped(make_model("llama").bfloat16(), optim_dtype=torch.float32)
     optimizer = torch.optim.SGD(pipeline.optim_parameters(), lr=0.1)
     pipeline.forward_backward(input_kwargs=hf_batch())
@@ -97,7 +95,6 @@ def test_copies_of_the_optimizer_are_not_resized():
 @pytest.mark.parametrize("size", [90, 140])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_embeddings_are_resized_while_a_graph_is_held(name, size):
-    """gpt2 shares its embedding with its head. The losses and gradients after it are those of the resized model."""
     model = hf_model(name).eval()
     plain, batch = copy.deepcopy(model), hf_batch()
     pipeline = wrapped(model)
@@ -162,7 +159,6 @@ def test_hooks_count_whenever_they_are_registered():
 
 
 def test_texts_behind_each_other_are_one_row():
-    """``DataCollatorWithFlattening``: where texts begin is not cut like rows; several rows of that kind are refused."""
     model = hf_model("llama")
     model.config.use_cache = False
     plain = copy.deepcopy(model)

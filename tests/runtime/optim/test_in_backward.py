@@ -114,7 +114,6 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("gradients", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_that_steps_parameter_by_parameter(wrap, name, gradients, update):
-    """Also with gradients of 16 bits, which an ordinary step with `gradient_dtype` reads."""
     options = {**FLOAT, "gradient_dtype": gradients, "model_run_config": MEAN}
     expected = train(wrap(layers_of("tied"), **options), OPTIMIZERS[name])
     assert same_bits(train(wrap(layers_of("tied"), update=update, **options), OPTIMIZERS[name]), expected)
@@ -148,7 +147,6 @@ def refuses_to_clip(pipe):
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_clipping_in_place_is_that_of_master_weights(wrap, update):
-    """With 14 bytes per parameter a step is clipped as with 16; in the backward it is refused, in one line."""
     options = {**FLOAT, "gradient_dtype": torch.bfloat16, "model_run_config": MEAN}
     found = []
     for way in ("masters", update):
@@ -166,7 +164,6 @@ def test_clipping_in_place_is_that_of_master_weights(wrap, update):
 
 
 def test_parameters_are_wide_on_the_host_and_nothing_else_is(wrap):
-    """12 bytes per parameter: no gradient, no second copy; a layer computes with the dtype that it was given."""
     seen = []
     model = layers_of("plain")
     model[0].register_forward_hook(lambda layer, args, output: seen.append(layer.weight.dtype))
@@ -233,13 +230,11 @@ def pipelines_of_the_same_bits(make, update, **options):
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
 def test_models_of_transformers(name, update):
-    """A small Llama, a T5 with tied embeddings, and a mixture of experts; compared with master weights."""
     pipelines_of_the_same_bits(lambda: model_of(name), update, model_run_config=MEAN)
 
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_adapters_of_peft(update):
-    """LoRA around a frozen model of 16 bits: adapters have 12 or 16 bytes, the rest stays as it is."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     pipes = pipelines_of_the_same_bits(
@@ -387,7 +382,6 @@ def test_optimizers_that_cannot_step_in_the_backward(wrap, make, match):
 
 
 def test_hooks_and_older_gradients_of_parameters_are_refused(wrap):
-    """What a step would not see is named."""
     pipe, optimizer, run = pipe_and_run(wrap)
     first = next(iter(pipe.optim_parameters()))
     hook = first.register_hook(lambda gradient: gradient * 2)
@@ -465,7 +459,6 @@ def test_parameters_of_a_loss_are_stepped_by_the_call(wrap):
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_an_evaluation_sees_the_step(wrap, update):
-    """Also before `optimizer.step()` is called, and where devices keep their copies."""
     config = RoundPipeRunConfig(keep_parameters="auto").over(MEAN)
     expected = None
     for way in ("masters", update):
@@ -513,7 +506,6 @@ def test_a_checkpoint_continues_with_the_same_bits(wrap, tmp_path, update):
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_copy_computes_in_the_same_dtype(wrap, again, update):
-    """A copied pipeline uploads as the first one does; a closed one leaves plain float32 parameters."""
     pipe, _, run = pipe_and_run(wrap, update=update, devices="virtual:2")
     inputs, _ = batch(6)
     run()
@@ -531,7 +523,6 @@ def test_a_copy_computes_in_the_same_dtype(wrap, again, update):
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_layer_that_is_unfrozen_later(wrap, update):
-    """It is widened before the next run, as its master weight would be made."""
     found = []
     for way in ("masters", update):
         model = layers_of("frozen")

@@ -48,7 +48,6 @@ def test_gradients_are_added_in_the_order_of_the_list():
 
 
 def test_a_master_holds_gradients_in_its_own_dtype():
-    """bfloat16 gradients of many microbatches add up in float32; show_gradients rounds them once."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     store = ParameterStore(model, torch.float32)
     ((name, master),) = store.named()
@@ -255,7 +254,6 @@ def rounded(steps, make, wrap, **options):
 @pytest.mark.parametrize("how", [False, True, "exact", "outside", "groups"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_reads_the_rounded_sum(wrap, name, how):
-    """Each master weight is that of a training whose sums in float32 are rounded once, whichever way the step runs."""
     make = OPTIMIZERS[name]
     groups, how = ({"replicas": 2}, False) if how == "groups" else ({}, how)
     pipe = wrap(half_model(), **HALF, model_run_config=MEAN, name="same", **groups)
@@ -283,7 +281,6 @@ def take_steps(pipe, optimizer, steps, how):
 
 
 def test_gradients_of_several_runs_add_up(wrap):
-    """Near twice the gradient of one run, as far as bfloat16 goes."""
     pipe = wrap(half_model(), **HALF, model_run_config=MEAN)
     run(pipe)
     once = [p.grad.clone() for p in pipe.optim_parameters()]

@@ -59,7 +59,6 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_have_the_bits_of_the_whole_step(name, dtype):
-    """Parameters and states are equal after 50 steps in parts, last first, of groups with options of their own."""
     if dtype == torch.bfloat16 and name in ("Adafactor", "SGD fused"):
         pytest.skip("torch's Adafactor multiplies two dtypes; momenta of its fused SGD differ from run to run")
     whole, parts = parameters(dtype=dtype), parameters(dtype=dtype)

@@ -84,7 +84,6 @@ def test_a_sequence_of_losses_is_a_list_of_totals(wrap):
 
 
 def test_the_caller_s_autocast_holds_in_the_layers(wrap):
-    """Under autocast the layers compute in bfloat16, as they do without the pipeline."""
     model, inputs, _labels = small_model(), *batch(6)
     dtypes = []
     model[0].register_forward_hook(lambda m, a, out: dtypes.append(out.dtype))

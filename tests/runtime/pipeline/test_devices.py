@@ -108,7 +108,6 @@ def test_a_forward_alone_says_nothing_about_training(wrap):
 
 
 def test_the_fused_stage_is_measured(wrap):
-    """Its backward costs what a backward stage would: the forward, the loss, and the way back through both."""
     model, plan = small_model(), ModelExecutePlan([range(6)], [range(6, 7), range(6)])
     pipe, (inputs, labels) = wrap(model), batch(6)
     model[6].register_forward_hook(lambda *_: time.sleep(0.01))

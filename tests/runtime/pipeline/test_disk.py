@@ -95,7 +95,6 @@ def assert_same(one, other):
     ],
 )
 def test_twenty_steps_have_the_bits_of_memory(folder_on_disk, options, how):
-    """Tied weights, dropout, uneven microbatches, bfloat16 with masters, frozen parts, accumulation, exact steps."""
     found = []
     for host in ("memory", f"disk:{folder_on_disk}"):
         torch.manual_seed(1)

@@ -157,7 +157,6 @@ def test_rows_are_proven_again_when_a_part_of_a_layer_was_replaced(wrap):
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_parameters_that_are_replaced_between_calls(wrap, dtype):
-    """By a script, as ``nn.Parameter`` or through ``data``: the next call and the next step have the new ones."""
     model, plain = layers(), layers()
     pipe = wrap(model, dtype, model_run_config=MEAN)
     x, y = batch(6)

@@ -120,7 +120,6 @@ def steps(pipe, optimizer, count):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_are_those_of_the_plain_model(kind):
-    """Five steps and an evaluation between them: losses within 1e-5, adapter gradients, and the bits per weight."""
     plain, model = adapted(kind), adapted(kind)
     optimizer = adam(plain)
     expected, gradients = [], {}
@@ -187,7 +186,6 @@ def folder(tmp_path_factory):
 
 
 def test_train_quantizes_as_it_reads(folder, tmp_path, monkeypatch, capsys):
-    """One command: adapters over nf4, no model in floating point, and bitwise the same after a stop in the middle."""
     monkeypatch.setattr(
         transformers.LlamaForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded as a whole")
     )
@@ -221,7 +219,6 @@ def test_the_weights_are_those_of_a_model_that_was_loaded_first(folder):
 
 @pytest.mark.parametrize(("kind", "most"), [("nf4", 0.3), ("fp4", 0.3), ("int8", 0.53)])
 def test_the_plan_counts_payload_and_scales(kind, most):
-    """A Llama of 1.1 billion parameters on meta: bytes of its layers on the link and on the host, next to bfloat16."""
     config = transformers.LlamaConfig(
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4
     )
@@ -234,7 +231,6 @@ def test_the_plan_counts_payload_and_scales(kind, most):
 
 
 def test_plan_prints_what_train_moves(folder, capsys):
-    """`roundpipe plan --quantize`: fewer bytes on the host and on the link, the same number of parameters."""
     found = {}
     for kind in ("none", "nf4"):
         line = f"plan {folder / 'llama'} --lora 4 --quantize {kind} --length 16 --devices virtual:1 --memory 1GB --json"

@@ -31,7 +31,6 @@ BACKWARD = [range(3, 4), range(1, 3), range(1)]
     ],
 )
 def test_right_plans_pass(run_type, forward, backward):
-    """Ranges as documented, and lists of indices."""
     assert ModelExecutePlan(forward, backward).check_valid(run_type, 4) is None
 
 

@@ -342,7 +342,6 @@ def test_measurements_are_averaged_with_the_newest_counting_a_fifth():
 
 
 def test_nothing_is_allocated_for_a_guess():
-    """Parameters on `meta` have a cost, too."""
     with torch.device("meta"):
         assert analytic_cost(nn.Linear(10_000, 10_000)).param_bytes == 4 * 10_000 * 10_001
 

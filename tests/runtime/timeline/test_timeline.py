@@ -182,7 +182,6 @@ def test_the_drawing_has_a_legend_of_what_it_shows(capsys, monkeypatch):
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_no_line_is_wider_than_the_terminal(capsys, monkeypatch, columns):
-    """Of a wide one, 120 columns are used."""
     monkeypatch.setenv("COLUMNS", str(columns))
     draw_on(console(), timeline_of(*[Record(0, 0, f"cuda:{n}", "forward", n, n + 1.0) for n in range(8)]))
     assert max(map(len, capsys.readouterr().out.splitlines())) <= min(columns, 120)

@@ -134,6 +134,5 @@ def test_nothing_passes_in_a_model_of_one_piece():
 
 
 def test_without_an_example_tokens_are_made_up():
-    """The same ones that `cut` makes up: two rows of twelve."""
     passed = passed_tensors(cut(hf_model("llama"), check=False))
     assert next(one.shape[:2] for one in passed if one.kind == "hidden") == (2, 12)

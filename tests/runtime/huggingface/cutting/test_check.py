@@ -134,7 +134,6 @@ def test_a_layer_that_does_something_else_is_found(mistake, layer, plant):
 
 
 def test_one_wrong_number_of_one_gradient_is_found():
-    """The gradient of the last layer is off in one of 64 numbers, the outputs are not."""
     model = Toy().double()
     pieces = pieces_of(model)
 

@@ -116,7 +116,6 @@ def test_a_form_says_which_outputs_are_like_an_input():
 
 
 def test_sequential_counts_when_its_children_are_alike_and_made_of_parts():
-    """A stack of equal blocks in an `nn.Sequential` is a list of layers; the two matrices of a network are none."""
     model = nn.ModuleDict({"stack": nn.Sequential(Block(), Block()), "mlp": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
     assert [found.path for found in candidates(model)] == ["stack"]
 
@@ -229,7 +228,6 @@ KEY = Key(3, 0)
 
 
 def test_a_placeholder_is_a_tensor_that_can_be_handed_on():
-    """`isinstance`, identity, containers and the known form say nothing of the value."""
     made = Placeholder(KEY, torch.zeros(2, 5, dtype=torch.float16))
     assert isinstance(made, torch.Tensor)
     assert (made,)[0] is made
@@ -254,7 +252,6 @@ def test_a_placeholder_is_a_tensor_that_can_be_handed_on():
     ],
 )
 def test_computing_with_a_placeholder_leaves_the_forward(operation):
-    """Whatever reads or writes the value raises `NeedsValue`, which names the tensor."""
     with pytest.raises(NeedsValue) as caught:
         operation(Placeholder(KEY, torch.zeros(2, 5)))
     assert caught.value.key == KEY
@@ -279,8 +276,6 @@ def test_what_needs_the_form_only_is_made(operation, expected):
 
 
 def test_models_do_not_catch_it():
-    """`except Exception` lets `NeedsValue` pass."""
-
     def careless():
         try:
             return Placeholder(KEY, torch.zeros(1)) * 2
@@ -292,7 +287,6 @@ def test_models_do_not_catch_it():
 
 
 def test_a_placeholder_is_found_among_leaves():
-    """`first_placeholder` looks into lists and tuples."""
     made = Placeholder(KEY, None)
     assert first_placeholder([1, (torch.ones(1), [made])]) is made
     assert first_placeholder([1, torch.ones(1)]) is None

@@ -59,7 +59,6 @@ def host_reason(pipeline: WrappedModel) -> str | None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_those_of_the_plain_model(name, monkeypatch):
-    """Three rows, two of them padded, in two microbatches, 12 tokens past any window; the host runs no forward."""
     pipeline, plain = pair(name)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     if name == "mamba" and home(plain) is None:
@@ -113,7 +112,6 @@ def test_a_cache_is_filled_as_the_plain_model_fills_it(microbatches):
 
 
 def test_a_cache_is_made_where_none_is_given():
-    """With `use_cache=True` the output has the cache of the whole batch, also where the caller registered caches."""
     pipeline, plain = pair("llama")
     with torch.no_grad(), register_flattening_functions(patch_transformers=True):
         found = cache_of(pipeline(**prompt(), use_cache=True))
@@ -287,7 +285,6 @@ def test_the_forward_of_the_model_is_back_afterwards():
 
 
 def test_only_entries_that_are_read_are_moved():
-    """A layer that updates entry 1 leaves entry 0 where it is; the cache itself changes when the parts are joined."""
     cache = home(hf_model("llama"))
     ones = torch.ones(1, 4, 2, 16)
     cache.update(ones, ones, 0)
@@ -429,7 +426,6 @@ def test_a_route_that_differs_is_not_taken(monkeypatch, caplog):
 
 
 def test_a_cache_of_both_sides_is_filled_as_the_plain_model_fills_it():
-    """By the pipeline of the training, too: with `use_cache=True`, and with the cache of the call before."""
     pipeline, plain, inputs = encoder_pair("seq2seq:t5")
     tokens, held = hf_batch(3)["input_ids"][:, :4], []
     with torch.no_grad():

@@ -138,7 +138,6 @@ def test_half_precision_is_summed_wide():
 
 
 def test_under_autocast():
-    """The head computes in bfloat16, parameters have float32 gradients."""
     hidden, weight, bias, labels = example(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         found = chunked_cross_entropy(hidden, weight, labels, bias=bias, rows=10)
@@ -193,7 +192,6 @@ def test_the_gradient_of_the_weight_is_there_once():
 
 
 def test_a_large_vocabulary_gives_the_same_numbers():
-    """In two chunks: loss and gradients within 1e-6."""
     _, losses, slopes = chunked_and_plain(300, "cpu")
     assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-6)
     for one, other in zip(*slopes, strict=True):
@@ -219,7 +217,6 @@ def test_a_microbatch_of_ignored_labels(everything_is_large):
 
 
 def test_a_count_of_the_script(everything_is_large):
-    """`num_items_in_batch` makes the loss a sum over it, in chunks, too."""
     assert_like_plain(hf_model("llama"), {**hf_batch(), "num_items_in_batch": 17})
 
 
@@ -242,7 +239,6 @@ def test_whoever_looks_at_logits_gets_them(everything_is_large):
 
 
 def test_small_logits_are_computed_as_the_model_does():
-    """Below 16 million numbers nothing changes, to the last bit."""
     model, batch = make_model("llama"), hf_batch()
     expected = copy.deepcopy(model)(**batch).loss
     assert wrapped(model, microbatches=1).forward_backward(input_kwargs=batch).item() == expected.item()

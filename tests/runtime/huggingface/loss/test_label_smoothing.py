@@ -38,7 +38,6 @@ def plain_loss(model, batch, *, shifted, **options):
 @pytest.mark.parametrize("items", [None, 17])
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_those_of_the_trainer(name, items, everything_is_large, computed):
-    """Five rows in microbatches of 2, 2 and 1, ignored labels among them; and the logits are never computed."""
     batch, shifted = make_batch(name), MODELS[name]
     assert_like_plain(
         make(name),
@@ -51,7 +50,6 @@ def test_loss_and_gradients_are_those_of_the_trainer(name, items, everything_is_
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_microbatch_of_ignored_labels_counts_nothing(cut):
-    """Small logits are computed as the model does; labels may be given as `label`; the loss has its scale."""
     batch = hf_batch()
     batch["labels"][:2] = -100
     whole, labels = dict(batch), batch.pop("labels")
@@ -119,7 +117,6 @@ def test_any_pipeline_takes_it(items):
 
 
 def test_16_bits_are_summed_wide(everything_is_large):
-    """Logits of 16 bits stay late, too: their loss is computed in float32."""
     hidden, weight = torch.randn(2, 5, 4).bfloat16(), torch.randn(9, 4).bfloat16()
     labels = torch.randint(0, 9, (2, 5))
     late = LazyLogits(hidden, (weight, None))

@@ -306,7 +306,6 @@ def test_a_mask_that_some_rows_do_not_need_is_proven_on_rows_alike(padded):
 
 
 def test_copies_of_the_optimizer_get_the_gradients_of_a_joined_loss():
-    """With ``optim_dtype``, copies hold what the plain model's gradients are, those of the last piece included."""
     plain, batch = made(spread)
     model = copy.deepcopy(plain).float()
     plain(**batch).loss.backward()

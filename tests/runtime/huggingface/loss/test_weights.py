@@ -83,7 +83,6 @@ def test_num_items_in_batch_is_the_models_own_weight():
 
 
 def test_a_scaled_loss_has_a_scaled_gradient():
-    """`loss_fn` may return a multiple of the model's loss, as a gradient scaler does."""
     model = hf_model("llama")
     plain = copy.deepcopy(model)
     batch = hf_batch()

@@ -55,7 +55,6 @@ class Layerwise:
 
 @pytest.mark.parametrize("how", ["optimizers=", "before", "behind", "derived"])
 def test_optimizer_of_parameters_without_gradients(tmp_path, how):
-    """With ``optim_dtype`` one of ``model.parameters()`` would never change anything: refused, or given the copies."""
     model = make_model("gpt2").to(torch.bfloat16)
     options, kind = {"optim_dtype": torch.float32}, RoundPipeTrainer
     if how == "optimizers=":
@@ -112,7 +111,6 @@ def test_optimizers_with_a_kernel_for_the_host_are_taken():
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
 @pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit", "lion_8bit", "ademamix_8bit"])
 def test_optimizers_of_bitsandbytes_train_as_without_a_pipeline(tmp_path, optim):
-    """Losses of three steps; embeddings have moments in 32 bits, as the Trainer asks for."""
     pytest.importorskip("bitsandbytes", reason="these are its optimizers")
     pair = []
     for kind in (Trainer, RoundPipeTrainer):

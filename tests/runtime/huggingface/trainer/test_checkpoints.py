@@ -41,7 +41,6 @@ def names(run):
 
 
 def test_newest_is_that_of_most_steps(tmp_path):
-    """12 and not 9, and no warning."""
     make(tmp_path, 9, 12, 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -135,7 +134,6 @@ def test_what_a_kill_left_is_settled(tmp_path):
     ],
 )
 def test_the_newest_and_the_best_stay(tmp_path, limit, best, expected):
-    """``save_total_limit`` means what it means for the Trainer of transformers 5."""
     for step in (1, 2, 3, 4):
         make(tmp_path, step)
     remove_all_but(tmp_path, limit, None if best is None else str(tmp_path / f"checkpoint-{best}"))
@@ -185,7 +183,6 @@ def test_files_are_those_of_the_trainer_and_a_manifest(trainer, tmp_path):
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_written_again(trainer, tmp_path):
-    """The run goes on from step 2 with a warning, writes step 3 once more, and ends with the bits of the whole run."""
     whole = trainer()
     whole.train()
     shutil.rmtree(tmp_path / "checkpoint-4")
@@ -201,7 +198,6 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_again(trainer, tmp_path
 
 
 def test_a_disk_that_is_full_leaves_what_was_there(trainer, tmp_path, monkeypatch):
-    """The error comes out of ``train``; the step before is whole, and nothing of this one is left."""
     ours = trainer(3)
 
     def full(folder):
@@ -230,7 +226,6 @@ def test_without_a_checkpoint_the_trainer_says_so(trainer):
 
 
 def test_the_best_checkpoint_is_known_by_its_place(trainer, tmp_path):
-    """In the state of the run, and in the file; it stays beside the newest with ``save_total_limit=1``."""
     best = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     ours = trainer(3, **best)
     losses = {1: 3.0, 2: 1.0, 3: 2.0}
@@ -257,7 +252,6 @@ def test_adapters_in_folders_of_their_own_are_checked_too(tmp_path):
 
 
 def test_load_checkpoint_says_whose_it_is(tmp_path):
-    """A folder of the Trainer's given to ``load_checkpoint``: an error with the line to type."""
     make(tmp_path, 1)
     with pytest.raises(
         CheckpointError, match=r"was written by a Trainer.*\n    trainer.train\(resume_from_checkpoint="
@@ -268,7 +262,6 @@ def test_load_checkpoint_says_whose_it_is(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="attempts are forked, which this system cannot")
 @pytest.mark.extended  # kills of the two commands and of a loop are tested each time
 def test_kills_change_no_bit(tmp_path):
-    """bfloat16 with copies, dropout, accumulation, a schedule, a limit of two; 1 to 3 devices."""
     wanted = int(os.environ.get("ROUNDPIPE_KILLS", "3"))
     steps = max(6, wanted)
     ends = []

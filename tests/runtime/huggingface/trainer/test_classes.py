@@ -125,7 +125,6 @@ def test_a_model_that_has_not_trained_is_saved_as_it_is(trainers, tmp_path):
 
 @pytest.mark.parametrize("name", cases(MODELS, quick=["llama", "bert"]))
 def test_resumed_run_ends_with_the_same_bits(trainers, tmp_path, name):
-    """Saved after step 3, resumed on three devices by a new trainer with another model: losses, weights."""
     options = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "no"}
     whole = trainers(name, arguments(tmp_path, 6, **options), model=make_model(name, dropout=0.1))
     whole.train()
@@ -140,7 +139,6 @@ def test_resumed_run_ends_with_the_same_bits(trainers, tmp_path, name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_checkpoint_is_the_model(trainers, tmp_path, name):
-    """``from_pretrained`` loads it, under the model's own names, with the weights after the last step."""
     ours = trainers(name, arguments(tmp_path, 2, save_strategy="steps", save_steps=2, eval_strategy="no"))
     ours.train()
     loaded = type(ours.model).from_pretrained(tmp_path / "checkpoint-2")
@@ -161,7 +159,6 @@ def test_checkpoint_of_a_plain_trainer_is_resumed(trainers, tmp_path):
 
 
 def test_copies_of_the_optimizer_are_trained_and_resumed(trainers, tmp_path):
-    """bfloat16 weights, float32 copies: the copies are clipped, stepped, saved, and resumed to the bit."""
     options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "no", "learning_rate": 1e-3}
 
     def run(**resume):
@@ -201,8 +198,6 @@ def test_smoothed_labels(trainers, tmp_path, name, monkeypatch):
 
 
 def test_loss_of_the_user(trainers, tmp_path):
-    """``compute_loss_func`` is given the joined output of the batch, and the tokens of the accumulated batch."""
-
     def focal(outputs, labels, num_items_in_batch=None):
         log_p = outputs.logits[:, :-1].log_softmax(-1)
         wanted = labels[:, 1:]
@@ -214,8 +209,6 @@ def test_loss_of_the_user(trainers, tmp_path):
 
 
 def test_loss_of_a_subclass(trainers, tmp_path):
-    """A subclass that overrides ``compute_loss`` is asked for the loss of the batch."""
-
     class Mean:
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             outputs = model(**inputs)
@@ -256,7 +249,6 @@ class FurtherBehind(RoundPipeTrainer, type("Other", (FirstTokens,), {})):
 @pytest.mark.parametrize("name", ["llama", "bert"])
 @pytest.mark.parametrize("kind", [Behind, FurtherBehind, FirstTokensOfPipelines, RoundPipeTrainer])
 def test_step_of_a_subclass(trainers, tmp_path, name, kind):
-    """A ``training_step`` is called, wherever it stands: mixed in, derived, or set on the object."""
     pair = [trainers(name, arguments(tmp_path / one.__name__, 3), kind=one) for one in (FirstTokens, kind)]
     if kind is RoundPipeTrainer:
         pair[1].training_step = functools.partial(_with_first_token, pair[1].training_step)
@@ -266,14 +258,11 @@ def test_step_of_a_subclass(trainers, tmp_path, name, kind):
 
 
 def test_last_batches_of_an_epoch(trainers, tmp_path):
-    """37 rows: batches of 5, the last of 2, accumulated by three; then a second epoch."""
     changes = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3, "eval_strategy": "epoch"}
     assert_same_curves(*both(trainers, tmp_path, "llama", **changes))
 
 
 def test_predictions_and_metrics(trainers, tmp_path):
-    """``evaluate`` and ``predict`` of an untrained model, with logits that a metric reads."""
-
     def metric(prediction):
         return {"right": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
@@ -300,7 +289,6 @@ def test_model_init_makes_a_model_for_each_training(trainers, tmp_path):
 
 
 def test_wrapped_model_is_taken_as_it_is(trainers, tmp_path):
-    """The pipeline, its optimizer and its devices are the user's; ``trainer.model`` is the model itself."""
     model = make_model("llama")
     pipeline = wrap_model_to_roundpipe(model, devices="virtual:1")
     optimizer = torch.optim.SGD(pipeline.optim_parameters(), lr=0.1)
@@ -339,7 +327,6 @@ def test_model_that_reads_pictures_is_cut_with_its_data(trainers, tmp_path):
 # transformers 4 enters a block that torch has renamed
 @pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast:FutureWarning")
 def test_bfloat16_autocast(trainers, tmp_path):
-    """``bf16=True`` computes in 16 bits in the threads of the devices, too: nearer to plain bf16 than to float32."""
     plain, ours = both(trainers, tmp_path, "llama", bf16=True)
     exact = trainers("llama", arguments(tmp_path, 3), kind=Trainer)
     exact.train()
@@ -359,7 +346,6 @@ def test_activation_checkpointing_is_left_to_the_pipeline(trainers, tmp_path):
 
 
 def test_sequences_are_generated_for_evaluation(trainers, tmp_path):
-    """``RoundPipeSeq2SeqTrainer`` with ``predict_with_generate``: the tokens that the plain one generates."""
     outputs = []
     for kind in (transformers.Seq2SeqTrainer, RoundPipeSeq2SeqTrainer):
         changes = {"predict_with_generate": True, "generation_max_length": 6}
@@ -486,7 +472,6 @@ def test_model_has_the_weights_of_the_last_step_when_it_is_evaluated(trainers, t
 
 
 def test_model_and_batches_stay_on_the_host(trainers, tmp_path):
-    """Whatever device the Trainer would use, and however many: it is only told the loss there."""
     args = arguments(tmp_path, 1)
     for name in ("_setup_devices", "__cached__setup_devices"):  # the second is where transformers 4 looks
         args.__dict__[name] = torch.device("meta")
@@ -531,7 +516,6 @@ def test_a_model_that_does_not_run_on_a_row_of_tokens_is_cut_with_its_data(train
 
 
 def test_checkpoint_of_another_model_is_refused(trainers, tmp_path):
-    """The weights of a GPT-2 are no Llama: an error, where the Trainer warns and trains from random weights."""
     trainers("gpt2", arguments(tmp_path, 1, save_strategy="steps", save_steps=1, eval_strategy="no")).train()
     ours = trainers("llama", arguments(tmp_path, 2, eval_strategy="no"))
     with pytest.raises(ConfigError, match=r"checkpoint-1 is for a different model: it lacks \d+ weights of LlamaFor"):
@@ -539,7 +523,6 @@ def test_checkpoint_of_another_model_is_refused(trainers, tmp_path):
 
 
 def test_noise_on_embeddings_comes_and_goes(trainers, tmp_path):
-    """``neftune_noise_alpha`` with a model that was wrapped before: other losses, and in the next run as without."""
     model = make_model("gpt2")
     start = {name: value.clone() for name, value in model.state_dict().items()}
     pipeline = wrap_model_to_roundpipe(model, devices="virtual:1")
@@ -556,7 +539,6 @@ def test_noise_on_embeddings_comes_and_goes(trainers, tmp_path):
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_model_that_is_left_in_one_piece_trains_alike(trainers, tmp_path, name):
-    """``use_sequential_preset=False``: in microbatches on two devices, with evaluation and label smoothing."""
     args = {"label_smoothing_factor": 0.1}
     plain = trainers(name, arguments(tmp_path / "plain", 3, **args), kind=Trainer)
     ours = trainers(name, arguments(tmp_path / "ours", 3, **args), use_sequential_preset=False)
@@ -567,7 +549,6 @@ def test_a_model_that_is_left_in_one_piece_trains_alike(trainers, tmp_path, name
 
 
 def test_a_model_that_must_be_cut_and_cannot_be_is_an_error(trainers, tmp_path):
-    """``use_sequential_preset=True``, of a model with one layer."""
     model = make_model("bert")
     del model.bert.encoder.layer[1:]
     trainer = trainers("bert", arguments(tmp_path, 1), model=model, use_sequential_preset=True)

@@ -9,7 +9,6 @@ import torch
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 
 import transformers
-from torch import nn
 from transformers import Seq2SeqTrainingArguments, Trainer
 
 import roundpipe_runtime
@@ -303,27 +302,6 @@ def test_wrapped_model_is_taken_as_it_is(trainers, tmp_path):
     assert not torch.equal(model.lm_head.weight, before)
 
 
-def test_model_that_reads_pictures_is_cut_with_its_data(trainers, tmp_path):
-    config = transformers.ViTConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, image_size=8, patch_size=4,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    rows = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": n % 3} for n in range(12)]
-    pair = []
-    for kind in (Trainer, RoundPipeTrainer):
-        torch.manual_seed(0)
-        trainer = trainers(
-            "bert", arguments(tmp_path, 3), kind=kind, model=transformers.ViTForImageClassification(config)
-        )
-        trainer.data_collator = transformers.default_data_collator
-        trainer.train_dataset = trainer.eval_dataset = rows
-        trainer.train()
-        pair.append(trainer)
-    assert_same_curves(*pair)
-    assert not pair[1].pipeline.cut.report.is_whole
-
-
 # transformers 4 enters a block that torch has renamed
 @pytest.mark.filterwarnings("ignore:.torch.cpu.amp.autocast:FutureWarning")
 def test_bfloat16_autocast(trainers, tmp_path):
@@ -400,20 +378,6 @@ def test_model_without_a_loss_says_so(trainers, tmp_path):
     ours.data_collator = lambda rows: {k: v for k, v in collate(rows).items() if k != "labels"}
     with pytest.raises(ValueError, match="did not return a loss"):
         ours.train()
-
-
-def test_frozen_parameters_stay(trainers, tmp_path):
-    def half_frozen():
-        model = make_model("llama")
-        for layer in model.model.layers[:2]:
-            nn.Module.requires_grad_(layer, False)
-        return {"model": model}
-
-    plain, ours = both(trainers, tmp_path, script=half_frozen)
-    assert_same_curves(plain, ours)
-    assert torch.equal(
-        ours.model.model.layers[0].mlp.up_proj.weight, make_model("llama").model.layers[0].mlp.up_proj.weight
-    )
 
 
 @pytest.mark.parametrize("name", ["bert", "mixtral"])

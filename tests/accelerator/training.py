@@ -141,12 +141,9 @@ def train(
     plan = cut_plan(5, [2], [1, 3], 1) if is_short else cut_plan(_LAYERS, [2, 4], [3, 5], 2)
     plan.last_stage_copies = copies
     config = RoundPipeRunConfig(
-        loss_reduction="mean",
-        num_microbatch=2 if is_short else 3,
-        recompute_grain=grain,
-        keep_parameters=keep,
+        loss_reduction="mean", num_microbatch=2 if is_short else 3, recompute_grain=grain, keep_parameters=keep,
         **({} if classic else {"execute_plan": plan}),
-    )
+    )  # fmt: skip
     pipe = RoundPipe(model, devices=devices, model_run_config=config, pin_model=pin)
     log = Log() if log is None else log
     log.follow(pipe)

@@ -31,13 +31,9 @@ def config(**options):
     from transformers import LlamaConfig
 
     sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "vocab_size": 259,
-        "max_position_embeddings": 64,
-    }
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "vocab_size": 259, "max_position_embeddings": 64,
+    }  # fmt: skip
     return LlamaConfig(**{**sizes, **options})
 
 

@@ -112,12 +112,9 @@ class TimeMajor:
 
 def test_a_class_declares_its_batch_axis_with_its_registration():
     register_class_flattening(
-        TimeMajor,
-        lambda obj: ([obj.steps, obj.mask], None),
-        lambda children, _: TimeMajor(*children),
-        None,
+        TimeMajor, lambda obj: ([obj.steps, obj.mask], None), lambda children, _: TimeMajor(*children), None,
         axes={"0": {1: "batch"}},
-    )
+    )  # fmt: skip
     try:
         batch = TimeMajor(torch.arange(28).reshape(7, 4), rows(4))
         parts = split((batch,), {}, None, 3)

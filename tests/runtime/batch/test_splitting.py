@@ -54,13 +54,9 @@ def test_parts_are_views_in_the_graph_of_the_input():
 def test_what_has_no_batch_axis_goes_to_every_microbatch_as_it_is():
     """0-d tensors, numbers, strings, None, tensors of size 1 and tensors without an axis of the batch's size."""
     whole = {
-        "scale": torch.tensor(2.0),
-        "step": 3,
-        "mode": "train",
-        "nothing": None,
-        "mask": torch.zeros(1, 7),
+        "scale": torch.tensor(2.0), "step": 3, "mode": "train", "nothing": None, "mask": torch.zeros(1, 7),
         "weight": torch.zeros(3),
-    }
+    }  # fmt: skip
     for part in split((rows(8, 2),), whole, rows(8), 3):
         assert all(part.kwargs[name] is value for name, value in whole.items())
 

@@ -102,12 +102,9 @@ def run_rank(options, rank, size, store, started):
     try:
         if size > 1:
             dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(str(store), size),
-                rank=rank,
-                world_size=size,
+                "gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size,
                 timeout=datetime.timedelta(seconds=BOUND // 2),
-            )
+            )  # fmt: skip
         train(options.folder, options.kind, rank, size, options.steps, started)
         if size > 1:
             dist.barrier()

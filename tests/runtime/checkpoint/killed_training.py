@@ -42,13 +42,8 @@ def build(kind: str, devices: int, steps: int, host: str):
     """The model with its optimizer, its scheduler, and for some kinds a scaler."""
     torch.manual_seed(7)
     layers = [
-        nn.Linear(16, 24),
-        nn.Dropout(0.2),
-        nn.LayerNorm(24),
-        nn.Linear(24, 24),
-        nn.Dropout(0.2),
-        nn.Linear(24, 4),
-    ]
+        nn.Linear(16, 24), nn.Dropout(0.2), nn.LayerNorm(24), nn.Linear(24, 24), nn.Dropout(0.2), nn.Linear(24, 4),
+    ]  # fmt: skip
     layers.append(nn.BatchNorm1d(4))
     model = nn.Sequential(*layers)
     half = kind in ("scaled", "half", "disk")
@@ -96,13 +91,9 @@ def train(folder: pathlib.Path, kind: str, devices: int, steps: int, started: Ca
         with open(folder / "losses", "a", encoding="utf-8") as file:
             file.write(f"{step} {loss.item().hex()}\n")
         save_checkpoint(
-            folder / "checkpoints",
-            pipe,
-            data={"step": step + 1},
-            keep=2,
-            **parts,
+            folder / "checkpoints", pipe, data={"step": step + 1}, keep=2, **parts,
             is_async=step % 2 == 0 and not is_on_disk,
-        )
+        )  # fmt: skip
     digest = hashlib.sha256()
     for tensor in [*pipe.state_dict().values(), *pipe.optim_parameters()]:
         digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -41,28 +41,14 @@ def round_trip(value):
 @pytest.mark.parametrize(
     "value",
     [
-        2**70,
-        0.1,
-        5e-324,
-        math.inf,
-        -math.inf,
-        b"\x00\xff",
-        (0.9, (0.99,)),
-        1 + 2j,
-        {"a": 1, "$tensor": 2},
-        {0: "zero", (1, 2): "pair", None: "none"},
-        {"$tuple": [1]},
-        {3, 1},
-        collections.OrderedDict([("b", 1), ("a", 2)]),
-        collections.Counter({30: 2, 10: 1}),
-        collections.deque([1, 2], maxlen=5),
-        torch.Size([2, 3]),
-        torch.bfloat16,
-        torch.device("cuda", 1),
+        2**70, 0.1, 5e-324, math.inf, -math.inf, b"\x00\xff", (0.9, (0.99,)), 1 + 2j, {"a": 1, "$tensor": 2},
+        {0: "zero", (1, 2): "pair", None: "none"}, {"$tuple": [1]}, {3, 1},
+        collections.OrderedDict([("b", 1), ("a", 2)]), collections.Counter({30: 2, 10: 1}),
+        collections.deque([1, 2], maxlen=5), torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1),
         (3, tuple(range(625)), None),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_a_value_comes_back_as_it_was(value):
     found = round_trip(value)
     assert found == value

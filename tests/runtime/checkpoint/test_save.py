@@ -126,12 +126,9 @@ def fail_with(monkeypatch, where, error):
 
 
 PLACES = {
-    "tensors": ("safetensors.torch", "save_file"),
-    "flush": (os, "fsync"),
-    "rename": (pathlib.Path, "rename"),
-    "text": (pathlib.Path, "write_text"),
-    "folder": (pathlib.Path, "mkdir"),
-}
+    "tensors": ("safetensors.torch", "save_file"), "flush": (os, "fsync"), "rename": (pathlib.Path, "rename"),
+    "text": (pathlib.Path, "write_text"), "folder": (pathlib.Path, "mkdir"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -123,17 +123,10 @@ def test_sparse_tensors_travel_through_a_checking_device(device):
     assert torch.equal(back.to_dense(), sparse.to_dense())
 
 
-@pytest.mark.parametrize(
-    ("source", "nbytes"),
-    [
-        (torch.arange(10.0), 16),
-        (torch.arange(10.0), 40),
-        (torch.arange(12.0).reshape(3, 4), 16),
-        (torch.arange(12.0).reshape(3, 4).T, 16),
-        (torch.tensor(3.0), 1),
-        (torch.empty(0), 16),
-    ],
-)
+@pytest.mark.parametrize(("source", "nbytes"), [
+    (torch.arange(10.0), 16), (torch.arange(10.0), 40), (torch.arange(12.0).reshape(3, 4), 16),
+    (torch.arange(12.0).reshape(3, 4).T, 16), (torch.tensor(3.0), 1), (torch.empty(0), 16),
+])  # fmt: skip
 def test_a_copy_in_pieces_is_a_copy(source, nbytes):
     target = torch.full_like(source, float("nan"))
     copy_in_pieces(target, source, nbytes)

@@ -17,15 +17,9 @@ STEPS = int(os.environ.get("ROUNDPIPE_RANKS_STEPS", "2"))
 
 # What three ranks cut in another way than two; all of it where there is time.
 OF_THREE = [
-    "llama",
-    "mixtral, auxiliary loss",
-    "backward by the caller, dropout",
-    "more groups than ranks",
-    "bfloat16 with masters",
-    "accumulated on the rank",
-    "lora, weights stay",
-    "weights stay",
-]
+    "llama", "mixtral, auxiliary loss", "backward by the caller, dropout", "more groups than ranks",
+    "bfloat16 with masters", "accumulated on the rank", "lora, weights stay", "weights stay",
+]  # fmt: skip
 NAMES = {2: list(CASES), 3: list(CASES) if STEPS >= 50 else OF_THREE}
 
 
@@ -35,12 +29,9 @@ def world(request):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     return run_ranks(
-        "tests.runtime.distributed.trainings:in_ranks",
-        request.param,
-        STEPS,
-        NAMES[request.param],
+        "tests.runtime.distributed.trainings:in_ranks", request.param, STEPS, NAMES[request.param],
         timeout=240 + 60 * STEPS,
-    )
+    )  # fmt: skip
 
 
 def test_ranks_have_the_bits_of_one_process(world):

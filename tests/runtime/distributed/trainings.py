@@ -127,15 +127,9 @@ def train(case: Case, size: int, steps: int, mesh: DeviceMesh | None = None, ran
     replicas = case.groups(size)
     torch.manual_seed(7)
     pipeline = wrap_model_to_roundpipe(
-        whole,
-        lower_threshold=0,
-        devices="virtual:2",
-        name="x",
-        mesh=mesh,
-        replicas=replicas,
-        check=False,
+        whole, lower_threshold=0, devices="virtual:2", name="x", mesh=mesh, replicas=replicas, check=False,
         **case.options,
-    )
+    )  # fmt: skip
     pipeline.train()
     config = RoundPipeRunConfig(num_microbatch=2, keep_parameters=case.keep)
     with OptimizerCtx():

@@ -109,12 +109,9 @@ def test_a_training_has_the_same_bits(make, mode, fused, accumulate, dtype):
 
 @settings(max_examples=15)
 @given(
-    keep=st.sampled_from([0, 1e-7, 3e-7, 5e-7, "auto"]),
-    forward=st.lists(st.integers(1, 6), max_size=5),
-    backward=st.lists(st.integers(1, 6), max_size=5),
-    fused=st.integers(1, 3),
-    rows=st.integers(3, 7),
-)
+    keep=st.sampled_from([0, 1e-7, 3e-7, 5e-7, "auto"]), forward=st.lists(st.integers(1, 6), max_size=5),
+    backward=st.lists(st.integers(1, 6), max_size=5), fused=st.integers(1, 3), rows=st.integers(3, 7),
+)  # fmt: skip
 def test_no_plan_and_no_limit_changes_a_gradient(keep, forward, backward, fused, rows):
     """The whole model in plain PyTorch is the source, up to rounding: what is kept changes no bit of the pipeline."""
     found = []
@@ -322,17 +319,10 @@ def given_devices(*kinds_and_memory):
     return [types.SimpleNamespace(torch_device=torch.device(kind), memory=memory) for kind, memory in kinds_and_memory]
 
 
-@pytest.mark.parametrize(
-    ("found", "fits"),
-    [
-        ([("cpu", None)], True),
-        ([("cuda", 8000)], True),
-        ([("cuda", 1000)], False),
-        ([("cuda", None)], False),
-        ([("cuda", 8000), ("cuda", None)], False),
-        ([("cuda", 8000), ("cuda", 1000)], False),
-    ],
-)
+@pytest.mark.parametrize(("found", "fits"), [
+    ([("cpu", None)], True), ([("cuda", 8000)], True), ([("cuda", 1000)], False), ([("cuda", None)], False),
+    ([("cuda", 8000), ("cuda", None)], False), ([("cuda", 8000), ("cuda", 1000)], False),
+])  # fmt: skip
 def test_layers_stay_where_there_is_room_for_all(found, fits):
     """2,112 bytes of parameters and gradients in 60 %. An accelerator that cannot be asked has no room to count on."""
     assert Planner([nn.Linear(32, 8)], given_devices(*found)).fits() is fits

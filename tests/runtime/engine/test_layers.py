@@ -257,12 +257,9 @@ class Passes(nn.Module):
 
 
 PARTS = {
-    "first": lambda x: x[:, 0],
-    "last": lambda x: x[:, -1:],
-    "all": lambda x: x.view(x.shape),
-    "transposed": lambda x: x.transpose(1, 2).transpose(1, 2),
-    "columns": lambda x: x.unflatten(1, (5, 1))[:, 2],
-}
+    "first": lambda x: x[:, 0], "last": lambda x: x[:, -1:], "all": lambda x: x.view(x.shape),
+    "transposed": lambda x: x.transpose(1, 2).transpose(1, 2), "columns": lambda x: x.unflatten(1, (5, 1))[:, 2],
+}  # fmt: skip
 
 
 def split_model(part, number, *between):

@@ -262,17 +262,9 @@ def trained(devices, copies, case, *, model=None, loss_fn=None):
 
 
 CASE = {
-    "rows": 11,
-    "microbatches": 5,
-    "devices": 4,
-    "fused": 2,
-    "tied": False,
-    "dropout": 0.0,
-    "loss": "mean",
-    "optim_dtype": None,
-    "is_async": False,
-    "one_thread": False,
-}
+    "rows": 11, "microbatches": 5, "devices": 4, "fused": 2, "tied": False, "dropout": 0.0, "loss": "mean",
+    "optim_dtype": None, "is_async": False, "one_thread": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

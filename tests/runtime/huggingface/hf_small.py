@@ -161,18 +161,6 @@ def worst_gradient(model: nn.Module, plain: nn.Module) -> float:
 
 
 __all__ = [
-    "Block",
-    "Opaque",
-    "TakesOpaque",
-    "Toy",
-    "assert_like_plain",
-    "compare_toy",
-    "cut",
-    "hf_batch",
-    "hf_model",
-    "known_model",
-    "tokens",
-    "without_dropout",
-    "worst_gradient",
-    "wrapped",
-]
+    "Block", "Opaque", "TakesOpaque", "Toy", "assert_like_plain", "compare_toy", "cut", "hf_batch", "hf_model",
+    "known_model", "tokens", "without_dropout", "worst_gradient", "wrapped",
+]  # fmt: skip

@@ -70,13 +70,9 @@ def biased():
 
 
 MODELS = {
-    "untied": llama,
-    "tied": lambda: llama(tied=True),
-    "encoder-decoder, one table for both": t5,
-    "soft cap, scaled embedding": gemma2,
-    "logit scale": cohere,
-    "bias": biased,
-}
+    "untied": llama, "tied": lambda: llama(tied=True), "encoder-decoder, one table for both": t5,
+    "soft cap, scaled embedding": gemma2, "logit scale": cohere, "bias": biased,
+}  # fmt: skip
 
 
 def batch(rows=7, length=5, number=0):

@@ -149,17 +149,10 @@ def test_auto_needs_no_weights():
     ModelExecutePlan.auto("fused", model, model_memory_limit=1.0).check_valid("fused", 4)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"min_stages": 1.5},
-        {"min_stages": True},
-        {"upper_threshold": "1.1"},
-        {"model_memory_limit": "24"},
-        {"model_memory_limit": float("nan")},
-        {"model_memory_limit": -1},
-    ],
-)
+@pytest.mark.parametrize("option", [
+    {"min_stages": 1.5}, {"min_stages": True}, {"upper_threshold": "1.1"}, {"model_memory_limit": "24"},
+    {"model_memory_limit": float("nan")}, {"model_memory_limit": -1},
+])  # fmt: skip
 def test_options_that_cannot_be_are_refused_by_name(option):
     """A limit of NaN, above all, would be no limit."""
     (name,) = option

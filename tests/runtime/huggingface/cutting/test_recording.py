@@ -203,13 +203,10 @@ def test_the_configuration_of_text():
 
 def test_a_report_in_words():
     report = CutReport(
-        "Model",
-        ("layers",),
-        ("phase 0", "layers.0", "layers.1", "phase 1"),
-        (1_000_000, 2_000_000, 2_000_000, 500_000),
-        Equivalence(0.0, 1.5e-8, "head.weight", 12),
+        "Model", ("layers",), ("phase 0", "layers.0", "layers.1", "phase 1"),
+        (1_000_000, 2_000_000, 2_000_000, 500_000), Equivalence(0.0, 1.5e-8, "head.weight", 12),
         (("structure", "no way"),),
-    )
+    )  # fmt: skip
     assert (report.phases, report.is_whole) == (2, False)
     assert str(report).splitlines() == [
         "Model: 4 pieces, 2 calls of layers in layers, 2 phases",
@@ -235,22 +232,12 @@ def test_a_placeholder_is_a_tensor_that_can_be_handed_on():
     assert (made.size(1), made.dim(), len(made)) == (5, 2, 2)
 
 
-@pytest.mark.parametrize(
-    "operation",
-    [
-        lambda x: x + 1,
-        lambda x: 1 + x,
-        lambda x: torch.nn.functional.linear(torch.ones(1, 5), x),
-        lambda x: torch.cat([torch.ones(2, 5), x]),
-        lambda x: torch.stack(tensors=[x]),
-        lambda x: x[0],
-        lambda x: x.to(torch.float64),
-        lambda x: bool(x.any()),
-        lambda x: x.requires_grad,
-        lambda x: x.__setitem__(0, 1.0),
-        lambda x: torch.empty(2, 5).copy_(x),
-    ],
-)
+@pytest.mark.parametrize("operation", [
+    lambda x: x + 1, lambda x: 1 + x, lambda x: torch.nn.functional.linear(torch.ones(1, 5), x),
+    lambda x: torch.cat([torch.ones(2, 5), x]), lambda x: torch.stack(tensors=[x]), lambda x: x[0],
+    lambda x: x.to(torch.float64), lambda x: bool(x.any()), lambda x: x.requires_grad,
+    lambda x: x.__setitem__(0, 1.0), lambda x: torch.empty(2, 5).copy_(x),
+])  # fmt: skip
 def test_computing_with_a_placeholder_leaves_the_forward(operation):
     with pytest.raises(NeedsValue) as caught:
         operation(Placeholder(KEY, torch.zeros(2, 5)))

@@ -24,17 +24,8 @@ pytestmark = pytest.mark.slow
 # Rotary, learned and relative positions; a window of 8; keys and values that layers share; experts; recurrent layers,
 # also without attention
 NAMES = [
-    "llama",
-    "gpt2",
-    "bloom",
-    "gemma3_text",
-    "gemma3n_text",
-    "gemma4_text",
-    "mixtral",
-    "jamba",
-    "qwen3_next",
-    "mamba",
-]
+    "llama", "gpt2", "bloom", "gemma3_text", "gemma3n_text", "gemma4_text", "mixtral", "jamba", "qwen3_next", "mamba",
+]  # fmt: skip
 
 
 def prompt(rows: int = 3, length: int = 10) -> dict[str, torch.Tensor]:
@@ -306,12 +297,9 @@ SOUNDS = {
     "speech:speech_to_text": lambda config: (60, config.input_feat_per_channel),
 }
 WAYS = {
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "top_k": 20},
-    "beams": {"num_beams": 3},
-    "static": {"cache_implementation": "static"},
-    "no cache": {"use_cache": False},
-}
+    "greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 20}, "beams": {"num_beams": 3},
+    "static": {"cache_implementation": "static"}, "no cache": {"use_cache": False},
+}  # fmt: skip
 
 
 def encoder_pair(name: str, **options):

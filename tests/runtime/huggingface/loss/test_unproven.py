@@ -217,14 +217,9 @@ class Classifier(transformers.LlamaForSequenceClassification):
 
 
 WAYS = {
-    of_one_class: "joined",
-    by_product: "joined",
-    with_a_term_of_one_class: "joined",
-    of_confident_rows: "joined",
-    by_a_limit: "joined",
-    of_rows: "rows",
-    of_labels: "items",
-}
+    of_one_class: "joined", by_product: "joined", with_a_term_of_one_class: "joined", of_confident_rows: "joined",
+    by_a_limit: "joined", of_rows: "rows", of_labels: "items",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "in one piece"])

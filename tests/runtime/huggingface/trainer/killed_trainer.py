@@ -45,14 +45,10 @@ def train(folder: pathlib.Path, devices: int, steps: int) -> None:
     torch.set_num_threads(1)
     saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "eval_strategy": "no"}
     trainer = make_trainer(
-        "gpt2",
-        arguments(folder / "run", steps, **saving),
-        RoundPipeTrainer,
-        model=make_model("gpt2", dropout=0.1).to(torch.bfloat16),
-        optim_dtype=torch.float32,
-        devices=f"virtual:{devices}",
-        callbacks=[WritesLosses(folder)],
-    )
+        "gpt2", arguments(folder / "run", steps, **saving), RoundPipeTrainer,
+        model=make_model("gpt2", dropout=0.1).to(torch.bfloat16), optim_dtype=torch.float32,
+        devices=f"virtual:{devices}", callbacks=[WritesLosses(folder)],
+    )  # fmt: skip
     trainer.remove_callback(transformers.PrinterCallback)
     begun = any((folder / "run").glob("checkpoint-*")) or any((folder / "run").glob(".checkpoint-*"))
     try:

@@ -121,18 +121,10 @@ def test_what_a_kill_left_is_settled(tmp_path):
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
 
 
-@pytest.mark.parametrize(
-    ("limit", "best", "expected"),
-    [
-        (None, None, [1, 2, 3, 4]),
-        (0, None, [1, 2, 3, 4]),
-        (2, None, [3, 4]),
-        (2, 1, [1, 4]),
-        (1, 2, [2, 4]),
-        (1, 4, [4]),
-        (9, 1, [1, 2, 3, 4]),
-    ],
-)
+@pytest.mark.parametrize(("limit", "best", "expected"), [
+    (None, None, [1, 2, 3, 4]), (0, None, [1, 2, 3, 4]), (2, None, [3, 4]), (2, 1, [1, 4]), (1, 2, [2, 4]),
+    (1, 4, [4]), (9, 1, [1, 2, 3, 4]),
+])  # fmt: skip
 def test_the_newest_and_the_best_stay(tmp_path, limit, best, expected):
     for step in (1, 2, 3, 4):
         make(tmp_path, step)

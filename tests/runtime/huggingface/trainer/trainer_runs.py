@@ -18,15 +18,9 @@ _PAD, _SEPARATOR, _BYTES = 0, 1, 2  # a byte b is the token b + 2
 _VOCABULARY = 258
 _COMMON = {"vocab_size": _VOCABULARY, "pad_token_id": _PAD, "bos_token_id": _SEPARATOR, "eos_token_id": _SEPARATOR}
 _DECODER = {
-    **_COMMON,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+    **_COMMON, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
 
 
 def make_model(name: str, *, dropout: float = 0.0, seed: int = 0) -> torch.nn.Module:
@@ -99,24 +93,12 @@ def _padded(rows: list[list[int]], value: int) -> torch.Tensor:
 def arguments(folder: Path, steps: int, *, kind: type[TrainingArguments] | None = None, **changes) -> TrainingArguments:
     """A schedule with warm-up, accumulation, clipping that clips, evaluation, and every loss in the log."""
     options = {
-        "max_steps": steps,
-        "learning_rate": 3e-3,
-        "weight_decay": 0.01,
-        "per_device_train_batch_size": 5,
-        "per_device_eval_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_grad_norm": 0.5,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 3,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": max(1, steps // 2),
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 7,
-    }
+        "max_steps": steps, "learning_rate": 3e-3, "weight_decay": 0.01, "per_device_train_batch_size": 5,
+        "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5,
+        "lr_scheduler_type": "cosine", "warmup_steps": 3, "logging_steps": 1, "eval_strategy": "steps",
+        "eval_steps": max(1, steps // 2), "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "use_cpu": True, "seed": 7,
+    }  # fmt: skip
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # transformers 4 leaves it behind after ``bf16=True``
     return (kind or TrainingArguments)(output_dir=str(folder), **{**options, **changes})
 

@@ -146,9 +146,7 @@ def test_scaled_losses_in_float16_update_as_float32_does(place):
 
     def call():
         pipe.forward_backward(
-            (batch["x"],),
-            label=batch["y"],
-            loss_fn=lambda out, y: scaler.scale(F.mse_loss(out.float(), y.float())),
+            (batch["x"],), label=batch["y"], loss_fn=lambda out, y: scaler.scale(F.mse_loss(out.float(), y.float()))
         )
 
     call()

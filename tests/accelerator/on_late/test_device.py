@@ -365,9 +365,7 @@ def pipeline(*, asks, layers_per_stage=2):
     model = nn.Sequential(*[Layer(asks=asks) for _ in range(LAYERS)])
     stages = [range(first, first + layers_per_stage) for first in range(0, LAYERS, layers_per_stage)]
     config = RoundPipeRunConfig(
-        loss_reduction="mean",
-        num_microbatch=MICROBATCHES,
-        execute_plan=ModelExecutePlan(stages[:-1], stages[::-1]),
+        loss_reduction="mean", num_microbatch=MICROBATCHES, execute_plan=ModelExecutePlan(stages[:-1], stages[::-1])
     )
     return RoundPipe(model, devices=late_devices(1), model_run_config=config)
 

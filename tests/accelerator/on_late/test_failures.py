@@ -7,12 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from roundpipe_runtime import (
-    DeviceMemoryError,
-    ModelExecutePlan,
-    RoundPipe,
-    RoundPipeRunConfig,
-)
+from roundpipe_runtime import DeviceMemoryError, ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from tests.accelerator import late
 from tests.accelerator.training import expected, late_devices, moved_by_runs, train
 from tests.runtime.small import batch, gradients, same_bits, small_model

@@ -22,12 +22,7 @@ from roundpipe_runtime import ConfigError, OptimizerCtx, RoundPipeRunConfig, Sta
 from roundpipe_runtime.device.protocol import NOW
 from roundpipe_runtime.distributed.ranks.alarm import Alarm, Process
 from roundpipe_runtime.distributed.ranks.ranks import Ranks
-from roundpipe_runtime.distributed.replicas.reduction import (
-    Reduction,
-    ReductionPlan,
-    groups_of,
-    rows_of_rank,
-)
+from roundpipe_runtime.distributed.replicas.reduction import Reduction, ReductionPlan, groups_of, rows_of_rank
 from roundpipe_runtime.distributed.replicas.sampler import ReplicaBatchSampler, collate_with_empty
 from roundpipe_runtime.distributed.weights import RankStore, clip_grad_norm, pieces, shards
 from roundpipe_runtime.errors import RoundPipeWarning

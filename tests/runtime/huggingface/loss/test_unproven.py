@@ -154,8 +154,7 @@ def test_groups_of_rows_refuse_it():
         model, devices="virtual:2", example=first_rows(batch), lower_threshold=0, replicas=2
     )
     with pytest.raises(
-        LossError,
-        match=r"not known to be a mean .*, in one process:\n    RoundPipeRunConfig\(num_micro",
+        LossError, match=r"not known to be a mean .*, in one process:\n    RoundPipeRunConfig\(num_micro"
     ):
         pipeline.forward_backward(input_kwargs=batch)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -99,7 +99,8 @@ def test_threads_may_leave_what_others_use(memory):
 
 def test_the_file_has_no_name(memory):
     """So nothing of it is left when the process is killed."""
-    assert memory.nbytes >= memory.copy(("a",), torch.ones(MIB)).nbytes
+    tensor = memory.copy(("a",), torch.ones(MIB))
+    assert memory.nbytes >= tensor.nbytes
     assert list(memory.folder.iterdir()) == []
 
 

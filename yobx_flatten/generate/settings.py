@@ -136,7 +136,7 @@ class GenerationSettings:
         max_new_tokens: default of ``generate`` for ``max_new_tokens``; 20 by default.
         max_length: largest number of tokens in a sequence and its prompt, if ``max_new_tokens`` is not passed.
         sampling: default of ``generate`` for ``sampling``; by default, the likeliest token is chosen.
-        num_beams, num_return_sequences: defaults of ``generate`` for the arguments of these names; 1 by default.
+        num_beams, num_return_sequences: defaults of the arguments of ``generate`` with the same names; 1 by default.
         positions: size of the model's table of position embeddings, in tokens; ``None`` if it has no such table.
         processors: user functions that change the logits, in order, after the model's logits processors have run.
         has_rules: whether entries such as ``repetition_penalty`` require transformers' logits processors.

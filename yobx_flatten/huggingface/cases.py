@@ -156,8 +156,8 @@ def decode_inputs(
         model: a causal or encoder-decoder Hugging Face model.
         sizes: the batch size, and the numbers of past, new and padding tokens.
         like: example inputs, which determine the names of the inputs and the kind of cache; by default ``input_ids``
-            (or ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and the cache. If ``like`` has no
-            cache, all tokens are new.
+            (or ``decoder_input_ids`` and ``encoder_outputs``), ``attention_mask`` and the cache. If ``like`` has no KV
+            cache, the call reads all tokens.
         seed: seed of the random tokens; 0 by default.
         tokens: the tokens to decode, integers of shape (batch, past + new); random by default.
         source: the tokens that the encoder reads, integers of shape (batch, source); random by default.

@@ -137,7 +137,7 @@ _BRANCHES = ("first", "later")
 
 
 def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> bool:
-    """Merge two decoder files into a third file; all share weights. Return whether the weights are in a data file."""
+    """Merge two decoder files into a third with the same weights; return whether weights are in a data file."""
     import onnx_ir as ir
 
     models = dict(zip(_BRANCHES, (ir.load(first), ir.load(later)), strict=True))

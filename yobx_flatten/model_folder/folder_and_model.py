@@ -71,8 +71,8 @@ def explain_folder(
 ) -> FolderExplanation:
     """Find the first node in each file of an exported folder whose value differs from the value in the model.
 
-    The model is exported again to temporary files, whose outputs are compared with the model's. Both the folder's files
-    and the temporary files run on the stored test cases, and values of their nodes are compared.
+    The model is exported again to temporary files, whose outputs are compared with the model's. The folder's files and
+    the temporary files then run on the stored test cases, and the values of nodes are compared.
 
     Args:
         folder: a folder of ONNX files as :func:`export_folder` writes it.

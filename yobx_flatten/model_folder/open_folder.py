@@ -313,8 +313,8 @@ def open_model(
         providers: see :meth:`FolderModel.from_pretrained`.
 
     Returns:
-        A ``transformers.PreTrainedModel`` for ``pipeline(task, model=...)`` and other code that takes a Hugging Face
-        model: the result of ``from_pretrained`` of the class for the folder's task.
+        A ``transformers.PreTrainedModel`` for ``pipeline(task, model=...)`` and other code that takes Hugging Face
+        models, made by ``from_pretrained`` of the class for the folder's task.
 
     Raises:
         ForeignFileError: when the folder has no ``yobx_flatten.json``, which states the task.

@@ -1,6 +1,6 @@
 """Export the sentence-transformers modules that follow the model: pooling, dense layers, normalisation.
 
-The formats of these files are those of ``sentence_transformers.models`` in sentence-transformers 6.2.
+Configuration files of modules have the formats of ``sentence_transformers.models`` in sentence-transformers 6.2.
 """
 
 # modules.json      0  Transformer   tokens ──> hidden states of shape (rows, tokens, size)

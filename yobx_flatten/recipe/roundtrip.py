@@ -95,7 +95,7 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
 def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
     """Raise an error if unflatten creates a tensor, which would become a constant of a traced program.
 
-    ``run_decompositions`` does not find this constant: https://github.com/pytorch/pytorch/issues/179555.
+    torch's ``run_decompositions`` does not find such constants: https://github.com/pytorch/pytorch/issues/179555.
     """
     children, static = _flatten(recipe, sample)
     recorder = _OperatorLog()

@@ -1,7 +1,7 @@
 """Find the tensor sizes that vary between recorded calls, name them, and find relations between the sizes.
 
-A *place* is one axis of one tensor, or an integer argument. The sizes of a place in all recorded calls are compared
-with sizes that already have a name.
+A *place* is one axis of one tensor, or an integer argument. The sizes of each axis or integer argument in all recorded
+calls are compared with sizes that already have a name.
 """
 
 # call            0   1   2   3            name

@@ -147,7 +147,7 @@ class Jax:
         self._nodes: dict[type, _Node] = {}  # entries are never removed, as in JAX
 
     def read(self, cls: type) -> Any:
-        """Return this package's functions for a class, a text if other code registered it with JAX, or ``None``."""
+        """Return the ``Recipe`` of a class, a text if other code registered the class with JAX, or ``None``."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 return self.waiting.get(cls)

@@ -74,7 +74,7 @@ def string_type(
         with_min_max: Show minimum, maximum and average of tensors, and values of numbers, except for tensors without
             data (FakeTensor, meta) and during a trace, which would record the operators.
         with_device: Put ``C`` (host) or ``G`` (accelerator) before torch tensors.
-        ignore: Has no effect. In other libraries, ``string_type`` raises an error for unknown classes unless ``ignore``
+        ignore: Has no effect. In onnx-diagnostic, ``string_type`` raises an error for unknown classes unless ``ignore``
             is set.
         limit: Lists and tuples of this length or longer are cut after their first element.
         verbose: Log the visited classes with the logger ``yobx_flatten``, even if its level is above ``DEBUG``.

@@ -4,11 +4,10 @@ The static part of a cache is the list of its leaves' names. If all layers are `
 ``key_0, value_0, key_1, ...``; in any other cache, names include a code for the layer class: ``key_D_0, key_W8_1, ...``
 (codes in :mod:`.layers`). The name ``none_W8_1`` stands for layer 1 with a sliding window of 8, before it has keys.
 
-The static part does not depend on the number of tokens seen, so one exported program serves all lengths. The *length*
-(number of tokens seen) of sliding layers comes from one of two sources:
-
-* the number of keys in a full layer, if the cache has a full layer, since a full layer has keys of all tokens;
-* the last leaf, ``length``, a 0-d tensor (see :mod:`.layouts`), if the cache has no full layer.
+The static part does not depend on the number of tokens seen, so one exported program serves all lengths. If a cache has
+a full layer, the number of keys in the full layer is also the *length* (number of tokens seen) of the sliding layers,
+since a full layer has keys of all tokens. In a cache without a full layer, the last leaf, ``length``, a 0-d tensor (see
+:mod:`.layouts`), holds the number of tokens seen.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Describe each class of cache layer: its letter, tensors, token counters and fixed settings.
 
-Layers of all classes outside the table below are flattened by their attributes, with a letter of :data:`OTHER_LETTERS`
-or the name of the class. The leaf ``position`` is the token counter that a layer stores as a tensor. The leaf
-``length`` is the number of tokens seen, an integer in the layer, since a sliding layer has fewer keys than tokens seen.
-All layers of a cache share one ``length`` (see :mod:`.functions`).
+Cache layers of classes that are not in the table below are flattened by their attributes, with a letter of
+:data:`OTHER_LETTERS` or the name of the class. The leaf ``position`` is the token counter that a layer stores as a
+tensor. The leaf ``length`` is the number of tokens seen, an integer in the layer, since a sliding layer has fewer keys
+than tokens seen. All layers of a cache share one ``length`` (see :mod:`.functions`).
 """
 
 # letter  class                    leaves           counter         static (digits after the letter)

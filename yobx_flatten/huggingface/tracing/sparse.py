@@ -1,7 +1,7 @@
 """Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
 DeepSeek V4 compresses a window of keys when it is full, Qwen 4 selects blocks of visible keys per query, Longformer and
-LED attend to a window. The code of these three models branches on the number of windows or blocks, or fixes the number.
+LED attend to a window. The code of such sparse models branches on the number of windows or blocks, or fixes the number.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 transformers branches on the number of tokens seen (is the window full?), on mask lengths and on whether a mask can be
 omitted, but a trace records only the branch of the example. The replacements compute the same values without a branch:
-for cache layers (:mod:`.layers`), for some models (:mod:`.models`), or here for masks, positions and attention.
+for cache layers (:mod:`.layers`), for some models (:mod:`.models`), or in this file for masks, positions, attention.
 
 The replacements are active only in a thread that runs a trace, and call the original for unsupported arguments.
 """

@@ -244,8 +244,8 @@ class TextDecoder(_LanguageModel):
 class BlockwiseDecoder(_LanguageModel):
     """Computes logits from embeddings; masks depend only on sizes and token types, so that one graph serves all calls.
 
-    transformers reads ``token_type_ids`` in the first call only. Each call of this module takes ``token_type_ids`` of
-    all tokens, including cached tokens. A generated token is outside image blocks, and attends to all earlier tokens.
+    transformers reads ``token_type_ids`` in the first call only. Each call of the module takes ``token_type_ids`` of
+    all tokens, including cached ones. A generated token is outside image blocks, and attends to all earlier tokens.
     """
 
     def __init__(self, model: TransformersModel) -> None:
@@ -307,8 +307,8 @@ class BlockwiseDecoder(_LanguageModel):
 class DeepstackDecoder(_LanguageModel):
     """Computes logits from embeddings and from picture features that the first layers add (Qwen3-VL).
 
-    transformers adds features to image tokens only; torch.export cannot trace this, since their number varies. This
-    module takes a feature for every token, with zeros for text, so that one graph serves all calls.
+    transformers adds features only to image tokens, which torch.export cannot trace, as their number varies. The module
+    takes a feature for every token, zeros for text, so that one graph serves all calls.
     """
 
     def __init__(self, model: TransformersModel) -> None:

@@ -107,11 +107,11 @@ def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> 
         count, size = count + 1, size + parameter.nbytes
         if size > most:
             raise failure(
-                f"The configuration of {name} is of a model that is too large: its first {count} weights take "
+                f"The model that {name} configures does not fit into memory: its first {count} weights take "
                 f"{format_bytes(size)} already, and {format_bytes(most)} are available."
             )
         if count > _MOST_PARAMETERS:
-            raise failure(f"The configuration of {name} is of a model with more than {_MOST_PARAMETERS:,} weights.")
+            raise failure(f"The model that {name} configures has more than {_MOST_PARAMETERS:,} weights.")
 
     # each model class raises its own errors for impossible sizes
     loading = raised_as(lambda error: failure(f"The model in {name} cannot be loaded: {first_line(error)}"), failure)

@@ -212,8 +212,8 @@ def explain_error(
 
     Args:
         error: the exception that was raised, or its text from a log.
-        module: the module that was exported, or the program that was called; the explanation names the line of its code
-            that failed. If torch refused an output, the module is called once more.
+        module: the module that was exported, or the program that was called; its parameters give the inputs their
+            names. If torch refused an output, the module is called once more.
         args: positional arguments of the export or the call; none by default.
         kwargs: keyword arguments of the export or the call; none by default.
         dynamic_shapes: as passed to ``torch.export.export``.

@@ -179,7 +179,7 @@ class ExportReport(Report):
         """Return the largest difference of each output that rounding explains; ``None`` if rounding was not measured.
 
         Args:
-            case: the case.
+            case: a test case, whose rounding errors are measured once.
         """
         return None if self.yardstick is None else self.yardstick.allowed(case)
 
@@ -203,7 +203,7 @@ class ExportReport(Report):
 
         Args:
             found: result of the test case.
-            case: the case.
+            case: the test case of ``found``.
         """
         if found.error is not None or found.within(self.tolerance):
             return found

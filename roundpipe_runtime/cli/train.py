@@ -8,7 +8,6 @@ import itertools
 import pathlib
 import shlex
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from ..device.composite import is_composite, stored_bytes
 from ..device.disk import HOST_IN_MEMORY
 from ..distributed.ranks.alarm import Alarm
 from ..errors import PlanError, RoundPipeError
-from ..fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training, sparkline
+from ..fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training
 from ..huggingface.quantize import count_weights
 from .models import read_by, row_length, source_of
 from .option_objects import takes_options
@@ -81,8 +80,10 @@ def train(
         replicas = tuning.stored_replicas(files.checkpoints(what.folder))
     settings = settings_of(step, learning, replicas, files.report_to)
     pupil = _prepared(context, job, what, data, step, learning)
-    job.together(lambda: _check_disk(pupil, settings, what.folder, files))
-    seen: dict[type, tuning.StepRecord | tuning.EvalRecord] = {}
+    steps = settings.total_steps(len(pupil.rows.training))
+    kept = int(files.writes_last) if files.every is None else min(files.keep + 1, steps // files.every)
+    places = what.folder, files.checkpoints(what.folder)
+    job.together(lambda: tuning.check_disk(pupil.model, settings, *places, kept=kept))
     given = {
         field.name: getattr(concern, field.name)
         for concern in (data, step, learning)
@@ -90,13 +91,15 @@ def train(
     }
     given["files"] = [*(data.chat or data.text or []), *what.more_text]
     # errors name rank, stage and layer if there are several processes
-    naming_rank = contextlib.nullcontext() if job.size == 1 else raised_as(partial(_named, job.rank), RoundPipeError)
+    naming_rank = (
+        contextlib.nullcontext() if job.size == 1 else raised_as(partial(tuning.named_error, job.rank), RoundPipeError)
+    )
     with naming_rank, _naming_memory(step), tuning.Training(pupil.model, pupil.rows, settings) as training:
-        outcome = _run(training, pupil, what.folder, files, seen, given)
+        outcome = _run(training, pupil, what.folder, files, given)
     _say_end(training, outcome, what, files, context.obj)
     if what.json and job.is_first:
         with contextlib.redirect_stdout(stdout):
-            say_json(_summary(training, outcome, pupil, what.folder, seen))
+            say_json(_summary(training, outcome, pupil, what.folder))
     return outcome.status
 
 
@@ -145,54 +148,50 @@ def _rows(
     return tuning.read_blocks(names, tokenizer, length=length, field=data.field, **split)
 
 
-def _check_disk(pupil: _Pupil, settings: tuning.Settings, output: pathlib.Path, files: FileOptions) -> None:
-    steps = settings.total_steps(len(pupil.rows.training))
-    kept = int(files.writes_last) if files.every is None else min(files.keep + 1, steps // files.every)
-    tuning.check_disk(pupil.model, settings, output, files.checkpoints(output), kept=kept)
-
-
 def _run(
     training: tuning.Training,
     pupil: _Pupil,
     output: pathlib.Path,
     files: FileOptions,
-    seen: dict[type, tuning.StepRecord | tuning.EvalRecord],
     given: Mapping[str, Any],
 ) -> tuning.Outcome:
-    """Train, print the progress, and save the model; ``seen`` gets the last step record and evaluation record."""
+    """Train, print the progress, and save the model."""
+    from tqdm.auto import tqdm
+
     job, checkpoints = training.job, files.checkpoints(output)
     if files.resume:
         is_there = training.restore(checkpoints)
         say(f"continuing after step {training.step}" if is_there else f"no checkpoint in {checkpoints} yet")
     say(format_training(training))
-    with Display(training.steps, first=training.step, log_every=files.log_every, is_shown=job.is_first) as display:
+    _add_bar(training)
+    always, log_every = (training.step + 1, training.steps), files.log_every or max(1, min(100, training.steps // 20))
 
-        def show(record: tuning.StepRecord | tuning.EvalRecord) -> None:
-            seen[type(record)] = record
-            display.show(record)
+    def show(record: tuning.StepRecord | tuning.EvalRecord) -> None:
+        if isinstance(record, EvalRecord) or record.step in always or record.step % log_every == 0:
+            with tqdm.external_write_mode():  # the bar is drawn below the line
+                say(_line(record, training.steps))
 
-        def write() -> None:
-            if job.is_first:
-                saving: dict[str, Any] = {"source": pupil.source, "overwrite": files.overwrite}
-                tuning.save_model(pupil.model, pupil.tokenizer, output, card=_card(training, pupil, given), **saving)
+    def write() -> None:
+        if job.is_first:
+            saving: dict[str, Any] = {"source": pupil.source, "overwrite": files.overwrite}
+            tuning.save_model(pupil.model, pupil.tokenizer, output, card=_card(training, pupil, given), **saving)
 
-        def save() -> None:
-            training.pipeline.synchronize()
-            with training.first_dtypes():
-                job.together(write)
+    def save() -> None:
+        training.pipeline.synchronize()
+        with training.first_dtypes():
+            job.together(write)
 
-        outcome = tuning.run(
-            training,
-            checkpoints=checkpoints,
-            every=files.every,
-            keep=files.keep,
-            at_end=files.writes_last,
-            metrics=files.metrics,
-            timeline=files.timeline,
-            show=show,
-            show_evaluation=display.show_evaluation,
-            save_model=save,
-        )
+    outcome = tuning.run(
+        training,
+        checkpoints=checkpoints,
+        every=files.every,
+        keep=files.keep,
+        at_end=files.writes_last,
+        metrics=files.metrics,
+        timeline=files.timeline,
+        show=show,
+        save_model=save,
+    )
 
     def finish() -> None:
         if job.is_first and not outcome.status:
@@ -235,19 +234,14 @@ def _say_end(
     say(f"saved in {what.folder}; the saved weights were loaded and compared")
     losses = [record.loss for record in training.history if isinstance(record, tuning.StepRecord)]
     if files.plot is not None and losses:
-        say(f"losses: {tuning.sparkline(losses)} {losses[0]:.4f} to {losses[-1]:.4f}, drawn into {files.plot}")
+        say(f"losses: {losses[0]:.4f} to {losses[-1]:.4f}, drawn into {files.plot}")
     if files.timeline is not None:
         names = [str(tuning.timeline_of_rank(files.timeline, rank)) for rank in range(training.job.size)]
         say(f"step {outcome.recorded}:  roundpipe timeline {shlex.join(names)}")
 
 
-def _summary(
-    training: tuning.Training,
-    outcome: tuning.Outcome,
-    pupil: _Pupil,
-    output: pathlib.Path,
-    seen: dict[type, tuning.StepRecord | tuning.EvalRecord],
-) -> dict[str, Any]:
+def _summary(training: tuning.Training, outcome: tuning.Outcome, pupil: _Pupil, output: pathlib.Path) -> dict[str, Any]:
+    last: dict[type, Any] = {type(record): dataclasses.asdict(record) for record in training.history}
     return {
         "model": pupil.source.name,
         "random_weights": not pupil.source.has_weights,
@@ -256,21 +250,13 @@ def _summary(
         "step": training.step,
         "steps": training.steps,
         "checkpoint": outcome.checkpoint,
-        **{key: dataclasses.asdict(seen[kind]) if kind in seen else None for key, kind in _RECORDS.items()},
+        "last_step": last.get(StepRecord),
+        "last_evaluation": last.get(EvalRecord),
     }
 
 
 # Paths, and options that only change the output.
 _NOT_ON_CARD = ("text", "chat", "files", "tokenizer", "chat_template", "show_rows")
-_RECORDS = {"last_step": tuning.StepRecord, "last_evaluation": tuning.EvalRecord}
-
-
-def _named(rank: int, error: Exception) -> Exception:
-    named = tuning.named_error(rank, error)
-    for note in getattr(error, "__notes__", ()):
-        if note not in str(named):  # the message may already contain the note
-            named.add_note(note)
-    return named
 
 
 @contextlib.contextmanager
@@ -330,79 +316,35 @@ def _quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# The output of ``roundpipe train``: settings first, then a bar on a terminal or plain lines elsewhere.
+# The output of ``roundpipe train``: settings first, then lines about some of the steps, and on a terminal a bar.
 
 
-# Seconds between two lines of an evaluation without a terminal.
-_SECONDS = 30
+def _add_bar(training: Training) -> None:
+    """Show the bar of transformers' Trainer on a terminal; lines about steps are printed by ``_line``."""
+    from transformers import ProgressCallback
+
+    class Bar(ProgressCallback):  # type: ignore[misc] # transformers counts as untyped
+        def on_log(self, *args: Any, **options: Any) -> None:
+            pass
+
+    if training.job.is_first and sys.stderr.isatty():
+        training.trainer.add_callback(Bar())
 
 
-class Display:
-    """Shows the progress of a training: a bar on a terminal, elsewhere a line for some of the steps."""
-
-    # log_every: steps between two plain lines; the first and the last one are always shown
-    # is_shown: whether this process shows a bar; only one of several does
-
-    def __init__(self, steps: int, *, first: int = 0, log_every: int | None = None, is_shown: bool = True) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.steps = steps
-        self.first = first
-        self.log_every = log_every or max(1, min(100, steps // 20))
-        columns = (
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(12),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
-        shown_on = console(stderr=True)
-        is_bar = is_shown and shown_on.is_terminal
-        self._bar: Any = Progress(*columns, console=shown_on, refresh_per_second=4, disable=not is_bar)
-        self._task = self._bar.add_task("", total=steps, completed=first)
-        self._shows_lines = self._bar.disable or not sys.stdout.isatty()
-        self._losses: list[float] = []
-        self._of_step = ""
-        self._said = time.monotonic()
-
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, record: StepRecord | EvalRecord) -> None:
-        if isinstance(record, EvalRecord):
-            text = f"step {record.step}/{self.steps}  held-out loss {record.eval_loss:.4f}"
-            if self._shows_lines:
-                say(text)
-            else:
-                self._bar.console.print(text)
-            return
-        memory = "" if record.process_bytes is None else format_bytes(record.process_bytes)
-        device = "" if record.device_bytes is None else f"device {format_bytes(record.device_bytes)}"
-        words = [
-            f"loss {record.loss:.4f}",
-            f"{record.tokens_per_s:,.0f} tokens/s",
-            ", ".join(word for word in (memory, device) if word),
-            f"lr {record.lr:.2e}",
-            *([] if record.grad_norm is None else [f"gradient {record.grad_norm:.3g}"]),
-        ]
-        self._losses.append(record.loss)
-        self._of_step = "  ".join([sparkline(self._losses), *words[:3]])
-        self._bar.update(self._task, completed=record.step, description=self._of_step)
-        if self._shows_lines and (record.step in (self.first + 1, self.steps) or record.step % self.log_every == 0):
-            say("  ".join([f"step {record.step}/{self.steps}", *words]))
-
-    def show_evaluation(self, done: int, total: int) -> None:
-        """Show the progress of an evaluation; without a terminal, print a line every half minute."""
-        text = f"evaluating: {done} of {total} batches"
-        self._bar.update(self._task, description=text if done < total else self._of_step)
-        if done == 1:
-            self._said = time.monotonic()
-        if done < total and self._shows_lines and time.monotonic() - self._said > _SECONDS:
-            self._said = time.monotonic()
-            say(text)
+def _line(record: StepRecord | EvalRecord, steps: int) -> str:
+    place = f"step {record.step}/{steps}  "
+    if isinstance(record, EvalRecord):
+        return f"{place}held-out loss {record.eval_loss:.4f}"
+    memory = [] if record.process_bytes is None else [format_bytes(record.process_bytes)]
+    if record.device_bytes is not None:
+        memory.append(f"device {format_bytes(record.device_bytes)}")
+    words = [
+        f"loss {record.loss:.4f}",
+        f"{record.tokens_per_s:,.0f} tokens/s",
+        ", ".join(memory),
+        f"lr {record.lr:.2e}",
+    ]
+    return place + "  ".join([*words, *([] if record.grad_norm is None else [f"gradient {record.grad_norm:.3g}"])])
 
 
 def _described(rows: Blocks | ChatRows, tokenizer: Tokenizer) -> str:
@@ -434,19 +376,14 @@ def show_rows(rows: ChatRows, tokenizer: Tokenizer, count: int) -> None:
     has_colour = shown_on.is_terminal and not shown_on.no_color
     for row in rows.training[:count].tolist():
         text = Text()
-        for part, counts in _runs(rows.ids[row].tolist(), rows.labels[row].tolist()):
-            words = printable(tokenizer.decode(part, special=True))
+        pairs = zip(rows.ids[row].tolist(), rows.labels[row].tolist(), strict=True)
+        for counts, run in itertools.groupby(pairs, key=lambda pair: pair[1] == pair[0]):
+            words = printable(tokenizer.decode([token for token, _ in run], special=True))
             text.append(words if has_colour or not counts else f"«{words}»", style="green" if counts else "dim")
         if has_colour:
             shown_on.print(text)
         else:
             say(text.plain.rstrip("\n"))
-
-
-def _runs(ids: list[int], labels: list[int]) -> list[tuple[list[int], bool]]:
-    """Split a row into runs of tokens that are all trained, or all not trained."""
-    pairs = itertools.groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] == pair[0])
-    return [([token for token, _ in run], counts) for counts, run in pairs]
 
 
 def format_model(model: nn.Module, source: ModelSource) -> str:

@@ -394,11 +394,6 @@ def settings_of(
     step: StepOptions, learning: LearningOptions, replicas: int | None, report_to: list[str] | None = None
 ) -> Settings:
     # report_to: additional targets of the Trainer's logs
-    if step.update == "in_backward" and (learning.clip or step.accumulate > 1):
-        raise UserError(
-            "--update in_backward updates each layer during the backward pass, so gradients cannot be clipped by their "
-            "total norm or accumulated. Add: --clip 0 --accumulate 1; or use: --update in_place"
-        )
     names = {field.name for field in dataclasses.fields(Settings)}
     stated = {name: value for name, value in {**vars(step), **vars(learning)}.items() if name in names}
     read: dict[str, Any] = {

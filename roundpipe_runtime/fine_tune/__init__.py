@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from ..errors import FineTuneError
 from .adapters import Lora, add_lora, quantize_aware
-from .chat_rows import ChatRows, make_chat_rows, read_chats
+from .chat_rows import ChatRows, Rows, make_chat_rows, read_chats
 from .chat_tokens import ChatTokens
 from .job import Job, named_error
 from .models import ByteTokenizer, ModelSource, Tokenizer, load_tokenizer, model_source
@@ -31,10 +31,9 @@ from .results import (
     replace_card,
     save_curve,
     save_model,
-    sparkline,
 )
-from .settings import BatchSettings, LearningSettings, Settings
-from .text_files import Blocks, Rows, make_blocks, read_blocks
+from .settings import Settings
+from .text_files import Blocks, make_blocks, read_blocks
 from .training import Outcome, Training, run, stored_replicas, timeline_of_rank
 
 __all__ = [  # noqa: RUF022 # in the order of use
@@ -58,8 +57,6 @@ __all__ = [  # noqa: RUF022 # in the order of use
     "read_chats",
     # the training
     "Settings",
-    "BatchSettings",
-    "LearningSettings",
     "Training",
     "StepRecord",
     "EvalRecord",
@@ -79,7 +76,6 @@ __all__ = [  # noqa: RUF022 # in the order of use
     "replace_card",
     "check_curve",
     "save_curve",
-    "sparkline",
     # what can be wrong
     "FineTuneError",
 ]

@@ -16,6 +16,7 @@ import hashlib
 import os
 import pathlib
 from collections.abc import Collection, Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from ..errors import FineTuneError
 from ..huggingface.batches import keeps_texts_apart
 from .chat_tokens import ChatTokens, Encoder, read_conversations
 from .models import Tokenizer
-from .text_files import check_vocabulary, find_texts, split_rows
+from .text_files import Blocks, check_vocabulary, find_texts, split_rows
 
 _IGNORED = -100  # label that the loss of transformers ignores
 
@@ -96,10 +97,11 @@ class ChatRows:
 
 
 def _padded(rows: Sequence[torch.Tensor], length: int, value: int) -> torch.Tensor:
-    made = torch.full((len(rows), length), value)
-    for place, row in enumerate(rows):
-        made[place, : len(row)] = row
-    return made
+    return torch.stack([nn.functional.pad(row, (0, length - len(row)), value=value) for row in rows])
+
+
+Rows: TypeAlias = Blocks | ChatRows
+"""Rows of tokens, of text or of conversations, that a training reads."""
 
 
 def read_chats(

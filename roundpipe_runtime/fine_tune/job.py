@@ -145,7 +145,6 @@ def _raised_on(rank: int, is_request: bool, text: str) -> RoundPipeError:
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Interruption:
@@ -178,8 +177,6 @@ class Interruption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.status:  # end at once, without waiting for threads; readers ignore incomplete files
-            if os.isatty(2):
-                os.write(2, _SHOW_CURSOR)
             os.write(2, b"\nleft at once; nothing more was saved\n")
             os._exit(128 + number)
         if not self.is_silent:

@@ -6,8 +6,9 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
+import numpy
 import torch
 from torch import nn
 
@@ -246,23 +247,6 @@ def _transformers() -> Any:
     return transformers
 
 
-class Tokenizer(Protocol):
-    """The methods and attributes of a tokenizer that a training uses."""
-
-    name: str
-    vocab_size: int
-    eos_token_id: int | None
-
-    def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """Return the token ids of each text, int32 of shape (tokens,), without added special tokens."""
-
-    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Return the text of token ids; ``special=True`` includes special tokens."""
-
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> Any:
-        """Write the tokenizer files that transformers loads."""
-
-
 class FolderTokenizer:
     """A tokenizer that transformers loaded from a folder or a GGUF file."""
 
@@ -361,12 +345,8 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """Return the token ids of each text, int32 of shape (bytes,), without an end-of-text token."""
-        return [self._encoded(text.encode("utf-8")) for text in texts]
-
-    def _encoded(self, data: bytes) -> torch.Tensor:
-        if not data:  # `frombuffer` refuses an empty buffer
-            return torch.empty(0, dtype=torch.int32)
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(torch.int32) + _FIRST_BYTE
+        read = (numpy.frombuffer(text.encode("utf-8"), numpy.uint8).astype(numpy.int32) for text in texts)
+        return [torch.from_numpy(numbers) + _FIRST_BYTE for numbers in read]
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Return the text of token ids; special tokens are left out, and incomplete characters become U+FFFD.
@@ -386,3 +366,7 @@ class ByteTokenizer:
         from transformers import ByT5Tokenizer
 
         ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+
+
+Tokenizer: TypeAlias = FolderTokenizer | ByteTokenizer
+"""A tokenizer that a training uses, from :func:`load_tokenizer`."""

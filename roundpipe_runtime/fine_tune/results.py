@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import itertools
 import json
 import math
 import os
@@ -351,11 +350,9 @@ def model_card(
     lines += ["## Data", "", data, "", "## Losses", ""]
     if steps:
         losses = [record.loss for record in steps]
-        lines += [f"`{sparkline(losses)}` {losses[0]:.4f} to {losses[-1]:.4f}", ""]
-        lines += ["| step | loss | held out |", "|---|---|---|"]
+        lines += [f"{losses[0]:.4f} to {losses[-1]:.4f}", "", "| step | loss | held out |", "|---|---|---|"]
         stride = -(-len(steps) // _LINES)
-        shown = [record for record in steps if record.step % stride == 0 or record is steps[-1]]
-        for one in shown:
+        for one in [record for record in steps if record.step % stride == 0 or record is steps[-1]]:
             of_eval = f"{held_out[one.step]:.4f}" if one.step in held_out else ""
             lines.append(f"| {one.step} | {one.loss:.4f} | {of_eval} |")
         lines.append("")
@@ -387,30 +384,6 @@ def replace_card(folder: pathlib.Path, text: str) -> None:
     write_text(folder.absolute() / CARD, text)
 
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Return values as a line of block characters; neighbours are averaged if there are more than ``width`` values.
-
-    Args:
-        values: values in order.
-        width: largest number of characters.
-
-    Returns:
-        A string of one character for each value or mean of neighbours; an empty string if there are no values.
-
-    >>> sparkline([4.0, 3.0, 2.0, 1.0])
-    '█▆▃▁'
-    """
-    count = min(width, len(values))
-    cuts = [len(values) * place // count for place in range(count + 1)] if count else []
-    means = [sum(values[start:stop]) / (stop - start) for start, stop in itertools.pairwise(cuts)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    steps = len(_BLOCKS) - 1
-    return "".join(_BLOCKS[round(steps * (mean - low) / (high - low)) if high > low else 0] for mean in means)
-
-
 def check_curve(path: str | os.PathLike[str]) -> None:
     """Check before a training that its losses can be plotted.
 
@@ -438,21 +411,15 @@ def save_curve(records: Sequence[StepRecord | EvalRecord], path: str | os.PathLi
         MissingDependencyError: matplotlib is not installed.
     """
     check_curve(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     steps = [record for record in records if isinstance(record, StepRecord)]
     held_out = [record for record in records if isinstance(record, EvalRecord)]
     figure = Figure(figsize=(8, 4), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.plot([one.step for one in steps], [one.loss for one in steps], color="#3b75af", label="training")
+    axes = figure.add_subplot(xlabel="step", ylabel="loss")
+    axes.plot([one.step for one in steps], [one.loss for one in steps], label="training")
     if held_out:
-        axes.plot(
-            [one.step for one in held_out], [one.eval_loss for one in held_out], "o-", color="#c44e52", label="held out"
-        )
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss")
+        axes.plot([one.step for one in held_out], [one.eval_loss for one in held_out], "o-", label="held out")
     axes.legend()
     with whole_file(path) as file:
-        canvas.print_figure(file)
+        figure.savefig(file)

@@ -1,4 +1,4 @@
-"""Settings of a training, one dataclass per concern: batches and steps, learning, and all of them."""
+"""Settings of a training: batches, steps, learning rate, devices, dtypes, memory and evaluation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..optim.parameters import Update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchSettings:
-    """Settings of a training's batches: rows per batch, batches per step, and number of steps.
+class Settings:
+    """All settings of a training: batches, learning, devices, dtypes, memory and evaluation.
 
     Attributes:
         batch: number of rows per batch, of all processes together.
@@ -30,126 +30,12 @@ class BatchSettings:
         accumulate: number of batches per step; their gradients are averaged.
         steps: number of steps; ``None`` to use ``epochs``.
         epochs: number of passes over all rows, if ``steps`` is not given.
-
-    Raises:
-        ConfigError: a field has an invalid value.
-    """
-
-    batch: int = 8
-    microbatches: int | None = None
-    replicas: int | None = None
-    accumulate: int = 1
-    steps: int | None = None
-    epochs: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("batch", "accumulate", "epochs"):
-            _check_count(name, getattr(self, name), least=1)
-        for name in ("microbatches", "replicas", "steps"):
-            if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name), least=1)
-        groups = self.replicas or 1
-        if groups > self.batch:
-            raise ConfigError(
-                f"A batch of {self.batch} rows cannot be split into {groups} groups. Use a larger batch, or fewer "
-                f"groups: --batch {groups}, or --replicas {self.batch}"
-            )
-        rows = self.rows_of_group(groups)
-        if self.microbatches is not None and self.microbatches > rows:
-            what = f"A batch of {self.batch} rows" if groups == 1 else f"A group of {rows} rows"
-            raise ConfigError(
-                f"{what} cannot be split into {self.microbatches} microbatches. Use a larger batch, or fewer "
-                f"microbatches: --batch {groups * self.microbatches}, or --microbatches {rows}"
-            )
-
-    def rows_of_group(self, replicas: int) -> int:
-        """Return the number of rows in the largest group of a batch.
-
-        Args:
-            replicas: number of groups.
-        """
-        return -(-self.batch // replicas)
-
-    def total_steps(self, rows: int) -> int:
-        """Return the number of optimizer steps of the training.
-
-        Args:
-            rows: number of training rows.
-
-        >>> BatchSettings(batch=4, epochs=2).total_steps(10), BatchSettings(batch=4, steps=7).total_steps(10)
-        (5, 7)
-        """
-        return self.steps or math.ceil(self.epochs * rows / (self.batch * self.accumulate))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LearningSettings:
-    """Settings of the optimizer, and of its schedule.
-
-    Attributes:
         lr: peak learning rate.
         warmup: number of steps until the learning rate reaches its peak. Default: a tenth of all steps, at most 100.
         schedule: learning rate after the warmup: decay to zero along half a cosine or a line, or constant.
         weight_decay: weight decay of AdamW, for parameters with two axes or more.
         clip: largest norm of the gradients, to which they are scaled down; 0 for no clipping.
         seed: seed of the order of rows, and of dropout.
-
-    Raises:
-        ConfigError: a field has an invalid value.
-    """
-
-    lr: float = 3e-4
-    warmup: int | None = None
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.warmup is not None:
-            _check_count("warmup", self.warmup, least=0)
-        if not self.lr > 0 or not math.isfinite(self.lr):
-            raise ConfigError(f"lr must be a number above 0, like 3e-4, found {self.lr!r}.")
-        for name in ("weight_decay", "clip"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be a number of at least 0, found {getattr(self, name)!r}.")
-        if self.schedule not in ("cosine", "linear", "constant"):
-            raise ConfigError(f'schedule must be "cosine", "linear" or "constant", found {self.schedule!r}.')
-
-    def learning_rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step.
-
-        Args:
-            step: number of the step, counted from 0.
-            steps: number of all steps.
-        """
-        return self.lr * self.rate(step, steps)
-
-    def rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step, as a share of ``lr``.
-
-        Args:
-            step: number of the step, counted from 0.
-            steps: number of all steps.
-
-        >>> settings = LearningSettings(warmup=2, schedule="linear")
-        >>> [settings.rate(step, 6) for step in range(6)]
-        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-        """
-        warmup = min(100, steps // 10) if self.warmup is None else self.warmup
-        if step < warmup:
-            return (step + 1) / warmup
-        gone = (step - warmup) / max(1, steps - warmup)
-        if self.schedule == "cosine":
-            return (1 + math.cos(math.pi * gone)) / 2
-        return 1 - gone if self.schedule == "linear" else 1.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(BatchSettings, LearningSettings):
-    """All settings of a training: batches, learning, devices, dtypes, memory and evaluation.
-
-    Attributes:
         devices: devices, as for :class:`RoundPipe`.
         optim_dtype: dtype of gradients, moments and master weights. Default: float32.
         keep_parameters: parameters that stay on devices between steps, as in :class:`RoundPipeRunConfig`; results do
@@ -167,6 +53,18 @@ class Settings(BatchSettings, LearningSettings):
         ConfigError: a field has an invalid value.
     """
 
+    batch: int = 8
+    microbatches: int | None = None
+    replicas: int | None = None
+    accumulate: int = 1
+    steps: int | None = None
+    epochs: int = 1
+    lr: float = 3e-4
+    warmup: int | None = None
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    seed: int = 0
     devices: DeviceSpec = None
     optim_dtype: torch.dtype | None = torch.float32
     keep_parameters: float | Literal["auto"] = 0
@@ -178,21 +76,75 @@ class Settings(BatchSettings, LearningSettings):
     report_to: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        BatchSettings.__post_init__(self)
-        LearningSettings.__post_init__(self)
-        if self.eval_every is not None:
-            _check_count("eval_every", self.eval_every, least=1)
+        for name in ("batch", "accumulate", "epochs", "microbatches", "replicas", "steps", "eval_every", "warmup"):
+            found, least = getattr(self, name), int(name != "warmup")
+            may_be_missing = name not in ("batch", "accumulate", "epochs")
+            if not (found is None and may_be_missing) and (type(found) is not int or found < least):
+                raise ConfigError(f"{name} must be a number of at least {least}, found {found!r}.")
+        groups = self.replicas or 1
+        if groups > self.batch:
+            raise ConfigError(
+                f"A batch of {self.batch} rows cannot be split into {groups} groups. Use a larger batch, or fewer "
+                f"groups: --batch {groups}, or --replicas {self.batch}"
+            )
+        rows = self.rows_of_group(groups)
+        if self.microbatches is not None and self.microbatches > rows:
+            what = f"A batch of {self.batch} rows" if groups == 1 else f"A group of {rows} rows"
+            raise ConfigError(
+                f"{what} cannot be split into {self.microbatches} microbatches. Use a larger batch, or fewer "
+                f"microbatches: --batch {groups * self.microbatches}, or --microbatches {rows}"
+            )
+        if not self.lr > 0 or not math.isfinite(self.lr):
+            raise ConfigError(f"lr must be a number above 0, like 3e-4, found {self.lr!r}.")
+        for name in ("weight_decay", "clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be a number of at least 0, found {getattr(self, name)!r}.")
+        if self.schedule not in ("cosine", "linear", "constant"):
+            raise ConfigError(f'schedule must be "cosine", "linear" or "constant", found {self.schedule!r}.')
         check_large_tables(self.large_tables)
         RoundPipeRunConfig(keep_parameters=self.keep_parameters)  # raises if the value is invalid
         check_host(self.host)
         if self.update == "in_backward" and (self.clip or self.accumulate > 1):
             raise ConfigError(
-                'update="in_backward" updates each layer during the backward pass, so gradients cannot be clipped by '
-                f"their total norm or accumulated; found clip={self.clip:g} and accumulate={self.accumulate}. Write "
-                'clip=0, accumulate=1, or keep the gradients: update="in_place"'
+                "--update in_backward updates each layer during the backward pass, so gradients cannot be clipped by "
+                "their total norm or accumulated. Add: --clip 0 --accumulate 1; or use: --update in_place"
             )
 
+    def rows_of_group(self, replicas: int) -> int:
+        """Return the number of rows in the largest group of a batch.
 
-def _check_count(name: str, found: object, *, least: int) -> None:
-    if type(found) is not int or found < least:
-        raise ConfigError(f"{name} must be a number of at least {least}, found {found!r}.")
+        Args:
+            replicas: number of groups.
+        """
+        return -(-self.batch // replicas)
+
+    def total_steps(self, rows: int) -> int:
+        """Return the number of optimizer steps of the training.
+
+        Args:
+            rows: number of training rows.
+
+        >>> Settings(batch=4, epochs=2).total_steps(10), Settings(batch=4, steps=7).total_steps(10)
+        (5, 7)
+        """
+        return self.steps or math.ceil(self.epochs * rows / (self.batch * self.accumulate))
+
+    def rate(self, step: int, steps: int) -> float:
+        """Return the learning rate of a step, as a share of ``lr``; the first step of a warmup learns already.
+
+        Args:
+            step: number of the step, counted from 0.
+            steps: number of all steps.
+
+        >>> settings = Settings(warmup=2, schedule="linear")
+        >>> [settings.rate(step, 6) for step in range(6)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+        """
+        # in the schedules of transformers, the first step of a warmup has the rate 0
+        warmup = min(100, steps // 10) if self.warmup is None else self.warmup
+        if step < warmup:
+            return (step + 1) / warmup
+        gone = (step - warmup) / max(1, steps - warmup)
+        if self.schedule == "cosine":
+            return (1 + math.cos(math.pi * gone)) / 2
+        return 1 - gone if self.schedule == "linear" else 1.0

@@ -19,7 +19,7 @@ import json
 import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -194,39 +194,6 @@ def _table(path: pathlib.Path, field: str | None) -> Iterator[tuple[str, dict[st
             yield f"{path}, row {number}", row
 
 
-class Rows(Protocol):
-    """The methods of a data set of token rows that a training uses, such as :class:`Blocks`.
-
-    ``training`` and ``held_out`` are the indices of the rows to train on and of those that only evaluation reads.
-    ``digest`` is a hash, equal for equal rows; ``length`` the largest number of tokens of a row; ``lengths`` the number
-    of tokens of each row, to batch rows of similar length, or ``None`` if all rows have the same length. A row, and a
-    batch that ``collate`` makes of rows, are arguments of the model by name.
-    """
-
-    @property
-    def training(self) -> torch.Tensor: ...
-
-    @property
-    def held_out(self) -> torch.Tensor: ...
-
-    @property
-    def digest(self) -> str: ...
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def lengths(self) -> torch.Tensor | None: ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int) -> dict[str, torch.Tensor]: ...
-
-    def collate(self, rows: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]: ...
-
-    def tokens_in(self, rows: Sequence[int]) -> int: ...
-
-
 def split_rows(count: int, *, eval_share: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices of the training rows, and of the rows that are held out for evaluation.
 
@@ -338,32 +305,28 @@ def pack(pieces: Iterable[str | None], tokenizer: Tokenizer) -> torch.Tensor:
     """Tokenize all documents into one sequence, with an end-of-text token after each non-empty document."""
     # pieces: pieces of documents, and `END` after each document
     # tokenizer: tokenizer whose `eos_token_id` ends a document; `None` adds no such token
-    store = bytearray()
     eos = tokenizer.eos_token_id
     end = b"" if eos is None else torch.tensor([eos], dtype=torch.int32).numpy().tobytes()
-    is_open = False
-    for group in _groups(pieces):
-        encoded = iter(tokenizer.encode([piece for piece in group if piece is not END]))
-        for piece in group:
-            if piece is not END:
-                store += next(encoded).numpy().tobytes()
-            elif is_open:
-                store += end
-            is_open = piece is not END and (is_open or bool(piece))
-    return torch.frombuffer(store, dtype=torch.int32) if store else torch.empty(0, dtype=torch.int32)
-
-
-def _groups(pieces: Iterable[str | None]) -> Iterator[list[str | None]]:
     group: list[str | None] = []
-    characters = 0
+    store, characters, is_open = bytearray(), 0, False
+
+    def tokenize() -> None:
+        texts = [piece for piece in group if piece is not None]
+        encoded = iter(tokenizer.encode(texts) if texts else ())
+        for piece in group:
+            store.extend(end if piece is END else next(encoded).numpy().tobytes())
+        group.clear()
+
     for piece in pieces:
-        group.append(piece)
-        characters += len(piece or "")
+        if piece or (piece is END and is_open):  # an empty document has no end
+            group.append(piece)
+            characters += len(piece or "")
+        is_open = piece is not END and (is_open or bool(piece))
         if characters >= _CHARACTERS or len(group) >= 2 * _TEXTS:
-            yield group
-            group, characters = [], 0
-    if group:
-        yield group
+            tokenize()
+            characters = 0
+    tokenize()
+    return torch.frombuffer(store, dtype=torch.int32) if store else torch.empty(0, dtype=torch.int32)
 
 
 def make_blocks(tokens: torch.Tensor, *, length: int, eval_share: float = 0.0, seed: int = 0) -> Blocks:

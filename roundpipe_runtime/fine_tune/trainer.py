@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from ..huggingface.trainer.classes import RoundPipeTrainer
 from ..huggingface.wrap import WrappedModel
 from ..timeline.record import Timeline
+from .chat_rows import Rows
 from .job import Interruption, Job
 from .results import EvalRecord, StepRecord, device_peak, process_memory, record_of
 from .settings import Settings
-from .text_files import Rows
 
 _NOTES = "fine_tune.json"  # additional file of a checkpoint
 
@@ -73,14 +73,12 @@ class TextTrainer(RoundPipeTrainer):
             ),
         )
         self.remove_callback(PrinterCallback)
-        self.add_callback(_StepCallback(self))
         if rows.lengths is None:  # all rows have the same length, so the mean over batches is the mean over tokens
             self.model_accepts_loss_kwargs = False
         self.rows, self.settings, self.job = rows, settings, job
         self.notes: dict[str, Any] = {}
         self.in_step = self.is_stepping = False
-        self.seconds = math.nan
-        self._losses: list[float] = []
+        self._begin, self._losses = math.nan, list[float]()
         self._taken = self._order(0)
 
     @property
@@ -105,6 +103,9 @@ class TextTrainer(RoundPipeTrainer):
         return self.settings.batch
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
+        if not self.in_step:
+            self.in_step, self._begin = True, time.perf_counter()
+            self._losses.clear()
         loss = super().training_step(*args, **options)
         self._losses.append(self._finite("loss", loss.item()))
         return loss
@@ -112,6 +113,7 @@ class TextTrainer(RoundPipeTrainer):
     def _rp_clip_grad_norm(self, *args: Any, **options: Any) -> torch.Tensor:
         norm = super()._rp_clip_grad_norm(*args, **options)
         self._finite("norm of the gradients", norm.item())
+        self.is_stepping = True
         return norm
 
     def _finite(self, what: str, found: float) -> float:
@@ -124,12 +126,14 @@ class TextTrainer(RoundPipeTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Add the loss in double precision, the tokens and the seconds to the log of a step."""
+        self.is_stepping = self.in_step = False
         if "loss" in logs:
+            seconds = time.perf_counter() - self._begin
             size = self.settings.accumulate * self.settings.batch
             end = self.state.global_step * size
             tokens = self.rows.tokens_in([self._taken[place] for place in range(end - size, end)])  # of all processes
-            logs = {**logs, "loss": math.fsum(self._losses), "tokens": tokens, "seconds": self.seconds}
-            logs |= {"tokens_per_s": tokens / self.seconds, "process_bytes": process_memory()}
+            logs = {**logs, "loss": math.fsum(self._losses), "tokens": tokens, "seconds": seconds}
+            logs |= {"tokens_per_s": tokens / seconds, "process_bytes": process_memory()}
             if (peak := device_peak(self.pipeline.devices)) is not None:
                 logs["device_bytes"] = peak
         super().log(logs, *args, **options)
@@ -186,7 +190,7 @@ class TextTrainer(RoundPipeTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         # the learning rate comes from the current settings, not from the checkpoint
         scheduler = self.lr_scheduler
-        rate = self.settings.learning_rate(scheduler.last_epoch, self.args.max_steps)
+        rate = self.settings.lr * self.settings.rate(scheduler.last_epoch, self.args.max_steps)
         scheduler.base_lrs = [self.settings.lr for _ in scheduler.base_lrs]
         scheduler._last_lr = [rate for _ in scheduler.base_lrs]
         for group in self.optimizer.param_groups:
@@ -197,24 +201,6 @@ def read_notes(checkpoint: pathlib.Path) -> dict[str, Any]:
     """Return the settings stored in a checkpoint; ``{}`` for a checkpoint of another script."""
     path = checkpoint / _NOTES
     return read_document(path, dict[str, Any], failure=DamagedCheckpointError, finite=False) if path.exists() else {}
-
-
-class _StepCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
-    def __init__(self, trainer: TextTrainer) -> None:
-        self.trainer = trainer
-        self.begin = math.nan
-
-    def on_step_begin(self, *args: Any, **options: Any) -> None:
-        self.trainer._losses.clear()
-        self.trainer.in_step = True
-        self.begin = time.perf_counter()
-
-    def on_pre_optimizer_step(self, *args: Any, **options: Any) -> None:
-        self.trainer.is_stepping = True
-
-    def on_step_end(self, *args: Any, **options: Any) -> None:
-        self.trainer.is_stepping = self.trainer.in_step = False
-        self.trainer.seconds = time.perf_counter() - self.begin
 
 
 # The order of training rows: new in each epoch and made from the seed, so that any batch can be found again.
@@ -290,7 +276,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
     # every: steps between two checkpoints; `None` for none
     # at_end: whether to write a checkpoint after the last step; `None` writes no checkpoint, not even after a signal
     # note: function that is called with each record
-    # show_evaluation: function that is called after each batch of an evaluation, with how many are done, and all
     # recorded: step of the timeline; `None` for no timeline
 
     def __init__(
@@ -301,15 +286,13 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         every: int | None,
         at_end: bool | None,
         note: Callable[[StepRecord | EvalRecord], None],
-        show_evaluation: Callable[[int, int], None],
         save_model: Callable[[], object],
         recorded: int | None,
         save_timeline: Callable[[Timeline], object],
     ) -> None:
         self.trainer, self.interruption = trainer, interruption
         self.every, self.at_end = every, at_end
-        self.note, self.show_evaluation, self.save_model = note, show_evaluation, save_model
-        self.evaluated = 0
+        self.note, self.save_model = note, save_model
         self.recorded, self.save_timeline = recorded, save_timeline
         self.recording = contextlib.ExitStack()
         self.timeline = Timeline()
@@ -330,12 +313,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         )
         control.should_save = bool(self.at_end) if is_last else _is_due(step, self.every)
 
-    def on_prediction_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, eval_dataloader: Sized, **options: Any
-    ) -> None:
-        self.evaluated += 1
-        self.show_evaluation(self.evaluated, len(eval_dataloader))
-
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, logs: Mapping[str, float], **options: Any
     ) -> None:
@@ -343,7 +320,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         if record is None:  # the summary that the Trainer logs at the end
             return
         is_last, job = state.global_step == args.max_steps, self.trainer.job
-        self.evaluated = 0
         if is_last and isinstance(record, StepRecord):
             self.save_model()
             self.is_model_saved = True

@@ -24,11 +24,10 @@ from ..errors import ConfigError, FineTuneError
 from ..huggingface.cutting.check import evaluating
 from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
 from .adapters import rounded_layers
-from .chat_rows import ChatRows, check_packing
+from .chat_rows import ChatRows, Rows, check_packing
 from .job import Interruption, Job
 from .results import EvalRecord, MetricsFile, StepRecord, check_place, record_of
 from .settings import Settings
-from .text_files import Rows
 
 if TYPE_CHECKING:  # the import of transformers takes seconds
     from .trainer import RunCallback
@@ -392,7 +391,6 @@ def run(
     metrics: str | os.PathLike[str] | None = None,
     timeline: str | os.PathLike[str] | None = None,
     show: Callable[[StepRecord | EvalRecord], None] = lambda record: None,
-    show_evaluation: Callable[[int, int], None] = lambda done, total: None,
     save_model: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Run all remaining steps of a training.
@@ -411,7 +409,6 @@ def run(
         metrics: file with a line of JSON per step and evaluation; after a restore, lines are appended.
         timeline: file for the timeline of one step. With ``step.json``, process 2 writes ``step.2.json``.
         show: function that is called with the record of each step and evaluation, in each process.
-        show_evaluation: function that is called after each batch of an evaluation, with the batch number and count.
         save_model: function that saves the model, called in each process right after the last step.
 
     Returns:
@@ -444,7 +441,6 @@ def run(
             every=every if checkpoints is not None else None,
             at_end=at_end if checkpoints is not None else None,
             note=note,
-            show_evaluation=show_evaluation,
             save_model=save_model,
             recorded=None if timeline is None else min(step + _RECORDED_STEP, training.steps),
             save_timeline=lambda drawn: drawn.save(timeline_of_rank(timeline or "", job.rank)),

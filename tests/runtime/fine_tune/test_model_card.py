@@ -2,7 +2,7 @@
 
 import pytest
 
-from roundpipe_runtime.fine_tune import EvalRecord, FineTuneError, StepRecord, model_card, save_curve, sparkline
+from roundpipe_runtime.fine_tune import EvalRecord, FineTuneError, StepRecord, model_card, save_curve
 from tests.runtime import tiny_training as tiny
 
 
@@ -32,18 +32,6 @@ def test_a_long_training_has_a_short_table():
     rows = [line for line in lines if line.startswith("| ") and line[2].isdigit()]
     assert len(rows) <= 13
     assert rows[-1] == "| 1001 | 0.0000 | 0.5000 |"
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [([], ""), ([1.0], "▁"), ([2.0, 2.0], "▁▁"), ([1.0, 2.0], "▁█"), ([8, 7, 6, 5, 4, 3, 2, 1], "█▇▆▅▄▃▂▁")],
-)
-def test_values_are_blocks_from_the_smallest_to_the_largest(values, expected):
-    assert sparkline(values) == expected
-
-
-def test_more_values_than_fit_are_averaged():
-    assert sparkline([0.0, 2.0, 4.0, 6.0], 2) == "▁█"
 
 
 @pytest.mark.parametrize("name", ["a.svg", "a.png"])

@@ -110,14 +110,6 @@ def test_an_error_leaves_the_metrics_of_the_steps_before(tmp_path):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_an_evaluation_states_how_far_it_is():
-    """Six held-out rows in two batches, after steps 3, 6 and 7."""
-    seen = []
-    with training() as made:
-        run(made, show_evaluation=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 2), (2, 2)] * 3
-
-
 @pytest.mark.parametrize(("steps", "recorded"), [(7, 5), (2, 2)])
 def test_a_timeline_holds_one_step(tmp_path, steps, recorded):
     """The fifth, or the last: a viewer of traces opens it."""

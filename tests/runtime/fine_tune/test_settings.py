@@ -10,7 +10,7 @@ from roundpipe_runtime.fine_tune import Settings
 
 def rates(steps, **options):
     settings = Settings(lr=2.0, **options)
-    return [settings.learning_rate(step, steps) for step in range(steps)]
+    return [settings.lr * settings.rate(step, steps) for step in range(steps)]
 
 
 def test_the_rate_rises_in_a_line_and_falls_along_a_cosine():

@@ -145,10 +145,10 @@ def ranks_gone(ranks: Sequence[int], cause: object, stopped: float = 0.0) -> Dis
     who = f"Rank {', '.join(map(str, ranks))} is" if ranks else "A rank is"
     what = f"it was stopped (SIGSTOP) or did not answer for {stopped:.0f} s" if stopped else "the process ended"
     return DistributedError(
-        f"{who} gone: {what}, or its network failed ({cause}). The ranks cannot exchange anything any more. Start "
-        "again from the newest checkpoint; torchrun does so automatically:\n"
+        f"{who} gone: {what}, or its network failed ({cause}). The other ranks cannot continue without it. Start again "
+        "from the newest checkpoint; torchrun does so automatically:\n"
         "    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --max-restarts=3 ... train.py\n"
-        "Without the variable, restarted workers read the addresses of the old processes from torchrun's store."
+        "Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE, restarted workers read outdated addresses from torchrun's store."
     )
 
 
@@ -158,9 +158,9 @@ def ranks_disagree(values: Sequence[Mapping[str, object]]) -> DistributedError |
             first, other = values[0].get(name, "nothing"), stated.get(name, "nothing")
             if first != other:
                 return DistributedError(
-                    f"The ranks differ: {name} is {other!r} on rank {rank}, and {first!r} on rank 0. "
-                    "All ranks must make the same model, with the same options, and call it in the same way. Start "
-                    "the same script on all ranks; only the rows may differ:\n"
+                    f"The ranks differ: {name} is {other!r} on rank {rank}, and {first!r} on rank 0. All ranks must "
+                    "make the same model, with the same options, and call the model in the same way. Start the same "
+                    "script on all ranks; only the rows of the batch may differ:\n"
                     "    torchrun --nproc-per-node=2 train.py"
                 )
     return None
@@ -199,7 +199,7 @@ class MissingEmbeddingError(BatchStructureError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"After its layers, the model uses {name}, which it did not use with the example that it was split with. "
-            "Wrap it with an example like this batch:\n    wrap_model_to_roundpipe(model, example=batch)"
+            "Wrap the model with an example like this batch:\n    wrap_model_to_roundpipe(model, example=batch)"
         )
         self.name = name
 

@@ -32,7 +32,7 @@ PAGE = pathlib.Path(__file__).parents[1] / "docs/guide/coming_from.md"
 def _rows():
     found = {}
     others, _, _ = PAGE.read_text(encoding="utf-8").partition("## RoundPipe")  # tests/runtime/test_roundpipe_names.py
-    for line in others.splitlines():
+    for line in [*others.splitlines(), *(PAGE.parent / "from_optimum.md").read_text(encoding="utf-8").splitlines()]:
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if line.startswith("| ") and len(cells) == 2 and "`" in cells[0]:
             found[cells[0]] = cells[1].removesuffix("|").strip()

@@ -286,7 +286,9 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
         if not isinstance(entry.value, RoundPipePackedData):
             continue
         if len(entry.value) != len(rows):
-            raise SplitError(f"{entry.path} has {len(entry.value)} microbatches, but {whose} made {len(rows)}.")
+            raise SplitError(
+                f"{entry.path} has {len(entry.value)} microbatches, but {whose} made {len(rows)} microbatches."
+            )
         own = entry.stated or entry.counted
         is_of_batch = own is not None and (entry.stated is not None or sum(own) == sum(count or 0 for count in rows))
         if own is not None and is_of_batch and None not in rows and own != tuple(rows):

@@ -53,7 +53,7 @@ def join(
     if merge is not None and not isinstance(merge, (bool, type)) and callable(merge):
         return merge(list(outputs))
     if len(outputs) != len(weights):
-        raise JoinError(f"{len(outputs)} outputs cannot be joined with {len(weights)} weights.")
+        raise JoinError(f"{len(outputs)} outputs of microbatches cannot be joined with {len(weights)} weights.")
     rules = _rules(merge)
     if len(outputs) == 1 and not rules:
         return outputs[0]

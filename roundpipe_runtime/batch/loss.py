@@ -100,7 +100,7 @@ def read_loss(value: Any) -> LossValue:
         total, weight = value
         if isinstance(weight, torch.Tensor) and weight.requires_grad:
             raise LossError(
-                "the weight of a pair (sum, weight) requires grad. It is a count, not a trainable value:\n"
+                "the weight of a pair (sum, weight) requires grad. The weight is a count, not a trainable value:\n"
                 "    return WeightedLoss(total, weight.detach())"
             )
         if isinstance(weight, torch.Tensor):
@@ -120,9 +120,8 @@ def read_loss(value: Any) -> LossValue:
         else type(value).__qualname__
     )
     raise LossError(
-        f"loss_fn must return a tensor, a sequence of tensors or a pair (sum, weight), found {found}. For a mean over "
-        "tokens that is exact in microbatches:\n"
-        "    return WeightedLoss(per_token.sum(), number_of_tokens)"
+        f"loss_fn must return a tensor, a sequence of tensors or a pair (sum, weight), found {found}. To return a mean "
+        "over tokens that is exact for microbatches:\n    return WeightedLoss(per_token.sum(), number_of_tokens)"
     )
 
 
@@ -182,10 +181,9 @@ class LossContract:
         if read.kind == "tensor" and self.reduction == "items":  # a mean over items becomes their sum and number
             if len(set(items)) != 1:
                 raise LossError(
-                    f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, but it was checked as a single "
-                    "mean. Return the sum and the number of items, or compute the loss once for the whole batch:\n"
-                    "    return WeightedLoss(total, number)\n"
-                    '    RoundPipeRunConfig(loss_reduction="joined")'
+                    f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, but only the loss for a single "
+                    "mean was checked. Return the sum and the number of items, or compute the loss once for the whole "
+                    'batch:\n    return WeightedLoss(total, number)\n    RoundPipeRunConfig(loss_reduction="joined")'
                 )
             read = LossValue("pair", (read.tensors[0] * items[0],), items[0])
         self.add_value(index, dataclasses.replace(read, tensors=tuple(t.detach() for t in read.tensors)))
@@ -209,9 +207,9 @@ class LossContract:
             return
         raise LossError(
             f"loss_fn takes the mean over {_format_items(found, rows)} in microbatch {index} of {rows} rows, and over "
-            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. Averaged by "
-            'rows (loss_reduction="mean"), these means are not the loss of the batch. Return sum and divisor:\n'
-            '    summed = cross_entropy(outputs, labels, reduction="sum")\n'
+            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. The average of "
+            'such means, weighted by rows (loss_reduction="mean"), is not the loss of the batch. Return sum and '
+            'divisor:\n    summed = cross_entropy(outputs, labels, reduction="sum")\n'
             "    return WeightedLoss(summed, (labels != -100).sum())"
         )
 
@@ -304,8 +302,8 @@ class LossContract:
         rows = [count for count in self.rows if count is not None]
         if len(rows) != len(self.rows):
             raise LossError(
-                'loss_reduction="mean" weights microbatches by their rows, but the row counts of parts from the split '
-                "function are unknown. Return a pair instead:\n"
+                'loss_reduction="mean" weights microbatches by their rows, but the split function returns microbatches '
+                "with unknown numbers of rows. Return a pair instead:\n"
                 "    return WeightedLoss(per_row.sum(), number_of_rows)"
             )
         return rows
@@ -346,8 +344,8 @@ def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
         return False
     warn(
         f"The microbatches have different sizes: {list(rows)} rows, for num_microbatch={num_microbatch}. "
-        'loss_reduction="sum" adds their losses, so means divided by the number of microbatches do not add up to the '
-        "mean of the batch. Use one of:\n"
+        'loss_reduction="sum" adds losses of microbatches, so means divided by the number of microbatches do not add '
+        "up to the mean of the batch. Use one of:\n"
         '    RoundPipeRunConfig(loss_reduction="mean")  # loss_fn returns the mean over its rows\n'
         "    return WeightedLoss(total, weight)  # from loss_fn",
         UnevenSplitWarning,
@@ -378,9 +376,8 @@ def _is_pair(value: Any) -> bool:
 def _scalar(tensor: torch.Tensor, what: str) -> torch.Tensor:
     if tensor.numel() != 1:
         raise LossError(
-            f"{what} has shape {tuple(tensor.shape)}; it must be one number. Without loss_fn=, the "
-            "output of the model is the loss: pass loss_fn=. Reduce the loss in loss_fn:\n"
-            "    return loss.sum()"
+            f"{what} has shape {tuple(tensor.shape)}; a loss must be one number. Without loss_fn=, the output of the "
+            "model is the loss: pass loss_fn=. Reduce the loss in loss_fn:\n    return loss.sum()"
         )
     if tensor.is_complex():
         raise LossError(f"{what} is complex, so it has no gradient. Return a real number:\n    return loss.abs()")

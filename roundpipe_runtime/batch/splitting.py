@@ -364,9 +364,9 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
     if len(known) > 1:
         without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
         raise SplitError(
-            f"Tensors with a batch axis have different numbers of rows: {_format_sizes(known)}. Slice or repeat them "
-            "to the same number before the call. To split tensors by their own sizes, also give a rule to each of "
-            f"these: {', '.join(without)}."
+            f"Tensors with a batch axis have different numbers of rows: {_format_sizes(known)}. Slice or repeat these "
+            "tensors to the same number of rows before the call. To split tensors by their own sizes, also give a rule "
+            f"to each of {', '.join(without)}."
         )
     of_inputs = _sizes([e for e in inputs if not e.is_known])
     of_labels = _sizes([e for e in labels if not e.is_known])
@@ -453,7 +453,7 @@ def _axis(entry: Entry, batch: int | None) -> int | None:
         axis = shape.index(batch)
         raise SplitError(
             f"{entry.path} has shape {shape}: the {batch} rows of the batch are not on axis 0, but axis {axis} has "
-            "that size. Split it there, or pass it whole to every microbatch. Write one of:\n"
+            f"that size. Split the tensor along axis {axis}, or pass it whole to every microbatch. Write one of:\n"
             f"    RoundPipeRunConfig(split_input={{{entry.path!r}: TensorChunkSpec({axis})}})\n"
             f"    RoundPipeRunConfig(split_input={{{entry.path!r}: Replicate}})"
         )
@@ -508,9 +508,8 @@ def _unlike(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) ->
     path = next(iter(of_labels.values()))[0]
     return SplitError(
         f"Labels and inputs have different numbers of rows: axis 0 has {_format_sizes(of_inputs)}; "
-        f"{_format_sizes(of_labels)}. Labels are split with the inputs, row by row, so both need the same number. To "
-        "pass them whole to every microbatch:\n"
-        f"    RoundPipeRunConfig(split_input={{{path!r}: Replicate}})"
+        f"{_format_sizes(of_labels)}. Labels are split with the inputs, row by row, so both need the same number of "
+        f"rows. To pass labels whole to every microbatch:\n    RoundPipeRunConfig(split_input={{{path!r}: Replicate}})"
     )
 
 

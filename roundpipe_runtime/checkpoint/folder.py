@@ -93,7 +93,7 @@ def _check_sizes(folder: pathlib.Path) -> dict[str, _File]:
         version = read_document(folder / MANIFEST, _Version, failure=DamagedCheckpointError).format
         if version != _VERSION:
             raise CheckpointError(
-                f"{folder} has format {version!r}, but {_VERSION} is the newest that is known. Update yobx-flatten."
+                f"{folder} has the unknown format {version!r} (known: {_VERSION}). Update yobx-flatten."
             )
         files = read_document(folder / MANIFEST, _Manifest, failure=DamagedCheckpointError).files
     except FileNotFoundError as error:
@@ -101,7 +101,7 @@ def _check_sizes(folder: pathlib.Path) -> dict[str, _File]:
     except OSError as error:
         raise DamagedCheckpointError(f"{folder}: {MANIFEST} cannot be read: {error}") from error
     if not files:
-        raise DamagedCheckpointError(f"{folder}: {MANIFEST} names no file.")
+        raise DamagedCheckpointError(f"{folder}: {MANIFEST} lists no files.")
     for name, entry in files.items():
         size = inside(folder, name, DamagedCheckpointError).stat().st_size
         if size != entry.bytes:

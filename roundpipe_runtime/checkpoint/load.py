@@ -125,7 +125,7 @@ def _restore(
         ranks.together(lambda: _restore_parts(path, stored, model, parts, undo))
         # 3. From here on only tensors are copied whose names and shapes were checked.
         undo.pop_all()
-        with noting("The checkpoint may be partly loaded. Restart the program and load it again."):
+        with noting("The checkpoint may be partly loaded. Restart the program and load the checkpoint again."):
             ranks.together(lambda: _restore_model(stored, tensors, model))
     # Last, since the other restores may draw random numbers.
     training_state.restore_random_state(stored["random"])

@@ -84,7 +84,7 @@ def check_model(
     digests = digests_of_frozen(model) if frozen else {}
     changed = [name for name, digest in frozen.items() if digests.get(name) != digest]
     if changed:
-        differing = _format_names("Frozen quantized weights have changed since it was saved:", changed)
+        differing = _format_names("Frozen quantized weights have changed since the checkpoint was saved:", changed)
         raise CheckpointError(
             f"The checkpoint is for a different model.{differing} Quantize the same weights in the same way before you "
             "load the checkpoint."
@@ -102,7 +102,7 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
     if homeless:
         first, dtype = homeless[0], stored["masters"][homeless[0]].dtype
         raise CheckpointError(
-            f"The saved optimizer used {dtype} copies of {len(homeless)} parameters, like {first}; yours does "
+            f"The saved optimizer used {dtype} copies of {len(homeless)} parameters, like {first}; your optimizer does "
             f"not. Make the pipeline with the same master weights:\n    RoundPipe(model, optim_dtype={dtype})"
         )
 

@@ -23,7 +23,7 @@ from .tensor_files import need_safetensors
 from .training_state import TrainingObjects, TrainingState, collect_state, read_training
 
 _LOG = logging.getLogger("roundpipe_runtime")
-_AS_THEY_WERE = "While {} was written. Earlier checkpoints are unchanged."
+_AS_THEY_WERE = "The error occurred while {} was written. Earlier checkpoints are unchanged."
 _WRITER = Worker("checkpoint")  # its thread starts with the first background save
 _WRITING = free_after_fork(threading.Lock())
 _PENDING: dict[pathlib.Path, Future[None]] = {}

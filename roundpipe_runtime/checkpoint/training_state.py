@@ -304,13 +304,13 @@ def check_optimizer(
     if saved != own:
         raise CheckpointError(f"The checkpoint contains the state of {saved}, but your optimizer is {own}.")
     if len(found) != len(expected):
-        raise CheckpointError(f"The optimizer has {len(expected)} groups, but the stored state has {len(found)}.")
+        raise CheckpointError(f"The optimizer has {len(expected)} parameter groups, but the checkpoint {len(found)}.")
     for number, (there, here) in enumerate(zip(found, expected, strict=True)):
         differing = sorted(set(there) ^ set(here))
         if differing:
             raise CheckpointError(
-                f"Group {number} of the optimizer has {len(here)} parameters, but the stored group {len(there)}. "
-                f"Only one of the two groups has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
+                f"Group {number} of the optimizer has {len(here)} parameters, but {len(there)} in the checkpoint. Only "
+                f"one of the two groups has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
             )
 
 

@@ -283,7 +283,7 @@ class AcceleratorDevice:
         return _record(self._gradients, self.torch_device)
 
     def synchronize(self) -> None:
-        with noting(f"This happened while waiting for the work of {self.name}."):
+        with noting(f"The error was found while waiting for the work of {self.name}."):
             self._end().synchronize()
 
     def clock(self) -> EventClock:

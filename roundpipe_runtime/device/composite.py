@@ -293,12 +293,12 @@ def check_gradient(title: str, parameter: nn.Parameter) -> None:
 
 def _reason(owner: nn.Module, parameter: nn.Parameter, proved: set[object]) -> str | None:
     """Return why a parameter cannot be copied to a device, as the end of an error message; ``None`` if it can be."""
-    trains = "it trains. Quantized weights must be frozen. Train adapters, or all weights without quantization."
+    trains = "it is trainable. Quantized weights must be frozen. Train adapters, or all weights without quantization."
     if not (is_wrapper(parameter) or is_composite(parameter)):
         attributes = vars(parameter)
         hidden = [name for name, value in attributes.items() if isinstance(value, torch.Tensor)]
         hidden += [found.path.removeprefix("held")[2:-2] for found in find_unregistered(attributes, name="held")]
-        why = trains if parameter.requires_grad else "a copy would miss them."
+        why = trains if parameter.requires_grad else "a copy would lack these tensors."
         return f"which stores tensors in its attribute {hidden[0]!r}, and {why}" if hidden else None
     parts = parts_of([parameter])
     kind = type(owner), type(parameter), parameter.requires_grad, tuple((part.dtype, part.dim()) for part in parts)

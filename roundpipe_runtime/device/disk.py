@@ -175,9 +175,9 @@ class DiskMemory:
         except OSError as error:
             free = shutil.disk_usage(self.folder).free
             raise ConfigError(
-                f"The disk of {self.folder} is too small for this training ({error.strerror}): it takes "
-                f"{format_bytes(nbytes)} more there, and {format_bytes(free)} are free. Make room, or name a folder on "
-                'another disk:\n    RoundPipe(model, host="disk:DIR")'
+                f"The disk of {self.folder} is too small for this training ({error.strerror}): {format_bytes(nbytes)} "
+                f"more are needed, and {format_bytes(free)} are free. Free some space, or name a folder on another "
+                'disk:\n    RoundPipe(model, host="disk:DIR")'
             ) from error
         memory = mmap.mmap(file, nbytes, offset=offset)
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()

@@ -209,7 +209,7 @@ def check_repeated(
             return
     raise StageError(
         f"{title} computed different values in its recomputation than in its forward, so the gradient would be wrong. "
-        "If the layer draws from a random generator, make the generator an attribute of the layer. If it counts calls "
-        "or reads a clock, save the value that differs:\n    if doing_recompute():\n        (mask,) = "
-        "get_recompute_data()\n    else:\n        mask = ...; save_for_recompute(mask)"
+        "If the layer draws from a random generator, make the generator an attribute of the layer. If the layer counts "
+        "calls or reads a clock, save the value that differs:\n    if doing_recompute():\n"
+        "        (mask,) = get_recompute_data()\n    else:\n        mask = ...; save_for_recompute(mask)"
     )

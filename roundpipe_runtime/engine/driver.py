@@ -300,7 +300,7 @@ class Engine(RunLifecycle):
         cut = RoundPipeRunConfig(num_microbatch=math.ceil(sum(rows) / _FEW))
         trials = [*few_rows(self, FlatBatch.of((output,), {}, label), cut)]
         if not trials:
-            raise SplitError("There is one row.")
+            raise SplitError("The batch has one row.")
         for trial in trials:
             outputs = [pytree.tree_unflatten(one.inputs, one.spec)[0][0] for one in (trial.whole, *trial.parts)]
             yield Sample.of(trial, outputs, others)
@@ -327,8 +327,8 @@ class Engine(RunLifecycle):
         groups = split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
         if len(groups) > count:
             raise ConfigError(
-                f"The batch is given in {len(groups)} parts, but this rank has {count} groups. With replicas, give "
-                "whole tensors, or one part for each group of the rank."
+                f"The batch is given in {len(groups)} parts, but this rank has {count} groups of rows (replicas=). "
+                "Give whole tensors, or one part for each group."
             )
         self._check_rows(batch, [group.rows for group in groups], config)
         parts = [self.split(FlatBatch.of(group.args, group.kwargs, group.label), config) for group in groups]

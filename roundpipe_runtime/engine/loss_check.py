@@ -73,9 +73,8 @@ class JoinedLossError(LossError):
         self.proof = proof
         super().__init__(
             f"The loss of the batch cannot be computed from the losses of microbatches: {proof.reason} In one process, "
-            "it can be computed once from the joined outputs:"
-            '\n    RoundPipeRunConfig(loss_reduction="joined")\n'
-            "If it is a mean over items other than rows, return the sum and the number of items:\n"
+            'the loss can be computed once from the joined outputs:\n    RoundPipeRunConfig(loss_reduction="joined")\n'
+            "If loss_fn takes a mean over items other than rows, return the sum and the number of items:\n"
             "    return WeightedLoss(total, number)"
         )
 
@@ -283,8 +282,8 @@ class LossChecks:
                 found = _proof(loss_fn, stated, sample, known)
                 if found.shown is not None:
                     what = _STATED.get(stated, "a sum or a mean over rows or labels")
-                    reason = f"loss_fn returns {found.shown}. So it is not {what}: it would depend on how the batch is "
-                    reason += "split. loss_fn may compare rows, select them, or read what its own calls change."
+                    reason = f"loss_fn returns {found.shown}. So the loss is not {what}: it would depend on how the "
+                    reason += "batch is split. loss_fn may compare rows, select them, or read what its calls change."
                     return LossProof("joined", reason, found.compared)
                 if found.compared or found.is_pair:
                     way, is_late = found.way or "rows", found.is_pair or found.way == "items"

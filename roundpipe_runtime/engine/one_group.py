@@ -132,7 +132,7 @@ def merge_outputs(
     # weights: weight of each microbatch in an average
     # rows: rows of each microbatch, `None` if not known
     # config: settings of the call: `merge_output` and `output_device`
-    with noting(f"This happened while the outputs of {len(outputs)} microbatches were joined."):
+    with noting(f"The error occurred while the outputs of {len(outputs)} microbatches were joined."):
         if config.merge_output is False:  # each leaf is replaced by the leaves of all microbatches
             spec = common_spec(outputs)  # raises an error if the structures differ
             columns = zip(*map(pytree.tree_leaves, outputs), strict=True)

@@ -295,9 +295,9 @@ class WrittenBuffers:
                 code is None or code is not getattr(self._contents[writer].module, RUNS_AGAIN, None)
             ):
                 raise StageError(
-                    f"{self._contents[writer].title} and {self._contents[layer].title} are the same module, or "
-                    f"share a module, and both write its buffer {self._contents[layer].buffers[number].name!r}. Stages "
-                    "run one microbatch apart, so both would read old values. Give each layer its own module."
+                    f"{self._contents[writer].title} and {self._contents[layer].title} are the same module, or share a "
+                    f"module, and both write its buffer {self._contents[layer].buffers[number].name!r}. Stages run one "
+                    "microbatch apart, so both layers would read old values. Give each layer its own module."
                 )
 
     def _written(self) -> Iterator[tuple[int, int, int]]:
@@ -393,10 +393,10 @@ def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:
         if other is not None:
             raise StageError(
                 f"{title} writes in place to its input number {number}, of shape {tuple(shared[number].shape)}. "
-                f"{shared[number].layer} returned it as a view of the same memory as input number {other}, but between "
-                "layers they become separate tensors, so the write would not reach the other one. Return one of them, "
-                "and take the view in the layer that writes:\n    first = tokens[:, 0]\nOr, if only one of them "
-                "should change, write to a copy:\n    first = first + prompt"
+                f"{shared[number].layer} returned inputs {number} and {other} as views of the same memory. Between "
+                f"layers, such views become separate tensors, so the write would not reach input number {other}. "
+                "Return one tensor, and take the view in the layer that writes:\n    first = tokens[:, 0]\n"
+                "Or, if only one input should change, write to a copy:\n    first = first + prompt"
             )
 
 

@@ -276,7 +276,7 @@ def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
     if bool((padded[:, :-1] & ~padded[:, 1:]).any()):
         raise ConfigError('Rows are padded on the left, but LongRows needs padding on the right: padding_side="right".')
     if bool((batch["labels"][padded] != _IGNORED).any()):
-        raise ConfigError("Labels of padding would be trained. Set them to -100: labels[attention_mask == 0] = -100")
+        raise ConfigError("Set labels of padding to -100, or padding is trained: labels[attention_mask == 0] = -100")
 
 
 _PERIOD = 0.0002  # seconds between two polls of an unfinished exchange

@@ -392,7 +392,7 @@ class Tail:
         if found.way is None:
             reason = "the loss is not a mean or sum over rows, nor over labels that torch's loss functions count"
             if self._function is not None:
-                reason = "it is not a multiple of the model's loss, with or without a term that is the same for all"
+                reason = "it is not a multiple of the model's loss, with or without a constant term"
             return LossProof(otherwise, reason, found.compared)
         # if the loss is a share, the items are those of the batch
         return LossProof("items" if found.way == "sum" and is_share else found.way, compared=found.compared)

@@ -68,7 +68,7 @@ class PlannedTraining:
     ) -> None:
         if not all(parameter.is_meta for parameter in model.parameters()):
             raise ConfigError(
-                "A plan is made for a model on meta, so that nothing is allocated:\n"
+                "A plan is made for a model on the meta device, so that no memory is allocated:\n"
                 '    with torch.device("meta"): model = AutoModelForCausalLM.from_config(config)'
             )
         self.model = model

@@ -106,8 +106,8 @@ def wrap_model_to_roundpipe(
     overrides = override_config or {}
     if others := [type(module).__name__ for module in overrides if module is not model]:
         raise ConfigError(
-            f"override_config: {', '.join(others)} cannot have its own configuration, as the model is one "
-            "pipeline. Wrap the part alone, or give the configuration to the whole model:\n"
+            f"override_config: {', '.join(others)} cannot have its own configuration, as the model is one pipeline. "
+            "Wrap the submodule alone, or give the configuration to the whole model:\n"
             "    wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(...))"
         )
     config = overrides.get(model, RoundPipeRunConfig()).over(model_run_config or RoundPipeRunConfig())

@@ -69,8 +69,8 @@ class InBackwardStore(ParameterStore):
         if held.isdisjoint(map(id, parameters)):
             return None
         return (
-            'update="in_backward" has stepped each layer as soon as its gradient was computed, so nothing is left to '
-            f"clip. Keep the gradients until the step:\n    {_IN_PLACE}"
+            'update="in_backward" has stepped each layer as soon as its gradient was computed, so no gradient is left '
+            f"to clip. Keep the gradients until the step:\n    {_IN_PLACE}"
         )
 
     # -- a run -------------------------------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ class InBackwardStore(ParameterStore):
         if self._not_called:
             raise ConfigError(
                 f'update="in_backward": {type(next(iter(self._not_called))).__name__}.step() was not called after the '
-                "last forward_backward, which has stepped already, so gradients of two calls cannot be added. Call "
-                "step() after each, and split larger batches into more microbatches instead:\n"
+                "last forward_backward. Call step() after each forward_backward: gradients of two calls cannot be "
+                "added, because forward_backward has used them up. Split larger batches into more microbatches:\n"
                 "    RoundPipeRunConfig(num_microbatch=...)"
             )
         trained = [p for layer in contents for p in layer.parameters() if p.requires_grad]
@@ -92,7 +92,7 @@ class InBackwardStore(ParameterStore):
     def _check(self, trained: Sequence[nn.Parameter]) -> None:
         if not self._optimizers:
             raise ConfigError(
-                'update="in_backward" needs the optimizer before the run:\n    model.step_with(optimizer)'
+                'update="in_backward" needs the optimizer before forward_backward:\n    model.step_with(optimizer)'
             )
         holders = collections.Counter(
             id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
@@ -104,7 +104,7 @@ class InBackwardStore(ParameterStore):
             elif is_watched(parameter):
                 reason = "it has a hook, which would see no gradient: remove the hook"
             elif parameter.grad is not None:
-                reason = "it has a gradient from before the run, which no step would see: call optimizer.zero_grad()"
+                reason = "it has an older gradient, which no step would see: call optimizer.zero_grad()"
             if reason:
                 raise ConfigError(f'update="in_backward" cannot step a parameter {tuple(parameter.shape)}: {reason}.')
         for optimizer in self._optimizers:
@@ -181,8 +181,8 @@ class InBackwardStore(ParameterStore):
 
     def _damage(self) -> str:
         return (
-            f'update="in_backward" had stepped layers {min(self._stepped)} to {max(self._stepped)} when the run '
-            "failed, but not the layers before them. Go back to the last checkpoint:\n"
+            f'update="in_backward" had stepped layers {min(self._stepped)} to {max(self._stepped)} when '
+            "forward_backward failed, but not the layers before them. Load the last checkpoint:\n"
             "    load_checkpoint(folder, model, optimizer=optimizer)"
         )
 

@@ -256,7 +256,7 @@ class StepRunner:
             return
         call = self._call()
         try:
-            with noting(f"This happened while waiting for the function given to {call}."):
+            with noting(f"The error was found while waiting for the function given to {call}."):
                 wait_for(update)
         finally:
             if is_done(update):  # an interruption ends the wait, but not the step
@@ -331,8 +331,8 @@ class StepRunner:
 
     def _publish(self, version: int) -> None:
         note = (
-            "This happened while the result of step(..., is_async=True) was copied to the parameters of the next run. "
-            "Nothing is lost: the next call of the pipeline continues the copy."
+            "The error occurred while the result of step(..., is_async=True) was copied to the parameters. No update "
+            "is lost: the next call of the pipeline continues the copy."
         )
         with on_error(self._table.fail), noting(note):  # also runs that wait for this version raise the error
             for contents in self._scan():
@@ -434,7 +434,8 @@ class LayerSteps:
             obstacle = f"{type(optimizer).__name__} updates parameters that were already updated in this step."
         if obstacle is not None and self.is_ahead:
             raise StageError(
-                f"{obstacle} The next run may read the weights. Run the whole function first:\n    model.step(step_fn)"
+                f"{obstacle} The next forward of the pipeline may already read the weights. End the step before it:\n"
+                "    model.step(step_fn)"
             )
         self.met += 1
         self.reason = obstacle or self.reason
@@ -496,7 +497,6 @@ class LayerSteps:
             before = self._released.get(contents.index)
             if before is not None and before != self._versions(contents):
                 raise StageError(
-                    f"A parameter of {contents.title} was changed after the step of its optimizer, while the next run "
-                    "may have read it. Run the step function first:\n"
-                    "    model.step(step_fn)"
+                    f"A parameter of {contents.title} was changed after the step of its optimizer, while the next "
+                    "forward may have read it. End the step before the next forward:\n    model.step(step_fn)"
                 )

@@ -67,7 +67,7 @@ class Adam(torch.optim.Adam):
         decoupled_weight_decay: bool = False,
     ) -> None:
         if capturable or differentiable:
-            raise ConfigError("Adam: capturable and differentiable are not supported here. Use torch.optim.Adam.")
+            raise ConfigError("Adam: only torch.optim.Adam supports capturable and differentiable.")
         if foreach is not None or fused is not None:
             warn("Adam: foreach and fused are ignored; a fused kernel is always used.", UserWarning)
         how = {"maximize": maximize, "decoupled_weight_decay": decoupled_weight_decay}

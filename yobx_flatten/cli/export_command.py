@@ -151,7 +151,7 @@ Dtype = Annotated[
     typer.Option(help="Data type of the weights. bfloat16 needs --to program or --proof none."),
 ]
 Opset = Annotated[int | None, typer.Option(min=18, help="ONNX opset (default: the fastest that passes the checks).")]
-Dynamic = Annotated[Literal["all", "length"], typer.Option(help="What may vary: batch and lengths, or only lengths.")]
+Dynamic = Annotated[Literal["all", "length"], typer.Option(help="Varying sizes: batch and lengths, or only lengths.")]
 Batch = Annotated[int, typer.Option(min=1, help="Batch size, with --dynamic length.")]
 MaxBatch = Annotated[int, typer.Option(min=1, help="Largest batch size, with --max-length.")]
 MaxLength = Annotated[
@@ -159,7 +159,7 @@ MaxLength = Annotated[
 ]
 Proof = Annotated[
     Literal["auto", "full", "standard", "sample", "none"],
-    typer.Option(help="How many checks run. auto: full below 100 MB of weights, standard below 1 GB, sample above."),
+    typer.Option(help="Number of checks. auto: full below 100 MB of weights, standard below 1 GB, sample above."),
 ]
 Quantize = Annotated[
     Literal["int8", "int4", "keep"] | None,

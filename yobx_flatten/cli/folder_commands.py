@@ -120,7 +120,7 @@ def adapter(
     model: Annotated[
         str | None, typer.Option(help="Model that DIR was exported from (default: the adapter's base model).")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace adapters of these names.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace adapters of the same name.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Add LoRA adapters to an exported folder, and compare the outputs of the files with PEFT.

@@ -223,7 +223,7 @@ _KINDS = ("layer", "cache", "output", "container")
 
 
 def list_classes(
-    kind: Annotated[str, typer.Option(metavar="KIND", help=f"Only one of {', '.join(_KINDS)}.")] = "",
+    kind: Annotated[str, typer.Option(metavar="KIND", help=f"List one kind only: {', '.join(_KINDS)}.")] = "",
     imports: Annotated[
         list[str] | None,
         typer.Option("--import", metavar="MODULE", help="Import a module that registers further classes first."),

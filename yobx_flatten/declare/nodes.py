@@ -491,8 +491,8 @@ def _targets(source: str, to: str | Iterable[str]) -> tuple[str, ...]:
 
 def _unknown(cls: type, library: str, line: str) -> NotRegisteredError:
     return NotRegisteredError(
-        f"mirror({cls.__qualname__}): {describe_class(cls)} is not registered with {library}. Register the class there "
-        f"first, or with all libraries at once:\n    {line}"
+        f"mirror({cls.__qualname__}): {describe_class(cls)} is not registered with {library}. Register the class with "
+        f"{library} first, or with all libraries at once:\n    {line}"
     )
 
 

@@ -89,7 +89,7 @@ def register_class_flattening(
         if f_unflatten is not None or f_flatten_with_keys is not None:
             raise InvalidRegistrationError(
                 f"register_class_flattening({cls.__qualname__}): the first argument contains all three functions. "
-                f"Leave out the others:\n    register_class_flattening({cls.__qualname__}, functions)"
+                f"Leave out the other functions:\n    register_class_flattening({cls.__qualname__}, functions)"
             )
         f_flatten, f_flatten_with_keys, f_unflatten = f_flatten
     recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)  # type: ignore[arg-type] # refused

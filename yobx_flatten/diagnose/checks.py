@@ -249,8 +249,8 @@ def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 path,
-                f"{path} and {other} share their memory. If the module writes into one of them, the "
-                "program cannot be decomposed, nor converted to ONNX. If it does, pass a copy:",
+                f"{path} and {other} share their memory. If the module writes into one of them, the program cannot be "
+                "decomposed, nor converted to ONNX. If the module writes into them, pass a copy:",
                 f"{path}.clone()",
             )
         first_start.setdefault(start, path)
@@ -267,7 +267,7 @@ def _slices(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
             yield Finding(
                 "warning",
                 path,
-                f"{path} is a slice of a larger tensor. Its strides may become part of the program, which then refuses "
+                f"{path} is a slice of a larger tensor. The program may require the strides of this slice, and refuse "
                 "other strides. Pass a contiguous example, or export inside register_flattening_functions():",
                 f"{path}.contiguous()",
             )
@@ -358,8 +358,8 @@ def check_recipe(cls: type, sample: object) -> None:
     recipe = recipe_of(cls)
     if type(sample) is not cls:
         raise InvalidArgumentError(
-            f"check_recipe: expected an instance of {describe_class(cls)}, found {describe_class(sample)}. A subclass "
-            "has its own registration."
+            f"check_recipe: expected an instance of {describe_class(cls)}, found {describe_class(sample)}. A "
+            "registration does not apply to subclasses."
         )
     for check in CHECKS.values():
         check(recipe, sample)

@@ -84,7 +84,7 @@ def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
     if len(devices) != 1:
         places = f": the module has weights on {', '.join(sorted(devices))}" if devices else ""
         return Explanation(
-            f"An operator gets tensors of several devices{places}. Move the module to one:", (), "module.to(device)"
+            f"An operator gets tensors of several devices{places}. Use one device:", (), "module.to(device)"
         )
     (device,) = devices
     if device == "meta":
@@ -131,8 +131,8 @@ def _module_among_inputs(failure: Failure, found: re.Match[str]) -> Explanation 
 def _not_storable(failure: Failure, found: re.Match[str]) -> Explanation:
     name, value = found[1], found[2]
     return Explanation(
-        f"The program ignores its input {name} ({value}), and a file cannot store this. Keep the value in the module, "
-        "or make it static data of its object:",
+        f"The program ignores its input {name} ({value}), and a file cannot store an ignored input. Keep the value in "
+        "the module, or make it static data of its object:",
         (name,),
         'field: object = dataclasses.field(metadata={"static": True})',
     )

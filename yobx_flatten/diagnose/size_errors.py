@@ -45,7 +45,7 @@ def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
         sides = [format_size(side) for side in pair]
         paths += sides
         kind = "are equal" if pair in equal else "vary together"
-        sentences.append(f"The code works only where {' and '.join(sides)} {kind}. Declare this:")
+        sentences.append(f"The code works only where {' and '.join(sides)} {kind}. Declare this relation:")
     for name, guard in narrower:
         path, condition = format_size(name), format_size(guard)
         paths.append(path)

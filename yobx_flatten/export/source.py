@@ -211,7 +211,7 @@ def _result(
             if found.within(report.tolerance):
                 report.remark(
                     f"{case.name}: rounding errors of the inputs change the module's own outputs by up to "
-                    f"{max(sizes.values()):.1e}, so this difference is allowed."
+                    f"{max(sizes.values()):.1e}, so a difference of this size is allowed."
                 )
                 return found
         if not any(one.cause for one in report.cases):

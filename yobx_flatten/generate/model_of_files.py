@@ -137,8 +137,9 @@ class FileModel(ModelWithoutWeights):
         config = self._config_of_call(args, kwargs)
         if config.cache_implementation in _OTHER_CACHES:
             raise InvalidArgumentError(
-                f"cache_implementation={config.cache_implementation!r}: exported files have their own cache. Leave it "
-                "out, also in generation_config.json:\n    model.generation_config.cache_implementation = None"
+                f"cache_implementation={config.cache_implementation!r}: exported files have their own cache. Leave "
+                "cache_implementation out, also in generation_config.json:\n"
+                "    model.generation_config.cache_implementation = None"
             )
         drafts = config.get_generation_mode(kwargs.get("assistant_model")) == _DRAFTS
         parts = self.steps.parts
@@ -246,9 +247,7 @@ class FileModel(ModelWithoutWeights):
     def _cache(self, given: Any) -> FileCache:
         cache = FileCache(self.steps) if given is None else FileCache.of(given, self.steps)
         if cache.steps is not self.steps:
-            raise InvalidArgumentError(
-                "This cache belongs to other files or another adapter. Pass a cache that this model returned."
-            )
+            raise InvalidArgumentError("The cache belongs to other files or another adapter. Pass this model's cache.")
         return cache
 
     def _read_text(
@@ -416,8 +415,8 @@ class FileModel(ModelWithoutWeights):
         own = torch.zeros_like(given) if state.types is None else state.types[:, -given.shape[1] :]
         if given.shape == own.shape and not torch.equal(given.long(), own.long()) and self.steps.parts.vision is None:
             raise InvalidArgumentError(
-                f"The passed token_type_ids differ from those that {self.steps.parts.decoder.name} uses. Leave them "
-                "out: tokenizer(text, return_token_type_ids=False)"
+                f"The passed token_type_ids differ from those that {self.steps.parts.decoder.name} uses. Leave "
+                "token_type_ids out: tokenizer(text, return_token_type_ids=False)"
             )
 
 

@@ -119,11 +119,11 @@ def default_sizes(model: TransformersModel, cache: object = None) -> tuple[list[
     window = window if isinstance(window, int) and window >= 3 else None
     remark, limit = None, min(_LONGEST, room)
     if window is not None and 2 * window + 8 > limit:
-        remark = f"No case exceeds the sliding window of {window}: that needs more than {limit} tokens."
+        remark = f"No test case exceeds the sliding window of {window}: such a case needs more than {limit} tokens."
         window = None
     switch, across = switch_of(config.to_dict()), []
     if switch is not None and switch + 8 > _LONGEST:
-        passed = f"No case exceeds the length of {switch}, at which the model's rotary angles change."
+        passed = f"No test case exceeds the length of {switch}, at which the model's rotary angles change."
         remark = passed if remark is None else f"{remark} {passed}"
     elif switch is not None and switch > 4:
         across = [DecodeSizes(1, switch - 2, 1), DecodeSizes(2, switch + 3, 2, padding=3)]

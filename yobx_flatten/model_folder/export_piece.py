@@ -66,8 +66,8 @@ def export_piece(
         if "No space left on device" in str(error):  # libraries in C++ wrap the system's error
             return None
         return GenerationError(
-            f"Exporting {model} to {path.name} failed ({type(error).__name__}: {first_line(error)[:300]}). Export it "
-            "with your own inputs, export_onnx(model, kwargs=inputs, path=...), or export recorded calls: with "
+            f"Exporting {model} to {path.name} failed ({type(error).__name__}: {first_line(error)[:300]}). Export the "
+            "model with your own inputs, export_onnx(model, kwargs=inputs, path=...), or export recorded calls: with "
             "record_calls(model) as calls: ..."
         )
 
@@ -79,8 +79,8 @@ def export_piece(
             if not any(words in str(error) for words in _OF_SIZES):
                 raise
             raise ReplayError(
-                f"{model} cannot be exported to {path.name} for all sizes. For the sizes of your own inputs: "
-                f"export_onnx(model, kwargs=inputs, path=..., dynamic_shapes=None). {error}",
+                f"{model} cannot be exported to {path.name} for all sizes. To export it for the sizes of your own "
+                f"inputs: export_onnx(model, kwargs=inputs, path=..., dynamic_shapes=None). {error}",
                 error.report,
             ) from error
 

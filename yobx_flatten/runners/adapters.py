@@ -59,7 +59,7 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
         room, _, which = name.rpartition(".")
         other = f"{room}.{SECOND if which == FIRST else FIRST}"
         if other not in found:
-            raise DamagedFileError(f"{where} holds {name} without {other}.")
+            raise DamagedFileError(f"{where} holds the LoRA matrix {name}, but not {other}.")
         if which == FIRST and matrix.shape[1] != found[other].shape[0]:
             raise DamagedFileError(
                 f"{where}: {name} has a rank of {matrix.shape[1]}, but {other} has a rank of {found[other].shape[0]}."

@@ -142,7 +142,7 @@ def _message(path: tuple[Any, ...], value: object, leaf: object) -> str:
     if value is None:
         return (
             f"{where} was None when this program was exported, so the program has no such input and would ignore "
-            f"{found}. Pass None, or export again with a tensor there in the example."
+            f"{found}. Pass None, or export again with a tensor for this input in the example."
         )
     return (
         f"{where} was {value!r} when this program was exported, and is fixed in the program. The call passes "

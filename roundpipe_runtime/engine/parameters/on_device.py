@@ -248,7 +248,7 @@ class LayerOnDevice:
         }
         return StageError(
             f"{self.title} {how} {', '.join(sorted(names))} in its forward. A layer runs on copies of its parameters, "
-            "so what it writes into them is lost. Make it a buffer, or write it between two steps:\n"
+            "so what it writes into them is lost. Make the parameter a buffer, or write it between two steps:\n"
             "    model.step(step_fn); model.synchronize(); write(parameter)"
         )
 

@@ -267,7 +267,7 @@ def _flattened(out: PyTree, place: int, first: int, program: CutPlan) -> tuple[T
             continue
         if leaf is not None and not isinstance(leaf, (int, float, str)) and (unregistered := find_unregistered(leaf)):
             layer, unknown = program.calls[place].layer, unregistered[0]
-            raise CutError("structure", f"{layer} returns something that cannot pass between pieces: {unknown}")
+            raise CutError("structure", f"{layer} returns a value that cannot be passed between layers: {unknown}")
         named.append(leaf)
     return Tree(spec, tuple(named)), found
 
@@ -446,15 +446,15 @@ class PhaseSession:
             if not has_layers(leaf):
                 raise CutError(
                     "structure",
-                    f"{layer} gets a {type(leaf).__name__} that the model creates. Layers "
-                    "cannot exchange keys and values in such objects, as gradients cannot flow back.",
+                    f"{layer} gets a {type(leaf).__name__} that the model creates. Layers cannot exchange keys and "
+                    "values in an object of this class, as gradients cannot flow back.",
                 )
             reads = self.program.cache_reads
             only = None if reads is None else reads.get(place, frozenset())
             return MadeCache.of(leaf, lambda value: self._named(value, place), only)
         if not isinstance(leaf, _PLAIN) and (unregistered := find_unregistered(leaf)):
             unknown = unregistered[0]
-            raise CutError("structure", f"{layer} gets an argument that cannot pass between pieces: {unknown}")
+            raise CutError("structure", f"{layer} gets an argument that cannot be passed between layers: {unknown}")
         return EmptyCache(copy.deepcopy(leaf)) if is_cache(leaf) else leaf
 
     def _side(self, tensor: torch.Tensor) -> Key:

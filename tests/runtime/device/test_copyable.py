@@ -56,7 +56,7 @@ def test_tensors_next_to_numbers_that_train_are_refused(name):
         RoundPipe(model_with(quantized(**{name: held}).requires_grad_()), devices="virtual:1")
     text = str(caught.value)
     assert text.startswith("1.weight is a tests.runtime.device.test_copyable.Quantized, which stores tensors in its")
-    assert f"attribute {name!r}, and it trains. Quantized weights must be frozen" in text
+    assert f"attribute {name!r}, and it is trainable. Quantized weights must be frozen" in text
     assert "    AutoModelForCausalLM.from_pretrained(" in text
 
 
@@ -117,7 +117,7 @@ def two(kind):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (slotted, "which stores tensors in its attribute 'scale', and a copy would miss them"),
+        (slotted, "which stores tensors in its attribute 'scale', and a copy would lack these tensors"),
         (
             lambda: quantized(scale=torch.ones(2), more=slotted().scale),
             "stores tensors where the pipeline does not find them",

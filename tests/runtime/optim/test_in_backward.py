@@ -141,7 +141,7 @@ def refuses_to_clip(pipe):
         lambda: nn.utils.clip_grad_value_(list(pipe.optim_parameters())[:1], 1.0),
         lambda: pipe.clip_grad_norm_(1.0),
     ):
-        with pytest.raises(ConfigError, match=r"nothing is left to clip(.|\n)*update=\"in_place\""):
+        with pytest.raises(ConfigError, match=r"no gradient is left to clip(.|\n)*update=\"in_place\""):
             clip()
 
 
@@ -364,7 +364,7 @@ def hooked(optimizer):
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda pipe: None, r"needs the optimizer before the run(.|\n)*step_with"),
+        (lambda pipe: None, r"needs the optimizer before forward_backward(.|\n)*step_with"),
         (lambda pipe: give(pipe, Clips(pipe.optim_parameters(), lr=0.1)), "one parameter after the other"),
         (lambda pipe: hooked(adam(pipe)), "has hooks around its step"),
         (

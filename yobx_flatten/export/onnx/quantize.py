@@ -225,13 +225,13 @@ def remark_quantized(
         )
     if found.by_token:
         report.remark(
-            f"{found.by_token} of these weights have one scale per output, and 8-bit activations with one scale per "
-            "token: faster for many tokens."
+            f"{found.by_token} of the quantized weights have one scale per output, and 8-bit activations with one "
+            "scale per token: faster for many tokens."
         )
     if found.by_text:
-        report.remark(f"{found.by_text} of these weights were rounded with a text, as GPTQ does.")
+        report.remark(f"{found.by_text} of the quantized weights were rounded with a text, as GPTQ does.")
     if found.tables:
-        report.remark(f"{found.tables} of these weights are embedding tables, in int8.")
+        report.remark(f"{found.tables} of the quantized weights are embedding tables, in int8.")
     if found.kept:
         report.remark(remark_of_kept(found.kept))
     for width, stored in ((8, "int8"), (32, "full")):

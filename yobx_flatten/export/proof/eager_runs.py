@@ -241,7 +241,7 @@ and the largest case; ``"none"`` nothing."""
 STANDARD_FROM, SAMPLED_FROM = 10**8, 10**9
 """Bytes of weights: from the first number, ``proof="auto"`` means ``"standard"``; from the second, ``"sample"``."""
 
-UNPROVEN = 'UNPROVEN: nothing was checked, as requested by proof="none". Compare it with the model before you use it.'
+UNPROVEN = 'UNPROVEN: nothing was checked, as requested by proof="none". Compare the file with the model before use.'
 
 
 def choose_proof(proof: Proof, weight_bytes: int) -> Literal["full", "standard", "sample", "none"]:

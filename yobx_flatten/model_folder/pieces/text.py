@@ -446,6 +446,6 @@ def note_on_other_inputs(model: TransformersModel, names: Collection[str]) -> li
     if not others:
         return []
     return [
-        f"{type(model).__qualname__} also takes {', '.join(others)}, and the file is exported without these inputs. "
-        "With them: export_onnx(model, kwargs=inputs, path=...)"
+        f"{type(model).__qualname__} also takes {', '.join(others)}, and the file is exported without these inputs. To "
+        "export them: export_onnx(model, kwargs=inputs, path=...)"
     ]

@@ -343,7 +343,7 @@ def _add(hidden_states: Any, _: Any, features: Any) -> Any:
 
 
 _OTHER_WAYS = (
-    "Export it with its own inputs, export_onnx(model, kwargs=inputs, path=...), or export recorded calls: with "
+    "Export the model with its own inputs, export_onnx(model, kwargs=inputs, path=...), or export recorded calls: with "
     "record_calls(model) as calls: model.generate(...)"
 )
 

@@ -164,7 +164,7 @@ def test_opaque_objects_among_arguments_are_refused():
             return layer(x, Opaque(self.head.bias))
 
     compare_toy(Handing())
-    with pytest.raises(CutError, match="gets an argument that cannot pass between pieces") as caught:
+    with pytest.raises(CutError, match="gets an argument that cannot be passed between layers") as caught:
         wrapped(Holding(nn.ModuleList([TakesOpaque(), TakesOpaque()])), example={"input_ids": tokens(2)})
     assert caught.value.reason == "structure"
 

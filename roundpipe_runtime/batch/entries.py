@@ -233,9 +233,9 @@ def check_labels(label: FlatTree) -> None:
             if is_packed:
                 line = "with torch.no_grad(): label = teacher(x)"
             raise ConfigError(
-                f"{leaf.path} requires a gradient, but labels never get gradients. If no gradient is needed (a "
-                f"teacher's outputs):\n    {line}\nOtherwise pass the tensor to the model as an argument, and let the "
-                "last layer return it."
+                f"{leaf.path} requires a gradient, but labels never get gradients. If no gradient is needed, as for a "
+                f"teacher's outputs, write:\n    {line}\n"
+                "Otherwise pass the tensor to the model as an argument, and let the last layer return it."
             )
 
 

@@ -313,8 +313,8 @@ def _entry_by_entry(
             return value
         if len(value) != count:
             raise SplitError(
-                f"The split function made {count} microbatches, but the packed data has {len(value)}. Make the same "
-                "number, or return one entry of the packed data for each microbatch."
+                f"The split function made {count} microbatches, but the packed data has {len(value)}. Make as many "
+                "microbatches, or return one entry of the packed data for each microbatch."
             )
         return value[index]
 

@@ -304,7 +304,7 @@ def check_optimizer(
     if saved != own:
         raise CheckpointError(f"The checkpoint contains the state of {saved}, but your optimizer is {own}.")
     if len(found) != len(expected):
-        raise CheckpointError(f"The optimizer has {len(expected)} parameter groups, but the checkpoint {len(found)}.")
+        raise CheckpointError(f"The optimizer has {len(expected)} parameter groups; the checkpoint has {len(found)}.")
     for number, (there, here) in enumerate(zip(found, expected, strict=True)):
         differing = sorted(set(there) ^ set(here))
         if differing:

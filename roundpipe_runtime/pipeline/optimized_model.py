@@ -145,7 +145,7 @@ class OptimizedModel(EngineHandle):
         is_in_backward = isinstance(engine.store, InBackwardStore)
         if is_in_backward and is_async is True:
             raise ConfigError(
-                'update="in_backward" has stepped the parameters already, so the next run cannot read the '
+                'update="in_backward" has stepped the parameters already, so the next forward cannot use the '
                 "parameters from before the step:\n    model.step(step_fn)"
             )
         if is_in_backward or not is_async:

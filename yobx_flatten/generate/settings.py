@@ -224,7 +224,7 @@ class GenerationSettings:
         count = 0 if sizes is None else len(sizes)
         if seconds is not None and len(seconds) != count:
             raise InvalidArgumentError(
-                f"second_per_grid_ts has {len(seconds)} numbers, but video_grid_thw {count} rows. Pass one per row."
+                f"second_per_grid_ts has {len(seconds)} numbers, but video_grid_thw has {count} rows. Pass one per row."
             )
         of_second, times = self.tokens_per_second, [1] * count if seconds is None else seconds
         spacing = [] if of_second is None else [of_second * one for one in times]

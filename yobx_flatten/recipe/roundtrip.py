@@ -36,7 +36,7 @@ def _check_no_tensors_in_static(recipe: Recipe, sample: object) -> None:
             raise RoundTripError(
                 f"{recipe.cls.__qualname__}: its tree spec cannot be stored in a saved program: Static data holds "
                 f"{describe_class(value)}, which cannot be stored with a tree spec. If the value changes between "
-                "calls, return it among the children. Otherwise store a name or numbers instead."
+                "calls, return it among the children. Store a fixed value as a name or numbers."
             )
         if isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
             seen.add(id(value))

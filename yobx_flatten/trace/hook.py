@@ -290,9 +290,8 @@ def check_nested_kwargs(
         raise InvalidArgumentError(
             f"{type(module).__qualname__}.forward accepts {names} in its **kwargs. For nested values there with "
             f"dynamic sizes, torch {torch.__version__} exports a program that fails with NameError: name 'L' is not "
-            f"defined. Name these in the signature, or use export_program:\n    def forward(self, x, *, {names}, "
-            "**kwargs):\n"
-            "    export_program(module, args, kwargs)"
+            f"defined. Name {names} in the signature, or use export_program:\n"
+            f"    def forward(self, x, *, {names}, **kwargs):\n    export_program(module, args, kwargs)"
         )
 
 

@@ -82,6 +82,6 @@ def own_devices() -> list[str] | None:
     if any(name.endswith("_VISIBLE_DEVICES") for name in os.environ):  # the user has assigned devices to this process
         return None
     raise ConfigError(
-        f"{count} processes were started on a machine with {total} accelerators. One process can use all of them:\n"
-        "    torchrun --nproc-per-node=1 ..."
+        f"{count} processes were started on a machine with {total} accelerators. One process can use all "
+        "accelerators:\n    torchrun --nproc-per-node=1 ..."
     )

@@ -177,8 +177,8 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
     options = given.pop(CALL_OPTIONS, None)
     if options is not None and not isinstance(options, CallOptions):
         raise ConfigError(
-            f"kwargs[{CALL_OPTIONS!r}]: expected CallOptions, found {type(options).__qualname__}. The pipeline sets "
-            "this argument itself: leave it out."
+            f"kwargs[{CALL_OPTIONS!r}]: expected CallOptions, found {type(options).__qualname__}. Leave this argument "
+            "out: the pipeline sets it."
         )
     return given, options
 

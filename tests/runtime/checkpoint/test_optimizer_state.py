@@ -160,7 +160,7 @@ def test_parameters_of_something_else_are_refused(tmp_path):
         (lambda params: torch.optim.SGD(params, lr=0.1), "contains the state of AdamW, but your optimizer is SGD"),
         (
             lambda params: torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}]),
-            "has 2 parameter groups, but the checkpoint 1",
+            "has 2 parameter groups; the checkpoint has 1",
         ),
         (lambda params: torch.optim.AdamW(params[1:]), r"Only one of the two groups has 0\.weight"),
     ],

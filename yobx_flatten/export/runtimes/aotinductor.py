@@ -31,8 +31,8 @@ from ..traced import Traced
 def check_compiler(caller: str) -> None:
     if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")):
         raise MissingDependencyError(
-            f"{caller} needs a C++ compiler, and found no g++, clang++ or cl. Install one, or set its path:\n    apt "
-            "install g++\n    export CXX=/path/to/g++"
+            f"{caller} needs a C++ compiler, and found no g++, clang++ or cl. Install a compiler, or set its path:\n"
+            "    apt install g++\n    export CXX=/path/to/g++"
         )
 
 

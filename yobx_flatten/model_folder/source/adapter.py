@@ -184,7 +184,7 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
     for name, given in folders.items():
         if not _NAME.fullmatch(name):
             raise InvalidArgumentError(
-                f"adapters: the name {name!r} is not allowed. Use letters, digits, _, - and dots: french=FOLDER"
+                f"adapters: the name {name!r} is not allowed. Names have letters, digits, _, - and dots: french=FOLDER"
             )
         folder = pathlib.Path(given)
         if not (folder / ADAPTER).is_file():

@@ -97,11 +97,11 @@ def _check_counts(path: pathlib.Path) -> None:
         if not 2 <= version <= 3:  # a big-endian file, which the gguf library reads or refuses
             return
         if max(tensors, entries) > size:
-            raise ValueError(f"it states {tensors:,} tensors and {entries:,} entries, but has {size:,} bytes")
+            raise ValueError(f"the file states {tensors:,} tensors and {entries:,} entries, but has {size:,} bytes")
         for _ in range(entries):
             key, value = _text(file, size).decode(), _value(file, size)
             if isinstance(value, int) and _COUNTS.search(key) and value > max(tensors, _MOST_EXPERTS):
-                raise ValueError(f"it states {key} = {value:,}, but holds only {tensors:,} tensors")
+                raise ValueError(f"the file states {key} = {value:,}, but holds only {tensors:,} tensors")
 
 
 def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
@@ -112,10 +112,10 @@ def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
     if kind == _TEXT:
         return _text(file, size)
     if kind != _ARRAY:
-        raise ValueError(f"it has an entry of the unknown type {kind}")
+        raise ValueError(f"the file has an entry of the unknown type {kind}")
     inner, count = struct.unpack("<IQ", file.read(12))
     if count > size:
-        raise ValueError(f"it states a list of {count:,} entries, but has only {size:,} bytes")
+        raise ValueError(f"the file states a list of {count:,} entries, but has only {size:,} bytes")
     if inner in _NUMBERS:
         file.seek(count * struct.calcsize(_NUMBERS[inner]), io.SEEK_CUR)
     else:
@@ -127,7 +127,7 @@ def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
 def _text(file: BinaryIO, size: int) -> bytes:
     (length,) = struct.unpack("<Q", file.read(8))
     if length > size:
-        raise ValueError(f"it states a text of {length:,} bytes, but has only {size:,} bytes")
+        raise ValueError(f"the file states a text of {length:,} bytes, but has only {size:,} bytes")
     return file.read(length)
 
 

@@ -173,15 +173,15 @@ def unread_model(
     """Return a model with parameters on the meta device, functions that read the parameters, and report notes."""
     assert found.folder is not None
     if found.runs_code:
-        raise NotStreamableError("its class is not part of transformers")
+        raise NotStreamableError("the model's class is not part of transformers")
     if getattr(found.config, "quantization_config", None) is not None:
-        raise NotStreamableError("its weights are quantised")
+        raise NotStreamableError("the model's weights are quantised")
     model = _empty_model(copy.deepcopy(found.config), found.folder, dtype)
     kept = [*(getattr(model, "_keep_in_fp32_modules", None) or ())] if dtype is torch.float16 else []
     if dtype is not torch.float32:
         kept += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     if kept:
-        raise NotStreamableError(f"{kept[0]} stays in float32")
+        raise NotStreamableError(f"the module {kept[0]} stays in float32")
     sources = _sources(model, checkpoint)
     for name, buffer in model.named_buffers():
         if name in sources:
@@ -199,7 +199,7 @@ def unread_model(
         held = list(dict.fromkeys(sources[name] for name in names if name in sources))
         first = checkpoint.read(held[0], dtype) if len(held) > 1 else None
         if first is not None and not all(first.equal(checkpoint.read(other, dtype)) for other in held[1:]):
-            raise NotStreamableError(f"{', '.join(names)} are tied, but differ in the files")
+            raise NotStreamableError(f"the weights {', '.join(names)} are tied, but differ in the files")
         readers |= dict.fromkeys(names, functools.partial(checkpoint.read, held[0], dtype))
     return model, readers, differences.remarks()
 

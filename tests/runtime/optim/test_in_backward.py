@@ -305,7 +305,7 @@ def test_what_fails_half_way_is_named_and_a_checkpoint_is_the_way_back(wrap, tmp
             run(pipe)
     finally:
         Breaks.act = None
-    assert "Go back to the last checkpoint" in "".join(raised.value.__notes__)
+    assert "Load the last checkpoint" in "".join(raised.value.__notes__)
     for use in (lambda: run(pipe), lambda: save_checkpoint(tmp_path / "broken", pipe, optimizer=optimizer)):
         with pytest.raises(StageError, match=r"had stepped layers \d to 4(.|\n)*load_checkpoint"):
             use()

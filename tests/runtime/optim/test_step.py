@@ -160,7 +160,7 @@ def test_a_publication_that_fails_is_raised_and_repeated(devices, monkeypatch, d
     run(pipe), step(), run(pipe)  # what the first step did is published beside the run that follows
     with pytest.raises(MemoryError, match="no room") as caught:
         within(20, lambda: run(pipe))
-    assert any("copied to the parameters of the next run" in note for note in caught.value.__notes__)
+    assert any("was copied to the parameters" in note for note in caught.value.__notes__)
     monkeypatch.undo()
     step(), within(20, lambda: run(pipe)), step()
     within(20, pipe.synchronize)

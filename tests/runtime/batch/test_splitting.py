@@ -306,7 +306,7 @@ def test_two_rules_that_contradict_each_other_are_refused():
     rules = {"args[0]": TensorChunkSpec(0), "args[1]": TensorChunkSpec(0)}
     with pytest.raises(SplitError, match=re.escape("different numbers of rows: 3 in args[1]; 4 in args[0]")) as caught:
         split((rows(4), rows(3), rows(4)), {}, None, 2, split_input=rules)
-    assert "also give a rule to each of these: args[2]." in str(caught.value)
+    assert "also give a rule to each of args[2]." in str(caught.value)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -418,8 +418,8 @@ def test_the_batch_on_another_axis_is_refused_with_both_ways_out():
     with pytest.raises(SplitError) as caught:
         split((rows(8, 5), torch.zeros(3, 8, 5)), {}, rows(8), 2)
     assert str(caught.value) == (
-        "args[1] has shape (3, 8, 5): the 8 rows of the batch are not on axis 0, but axis 1 has that size. Split it "
-        "there, or pass it whole to every microbatch. Write one of:\n"
+        "args[1] has shape (3, 8, 5): the 8 rows of the batch are not on axis 0, but axis 1 has that size. Split the "
+        "tensor along axis 1, or pass it whole to every microbatch. Write one of:\n"
         "    RoundPipeRunConfig(split_input={'args[1]': TensorChunkSpec(1)})\n"
         "    RoundPipeRunConfig(split_input={'args[1]': Replicate})"
     )

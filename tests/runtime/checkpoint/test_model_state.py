@@ -309,7 +309,7 @@ def test_other_frozen_weights_are_refused(tmp_path, kind):
     other, _ = training(kind, seed=1)
     before = [p.detach().clone() for p in other.parameters() if p.requires_grad]
     with pytest.raises(
-        CheckpointError, match=r"changed since it was saved: \S*base\.weight, .*weight, .*weight\. Quantize"
+        CheckpointError, match=r"changed since the checkpoint was saved: \S*base\.weight, .*weight, .*weight\. Quantize"
     ):
         load_checkpoint(tmp_path, other)
     after = [p for p in other.parameters() if p.requires_grad]

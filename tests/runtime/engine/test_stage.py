@@ -200,7 +200,7 @@ def test_what_passes_layers_unchanged_goes_down_at_most_once(call, grain, writes
 
 
 @pytest.fixture(scope="module")
-def devices():
+def four():
     """Four devices that check every access."""
     with checked_devices(4) as made:
         yield made
@@ -233,7 +233,7 @@ def weighted(outputs, labels):
 LOSSES = {"sum": F.mse_loss, "mean": F.mse_loss, "pair": weighted}
 
 
-def trained(devices, copies, case, *, model=None, loss_fn=None):
+def trained(four, copies, case, *, model=None, loss_fn=None):
     """Losses and everything that two steps leave, the first of two accumulated calls."""
     model = make_model(tied=case["tied"], dropout=case["dropout"]) if model is None else model
     plan = cut_plan(len(model), [2], [3], case["fused"])
@@ -243,9 +243,7 @@ def trained(devices, copies, case, *, model=None, loss_fn=None):
         execute_plan=plan,
         loss_reduction="sum" if case["loss"] == "sum" else "mean",
     )
-    pipe = RoundPipe(
-        model, optim_dtype=case["optim_dtype"], devices=devices[: case["devices"]], model_run_config=config
-    )
+    pipe = RoundPipe(model, optim_dtype=case["optim_dtype"], devices=four[: case["devices"]], model_run_config=config)
     pipe._rp_engine.planner.prefers_one_thread = lambda kind: case["one_thread"]
     optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1, momentum=0.9)
     inputs, labels = batch(case["rows"])
@@ -275,9 +273,9 @@ CASE = {
         (4, {"optim_dtype": torch.bfloat16, "one_thread": True}),
     ],
 )
-def test_copies_change_no_bit(devices, copies, changes):
+def test_copies_change_no_bit(four, copies, changes):
     case = {**CASE, **changes}
-    assert same_bits(trained(devices, copies, case), trained(devices, 1, case))
+    assert same_bits(trained(four, copies, case), trained(four, 1, case))
 
 
 @pytest.mark.slow
@@ -300,13 +298,13 @@ def test_copies_change_no_bit(devices, copies, changes):
     ),
     copies=st.integers(2, 4),
 )
-def test_copies_change_no_bit_in_any_case(devices, case, copies):
-    assert same_bits(trained(devices, copies, case), trained(devices, 1, case))
+def test_copies_change_no_bit_in_any_case(four, case, copies):
+    assert same_bits(trained(four, copies, case), trained(four, 1, case))
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3])
 @pytest.mark.parametrize("tied", [False, True])
-def test_gradients_are_those_of_a_plain_loop_over_microbatches(devices, copies, tied):
+def test_gradients_are_those_of_a_plain_loop_over_microbatches(four, copies, tied):
     """Bit by bit, where each layer has its own weight: the sum of a weight of two layers has another order."""
     model, plain = make_model(tied=tied), make_model(tied=tied)
     inputs, labels = batch(10)
@@ -314,7 +312,7 @@ def test_gradients_are_those_of_a_plain_loop_over_microbatches(devices, copies, 
         (plain(rows) - own).square().sum().backward()
     plan = cut_plan(len(model), [2], [3], 3)
     plan.last_stage_copies = copies
-    pipe = RoundPipe(model, devices=devices)
+    pipe = RoundPipe(model, devices=four)
     config = RoundPipeRunConfig(num_microbatch=5, execute_plan=plan)
     pipe.forward_backward((inputs,), label=labels, loss_fn=lambda o, y: (o - y).square().sum(), run_config=config)
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
@@ -324,29 +322,29 @@ def test_gradients_are_those_of_a_plain_loop_over_microbatches(devices, copies, 
             assert torch.equal(found.grad, expected.grad)
 
 
-def test_each_copy_takes_its_microbatches(devices):
+def test_each_copy_takes_its_microbatches(four):
     plan = ModelExecutePlan([range(6)], [range(6, 7), range(6)], last_stage_copies=3)
     inputs, labels = batch(5)
-    pipe = RoundPipe(make_model(tied=False), devices=devices)
+    pipe = RoundPipe(make_model(tied=False), devices=four)
     config = RoundPipeRunConfig(num_microbatch=5, execute_plan=plan)
     with Timeline() as timeline:
         pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=config)
     ran = {(one.device, one.microbatch) for one in timeline.records if one.kind == "backward" and one.layer == 6}
-    names = [device.name for device in devices[1:]]
+    names = [device.name for device in four[1:]]
     assert ran == {(names[microbatch % 3], microbatch) for microbatch in range(5)}
 
 
-def test_what_the_loss_trains_is_added_in_order(devices):
+def test_what_the_loss_trains_is_added_in_order(four):
     found = []
     for copies in (1, 3):
         model = make_model(tied=False)
         criterion = Criterion(model[0].weight, pair=True)
-        found.append([*trained(devices, copies, CASE, model=model, loss_fn=criterion), criterion.temperature.grad])
+        found.append([*trained(four, copies, CASE, model=model, loss_fn=criterion), criterion.temperature.grad])
     assert same_bits(*found)
 
 
 @pytest.mark.parametrize("failing", range(5))
-def test_an_error_in_one_copy_leaves_nothing(devices, failing):
+def test_an_error_in_one_copy_leaves_nothing(four, failing):
     """It is the error of the caller's own code with its place, no gradient stays, and the next call succeeds.
 
     A loss that does not run on the first rows, on which its reduction is shown, is called with all rows at once.
@@ -362,7 +360,7 @@ def test_an_error_in_one_copy_leaves_nothing(devices, failing):
             raise ValueError("not a number")
         return F.mse_loss(outputs, labels)
 
-    pipe = RoundPipe(model, devices=devices)
+    pipe = RoundPipe(model, devices=four)
     config = RoundPipeRunConfig(num_microbatch=5, execute_plan=plan)
     with pytest.raises(ValueError, match="not a number") as caught:
         pipe.forward_backward((inputs,), label=labels, loss_fn=loss_fn, run_config=config)
@@ -373,7 +371,7 @@ def test_an_error_in_one_copy_leaves_nothing(devices, failing):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_layer_that_writes_a_buffer_is_refused(devices):
+def test_a_layer_that_writes_a_buffer_is_refused(four):
     """What a copy counts would miss the microbatches of the others; nothing is written. In eval it writes none."""
 
     class Counting(nn.Linear):
@@ -390,7 +388,7 @@ def test_a_layer_that_writes_a_buffer_is_refused(devices):
     plan = ModelExecutePlan([range(1)], [range(1, 2), range(1)], last_stage_copies=2)
     inputs, labels = batch(8)
     before = [buffer.clone() for buffer in model.buffers()]
-    pipe = RoundPipe(model, devices=devices)
+    pipe = RoundPipe(model, devices=four)
     config = RoundPipeRunConfig(num_microbatch=4, execute_plan=plan)
     with pytest.raises(StageError, match=r"layer 1 \(Counting\) wrote its buffer 'seen'.*\n.*last_stage_copies=1"):
         pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=config)
@@ -401,7 +399,7 @@ def test_a_layer_that_writes_a_buffer_is_refused(devices):
     assert model[0].weight.grad is not None
 
 
-def test_a_sparse_gradient_is_added_like_a_dense_one(devices):
+def test_a_sparse_gradient_is_added_like_a_dense_one(four):
     class Lookup(nn.Module):
         def __init__(self):
             super().__init__()
@@ -416,20 +414,20 @@ def test_a_sparse_gradient_is_added_like_a_dense_one(devices):
         model = nn.Sequential(nn.Linear(4, 3), Lookup())
         plan = ModelExecutePlan([range(1)], [range(1, 2), range(1)], last_stage_copies=copies)
         inputs, labels = batch(8)
-        pipe = RoundPipe(model, devices=devices)
+        pipe = RoundPipe(model, devices=four)
         config = RoundPipeRunConfig(num_microbatch=4, execute_plan=plan)
         pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=config)
         found.append([parameter.grad.to_dense() for parameter in model.parameters()])
     assert same_bits(*found)
 
 
-def test_a_computed_plan_copies_a_heavy_head(devices):
+def test_a_computed_plan_copies_a_heavy_head(four):
     inputs, labels = torch.ones(8, 8), torch.ones(8, 64)
     stages, found = [], []
     for copies in (1, 2, "auto"):
         torch.manual_seed(0)
         model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)], nn.Linear(8, 64))
-        pipe = RoundPipe(model, devices=devices)
+        pipe = RoundPipe(model, devices=four)
         config = RoundPipeRunConfig(num_microbatch=8, last_stage_copies=copies)
         with Timeline() as timeline:
             pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=config)

@@ -61,6 +61,8 @@ class Counting(nn.Linear):
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 def test_a_layer_that_does_not_repeat_itself_is_refused(pipe, kind, classic, grain):
     """Its gradient would be that of other numbers; the error names the layer, and nothing of the run is kept."""
+    torch.manual_seed(0)  # with some weights and counts, the check of rows refuses the layer first
+    Counting.calls = 0
     model = pipe(nn.Linear(4, 4), kind(4, 4), nn.Linear(4, 3))
     with pytest.raises(StageError, match=f"layer 1 \\({kind.__name__}\\) computed different values"):
         go_back(model, classic, all_recomputed(2, recompute_grain=grain))

@@ -61,6 +61,8 @@ _LIBRARIES = {
     "safetensors": "no checkpoint can be saved",
     "accelerate": "RoundPipeTrainer and roundpipe train cannot run",
     "peft": "adapters (LoRA) cannot be trained",
+    "datasets": "roundpipe train cannot read Parquet, CSV and folders of datasets",
+    "trl": "roundpipe train needs a chat template that marks answers",
 }
 
 HERE = pathlib.Path()

@@ -13,9 +13,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import itertools
 import os
 import pathlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -182,14 +183,14 @@ def make_chat_rows(
     rows = _packed([len(one.ids) for one in kept], length) if packed else [[number] for number in range(len(kept))]
     if eval_share > 0 and len(rows) < 2:
         raise FineTuneError("There is only one row of conversations, so none can be held out: --eval-share 0")
-    ids = [_joined(kept[number].ids for number in row) for row in rows]
-    labels = [
-        _joined(
-            [id_ if counts else _IGNORED for id_, counts in zip(one.ids, one.counts, strict=True)] for one in of_row
-        )
-        for of_row in ([kept[number] for number in row] for row in rows)
-    ]
-    positions = [_joined(range(len(kept[number].ids)) for number in row) for row in rows] if packed else []
+
+    def joined(part: Callable[[ChatTokens], Iterable[int]]) -> list[torch.Tensor]:
+        parts = ([part(kept[number]) for number in row] for row in rows)
+        return [torch.tensor([*itertools.chain(*row)], dtype=torch.int32) for row in parts]
+
+    ids = joined(lambda one: one.ids)
+    labels = joined(lambda one: [id_ if counts else _IGNORED for id_, counts in zip(one.ids, one.counts, strict=True)])
+    positions = joined(lambda one: range(len(one.ids))) if packed else []
     training, held_out = split_rows(len(rows), eval_share=eval_share, seed=seed)
     digest = hashlib.sha256(str(length).encode())
     for tensor in (*ids, *labels, *positions):
@@ -206,10 +207,6 @@ def make_chat_rows(
         cut=sum(len(one.ids) > length for one in conversations),
         digest=digest.hexdigest(),
     )
-
-
-def _joined(parts: Iterable[Iterable[int]]) -> torch.Tensor:
-    return torch.tensor([number for part in parts for number in part], dtype=torch.int32)
 
 
 def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:

@@ -226,9 +226,7 @@ def _say_end(
         say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To continue:")
         words = [word for word in argv or ["train", "..."] if word != "--resume"]
         size = training.job.size
-        starts = ["roundpipe"]
-        if size > 1:
-            starts = ["torchrun", f"--nproc-per-node={size}", "-m", "roundpipe_runtime"]
+        starts = ["roundpipe"] if size == 1 else ["torchrun", f"--nproc-per-node={size}", "-m", "roundpipe_runtime"]
         say(f"    {shlex.join([*starts, *words, '--resume'])}")
         return
     say(f"saved in {what.folder}; the saved weights were loaded and compared")
@@ -401,9 +399,9 @@ def format_model(model: nn.Module, source: ModelSource) -> str:
 def format_training(training: Training) -> str:
     report = training.pipeline.cut.report
     exact = report.equivalence
-    proof = ""
-    if exact is not None:
-        proof = f"; its gradients differ from those of the reference model by {exact.gradients:.0e}"
+    proof = (
+        "" if exact is None else f"; its gradients differ from those of the reference model by {exact.gradients:.0e}"
+    )
     devices = ", ".join(device.name for device in training.pipeline.devices)
     settings = training.settings
     batches = f"{settings.accumulate} batches of " if settings.accumulate > 1 else ""

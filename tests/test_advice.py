@@ -62,7 +62,6 @@ class Advice(NamedTuple):
 
 
 def advice() -> Iterator[Advice]:
-    """Yield what follows the first line of each message, four columns in; values of a message have one name."""
     for package in ("yobx_flatten", "roundpipe_runtime"):
         for path in sorted((ROOT / package).rglob("*.py")):
             tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -97,7 +96,6 @@ def parsed(lines: str) -> ast.Module | None:
 
 
 def of_name(name: str) -> Any:
-    """What a name is of ours or of a library; ``None`` for a name that the user has."""
     for module in (yobx_flatten, roundpipe_runtime):
         if name in module.__all__:
             return getattr(module, name)
@@ -121,7 +119,6 @@ ADVICE = list(advice())
 
 
 def test_the_lines_of_messages_are_found():
-    """A message that is written in another way would be left out."""
     assert len(ADVICE) > 200
 
 

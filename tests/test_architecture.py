@@ -22,7 +22,6 @@ def listed(heading):
 
 
 def called(function):
-    """(file, qualified name) of each function of the packages, by first calls, in any thread that it starts."""
     seen = {}
 
     def note(frame, event, argument):
@@ -63,7 +62,6 @@ def export_a_folder(folder, begin_anew):
 
 
 def train_one_step(folder, begin_anew):
-    """The third step: the first two also run a few rows, to find how losses of parts add up."""
     model = RoundPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), devices="virtual:2")
     for number in range(3):
         if number == 2:

@@ -84,6 +84,5 @@ def test_what_a_program_writes_is_heard(old_names_said):
 
 
 def test_other_warnings_are_not_its_affair():
-    """A name that is deprecated for another one than that of a cache passes: this test would fail."""
     with pytest.warns(FutureWarning, match="deprecated"):
         deprecation.deprecate_kwarg("a", "9999.0", new_name="b")(lambda b: b)(a=1)

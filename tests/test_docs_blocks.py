@@ -69,9 +69,6 @@ def test_programs_stand_where_a_test_runs_them(kind):
     assert places - RUN == set()
 
 
-# -- shown, not run ----------------------------------------------------------------------------------------------------
-
-
 def public(name: str) -> object:
     for package in (yobx_flatten, roundpipe_runtime):
         if name in package.__all__:
@@ -131,9 +128,6 @@ def test_profiles_of_machines_are_read(tmp_path):
         typed = json.loads(block.text)
         read = json.loads(json.dumps(dataclasses.asdict(load_machine(tmp_path / "machine.json"))))
         assert {name: read[name] for name in typed} == typed
-
-
-# -- typed into a shell ------------------------------------------------------------------------------------------------
 
 
 def option_names(command) -> set[str]:
@@ -198,25 +192,19 @@ def test_lines_for_a_shell_name_what_there_is():
     assert [(place, line, wrong) for place, line in typed for wrong in mistakes(line)] == []
 
 
-def test_commands_within_the_text_name_what_there_is():
+@pytest.mark.parametrize(
+    ("command", "least"), [(r"(?:yobx-flatten|roundpipe|make) [^`]+", 60), (r"pip install [^`]+", 8)]
+)
+def test_commands_within_the_text_name_what_there_is(command, least):
+    pages = [(page.name, " ".join(page.read_text(encoding="utf-8").split())) for page in PAGES]
     found = [
-        (page.name, line)
-        for page in PAGES
-        if page.name != "changelog.md"
-        for line in re.findall(r"`((?:yobx-flatten|roundpipe|make) [^`]+)`", page.read_text(encoding="utf-8"))
+        (name, line)
+        for name, text in pages
+        if name != "changelog.md" or command.startswith("pip")
+        for line in re.findall(f"`({command})`", text)
     ]
-    assert len(found) > 60
-    assert [(page, line, wrong) for page, line in found for wrong in mistakes(" ".join(line.split()))] == []
-
-
-def test_pip_lines_within_the_text_name_extras_that_there_are():
-    found = [
-        (page.name, line)
-        for page in PAGES
-        for line in re.findall(r"`(pip install [^`]+)`", " ".join(page.read_text(encoding="utf-8").split()))
-    ]
-    assert len(found) > 8
-    assert [(page, line, wrong) for page, line in found for wrong in mistakes(line)] == []
+    assert len(found) > least
+    assert [(name, line, wrong) for name, line in found for wrong in mistakes(line)] == []
 
 
 @pytest.mark.parametrize(
@@ -234,9 +222,6 @@ def test_pip_lines_within_the_text_name_extras_that_there_are():
 )
 def test_a_mistake_is_found(line, wrong):
     assert mistakes(line) == wrong
-
-
-# -- shown as text -----------------------------------------------------------------------------------------------------
 
 
 def is_code(line: str) -> bool:

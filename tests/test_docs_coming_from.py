@@ -104,7 +104,6 @@ def test_yobx_a_cache_is_whole_without_a_line():
 
 
 def test_yobx_what_is_registered_is_listed():
-    """`flattening_functions`."""
     with register_flattening_functions(patch_transformers=True):
         assert "DynamicCache" in str(yobx_flatten.flattening_list())
 
@@ -124,7 +123,6 @@ def test_a_program_has_a_method_for_each_exporter_of_transformers(library):
 
 
 def test_options_of_the_command_line_are_there(capsys):
-    """Those that the table of optimum names, and the commands."""
     names = {name for here in ROWS.values() for name in re.findall(r"`(--[a-z]+)", here)}
     assert {"--optimize", "--dtype", "--quantize"} <= names
     assert main(["export", "--help"]) == 0
@@ -147,7 +145,6 @@ def test_the_line_for_torch_onnx_export_writes_a_file_whose_sizes_vary(tmp_path)
 
 
 def test_arguments_of_pipelines_have_the_names_of_the_table():
-    """`num_microbatch=`, `label=`."""
     assert "num_microbatch" in inspect.signature(roundpipe_runtime.RoundPipeRunConfig).parameters
     assert "label" in inspect.signature(roundpipe_runtime.RoundPipe.forward_backward).parameters
 

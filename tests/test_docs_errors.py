@@ -15,7 +15,6 @@ TEXT = " ".join(html.unescape(PAGE.read_text(encoding="utf-8")).replace("`", "")
 
 
 def longest_words(pattern: str) -> list[str]:
-    """The longest run of plain words in each alternative of a pattern."""
     plain = re.sub(r"\\[.()]", lambda found: found[0][1], re.sub(r"\\[a-zA-Z]|\[[^]]*\]|\(\?:", "\0", pattern))
     runs = [re.split(r"[\0^$*+?(){}|<>]", alternative) for alternative in plain.split("|")]
     return [max((run.strip(" '\"`.:") for run in pieces), key=len).replace("`", "").lower() for pieces in runs]

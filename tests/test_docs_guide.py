@@ -28,8 +28,6 @@ NAMED = re.compile(r"# (\w+\.py)\n")
 
 
 class Program(NamedTuple):
-    """A block that shows input, where it starts, and the ```text block behind it, if that is the next block."""
-
     line: int
     source: str
     printed: str | None
@@ -78,9 +76,6 @@ def run(program: Program, page: str, namespace: dict[str, Any]) -> str:
     return printed.getvalue()
 
 
-# -- what is typed into a shell ----------------------------------------------------------------------------------------
-
-
 def commands_of(program: Program) -> list[tuple[str, str]]:
     if program.kind == "bash":
         # torchrun is typed in tests/tasks, and a clone has an address once there is a public one
@@ -91,7 +86,6 @@ def commands_of(program: Program) -> list[tuple[str, str]]:
 
 
 def type_command(typed: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run what is typed, and return what it prints in 80 columns; a ^C that is shown is pressed at the first step."""
     program, *words = shlex.split(typed)
     if program == "python":  # a file that the page names
         return fresh_process.run(
@@ -139,7 +133,6 @@ def comparable(typed: str, text: str) -> str:
     "page", [*sorted(GUIDE.glob("*.md")), GUIDE.parents[1] / "README.md"], ids=lambda path: path.stem
 )
 def test_a_line_of_code_fits_into_the_column_of_the_site(page):
-    """It has room for 88 characters; a reader does not scroll."""
     programs = programs_of(page.read_text(encoding="utf-8"))
     lines = [line for program in programs if program.kind == "python" for line in program.source.splitlines()]
     assert [line for line in lines if len(line) > 88] == []
@@ -207,6 +200,5 @@ def test_no_text_block_shows_input():
 
 
 def test_every_page_has_programs_but_those_of_words_and_tables():
-    """A page that loses its fences would pass unseen otherwise."""
     without = {path.stem for path in GUIDE.glob("*.md")} - {path.stem for path in PAGES}
     assert without == {"index", "words"}

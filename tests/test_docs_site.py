@@ -1,12 +1,17 @@
-"""How large the site is, that its generated tables are up to date, and that old addresses lead to a page."""
+"""The reference lists every public name; how large the site is, what a page states, and that tables are up to date."""
 
+import importlib
 import importlib.util
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests import fresh_process
+import roundpipe_runtime
+import yobx_flatten
+from roundpipe_runtime import huggingface
+from tests import fresh_process, old_names
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -52,7 +57,6 @@ def test_every_page_of_the_guide_is_in_the_sidebar_and_in_its_index():
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page, as the site and code hosts make them of its headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     found = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", one)).lower().replace(" ", "-") for one in found}
@@ -142,3 +146,149 @@ def test_the_committed_tables_are_up_to_date(tmp_path):
                 f"make tables: {path.name}"
             )
     assert {path.name for path in (DOCS / "tables").iterdir()} == {path.name for path in tmp_path.iterdir()}
+
+
+API = Path(__file__).parent.parent / "docs" / "api"
+DIRECTIVE = re.compile(r"^\.\. (?:autofunction|autoclass|autoexception|py:data):: ([\w.]+)$", re.MULTILINE)
+FOLDERS = [importlib.import_module(f"yobx_flatten.{home}") for home in yobx_flatten._HOMES]
+# `__version__` is a sentence on the first page, and a name of the package is not listed again with its folder.
+PUBLIC = {f"yobx_flatten.{name}" for name in yobx_flatten.__all__ if name != "__version__"} | {
+    f"{folder.__name__}.{name}" for folder in FOLDERS for name in folder.__all__ if name not in yobx_flatten.__all__
+}
+
+
+def documented() -> Counter[str]:
+    names: Counter[str] = Counter()
+    for page in API.glob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        if ".. currentmodule:: yobx_flatten" in text:
+            full = (name if "." in name else f"yobx_flatten.{name}" for name in DIRECTIVE.findall(text))
+            names.update(name for name in full if not name.startswith("yobx_flatten.testing."))
+    return names
+
+
+def test_the_package_has_few_names():
+    assert len(yobx_flatten.__all__) <= 58
+
+
+def test_a_folder_lists_only_names_of_its_own():
+    """A name of two folders would have two homes."""
+    names = Counter(name for folder in FOLDERS for name in folder.__all__)
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_names_that_moved_are_still_names_of_the_package():
+    homes = {name: folder for folder in FOLDERS for name in folder.__all__}
+    for name in old_names.__all__:
+        assert getattr(old_names, name) is getattr(homes[name], name)
+    assert set(old_names.__all__) <= set(dir(yobx_flatten))
+
+
+def test_a_name_that_never_was_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'yobx_flatten' has no attribute 'Undoo'"):
+        yobx_flatten.Undoo  # noqa: B018 # the lookup is the test
+
+
+def test_every_public_name_is_in_the_reference():
+    assert not PUBLIC - set(documented())
+
+
+def test_the_reference_lists_no_other_name():
+    assert not set(documented()) - PUBLIC
+
+
+def test_no_name_is_listed_twice():
+    assert [name for name, count in documented().items() if count > 1] == []
+
+
+def test_the_reference_of_the_runtime_lists_every_public_name_once():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in API.glob("runtime_*.md"))
+    listed = Counter(re.findall(r"^\.\. auto\w+:: roundpipe_runtime\.(\S+)$", text, re.MULTILINE))
+    more = [f"huggingface.{name}" for name in huggingface.__all__ if name not in roundpipe_runtime.__all__]
+    public = {*roundpipe_runtime.__all__, *roundpipe_runtime._TRAINERS, *more} - {"optim"}
+    assert public - set(listed) == set()
+    assert [name for name, count in listed.items() if count > 1] == []
+
+
+def test_the_guide_lists_every_error_and_warning_of_the_runtime():
+    text = (API.parent / "guide" / "errors.md").read_text(encoding="utf-8")
+    assert [name for name in roundpipe_runtime.__all__ if name.endswith("Error") and f"`{name}`" not in text] == []
+    warnings = [name for name in roundpipe_runtime.__all__ if name.endswith("Warning") and name != "RoundPipeWarning"]
+    assert [name for name in warnings if f"`{name}`" not in text] == []
+
+
+def test_every_page_is_in_the_table_of_contents():
+    """Sphinx would warn, and say it minutes later."""
+    contents = (API / "index.md").read_text(encoding="utf-8").split()
+    assert {page.stem for page in API.glob("*.md")} - {"index"} <= set(contents)
+
+
+DIFFERENCES = Path(__file__).parent.parent / "docs" / "guide"
+
+
+def fresh(code):
+    return fresh_process.run("-c", code).stdout
+
+
+def test_every_section_has_a_program_that_prints():
+    sections = re.split(r"^## ", (DIFFERENCES / "torch_and_jax.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    without = [text.splitlines()[0] for text in sections if "```python" not in text or "```text" not in text]
+    assert not without
+
+
+def test_torch_hands_unflatten_a_list_and_jax_a_tuple():
+    pytest.importorskip("jax", reason="one of the two")
+    assert (
+        fresh(
+            "import jax, torch.utils._pytree as pytree\n"
+            "class Node: pass\n"
+            "kinds = []\n"
+            "pytree.register_pytree_node(Node, lambda n: ([1], None), lambda c, s: kinds.append(type(c)))\n"
+            "jax.tree_util.register_pytree_node(Node, lambda n: ([1], None), lambda s, c: kinds.append(type(c)))\n"
+            "pytree.tree_map(lambda x: x, Node()); jax.tree.map(lambda x: x, Node())\n"
+            "print(*(kind.__name__ for kind in kinds))\n"
+        )
+        == "list tuple\n"
+    )
+
+
+def test_optree_and_jax_pickle_their_specs():
+    pytest.importorskip("jax", reason="one of the two")
+    pytest.importorskip("optree", reason="the other one")
+    assert (
+        fresh(
+            "import jax, optree, pickle, torch.utils._pytree as pytree\n"
+            "for structure in (jax.tree.structure, optree.tree_structure):\n"
+            "    print(pickle.loads(pickle.dumps(structure([1, {'a': 2}]))) == structure([1, {'a': 2}]))\n"
+            "print(pytree.treespec_dumps(pytree.tree_structure([1]))[:4])\n"
+        )
+        == "True\nTrue\n[1, \n"
+    )
+
+
+def test_torch_does_not_look_at_what_is_registered_for_a_named_tuple():
+    """Its own way of taking named tuples apart comes first."""
+    assert (
+        fresh(
+            "import collections, torch.utils._pytree as pytree\n"
+            "Point = collections.namedtuple('Point', 'x y')\n"
+            "pytree.register_pytree_node(Point, lambda p: ([p.x], p.y), lambda c, y: Point(*c, y))\n"
+            "print(pytree.tree_leaves(Point(1, 2)))\n"
+        )
+        == "[1, 2]\n"
+    )
+
+
+def test_a_named_tuple_is_saved_under_the_name_that_torch_is_given():
+    assert (
+        fresh(
+            "import collections, torch.utils._pytree as pytree\n"
+            "Point = collections.namedtuple('Point', 'x y')\n"
+            "spec = pytree.tree_structure(Point(1, 2))\n"
+            "try:\n    pytree.treespec_dumps(spec)\n"
+            "except NotImplementedError:\n    print('no name')\n"
+            "pytree._register_namedtuple(Point, serialized_type_name='a.Point')\n"
+            "print(pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec)\n"
+        )
+        == "no name\nTrue\n"
+    )

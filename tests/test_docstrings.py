@@ -38,7 +38,6 @@ def folders() -> list[Any]:
 
 
 def public() -> dict[str, Any]:
-    """Every public object once, by the shortest path to it."""
     found = {}
     for module in reversed(folders()):
         for name in module.__all__:

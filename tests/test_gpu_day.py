@@ -30,14 +30,12 @@ ROOT = Path(__file__).parent.parent
 
 
 def forked(command, environment, limit):
-    """In the place of a process that imports everything: a fork of one that has imported transformers."""
     done = fresh_process.run(*command[1:], imported=fresh_process.TRAINER, env=environment, cwd=ROOT)
     return Done(done.stdout, done.stderr, done.returncode)
 
 
 @pytest.fixture
 def day(tmp_path, monkeypatch):
-    """Runs the command in this process, on a virtual device and tiny models, and returns its status."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(gpu_day, "run_apart", forked)
 
@@ -85,7 +83,6 @@ def test_time_that_is_over_ends_the_call_before_the_next_program(day, capfd):
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """A day on a virtual device, whose processes a test replaces; it unlocks no folder in which someone compiles."""
     monkeypatch.setattr(gpu_day, "OPERATORS", tmp_path / "operators")
     return gpu_day.Day("cpu", Records(tmp_path), None, tiny=True, end=time.monotonic() + 540)
 
@@ -273,7 +270,6 @@ def test_a_profile_that_breaks_keeps_what_it_found(made, monkeypatch, capfd):
 
 
 def has_ended(process):
-    """Whether a process ends within ten seconds; one that does not is killed."""
     for _ in range(100):  # whoever inherits it takes note of its end a moment later
         if not psutil.pid_exists(process) or psutil.Process(process).status() == psutil.STATUS_ZOMBIE:
             return True
@@ -301,21 +297,12 @@ time.sleep(600)
     assert has_ended(int((tmp_path / "other").read_text()))
 
 
-def test_output_goes_to_a_log_and_a_status_comes_back(tmp_path):
-    log = tmp_path / "log"
-    log.write_text("before\n")
-    command = [sys.executable, "-S", "-c", "import sys; print('out'); sys.stdout.flush(); sys.exit('error')"]
-    assert run_apart(command, dict(os.environ), 60.0, log=log).status == 1
-    assert log.read_text() == "before\nout\nerror\n"
-
-
 @pytest.mark.parametrize(
     ("status", "expected"),
     [(137, "signal 9 ended it: the host, or its container, had no memory left"), (139, "signal 11 ended it"),
      (-9, "signal 9 ended it: the host, or its container, had no memory left"), (1, "ValueError: no")],
 )  # fmt: skip
 def test_what_ended_a_process_is_named(made, status, expected):
-    """A signal, which leaves no error in the output but what was there before."""
     assert (
         made._ended(Done("", "a warning\nValueError: no\n", status), 150.0, 150.0, "it was not done")["error"]
         == expected
@@ -453,7 +440,6 @@ def test_bytes_of_the_link_are_counted_on_an_accelerator():
 
 
 def test_copies_of_a_profile_are_added_up():
-    """As the profiler of torch writes them for CUDA; other events do not count."""
     events = [
         {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 100}},
         {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "args": {"bytes": 5}},
@@ -463,9 +449,6 @@ def test_copies_of_a_profile_are_added_up():
         {"name": "process_name", "args": {}},
     ]
     assert copied_bytes(events) == {"up": 105, "down": 40}
-
-
-# -- wheels ------------------------------------------------------------------------------------------------------------
 
 
 def test_wheels_are_unpacked_without_pip(tmp_path, monkeypatch):
@@ -488,9 +471,6 @@ def test_libraries_of_other_platforms_are_left_out(tmp_path):
             archive.writestr(name, name)
     wheels._cut_down(wheel)
     assert zipfile.ZipFile(wheel).namelist() == ["b/libbitsandbytes_cuda130.so", "b/nn.py"]
-
-
-# -- the page ----------------------------------------------------------------------------------------------------------
 
 
 def stored():

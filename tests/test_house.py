@@ -44,7 +44,6 @@ def resolve(name):
 
 
 def documented():
-    """(file, qualified name) of each function and class that the site documents, bases included."""
     names = {f"{package}.{name}" for package in PACKAGES for name in importlib.import_module(package).__all__}
     for page in (*(ROOT / "docs" / "api").glob("*.md"), *(ROOT / "docs" / "guide").glob("*.md")):
         module = None
@@ -66,7 +65,6 @@ def documented():
 
 
 def with_sections(path, public):
-    """Names of functions and classes of a file which the site leaves out, and which document their arguments."""
 
     def visit(node, outer, is_public):
         for child in ast.iter_child_nodes(node):

@@ -1,6 +1,5 @@
 """The matrix: its runner survives anything, resumes, and its page says what its results say."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -80,7 +79,6 @@ def test_a_process_that_hangs_is_ended_after_the_time_limit():
 
 
 def test_a_stored_program_is_loaded_in_another_process(runner):
-    """Its time counts for both."""
     results = runner.run_type("works", [*COLUMNS, "save and load"], {})
     assert results["save and load"] == {"ok": True, "way": "yobx_flatten", "seconds": 0.6}
 
@@ -124,11 +122,6 @@ def test_results_of_other_versions_are_not_replaced_without_being_asked(results)
         command_line.main(["--only", "llama", "--output", str(results.path)])
 
 
-def test_the_file_is_sorted_and_nothing_is_left_beside_it(results):
-    assert list(json.loads(results.path.read_text(encoding="utf-8"))["types"]) == ["even", "llama", "odd"]
-    assert [path.name for path in results.path.parent.iterdir()] == ["matrix.json"]
-
-
 @pytest.mark.parametrize(
     ("redo", "expected"),
     [
@@ -170,16 +163,6 @@ def test_a_cut_into_larger_pieces_than_before_is_named(results, tmp_path):
     assert regressions(results, recorded, ["t5", "llama", "blt"]) == ["t5, cut: 2 calls of layers, not 4"]
 
 
-def test_the_page_groups_types_by_the_operators_of_their_files(results):
-    assert "## Operators" not in page_of(results, [*COLUMNS, "onnx"], [], "matrix.json")
-    fused, spelled = {"Attention": 2, "RMSNormalization": 5}, {"Softmax": 2, "LayerNormalization": 5}
-    for name, operators in (("llama", fused), ("mistral", fused), ("bloom", spelled), ("mamba", {})):
-        results.record(name, {"onnx": {"ok": True, "operators": operators}}, "state1")
-    page = page_of(results, [*COLUMNS, "onnx"], [], "matrix.json")
-    assert "| `Attention`, `RMSNormalization` | 2 | `llama`, `mistral` |" in page
-    assert "| `Softmax`, `LayerNormalization` | 1 | `bloom` |\n| none of them | 1 | `mamba` |" in page
-
-
 def test_an_unknown_column_is_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         command_line.parse(["--columns", "exprot"])
@@ -194,12 +177,6 @@ def test_deferred_checks_are_a_way_of_their_own_with_results_of_their_own(capsys
     with pytest.raises(SystemExit):
         command_line.parse(["--deferred", "--peer", "executorch"])
     assert "--deferred is for this package" in capsys.readouterr().err
-
-
-def test_an_unknown_type_is_refused():
-    options = command_line.parse(["--only", "lama", "--output", "x.json"])
-    with pytest.raises(SystemExit, match="lama is not among the 1 types"):
-        command_line.choose(options, ["llama"])
 
 
 def test_the_committed_page_is_the_one_of_the_committed_results():

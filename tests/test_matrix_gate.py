@@ -92,7 +92,6 @@ def test_columns_that_were_not_chosen_are_not_compared(now, before):
 
 
 def test_a_type_that_passed_and_is_absent_is_worse(now, before):
-    """GPT-2 is still in transformers, so that it should have been among the types of the run."""
     recorded = before(llama={"built": OK}, gpt2={"built": OK}, opt={"built": FAILED})
     options = whole.parse(["--columns", "built"])
     verdict = judge(now(llama={"built": OK}), recorded, ["llama"], options)
@@ -132,7 +131,6 @@ def test_the_cut_matrix_chooses_causal_types_unless_all_are_asked_for(now, befor
 
 
 def test_a_runtime_that_is_not_installed_is_worse_unless_its_columns_are_left_out(now, before, monkeypatch):
-    """Its files were made and replayed before."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "executorch" else name)
     recorded = before(llama={"program": OK, "OpenVINO": OK, "ExecuTorch": OK})
     found = now(llama={"program": OK, "OpenVINO": OK, "AOTInductor": OK})
@@ -163,7 +161,6 @@ def test_a_run_that_tried_nothing_is_worse_than_any(now):
 @pytest.mark.slow
 @pytest.mark.parametrize(("recorded", "code"), [(OK, 0), (FAILED, 0), (None, 1)])
 def test_the_exit_code_of_a_run_states_whether_it_is_as_good(recorded, code, tmp_path, capsys):
-    """`fails` passes its first column and fails its second, whose result before is given."""
     against = tmp_path / "before.json"
     columns = {"built": OK, "prefill": recorded if recorded is FAILED else OK}
     if recorded is OK:

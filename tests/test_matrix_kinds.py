@@ -1,14 +1,24 @@
-"""Tests of the kinds of models: what a sample of the cut matrix is spread over."""
+"""The kinds of models that a sample is spread over, their decode inputs, and what onnxruntime-genai opened."""
 
 import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from matrix.cut import choose, parse
 from matrix.cut_cases import COLUMNS
+from matrix.genai import page_of
+from matrix.genai_cases import COLUMNS as GENAI_COLUMNS
+from matrix.genai_cases import TYPES
+from matrix.inputs import NoCacheError, decode, go_on, loop
 from matrix.kinds import kind_of, quiet_sample
+from matrix.media import IMAGE_TOKEN, picture_of
+from matrix.models import make_model
 from matrix.results import Results, passes
+from tests.cache_words import cache_of
+from tests.runtime.huggingface.hf_small import known_model
+from yobx_flatten import DecodeSizes
 
 RECORDED = Path(__file__).parent.parent / "docs" / "data" / "cut-5.24.0.json"
 
@@ -32,13 +42,11 @@ def test_a_kind_is_read_off_the_configuration(name, kind):
 
 
 def test_what_has_no_small_configuration_is_a_kind_of_its_own(monkeypatch):
-    """The matrix records why it is not built; a sample must not fail of it."""
     monkeypatch.setattr("matrix.kinds.make_config", lambda name: 1 / 0)
     assert kind_of("llama") == ("causal", "not built")
 
 
 def test_the_phases_of_a_recorded_cut_are_part_of_the_kind(tmp_path):
-    """A model whose stack runs again and again has more of them than others of its configuration."""
     recorded = Results(tmp_path / "cut.json", {}, "")
     recorded.types = {"llama": {"columns": {"cut": {"ok": True, "phases": 7}}}}
     assert kind_of("llama", recorded) == ("causal", "7 phases")
@@ -64,3 +72,70 @@ def test_twenty_five_types_stand_for_every_kind_that_passed():
     words = {word for kind in kinds for word in kind}
     assert {"causal", "seq2seq", "image", "speech", "experts", "states", "shared keys", "9 phases"} <= words
     assert ("causal", "2 phases") in kinds
+
+
+SIZES = DecodeSizes(2, 5, 3)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "musicgen",  # has several embeddings
+        "seq2seq:prophetnet",  # decodes one token at a time
+        "seq2seq:voxtral_realtime",  # two caches, and a sound for every token
+        "image:granite4_vision",  # makes no cache of its own
+        "image:idefics",  # looks at the picture in every call
+        "image:pix2struct",  # an encoder of pictures
+        "image:udop",  # boxes on a page
+        "speech:dia",  # has no get_input_embeddings; a code per channel
+        "speech:kyutai_speech_to_text",
+        "speech:speech-encoder-decoder",
+        "speech:whisper",
+    ],
+)
+def test_a_model_goes_on_from_its_decode_inputs(name):
+    model = known_model(name)
+    kwargs = decode(model, SIZES)
+    assert len(loop(model, kwargs, 3)) == 3
+    assert len(go_on(model, kwargs, cache_of(kwargs), 4)) == 4
+
+
+def test_a_prompt_begins_with_a_picture():
+    model = make_model("image:llava")
+    _, length = picture_of(model, 2, torch.Generator().manual_seed(1))
+    kwargs = decode(model, SIZES)
+    assert cache_of(kwargs).get_seq_length() == length + SIZES.past
+    assert kwargs["attention_mask"].shape == (2, length + SIZES.past + SIZES.new)
+    assert not (kwargs["input_ids"] == IMAGE_TOKEN).any()
+
+
+def test_positions_behind_a_picture_are_inputs_and_not_the_models_memory():
+    """Qwen2-VL keeps the difference of its last prompt; a program would hold it as a constant."""
+    model = make_model("image:qwen2_vl")
+    kwargs = decode(model, SIZES)
+    # a picture of 2 x 2 parts takes 2 positions, so all that follows is 2 behind the number of tokens
+    assert kwargs["position_ids"][:, 1].tolist() == [[7, 8, 9]] * 3
+    assert model.model.rope_deltas is None
+
+
+@pytest.mark.parametrize("name", ["image:blip", "image:pi0"])
+def test_a_model_without_a_cache_says_so(name):
+    with pytest.raises(NoCacheError):
+        decode(make_model(name), SIZES)
+
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+def test_the_page_is_that_of_the_recorded_results():
+    (path,) = (DOCS / "data").glob("genai-*.json")
+    assert (DOCS / "genai.md").read_text(encoding="utf-8") == page_of(Results.read(path), path.name)
+
+
+def test_every_type_of_the_list_is_recorded_and_opens_with_a_shared_cache():
+    (path,) = (DOCS / "data").glob("genai-*.json")
+    types = Results.read(path).types
+    assert sorted(types) == sorted(TYPES)
+    for name, entry in types.items():
+        assert [entry["columns"][column]["ok"] for column in GENAI_COLUMNS if column != "opened"] == [True] * 3, name
+        assert entry["columns"]["opened"]["ok"] is not False

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from matrix import real_llama_cpp, real_loops, real_runtimes, real_speed
+from matrix import real_llama_cpp, real_runtimes, real_speed
 from matrix.cases import DifferenceError
 from matrix.real import page_of
 from matrix.real_cases import FORMS, RealTrial, divergence, perplexity
@@ -107,23 +107,6 @@ def test_two_files_are_timed_by_turns_and_shown_with_their_ratio(tmp_path):
     assert "| 3, 4: 0.75 |" in real_speed.section_of({"pairs": {"int4": times}, "versions": {}}, "speed.json")
 
 
-def test_the_page_has_llama_cpp_next_to_ours_where_it_was_timed():
-    calls = {"token at 128": [9.0, 12.0], "prompt of 1,000": [50.0, 100.0]}
-    held = {"calls": calls, "release": "b1", "processor": "AVX2", "package": "3.22.1", "rounds": 4, "versions": {}}
-    pairs = {name: {"token at 128": times} for name, times in (("int4", [18.0, 9.0]), ("int8", [10.0, 9.0]))}
-    shares = {"int4 fused": 1.0, "int8 fused": 0.99, "genai builder int4": 0.67}
-    shown = real_llama_cpp.section_of({"pairs": pairs, real_llama_cpp.KEY: {**held, "tokens": 0.963}}, shares)
-    assert "|  | token at 128 | prompt of 1,000 |" in shown
-    assert "| 9, 12: 0.75 | 50, 100: 0.50 |" in shown
-    points = shown.partition("| file | time | tokens |")[2].strip().splitlines()[1:]
-    assert points == [
-        "| onnxruntime-genai's builder | 1.00 | 67.0% |",
-        "| int4 | 2.00 | 100.0% |",
-        "| llama.cpp | 2.67 | 96.3% |",
-    ]
-    assert real_llama_cpp.section_of({"pairs": {}}, {}) == ""
-
-
 def test_folders_take_turns_in_processes_of_their_own(tmp_path):
     export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime")
     folders = {name: real_runtimes.opened(tmp_path / "folder") for name in ("one", "other")}
@@ -132,17 +115,6 @@ def test_folders_take_turns_in_processes_of_their_own(tmp_path):
         assert {"torch", "onnxruntime"} <= folder.facts.keys()
         folder.close()
     assert {name: [*times] for name, times in found.items()} == {"one": ["4", "9"], "other": ["4", "9"]}
-
-
-def test_the_page_has_runtimes_next_to_onnxruntime_where_they_were_timed():
-    times = {real_runtimes.BASE: {"128": 20.0, "4096": 40.0}, "OpenVINO": {"128": 22.0, "4096": 44.0}}
-    shown = real_runtimes.section_of(
-        {real_runtimes.KEY: {"milliseconds": times, "tokens": 3, "rounds": 8, "versions": {}}}, "speed.json"
-    )
-    assert "|  | token at 128 | token at 4,096 |" in shown
-    assert "| float32 fused | 20 | 40 |" in shown
-    assert "| OpenVINO | 22: 1.10 | 44: 1.10 |" in shown
-    assert real_runtimes.section_of({"pairs": {}}, "speed.json") == ""
 
 
 def test_a_folder_of_genai_is_timed_in_its_own_loop(tmp_path):
@@ -154,13 +126,6 @@ def test_a_folder_of_genai_is_timed_in_its_own_loop(tmp_path):
     folder.close()
     assert [*found["genai"]] == ["4", "9"]
     assert min(found["genai"].values()) > 0
-
-
-def test_the_page_has_both_loops_where_they_were_timed():
-    times = [{"128": 10.0, "1024": 20.0, "4096": 40.0}, {"128": 8.0, "1024": 20.0, "4096": 50.0}]
-    shown = real_loops.section_of({real_loops.KEY: {"milliseconds": {"int8": times}, "versions": {}}}, "speed.json")
-    assert "| int8 | 10, 8: 1.25 | 20, 20: 1.00 | 40, 50: 0.80 |" in shown
-    assert real_loops.section_of({"pairs": {}}, "speed.json") == ""
 
 
 def test_llama_cpp_is_timed_where_npm_is(tmp_path, monkeypatch):

@@ -38,7 +38,6 @@ def test_names_can_be_typed():
 
 
 def test_rows_of_a_batch_have_different_numbers_of_labels():
-    """So a mean over labels is not one over rows; and a microbatch can have none."""
     found = batch_for(TOKENS, make_head(TOKENS))
     counts = (found.make(5, 1)["labels"] != -100).sum(1).tolist()
     assert len(set(counts)) > 2
@@ -46,7 +45,6 @@ def test_rows_of_a_batch_have_different_numbers_of_labels():
 
 
 def test_one_answer_lies_outside_of_the_text():
-    """As truncation leaves it; and of the first rows nothing is known of where the answer begins."""
     found = batch_for(QUESTIONS, make_head(QUESTIONS))
     batch = found.make(5, 1)
     assert (batch["end_positions"] >= batch["input_ids"].shape[1]).tolist() == [False] * 4 + [True]
@@ -93,7 +91,6 @@ def test_a_wrong_gradient_is_found():
 
 
 def test_rows_that_depend_on_each_other_are_named():
-    """A layer that centres the batch gives other numbers in microbatches: the cell states why."""
     trial = HeadTrial(TOKENS)
     trial.model.classifier.register_forward_pre_hook(lambda module, given: (given[0] - given[0].mean(0),))
     assert "rows depend on each other: logits" in trial.cause(trial.batch(5, 1))
@@ -138,14 +135,12 @@ def test_a_row_has_the_outcome_of_its_worst_cell(columns, outcome):
 
 
 def test_a_wrong_number_is_a_failure_and_what_cannot_be_built_is_none():
-    """The command ends with 1 for the first, whatever was recorded before."""
     found = _results(ctc__Good=GOOD, ctc__Wrong=WRONG, ctc__Refused=REFUSED, ctc__Absent=ABSENT)
     lines = wrong_cells(found, list(found.types), list(COLUMNS))
     assert lines == ["ctc:Wrong, 1 microbatch: DifferenceError: loss off by 2.0e+00"]
 
 
 def test_the_command_ends_with_1_for_a_wrong_number(tmp_path, monkeypatch):
-    """Also where the recorded results were as wrong."""
     output = tmp_path / "trainings.json"
     from matrix.results import installed_versions
 
@@ -164,7 +159,6 @@ def test_the_committed_page_is_the_one_of_the_committed_results():
 
 
 def test_numbers_and_several_labels_are_compared_where_the_task_knows_them():
-    """Their losses are means over rows, and over rows and labels."""
     found = COLUMNS["other labels"](HeadTrial("sequence_classification:BertForSequenceClassification"))
     kinds = ("regression", "multi_label_classification")
     assert all(found[f"{kind}, {what}"] < 1e-12 for kind in kinds for what in ("loss", "gradients"))

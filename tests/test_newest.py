@@ -91,7 +91,6 @@ def test_the_steps_are_those_that_people_run(tmp_path):
 
 
 def test_the_samples_are_compared_with_the_newest_recorded_results():
-    """The gate of the matrices: what passed there passes now."""
     for stem, step in (("matrix", "a sample of the matrix"), ("cut", "a sample of the cut matrix")):
         command = next(one for one in steps(ROOT) if one.name == step).command
         assert command[command.index("--against") + 1] == str(recorded_file(stem))

@@ -1,7 +1,8 @@
-"""Private names of torch and transformers are imported in one file per library, and are there."""
+"""Private names and the words for a model's cache stand in one file per library, and are there."""
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -22,7 +23,6 @@ def is_private(path):
 
 
 def private_uses(source):
-    """Line and path of every private name that a module imports, or reads off a module that it imported."""
     tree, modules, found = ast.parse(source), {"pytree": "torch.utils._pytree"}, []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -46,7 +46,6 @@ def private_uses(source):
 
 @pytest.mark.parametrize("package", [yobx_flatten, roundpipe_runtime], ids=lambda package: package.__name__)
 def test_they_are_imported_in_one_file_per_library(package):
-    """A release that drops one changes that file, and no other."""
     root = pathlib.Path(package.__file__).parent
     found = [
         f"{path.relative_to(root.parent).as_posix()}:{line} {name}"
@@ -85,3 +84,30 @@ def test_a_name_that_is_gone_states_what_to_use():
         find("tracer")
     with pytest.raises(AttributeError):
         find("another")
+
+
+CACHE_WORDS = "yobx_flatten/huggingface/cache_names.py"
+# past_key_values.0.key, past_key_values.length and past_key_values.* are inputs of files
+WORD = re.compile(r"(?:past_key_values|cache_params)(?!\.(?:\d|length\b|\*|N\b))")
+
+
+def lines_with_a_word(source):
+    return [number for number, line in enumerate(source.splitlines(), 1) if WORD.search(line)]
+
+
+@pytest.mark.parametrize("package", [yobx_flatten, roundpipe_runtime], ids=lambda package: package.__name__)
+def test_the_words_stand_in_one_module(package):
+    """A release that renames the cache again changes that module, and no other."""
+    root = pathlib.Path(package.__file__).parent
+    found = [
+        f"{path.relative_to(root.parent).as_posix()}:{line}"
+        for path in sorted(root.rglob("*.py"))
+        if path.relative_to(root.parent).as_posix() != CACHE_WORDS
+        for line in lines_with_a_word(path.read_text(encoding="utf-8"))
+    ]
+    assert not found
+
+
+def test_the_rule_tells_names_of_files_from_names_of_arguments():
+    source = 'f"{name}.past_key_values"\npast_key_values=cache\n"past_key_values.0.key"\ncache_params.layers\n'
+    assert lines_with_a_word(source) == [1, 2, 4]

@@ -67,7 +67,6 @@ def test_a_phrase_is_avoided(phrase, instead):
 
 
 def places(phrase: str, paths: list[Path]) -> list[str]:
-    """The places of a phrase, also where a line of a page or of a comment ends inside it."""
     spaced = re.compile(phrase.replace(" ", r"\s+(?:# )?"), re.IGNORECASE | re.MULTILINE)
     return [
         f"{path.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 1}: {' '.join(match[0].split())!r}"
@@ -80,7 +79,6 @@ def places(phrase: str, paths: list[Path]) -> list[str]:
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the files are listed by git")
 @pytest.mark.parametrize(("phrase", "instead"), PLAIN["instead"].items())
 def test_an_idiom_of_our_own_is_avoided(phrase, instead):
-    """In every text of the repository, except recorded results and tests."""
     found = places(rf"\b(?:{phrase})", everything())
     assert not found, f"write {instead!r}:\n" + "\n".join(found)
 

@@ -20,7 +20,6 @@ def loaded(path):
 
 @pytest.fixture
 def readme_of_index(monkeypatch):
-    """The function of the build; what it derives from comes with the tool that builds."""
     hook = type(sys)("hatchling.metadata.plugin.interface")
     hook.MetadataHookInterface = object
     monkeypatch.setitem(sys.modules, hook.__name__, hook)
@@ -44,7 +43,6 @@ def test_without_an_address_its_links_are_words(readme_of_index):
 
 
 def test_a_shared_page_names_its_picture_and_404_where_its_files_are():
-    """Addresses are absolute, since others read them; what a title holds is quoted."""
     address = loaded(ROOT / "docs" / "public_address.py")
     tags = address.head_tags("https://example.org/", "guide/export", 'A "page"', "What it is")
     shown = dict(re.findall(r'<meta property="([^"]+)" content="([^"]*)">', tags))

@@ -22,7 +22,6 @@ def blocks(language):
 
 
 def without_numbers(report):
-    """The lines of a report up to the difference; the first line holds times, the differences are rounding."""
     return [re.split(r"\d\.\de[-+]\d\d|\d+\.\d s", line)[0].rstrip() for line in report.splitlines()[1:]]
 
 
@@ -59,7 +58,6 @@ def test_its_links_lead_to_files():
 
 
 def test_its_numbers_are_those_of_the_last_measurements():
-    """Those that the pages show, which are written from what was measured."""
     numbers = [(int(a), int(b)) for a, b in re.findall(r"(\d+) of (\d+)", README.partition("## Install")[0])]
     matrix = (ROOT / "docs" / "matrix.md").read_text(encoding="utf-8")
     glance = re.findall(r"^\| [A-Z][^|]+models \|(.*)\|$", matrix, re.MULTILINE)

@@ -1,14 +1,20 @@
-"""The check behind `registries_left_as_found`: it sees every leak, and no import that is in order."""
+"""What tests rely on: the check of registries, programs in fresh processes, and the list of long tests."""
 
+import itertools
+import re
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch.fx._pytree as fx_pytree
 import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
 
-from tests import fresh_process, registry_snapshot
+from tests import conftest, fresh_process, registry_snapshot
 
 
 class Point:
@@ -207,7 +213,6 @@ def test_the_fixture_fails_the_test_that_leaks(tmp_path):
 
 @pytest.fixture
 def keep(before) -> Callable[[], None]:
-    """Unused on its own; shows that fixtures of a test are undone before the pictures are compared."""
     register("tests.Point")
     return remove
 
@@ -236,3 +241,142 @@ def test_a_class_left_with_optree_or_jax_is_found(lines, found):
         pytest.importorskip(library, reason=f"{library} is not installed")
     changes = in_a_fresh_process(*lines).splitlines()
     assert {change.partition(": tests.")[0] for change in changes} == found
+
+
+# What a program can see of its process.
+LOOKS = """
+import dataclasses, json, os, pathlib, sys
+
+@dataclasses.dataclass
+class Here:
+    value: int
+
+import tests.flatten.pair
+print(json.dumps([__name__, sys.argv[1:], Here.__module__, os.getcwd(), os.environ.get("SAID"), sys.path[0]]))
+print("to stderr", file=sys.stderr)
+sys.exit(3)
+"""
+
+
+def test_a_program_finds_what_a_new_interpreter_gives_it(monkeypatch):
+    monkeypatch.setenv("SAID", "so")
+    command = ["-c", LOOKS, "one", "two words"]
+    expected = subprocess.run([sys.executable, *command], cwd=fresh_process.ROOT, capture_output=True, text=True)
+    found = fresh_process.run(*command, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (3, expected.stdout, expected.stderr)
+    assert expected.returncode == 3
+
+
+def test_only_torch_is_imported():
+    names = ["torch", "yobx_flatten", "roundpipe_runtime", "tests", "transformers", "optree", "jax", "onnx", "pytest"]
+    program = f"import sys, threading; print(*(name in sys.modules for name in {names}), threading.active_count())"
+    assert fresh_process.run("-c", program).stdout.split() == ["True", *["False"] * 8, "1"]
+
+
+def test_what_the_trainer_needs_is_imported_where_that_is_asked_for():
+    names = ["transformers.trainer", "yobx_flatten", "roundpipe_runtime", "tests", "pytest"]
+    program = f"import sys, threading; print(*(name in sys.modules for name in {names}), threading.active_count())"
+    done = fresh_process.run("-c", program, imported=fresh_process.TRAINER)
+    assert done.stdout.split() == ["True", *["False"] * 4, "1"]
+
+
+def test_a_program_that_was_started_gets_signals():
+    program = "import time; print('here', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('there')"
+    with fresh_process.start("-c", program) as started:
+        started.wait_for(lambda: started.stdout == "here\n")
+        assert started.poll() is None
+        started.send_signal(signal.SIGINT)
+        assert (started.wait(), started.stdout) == (0, "here\nthere\n")
+    with fresh_process.start("-c", program) as started:
+        started.send_signal(signal.SIGKILL)
+        assert started.wait() == started.poll() == -9
+
+
+def test_both_outputs_can_be_read_in_order():
+    program = "import sys; print(1, flush=True); print(2, file=sys.stderr, flush=True); print(3)"
+    with fresh_process.start("-c", program, together=True) as started:
+        assert (started.wait(), started.stdout, started.stderr) == (0, "1\n2\n3\n", "")
+
+
+def test_a_program_runs_no_longer_than_it_is_needed():
+    with fresh_process.start("-c", "import time; time.sleep(60)") as started:
+        pass
+    assert started.returncode == -9
+    with pytest.raises(AssertionError, match="ZeroDivisionError"), fresh_process.start("-c", "1 / 0") as started:
+        started.wait_for(lambda: False)
+
+
+def test_a_module_runs_as_main():
+    command = ["-m", "calendar", "2026"]
+    expected = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+    assert fresh_process.run(*command).stdout == expected.stdout
+
+
+def test_an_error_of_a_program_is_shown():
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        fresh_process.run("-c", "1 / 0")
+    assert fresh_process.run("-c", "1 / 0", check=False).returncode == 1
+    assert fresh_process.run("-c", "import os; os.abort()", check=False).returncode == -6
+
+
+def test_a_program_that_hangs_is_killed(tmp_path):
+    program = "import time\nwhile True: print(end='.', file=open('written', 'a')); time.sleep(0.01)"
+    with pytest.raises(TimeoutError):
+        fresh_process.run("-c", program, cwd=tmp_path, timeout=3)
+    written = (tmp_path / "written").read_text()
+    time.sleep(0.2)
+    assert (tmp_path / "written").read_text() == written != ""
+    assert fresh_process.run("-c", "print('next')").stdout == "next\n"
+
+
+ROOT = conftest.LONG_TESTS.parents[1]
+LINES = conftest.LONG_TESTS.read_text(encoding="utf-8").splitlines()
+
+
+def test_the_list_is_sorted_and_has_each_test_once():
+    assert sorted(set(LINES)) == LINES
+
+
+def test_each_line_names_a_test_that_there_is():
+    gone = []
+    for line in LINES:
+        path, *_, function = line.partition("[")[0].split("::")
+        text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
+        if not re.search(rf"def {re.escape(function)}\(", text):
+            gone.append(line)
+    assert gone == [], "take these lines out of tests/long_tests.txt"
+
+
+class _Item:
+    def __init__(self, nodeid):
+        self.nodeid = nodeid
+        self.marks = []
+
+    def add_marker(self, mark):
+        self.marks.append(mark)
+
+
+def test_each_test_is_in_one_of_several_parts():
+    """Tests of one file are in the same part: what the file makes is made once."""
+    names = [f"tests/test_{number}.py::test_{letter}" for number in range(20) for letter in "ab"]
+    parts = []
+    for part in range(3):
+        items, left_out = [_Item(name) for name in names], []
+        hook = SimpleNamespace(pytest_deselected=lambda items, left_out=left_out: left_out.extend(items))
+        config = SimpleNamespace(option=SimpleNamespace(part=f"{part}/3"), hook=hook)
+        conftest.pytest_collection_modifyitems(config, items)
+        parts.append([item.nodeid for item in items])
+        assert sorted(parts[-1] + [item.nodeid for item in left_out]) == sorted(names)
+    assert all(parts)
+    assert sorted(itertools.chain(*parts)) == sorted(names)
+    files = [{name[:-1] for name in part} for part in parts]
+    assert all(not (one & other) for one, other in itertools.combinations(files, 2))
+
+
+def test_a_listed_test_is_an_extended_one(monkeypatch, tmp_path):
+    listed = tmp_path / "long_tests.txt"
+    listed.write_text("tests/test_a.py::test_long[1]\n", encoding="utf-8")
+    monkeypatch.setattr(conftest, "LONG_TESTS", listed)
+    items = [_Item("tests/test_a.py::test_long[1]"), _Item("tests/test_a.py::test_long[2]")]
+    conftest.pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(part=None)), items)
+    assert [item.marks for item in items] == [["extended"], []]

@@ -21,7 +21,6 @@ def test_it_runs():
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif("TASKS_SITE" not in os.environ, reason="make tasks")
 def test_the_installed_package_states_its_types(tmp_path):
-    """The wheel holds `py.typed`: mypy knows the same where the sources are not."""
     (tmp_path / "script.py").write_text(SCRIPT.read_text(encoding="utf-8"), encoding="utf-8")
     # all of torch is read the first time, minutes on a busy machine; what is learned of it is kept
     cache = Path(__file__).parents[1] / "build" / "mypy_of_tasks"

@@ -2,7 +2,7 @@
 
 __all__ = ["FAULTS"]
 
-_TEST = "tests/flatten/model_folder/test_planted_faults.py::test_the_standard_proof_finds"
+_TEST = "tests/flatten/model_folder/test_explain_folder.py::test_the_standard_proof_finds"
 
 FAULTS = {
     what: f"{_TEST}[{what}]"

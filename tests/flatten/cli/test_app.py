@@ -1,23 +1,28 @@
-"""All commands: help, names that do not exist, missing libraries, what becomes of an error."""
+"""All commands: help, missing libraries, what becomes of an error, texts of strangers, SIGTERM, and tables."""
 
 import errno
 import importlib.util
+import io
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests import fresh_process
 from tests.transformers_versions import is_older_than
-from yobx_flatten import ReplayError, __version__
+from yobx_flatten import ReplayError, __version__, save_nested
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import app as app_file
 from yobx_flatten.cli.app import app, reference
 from yobx_flatten.errors.dependencies import install_line
-from yobx_flatten.terminal.running import Terminated, explain_failure
+from yobx_flatten.terminal.output import printable, say, say_json, table
+from yobx_flatten.terminal.running import Terminated, UserError, explain_failure, lasting_streams, terminable
 
 COMMANDS = [
     "demo", "export", "verify", "adapter", "generate", "chat", "check", "explain", "list", "env", "bench", "matrix",
@@ -137,7 +142,6 @@ def test_bench_lists_what_there_is(capsys):
 
 @pytest.mark.parametrize("name", ["bench", "matrix"])
 def test_the_help_of_an_installed_copy_leaves_them_out(name, monkeypatch):
-    """They can only say where they are; a clone lists them."""
     monkeypatch.setattr(app_file, "is_installed_copy", lambda: True)
     installed = app_file._app()
     assert f" {name} " not in CliRunner().invoke(installed, ["--help"]).output
@@ -184,3 +188,252 @@ def test_completion_is_offered():
 
     shown = run(env={**os.environ, **asked})
     assert shown.stdout.split() == ["export", "explain", "env"]
+
+
+# clears the screen, sets the title, a bell, a line that covers another one, C1, and text that reads backwards
+ATTACK = "a\x1b[2J\x1b]0;title\x07\rok\x9b31m\u202egnp"
+SHOWN = r"a\x1b[2J\x1b]0;title\x07\rok\x9b31m\u202egnp"
+
+
+def obeyed(text):
+    return [letter for letter in text if (ord(letter) < 32 and letter not in "\n\t") or letter in "\x7f\x9b\u202e"]
+
+
+def test_names_in_a_file_are_spelled_out(tmp_path):
+    save_nested(tmp_path / "a.onnx", {ATTACK: torch.ones(2), "b": {ATTACK: 3}})
+    drawn = CliRunner().invoke(app, ["explain", str(tmp_path / "a.onnx")])
+    assert drawn.exit_code == 0
+    assert obeyed(drawn.output) == []
+    assert "gnp" in drawn.output
+    as_json = CliRunner().invoke(app, ["explain", str(tmp_path / "a.onnx"), "--json"])
+    assert obeyed(as_json.output) == []
+    assert "gnp" in json.loads(as_json.output)[0]["lines"][1]
+
+
+@pytest.mark.parametrize("error", [UserError(ATTACK), ValueError(ATTACK), FileNotFoundError(2, "no file", ATTACK)])
+def test_errors_are_spelled_out(error, capsys):
+    error.add_note(ATTACK)
+    explain_failure(error, debug=False)
+    shown = capsys.readouterr().err
+    assert obeyed(shown) == []
+    assert SHOWN in shown
+
+
+def test_tables_and_json_are_spelled_out(capsys):
+    table(["name", "value"], [[ATTACK, "1"]])
+    assert obeyed(capsys.readouterr().out) == []
+    say_json({"name": ATTACK})
+    shown = capsys.readouterr().out
+    assert obeyed(shown) == []
+    assert json.loads(shown) == {"name": ATTACK}
+
+
+def test_other_text_stays():
+    text = "Grüße\t日本語\nไทย 🙂\u200d\u200f"
+    assert printable(text) == text
+    assert printable("a\r\nb") == "a\nb"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_a_model_writes_is_spelled_out_on_a_terminal_only(capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    say(ATTACK, is_result=True)
+    assert capsys.readouterr().out == (SHOWN if is_terminal else ATTACK) + "\n"
+
+
+if os.name != "posix":
+    pytest.skip("Windows has no SIGTERM", allow_module_level=True)
+
+# The process sends itself the signal at one of the things that it does to files of a folder.
+EXPORT = """
+import os, signal, sys
+from yobx_flatten.__main__ import main
+
+folder, at = os.path.abspath(sys.argv[1]), int(sys.argv[2])
+count = 0
+
+def note(event, given):
+    global count
+    if event not in ("open", "os.rename", "os.remove", "os.mkdir") or not isinstance(given[0], (str, bytes)):
+        return
+    if event == "open" and not (given[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        return
+    if folder in os.path.abspath(os.fsdecode(given[0])):
+        count += 1
+        if count == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.addaudithook(note)
+status = main(["export", "llama", "-o", folder + "/model", "--overwrite", "--proof", "sample"])
+print("events", count)
+sys.exit(status)
+"""
+
+
+def export(folder, at):
+    return fresh_process.run("-c", EXPORT, folder, str(at), check=False, imported=fresh_process.TRAINER)
+
+
+def contents(folder):
+    return {path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.slow
+def test_an_export_that_is_terminated_leaves_the_old_folder_alone(tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    done = export(folder, 0)
+    assert done.returncode == 0, done.stderr
+    events = int(done.stdout.split()[-1])
+    before = contents(folder)
+    for at in (2, events // 2, events * 3 // 4):
+        ended = export(folder, at)
+        assert ended.returncode == 143, ended.stderr
+        assert ended.stderr.splitlines()[-1] == "yobx-flatten: terminated, nothing was written"
+        assert "Traceback" not in ended.stderr
+        assert contents(folder) == before
+
+
+IMPORT = """
+import os, signal, sys
+class Signal:
+    def find_spec(self, name, path=None, target=None):
+        if name == {at!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+sys.meta_path.insert(0, Signal())
+sys.argv = {argv!r}
+from {package}.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["torch", "torch.export"])
+@pytest.mark.parametrize(
+    ("package", "argv"),
+    [("yobx_flatten", ["yobx-flatten", "list"]), ("roundpipe_runtime", ["roundpipe", "plan", "--help"])],
+)
+def test_a_command_that_is_terminated_in_its_imports_prints_a_line(package, argv, at):
+    text = IMPORT.format(at=at, argv=argv, package=package)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == 143
+    assert done.stderr == f"{argv[0]}: terminated, nothing was written\n"
+
+
+def test_the_handler_is_put_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), terminable():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_handler_of_the_program_stays():
+    """A server that runs a command in its process has its own way to end."""
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with terminable():
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+
+def test_a_fork_ends_as_it_did():
+    """Its parent ends it, as pools of workers do, and waits for its status."""
+    with terminable():
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+
+
+ROWS = [["a", "first[0]", "1.5"], ["b", "second one", "-"]]
+
+
+def test_a_table_has_columns_where_its_longest_words_fit_side_by_side(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    table(["name", "what", "MB"], ROWS)
+    heading, rule, *rows = capsys.readouterr().out.splitlines()
+    assert set(rule.strip()) == {"─"}
+    assert [line.split() for line in (heading, *rows)] == [["name", "what", "MB"], *(" ".join(r).split() for r in ROWS)]
+    assert heading.index("what") == rows[0].index("first[0]") == rows[1].index("second")
+
+
+def test_a_row_takes_several_lines_where_they_do_not_fit(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "14")
+    table(["name", "what", "MB"], ROWS)
+    assert capsys.readouterr().out.splitlines() == ["a  first[0]", "    MB: 1.5", "b  second one"]
+
+
+def test_json_has_no_infinite_number(capsys):
+    """`null` stands for them, since JSON has none; what it does not know either is text."""
+    say_json({"a": [float("nan"), float("inf"), 1.5], 2: (None, True), "kind": int})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, None, 1.5], "2": [None, True], "kind": "<class 'int'>"}
+
+
+STAGES = """
+import logging
+from yobx_flatten.terminal.output import progress
+
+logger = logging.getLogger("yobx_flatten")
+with progress("opening") as show:
+    show("reading", 1, 3)
+    show("reading", 2, 3)
+    show("writing")
+    logger.info("exporting %s", "a.onnx", extra={"step": True})
+    logger.info("registered something")
+print(logger.level, logger.handlers)
+"""
+
+
+def test_stages_are_lines_where_there_is_no_terminal():
+    shown = fresh_process.run("-c", STAGES)
+    assert shown.stderr.splitlines() == ["reading", "writing", "exporting a.onnx"]
+    assert shown.stdout == "0 []\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_characters_that_are_missing_are_printed_by_their_number(monkeypatch, encoding):
+    held = io.BytesIO()
+    stream = io.TextIOWrapper(held, encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", stream)
+    with lasting_streams():
+        say("fian\u00e9 \u2713 \udcff")
+        say_json({"a": "\u00e9\u2713"})
+        table(["a", "b"], [["\u2713", "x"]])
+    assert sys.stdout is stream
+    assert stream.errors == "strict"
+    text = held.getvalue().decode(encoding)
+    accent, mark = ("\u00e9" if encoding != "ascii" else r"\xe9"), ("\u2713" if encoding == "utf-8" else r"\u2713")
+    assert text.splitlines()[0] == rf"fian{accent} {mark} \udcff"
+    shown = '"\u00e9\u2713"' if encoding == "utf-8" else r'"\u00e9\u2713"'  # JSON has a spelling of its own
+    assert text.splitlines()[2] == f'  "a": {shown}'
+    assert mark in text.splitlines()[-1]
+
+
+PROGRAM = """
+import sys
+from yobx_flatten.terminal.output import say, table, progress
+from yobx_flatten.terminal.running import lasting_streams
+with lasting_streams():
+    for number in range(20_000):
+        say(f"line {number}")
+    table(["a", "b"], [["1", "2"]])
+    with progress("first") as show:
+        show("second")
+    print("more", file=sys.stderr)
+    open(sys.argv[1], "w").close()
+sys.exit(7)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the line is one of a shell")
+def test_work_goes_on_when_its_reader_has_ended(tmp_path):
+    line = f'"{sys.executable}" -c \'{PROGRAM}\' "{tmp_path / "done"}" 2>&1 | head -n 1; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["line 0", "7"]
+    assert done.stderr == ""
+    assert (tmp_path / "done").exists()

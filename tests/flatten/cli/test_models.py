@@ -1,6 +1,7 @@
-"""`export`, `verify`, `generate`, `explain` and `check` from end to end, and with everything that may go wrong."""
+"""`export`, `verify`, `generate`, `chat`, `explain` and `check` from end to end, and with all that may go wrong."""
 
 import errno
+import io
 import json
 import re
 import shutil
@@ -10,10 +11,19 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from transformers import ByT5Tokenizer
 
 from tests import fresh_process
 from tests.flatten.model_folder.exported_folders import exported, saved
-from yobx_flatten import RecordedCalls, make_dynamic_cache, record_calls, save_nested
+from tests.modules import module_class
+from yobx_flatten import (
+    InvalidArgumentError,
+    OnnxForCausalLM,
+    RecordedCalls,
+    make_dynamic_cache,
+    record_calls,
+    save_nested,
+)
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import export_command, folder_commands
 from yobx_flatten.errors import GenerationError
@@ -45,9 +55,6 @@ def no_export(folder, monkeypatch):
         return ExportReport(path.name)
 
     monkeypatch.setattr(write, "export_piece", copy)
-
-
-# -- export ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_saved_model_becomes_a_folder_that_is_verified_and_generates(tmp_path, capsys):
@@ -134,7 +141,6 @@ def test_every_way_to_name_a_model_is_known_here_too(tmp_path, capsys, monkeypat
 
 
 def test_an_export_says_that_weights_are_random(tmp_path, monkeypatch, capsys):
-    """In its text and in its JSON; the help says for which names."""
     done = SimpleNamespace(path=tmp_path / "out", task="fill-mask", reports={}, verified=SimpleNamespace(checks=()))
     monkeypatch.setattr(export_command, "export_folder", lambda *args, **kwargs: done)
     assert main(["export", "llama", "-o", str(tmp_path / "out")]) == 0
@@ -247,9 +253,6 @@ def test_verify_tells_a_changed_file(copied, capsys):
     assert not any(check["ok"] for check in found["checks"])
 
 
-# -- verify and generate -----------------------------------------------------------------------------------------------
-
-
 def test_verify_tells_a_damaged_file(copied, capsys):
     whole = (copied / "model.onnx").read_bytes()
     (copied / "model.onnx").write_bytes(whole[:1000])
@@ -324,7 +327,6 @@ def test_generate_streams_whole_characters(folder, utf8, capsys):
 
 
 def test_generate_prints_each_of_several_prompts_with_its_text(folder, utf8, capsys):
-    """The shorter one is padded on the left, with the token that ends a text where the tokenizer pads with none."""
     prompts = ["Hello", "A longer prompt"]
     given = [word for prompt in prompts for word in ("--prompt", prompt)]
     assert main(["generate", str(folder), *given, "--tokens", "12"]) == 0
@@ -342,9 +344,6 @@ def test_generate_without_a_tokenizer_says_so(copied, capsys):
     (copied / "config.json").unlink()
     assert main(["generate", str(copied), "--prompt", "Hello"]) == 2
     assert "contains no tokenizer that can be read" in capsys.readouterr().err
-
-
-# -- explain and check -------------------------------------------------------------------------------------------------
 
 
 def test_explain_names_the_inputs_of_a_model(folder, capsys):
@@ -374,9 +373,7 @@ def test_explain_describes_recorded_calls(tmp_path, capsys):
         assert capsys.readouterr().out == f"{RecordedCalls.load(tmp_path / 'calls')}\n"
 
 
-class Sum(torch.nn.Module):
-    def forward(self, x, pair, *rest, scale):
-        return {"total": (x + pair[0] + pair[1] + sum(rest)) * scale}
+Sum = module_class("Sum", lambda self, x, pair, *rest, scale: {"total": (x + pair[0] + pair[1] + sum(rest)) * scale})
 
 
 def test_explain_names_the_inputs_of_a_program_that_takes_positional_arguments(tmp_path, capsys):
@@ -392,7 +389,6 @@ def test_explain_names_the_inputs_of_a_program_that_takes_positional_arguments(t
 
 
 def test_a_program_that_does_not_state_names_is_refused(tmp_path):
-    """Such as one whose signature was made by hand: no name is invented."""
     program = torch.export.export(torch.nn.Linear(3, 2), (torch.ones(2, 3),))
     runner = ProgramRunner(program, "linear.pt2")
     program.module_call_graph[0].signature.forward_arg_names = None
@@ -401,7 +397,6 @@ def test_a_program_that_does_not_state_names_is_refused(tmp_path):
 
 
 def test_explain_calls_a_function_of_the_current_folder(tmp_path, monkeypatch, capsys):
-    """In the block the cache comes apart; with --plain it is marked. Of a call, the module is no input."""
     source = (
         "import torch\nfrom yobx_flatten import make_dynamic_cache\n"
         "def make():\n    return {'past': make_dynamic_cache([torch.zeros(1, 2, 3, 4)] * 2)}\n"
@@ -459,3 +454,65 @@ def test_check_reads_the_axes_that_the_export_of_a_folder_lets_vary(capsys):
     capsys.readouterr()
     assert main(["check", str(source)]) == 0
     assert capsys.readouterr().out == "model: nothing found\n"
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    model, source = exported("llama")
+    folder = tmp_path_factory.mktemp("chat") / "out"
+    shutil.copytree(source, folder)
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return model, folder, tokenizer
+
+
+def reply(talks, text, tokens):
+    model, _, tokenizer = talks
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_conversation_of_two_turns_with_a_system_prompt_is_that_of_the_model(talks, capsys):
+    _, folder, _ = talks
+    asked = ["--system", "S", "--message", "hi", "--message", "yo", "--tokens", "6", "--greedy", "--json"]
+    assert main(["chat", str(folder), *asked]) == 0
+    messages = json.loads(capsys.readouterr().out)["messages"]
+    first = reply(talks, "s:S;u:hi;a:", 6)
+    second = reply(talks, f"s:S;u:hi;a:{first};u:yo;a:", 6)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert [message["content"] for message in messages] == ["S", "hi", first, "yo", second]
+
+
+def test_lines_of_the_input_are_turns_until_an_empty_one(talks, capsys, monkeypatch):
+    _, folder, _ = talks
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n\nnever read\n"))
+    assert main(["chat", str(folder), "--tokens", "5", "--greedy"]) == 0
+    assert capsys.readouterr().out == reply(talks, "u:hi;a:", 5) + "\n"
+
+
+def test_one_message_is_answered_by_generate_and_in_python(talks, capsys):
+    _, folder, _ = talks
+    expected = reply(talks, "u:hi;a:", 5)
+    assert main(["generate", str(folder), "--chat", "--prompt", "hi", "--tokens", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == [{"prompt": "hi", "text": expected}]
+    model = OnnxForCausalLM.from_pretrained(folder)
+    messages = [{"role": "user", "content": "hi"}]
+    assert model.chat(messages, max_new_tokens=5, do_sample=False) == expected
+    with pytest.raises(InvalidArgumentError, match="messages must be a list"):
+        model.chat("hi")
+    with pytest.raises(InvalidArgumentError, match=r"messages\[0\] is .* without a role"):
+        model.chat([{"content": "hi"}])
+
+
+def test_a_tokenizer_without_a_template_is_named(capsys):
+    folder = exported("llama")[1]
+    assert main(["chat", str(folder), "--message", "hi"]) == 2
+    assert "has no chat template" in capsys.readouterr().err

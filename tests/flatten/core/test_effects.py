@@ -286,7 +286,6 @@ def test_training_of_a_module_is_undone():
 
 
 def test_a_parameter_that_is_named_is_copied():
-    """Parameters are shared, but for those of which the caller knows that they are written."""
     layer = nn.Linear(2, 2)
     stored = layer.weight.detach().clone()
     with undisturbed(layer=layer, parameters=[layer.weight]), torch.no_grad():
@@ -295,7 +294,6 @@ def test_a_parameter_that_is_named_is_copied():
 
 
 def test_a_graph_that_saved_a_tensor_still_runs_backward():
-    """Values that were put back are what autograd has saved, and their versions say so."""
     weight = torch.ones(2, requires_grad=True)
     state = State(torch.ones(2))
     out = (weight * state.keys).sum()

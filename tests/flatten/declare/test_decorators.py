@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from tests import fresh_process
 from tests.flatten.nodes import Dense, DenseParams, FieldState, FixedShape, Keyed, LinearParams, MyState, TrainState
 from tests.flatten.pair import Pair
+from tests.modules import module_class
 from yobx_flatten import (
     export_program,
     functions_from_fields,
@@ -248,12 +249,9 @@ def test_an_undecorated_subclass_inside_an_export_is_named_with_its_line(local):
     class Sub(TrainState):
         pass
 
-    class Module(torch.nn.Module):
-        def forward(self, state):
-            return state.params["w"]
-
+    module = module_class("Module", lambda self, state: state.params["w"])()
     with pytest.raises(NotRegisteredError, match=r"register_pytree_node_class\(.*Sub\)") as caught:
-        export_program(Module(), (Sub({"w": torch.ones(2)}, {}, 1),))
+        export_program(module, (Sub({"w": torch.ones(2)}, {}, 1),))
     assert "(TrainState is registered, which does not count for its subclasses)" in str(caught.value)
 
 
@@ -261,7 +259,6 @@ def test_an_undecorated_subclass_inside_an_export_is_named_with_its_line(local):
 
 
 def test_the_same_functions_again_change_nothing_and_others_are_refused(pair_forgotten):
-    """A notebook cell may run twice. The message about other functions gives the line that makes room."""
     assert register_pytree_node(Pair, flatten, unflatten) is True
     assert register_pytree_node(Pair, flatten, unflatten) is False
     with pytest.raises(AlreadyRegisteredError, match=r"unregister_class_flattening\(Pair\)"):

@@ -206,7 +206,6 @@ def test_mirroring_twice_changes_nothing():
 
 
 def test_a_class_whose_fields_say_it_all_can_be_read_instead():
-    """What is read off the class is Python, and a strict export looks into it."""
     equinox = pytest.importorskip("equinox", reason="equinox writes the class")
 
     class Scale(equinox.Module):

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch.export import Dim, export
 
+from tests.modules import module_class
 from yobx_flatten import (
     DynamicShapesError,
     FlattenError,
@@ -23,9 +24,7 @@ from yobx_flatten import (
 X = torch.ones(2, 3)
 
 
-class Scale(torch.nn.Module):
-    def forward(self, x, y=None):
-        return x * 2 if y is None else (x * 2, y)
+Scale = module_class("Scale", lambda self, x, y=None: x * 2 if y is None else (x * 2, y))
 
 
 class Swallows(torch.nn.Module):
@@ -108,7 +107,6 @@ class Compiled(torch.nn.Module):
 
 
 def test_what_a_function_reads_is_not_guessed():
-    """Of `locals()`, and of a `forward` in C, nothing is known; an argument that is None needs no reader."""
     assert not check_inputs(ReadsAll(), (X,), {"scale": X + 1})
     assert not check_inputs(Scale(), (X,), {"y": None})
     found = check_inputs(Compiled(), (X,))
@@ -146,15 +144,12 @@ def test_the_line_for_an_array_makes_the_tensor(library, make):
 def test_one_tensor_passed_twice_is_an_error():
     """The program of torch 2.13 computes something else, in silence."""
 
-    class Adds(torch.nn.Module):
-        def forward(self, x, y):
-            return x * 2 + y
-
-    (found,) = check_inputs(Adds(), (X, X))
+    adds = module_class("Adds", lambda self, x, y: x * 2 + y)()
+    (found,) = check_inputs(adds, (X, X))
     assert (found.severity, found.path, found.remedy) == ("error", "y", "y.clone()")
-    wrong = export(Adds(), (X, X)).module()(X, 5 * X)
+    wrong = export(adds, (X, X)).module()(X, 5 * X)
     assert wrong[0, 0] == 15  # eager gives 7
-    assert export(Adds(), (X, X.clone())).module()(X, 5 * X)[0, 0] == 7
+    assert export(adds, (X, X.clone())).module()(X, 5 * X)[0, 0] == 7
 
 
 def test_two_tensors_of_one_memory_are_a_warning():
@@ -208,13 +203,10 @@ def test_a_size_of_one_that_may_vary_is_a_warning():
         export(Scale(), (X[:1],), dynamic_shapes={"x": {0: Dim.AUTO}}).module()(X)
 
 
-class Square(torch.nn.Module):
-    def forward(self, x):
-        return x * 2 if x.shape[0] == x.shape[1] else x
+Square = module_class("Square", lambda self, x: x * 2 if x.shape[0] == x.shape[1] else x)
 
 
 def test_different_axes_of_one_size_are_a_warning():
-    """A branch on their equality is decided by the example."""
     (found,) = check_inputs(Square(), (torch.ones(4, 4),), None, {"x": {0: Dim.AUTO, 1: Dim.AUTO}})
     assert found.message.startswith("axis 0 of x and axis 1 of x may vary and have the same size, 4")
     program = export(Square(), (torch.ones(4, 4),), dynamic_shapes={"x": {0: Dim.AUTO, 1: Dim.AUTO}})
@@ -223,7 +215,6 @@ def test_different_axes_of_one_size_are_a_warning():
 
 
 def test_one_size_of_several_tensors_is_a_warning_where_their_dims_differ():
-    """The same axis, or the same `Dim`, may have one size. "auto" is a `Dim` for every axis of a plain tensor."""
     batch = Dim("batch")
     assert findings(Scale(), (X, X + 1), None, ({0: Dim.AUTO}, {0: Dim.AUTO})) == []
     assert findings(Scale(), (X, X.T.contiguous()), None, ({0: batch}, {1: batch})) == []

@@ -1,4 +1,4 @@
-"""`find_unregistered` finds every object that holds tensors and that torch does not flatten, by its path."""
+"""`find_unregistered` finds what torch does not flatten; `check_recipe` asks what torch.export will."""
 
 import collections
 import dataclasses
@@ -7,18 +7,27 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from transformers import DynamicCache
 
 from tests import fresh_process
-from tests.flatten.core.test_contents import Trap
+from tests.flatten.core.test_compare import Trap
 from yobx_flatten import (
+    InvalidArgumentError,
+    InvalidRegistrationError,
+    NotRegisteredError,
+    RoundTripError,
+    check_recipe,
     find_unregistered,
     make_dynamic_cache,
     register_class_flattening,
     register_flattening_functions,
     unregister_class_flattening,
 )
+from yobx_flatten.diagnose.checks import recipe_of
+from yobx_flatten.recipe.roundtrip import CHECKS
+from yobx_flatten.testing import recipe_tests
 
 X = torch.zeros(2, 3)
 
@@ -56,8 +65,6 @@ Pair = collections.namedtuple("Pair", ["left", "right"])  # the plain kind is th
 def paths(tree, **options):
     return [found.path for found in find_unregistered(tree, **options)]
 
-
-# -- any nest --------------------------------------------------------------------------------------------------------
 
 # how to make an object of its children, and whether torch takes it apart
 MAKERS = {
@@ -108,7 +115,6 @@ def nests(draw, back_references=False, depth=4):
 
 @given(nests())
 def test_all_that_is_planted_is_found_and_nothing_else(planted):
-    """The path, typed into Python, gives the object; it holds what is counted."""
     found = find_unregistered(planted.tree)
     reached = [eval(one.path, {"tree": planted.tree}) for one in found]
     assert {id(obj) for obj in reached} == {id(obj) for obj in planted.opaque}
@@ -121,9 +127,6 @@ def test_all_that_is_planted_is_found_in_nests_that_go_round(planted):
     found = find_unregistered(planted.tree)
     reached = {id(eval(one.path, {"tree": planted.tree})) for one in found}
     assert {id(obj) for obj in planted.opaque} <= reached
-
-
-# -- what is said of an object ---------------------------------------------------------------------------------------
 
 
 def test_the_leaf_and_what_is_inside_it_are_told_apart():
@@ -196,7 +199,6 @@ def test_a_set_is_a_leaf_to_torch():
 
 
 def test_a_module_counts_with_its_parameters():
-    """It is no input; the advice says so."""
     found = find_unregistered({"m": torch.nn.Linear(2, 3)})[0]
     assert (found.path, found.tensors, found.nbytes) == ("tree['m']", 2, 36)
     assert "make it a submodule" in str(found)
@@ -224,7 +226,6 @@ def test_a_list_that_holds_itself_ends():
 
 
 def test_a_registered_cache_inside_an_object_is_left_alone():
-    """Inside the block a cache needs nothing; the layers it is made of never need anything."""
     cache = make_dynamic_cache([(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))])
     outside = [found.path for found in find_unregistered(Plain([cache]))]
     with register_flattening_functions(patch_transformers=True):
@@ -251,3 +252,136 @@ print(len(find_unregistered([a])), str(explain([a]))[:4])
 print(sorted({name.split(".")[0] for name in sys.modules} & {"jax", "transformers", "flax", "diffusers", "onnx"}))
 """
     assert fresh_process.run("-c", program).stdout == "1 tree\n[]\n"
+
+
+SAMPLE_X = torch.ones(2)
+
+
+class Bag:
+    def __init__(self, children, static=None):
+        self.children, self.static = children, static
+
+
+def flatten(bag):
+    return bag.children, bag.static
+
+
+def unflatten(children, static):
+    return Bag(list(children), static)
+
+
+def problem(sample, flatten=flatten, unflatten=unflatten):
+    register_class_flattening(Bag, flatten, unflatten, None)
+    try:
+        check_recipe(Bag, sample)
+    except RoundTripError as error:
+        return str(error)
+    finally:
+        unregister_class_flattening(Bag)
+    return ""
+
+
+def test_caches_pass():
+    cache = transformers.DynamicCache()
+    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    with register_flattening_functions(patch_transformers=True):
+        check_recipe(transformers.DynamicCache, cache)
+
+
+def test_a_class_that_torch_does_not_know_is_named():
+    with pytest.raises(
+        NotRegisteredError, match=r"does not know how to flatten .*Bag\. Register the class:\n    register"
+    ):
+        check_recipe(Bag, Bag([]))
+
+
+def test_the_sample_must_be_of_the_class():
+    with pytest.raises(InvalidArgumentError, match=r"expected an instance of builtins\.list, found the tuple"):
+        check_recipe(list, (1,))
+    with pytest.raises(InvalidRegistrationError, match="expected a class as first argument"):
+        check_recipe([1], [1])
+
+
+def test_a_tensor_in_the_static_part_is_found():
+    assert problem(Bag([], (1, {"a": [SAMPLE_X]}))).startswith(
+        "Bag: its tree spec cannot be stored in a saved program: Static data holds the Tensor tensor([1., 1.])"
+    )
+
+
+def test_a_tensor_made_by_unflatten_is_found_by_its_operator():
+    """It would be a constant of the program."""
+
+    def unflatten_with_a_mask(children, static):
+        bag = Bag(list(children), static)
+        bag.mask = torch.zeros(3)
+        return bag
+
+    assert problem(Bag([SAMPLE_X]), unflatten=unflatten_with_a_mask).startswith(
+        "Bag: f_unflatten calls torch.ops.aten.zeros.default. A tensor created in f_unflatten becomes a "
+        "constant of the program."
+    )
+
+
+def test_an_unflatten_that_looks_at_its_children_is_found():
+    """torch.export puts other things in their place."""
+
+    def unflatten_by_shape(children, static):
+        bag = Bag(list(children), static)
+        bag.rows = children[0].shape[0]
+        return bag
+
+    assert "f_unflatten fails with placeholders instead of the children (AttributeError" in problem(
+        Bag([SAMPLE_X]), unflatten=unflatten_by_shape
+    )
+
+
+def test_containers_among_the_children_stay_what_they_are():
+
+    def unflatten_of_a_list(children, static):
+        (children,) = children
+        return Bag([list(children)], static)
+
+    assert problem(Bag([[SAMPLE_X]]), unflatten=unflatten_of_a_list) == ""
+
+
+def test_static_data_that_does_not_hash_is_found():
+    """Lists and dicts are fine: they are frozen on the way to JAX."""
+
+    class Loose:
+        __hash__ = None
+
+        def __eq__(self, other):
+            return True
+
+    assert problem(Bag([], [1, {"a": 2}])) == ""
+    register_class_flattening(Bag, flatten, unflatten, None)
+    try:
+        with pytest.raises(RoundTripError, match="Loose"):
+            CHECKS["the static part hashes"](recipe_of(Bag), Bag([], Loose()))
+    finally:
+        unregister_class_flattening(Bag)
+
+
+# the registrations of torch itself, which a saved program relies on
+test_recipes = recipe_tests(
+    [SAMPLE_X, {"a": SAMPLE_X}],
+    (SAMPLE_X,),
+    collections.OrderedDict(a=SAMPLE_X),
+    collections.deque([SAMPLE_X]),
+)
+
+
+def test_one_test_is_made_for_each_sample_and_check():
+    sizes = [len(mark.args[1]) for mark in test_recipes.pytestmark]
+    assert sorted(sizes) == sorted([4, len(CHECKS)])
+
+
+def test_a_made_test_fails_like_the_check():
+    with pytest.raises(NotRegisteredError):
+        recipe_tests(Bag([]))(sample=Bag([]), check="comes back the same")
+
+
+def test_what_somebody_else_registered_is_checked_as_well():
+    """torch 2.13 itself gives a tuple for a `torch.Size`."""
+    with pytest.raises(RoundTripError, match="Size: f_unflatten returned a tuple instead of a Size"):
+        check_recipe(torch.Size, torch.Size([2, 3]))

@@ -1,13 +1,31 @@
-"""Numbers, texts and enums among the inputs and outputs of an export: the program holds them, the report says so."""
+"""Numbers, texts, enums and the static part of a program, and arguments that `forward` takes in its ``**kwargs``."""
 
 import dataclasses
 import enum
+import inspect
+from typing import Any
 
 import onnxruntime
 import pytest
 import torch
+from torch.export import Dim
 
-from yobx_flatten import check_inputs, export_onnx, export_program, pytree_dataclass, register_flattening_functions
+from tests.models import make_model
+from tests.modules import module_class
+from yobx_flatten import (
+    Case,
+    DecodeSizes,
+    InvalidArgumentError,
+    check_inputs,
+    decode_inputs,
+    export_onnx,
+    export_program,
+    pytree_dataclass,
+    register,
+    register_class_flattening,
+    register_flattening_functions,
+    unregister_class_flattening,
+)
 from yobx_flatten.errors import ReplayError, SpecMismatchError
 from yobx_flatten.export.calls import prove_program
 
@@ -29,9 +47,7 @@ class Step(enum.IntEnum):
     TWO = 2
 
 
-class Sample(torch.nn.Module):
-    def forward(self, x, temperature):
-        return {"y": (x / temperature).softmax(-1)}
+Sample = module_class("Sample", lambda self, x, temperature: {"y": (x / temperature).softmax(-1)})
 
 
 class Repeat(torch.nn.Module):
@@ -39,9 +55,7 @@ class Repeat(torch.nn.Module):
         return {"y": x * options["times"] if options["doubled"] else x, "z": x + len(options["text"])}
 
 
-class Pool(torch.nn.Module):
-    def forward(self, x, mode):
-        return {"y": x.mean(-1) if mode is Mode.MEAN else x.amax(-1)}
+Pool = module_class("Pool", lambda self, x, mode: {"y": x.mean(-1) if mode is Mode.MEAN else x.amax(-1)})
 
 
 class Nested(torch.nn.Module):
@@ -95,11 +109,8 @@ def test_the_report_names_each_number_text_and_enum_that_is_fixed(module, given,
 
 def test_none_and_tensors_are_not_noted():
 
-    class Masked(torch.nn.Module):
-        def forward(self, x, mask=None):
-            return x if mask is None else x * mask
-
-    report = export_program(Masked(), kwargs={"x": X, "mask": None}).report
+    masked = module_class("Masked", lambda self, x, mask=None: x if mask is None else x * mask)()
+    report = export_program(masked, kwargs={"x": X, "mask": None}).report
     assert not any("fixed in the program and the file" in remark for remark in report.remarks)
 
 
@@ -126,13 +137,10 @@ def test_a_call_with_another_constant_is_refused(module, given, other, message):
 def test_a_constant_that_is_not_a_number_is_itself():
     """NaN is not equal to NaN, and still the same constant."""
 
-    class Filled(torch.nn.Module):
-        def forward(self, x, fill):
-            return torch.where(x > 0, x, fill)
-
+    filled = module_class("Filled", lambda self, x, fill: torch.where(x > 0, x, fill))()
     with register_flattening_functions():
-        program = torch.export.export(Filled(), (), {"x": X, "fill": float("inf")})
-        assert torch.equal(program.module()(x=X, fill=float("inf")), Filled()(X, float("inf")))
+        program = torch.export.export(filled, (), {"x": X, "fill": float("inf")})
+        assert torch.equal(program.module()(x=X, fill=float("inf")), filled(X, float("inf")))
 
 
 def test_torch_export_takes_enums_inside_the_block(tmp_path):
@@ -152,11 +160,8 @@ def test_torch_export_takes_enums_inside_the_block(tmp_path):
 def test_members_of_an_enum_of_integers_stay_what_they_were():
     """Torch takes an IntEnum for the number that it is."""
 
-    class Power(torch.nn.Module):
-        def forward(self, x, step):
-            return x**step
-
-    program = export_program(Power(), kwargs={"x": X, "step": Step.TWO})
+    power = module_class("Power", lambda self, x, step: x**step)()
+    program = export_program(power, kwargs={"x": X, "step": Step.TWO})
     assert torch.equal(program(x=X, step=Step.TWO), X**2)
 
 
@@ -168,19 +173,11 @@ class Result:
     version: str
 
 
-class AsClass(torch.nn.Module):
-    def forward(self, x):
-        return Result(x * 2.5, 2.5, "v1")
+AsClass = module_class("AsClass", lambda self, x: Result(x * 2.5, 2.5, "v1"))
+AsDict = module_class("AsDict", lambda self, x: {"y": x * 2.5, "scale": 2.5, "exact": True, "none": None, "rows": 2})
 
 
-class AsDict(torch.nn.Module):
-    def forward(self, x):
-        return {"y": x * 2.5, "scale": 2.5, "exact": True, "none": None, "rows": 2}
-
-
-class AsTuple(torch.nn.Module):
-    def forward(self, x):
-        return "v1", x * 2.5, 7
+AsTuple = module_class("AsTuple", lambda self, x: ("v1", x * 2.5, 7))
 
 
 @pytest.mark.parametrize(
@@ -213,3 +210,175 @@ def test_an_output_that_is_another_constant_in_a_call_is_an_error(tmp_path):
 
     with pytest.raises(ReplayError, match=r"output 'share': the module returns 0\.25, but .* example, 0\.5"):
         export_onnx(Counted(), (X,), path=tmp_path / "m.onnx", proof="sample")
+
+
+X_PARTS = torch.ones(2, 3)
+
+
+@dataclasses.dataclass
+class Options:
+    scale: float
+
+
+class Named:
+    def __init__(self, x, names) -> None:
+        self.x, self.names = x, names
+
+
+@dataclasses.dataclass
+class Listed:
+    x: Any
+    names: list = dataclasses.field(default_factory=list, metadata={"static": True})
+
+
+@dataclasses.dataclass
+class Configured:
+    x: Any
+    names: Options = dataclasses.field(default=None, metadata={"static": True})
+
+
+class Counts(torch.nn.Module):
+    def forward(self, named):
+        return named.x * (len(named.names) if isinstance(named.names, list) else named.names.scale), named
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register_class_flattening(Named, lambda o: ([o.x], o.names), lambda children, names: Named(*children, names), None)
+    register(Listed)
+    register(Configured)
+    yield
+    for cls in (Named, Listed, Configured):
+        unregister_class_flattening(cls)
+
+
+def _grow(names) -> None:
+    if isinstance(names, list):
+        names.append("b")
+    else:
+        names.scale = 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [(Listed, ["a"]), (Named, ["a"]), (Configured, Options(1.0))],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_a_change_after_the_export_is_refused(cls, names):
+    given = cls(X_PARTS, names)
+    exported = export_program(Counts(), (given,), cases=[])
+    _grow(given.names)
+    assert torch.equal(Counts()(given)[0], 2 * X_PARTS)
+    with pytest.raises(ValueError, match="input tree spec"):
+        exported(given)
+
+
+@pytest.mark.slow
+def test_a_plain_export_with_a_registered_class_is_safe_too():
+    given = Listed(X_PARTS, ["a"])
+    module = torch.export.export(Counts(), (given,)).module()
+    given.names.append("b")
+    with pytest.raises(ValueError, match="input tree spec"):
+        module(given)
+
+
+@pytest.mark.slow
+def test_what_a_program_returns_is_the_callers_own():
+    exported = export_program(Counts(), (Listed(X_PARTS, ["a"]),), cases=[])
+    first = exported(Listed(X_PARTS, ["a"]))[1]
+    first.names.append("b")
+    assert exported(Listed(X_PARTS, ["a"]))[1].names == ["a"]
+
+
+class _Missing:
+    """A sentinel: there is one, and it equals nothing else."""
+
+
+MISSING = _Missing()
+
+
+@pytest.mark.slow
+def test_a_sentinel_stays_the_one_that_everybody_uses():
+    """A copy of it would equal no input."""
+    with register_flattening_functions():
+        module = torch.export.export(Counts(), (Named(X_PARTS, [MISSING]),)).module()
+    assert torch.equal(module(Named(X_PARTS, [MISSING]))[0], X_PARTS)
+
+
+X_SWALLOWED = torch.ones(2, 3)
+ROWS = {0: Dim.AUTO}
+
+
+class Keeps(torch.nn.Module):
+    def forward(self, x, **kwargs):
+        more = kwargs.get("more")
+        return x * 2 if more is None else x * 2 + more
+
+
+def _other() -> list[Case]:
+    return [Case("five rows", (), {"x": torch.ones(5, 3), "more": torch.ones(5, 3)})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        "auto",
+        {"x": ROWS, "more": ROWS},
+        {"x": ROWS, "kwargs": {"more": ROWS}},
+        {"x": ROWS, "**kwargs": {"more": ROWS}},
+        None,
+    ],
+    ids=["auto", "given", "by its parameter", "as torch 2.15 calls it", "fixed"],
+)
+def test_they_vary_like_the_others(shapes):
+    """torch.export alone takes fixed sizes only."""
+    module = Keeps()
+    cases = [] if shapes is None else _other()
+    exported = export_program(module, (), {"x": X_SWALLOWED, "more": X_SWALLOWED}, dynamic_shapes=shapes, cases=cases)
+    assert exported.report.ok
+    assert torch.equal(exported(x=X_SWALLOWED, more=X_SWALLOWED), torch.full((2, 3), 3.0))
+    assert "forward" not in vars(module)
+    assert list(inspect.signature(module.forward).parameters) == ["x", "kwargs"]
+
+
+@pytest.mark.slow
+def test_so_they_do_with_dynamo_and_in_an_onnx_file(tmp_path):
+    assert export_program(Keeps(), (), {"x": X_SWALLOWED, "more": X_SWALLOWED}, strict=True, cases=_other()).report.ok
+    report = export_onnx(
+        Keeps(), (), {"x": X_SWALLOWED, "more": X_SWALLOWED}, path=tmp_path / "keeps.onnx", cases=_other()
+    ).report
+    assert report.input_names == ["x", "more"]
+
+
+@pytest.mark.slow
+def test_transformers_reads_some_there():
+    """Its models have no parameter for hidden states, and return them."""
+    model = make_model("llama")
+    report = export_program(model, (), {**decode_inputs(model, DecodeSizes()), "output_hidden_states": True}).report
+    assert report.ok
+    assert "hidden_states.0" in report.output_names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"other": X_SWALLOWED},
+            r"Keeps.forward has no parameter 'other', and reads no such name from its \*\*kwargs. Its p",
+        ),
+        ({"xs": X_SWALLOWED}, r"reads no such name from its \*\*kwargs\. Its parameters are x\. Did you mean 'x'\?"),
+    ],
+)
+def test_a_tensor_that_is_not_read_is_refused(kwargs, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        export_program(Keeps(), (), {"x": X_SWALLOWED, **kwargs}, cases=[])
+
+
+@pytest.mark.slow
+def test_a_misspelt_name_is_refused_before_the_trace():
+    model = make_model("llama")
+    with pytest.raises(InvalidArgumentError, match=r"no parameter 'use_cahce'.* Did you mean 'use_cache'\?"):
+        export_program(model, (), {**decode_inputs(model, DecodeSizes()), "use_cahce": False})

@@ -29,7 +29,6 @@ def _is_projection(module, name):
 
 
 def _trained_and_converted(model):
-    """A model after two steps of quantization-aware training in 4 bits, and after its conversion."""
     base = _in_groups(torch.int4)
     torchao.quantize_(model, qat.QATConfig(base, step="prepare"), filter_fn=_is_projection)
     optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.randint(3, 64, (4, 12))

@@ -11,6 +11,7 @@ from torch.export import Dim
 
 from tests.cache_words import WORD
 from tests.models import make_model
+from tests.modules import module_class
 from yobx_flatten import (
     DecodeSizes,
     DynamicShapesError,
@@ -40,9 +41,7 @@ SeqSpec, ShapesSpec, ShapeVar, STATIC, TensorSpec = (
 )
 
 
-class Adds(torch.nn.Module):
-    def forward(self, x, y):
-        return x.sum(0) + y.sum(0)
+Adds = module_class("Adds", lambda self, x, y: x.sum(0) + y.sum(0))
 
 
 class Nested(torch.nn.Module):
@@ -93,13 +92,10 @@ def test_expressions_and_assumptions_are_asserted_by_the_program(strict):
 def test_expressions_of_two_variables_are_asserted_by_the_program():
     """``A + B`` rows, of which a ``Dim`` knows nothing, hold of every call."""
 
-    class Joins(torch.nn.Module):
-        def forward(self, x, y, both):
-            return x.sum() + y.sum() + both.sum()
-
+    joins = module_class("Joins", lambda self, x, y, both: x.sum() + y.sum() + both.sum())()
     a, b = ShapeVar("a"), ShapeVar("b")
     spec = ParamsSpec({"x": TensorSpec([a]), "y": TensorSpec([b]), "both": TensorSpec([a + b])})
-    exported = export_program(Joins(), tuple(map(torch.ones, (2, 3, 5))), dynamic_shapes=spec)
+    exported = export_program(joins, tuple(map(torch.ones, (2, 3, 5))), dynamic_shapes=spec)
     assert exported(*map(torch.ones, (4, 3, 7))) == 14
     with pytest.raises(RuntimeError, match="assertion failed"):
         exported(*map(torch.ones, (4, 3, 8)))
@@ -240,7 +236,6 @@ def test_an_expression_or_assumption_that_the_example_breaks_is_refused():
 
 
 def test_a_size_of_one_in_the_example_is_refused():
-    """Sizes here have those of the example, which torch fixes at 1."""
     with pytest.raises(DynamicShapesError, match=r"x: axis 0 should vary, but has size 1"):
         export_program(Adds(), _tensors(1, 1), dynamic_shapes={"x": TensorSpec([ShapeVar(), None])})
 
@@ -248,12 +243,9 @@ def test_a_size_of_one_in_the_example_is_refused():
 def test_a_model_fixes_no_size_without_a_word():
     """As torch promises of a spec: a size that the code fixes is an error."""
 
-    class Fixes(torch.nn.Module):
-        def forward(self, x):
-            return x + torch.ones(4, 4)
-
+    fixes = module_class("Fixes", lambda self, x: x + torch.ones(4, 4))()
     with pytest.raises(Exception, match=r"x\.shape\[0\] should vary, but the code works for size 4 only"):
-        export_program(Fixes(), (torch.ones(4, 4),), dynamic_shapes={"x": TensorSpec([ShapeVar(), None])})
+        export_program(fixes, (torch.ones(4, 4),), dynamic_shapes={"x": TensorSpec([ShapeVar(), None])})
 
 
 def test_entries_of_both_kinds_stand_next_to_each_other():
@@ -282,12 +274,9 @@ def test_the_decorator_is_followed_where_no_shapes_are_passed():
 def test_a_file_has_the_names_of_the_variables_and_states_what_they_are(tmp_path):
     rows, width, other = ShapeVar("rows"), ShapeVar("width"), ShapeVar("width")
 
-    class Sums(torch.nn.Module):
-        def forward(self, x, y):
-            return x.sum(0).sum() + y.sum()
-
+    sums = module_class("Sums", lambda self, x, y: x.sum(0).sum() + y.sum())()
     spec = ParamsSpec({"x": TensorSpec([rows, width]), "y": TensorSpec([rows * 2, other])})
-    export_onnx(Sums(), (torch.ones(3, 4), torch.ones(6, 5)), path=tmp_path / "sums.onnx", dynamic_shapes=spec)
+    export_onnx(sums, (torch.ones(3, 4), torch.ones(6, 5)), path=tmp_path / "sums.onnx", dynamic_shapes=spec)
     inputs = {value.name: value.type.tensor_type.shape.dim for value in onnx.load(tmp_path / "sums.onnx").graph.input}
     assert [axis.dim_param for axis in inputs["x"]] == ["rows", "width"]
     assert inputs["y"][1].dim_param == "width_1"

@@ -1,18 +1,19 @@
-"""The module computes a case once for all runtimes, and what one of them writes to its inputs reaches no other.
-
-The module is called with the objects of the caller, whatever their flatten function leaves out.
-"""
+"""The module computes a case once for all runtimes; what it writes to its inputs or its state is undone or kept."""
 
 import contextlib
+import copy
 import functools
 import random
 import threading
+from typing import ClassVar
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 import torch.utils._pytree as pytree
 
+from tests.modules import module_class
 from yobx_flatten import Case, export_onnx, export_program, register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
 from yobx_flatten.export.proof import eager_runs
@@ -70,7 +71,6 @@ def test_a_long_case_is_not_kept(module, monkeypatch, more, calls):
 
 
 def test_a_file_is_compared_with_the_calls_of_the_program(module, tmp_path):
-    """`torch.export` and onnxruntime: as many calls of the module as for one of them."""
     report = export_onnx(module, (torch.ones(2, 3),), path=tmp_path / "m.onnx", cases=[]).report
     assert {result.runtime for result in report.cases} == {"torch.export", "onnxruntime"}
     before = module.calls
@@ -119,9 +119,7 @@ def places(length):
     return torch.arange(length).float()
 
 
-class Remembered(torch.nn.Module):
-    def forward(self, x):
-        return x * places(x.shape[1])
+Remembered = module_class("Remembered", lambda self, x: x * places(x.shape[1]))
 
 
 def test_an_export_leaves_no_tensor_of_its_trace_in_a_cache_of_functions():
@@ -179,9 +177,7 @@ class Given:
         self.x, self.bias = x, bias
 
 
-class Adds(torch.nn.Module):
-    def forward(self, given):
-        return given.x if given.bias is None else given.x + given.bias
+Adds = module_class("Adds", lambda self, given: given.x if given.bias is None else given.x + given.bias)
 
 
 @pytest.fixture
@@ -209,8 +205,6 @@ def test_what_a_flatten_function_drops_fails_the_proof(is_positional, tmp_path):
 
 
 class Spoils(torch.nn.Module):
-    """Writes to what it is given, also where no flatten function looks."""
-
     def forward(self, given):
         given.x += 1
         given.bias[0].mul_(2)
@@ -243,3 +237,125 @@ def test_the_objects_of_the_caller_are_as_they_were_after_an_exception():
     with pytest.raises(InvalidArgumentError, match="half-way"):
         eager_steps(Stops(), Case("stops", (), {"given": given}))
     assert (given.x.tolist(), len(given.bias), hasattr(given, "seen")) == ([1.0, 1.0], 1, False)
+
+
+class Scaled(torch.nn.Module):
+    """Writes a number into a buffer, as rotary embeddings do, and multiplies by it: 1.0, and 2.0 for larger inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.zeros(3), persistent=False)
+
+    def forward(self, x):
+        self.factor.copy_(torch.where(x.max() > 1, 2.0, 1.0).expand(3))
+        return x * self.factor
+
+
+class Counting(torch.nn.Module):
+    def forward(self, x):
+        self.calls.add_(1)
+        return x * self.calls
+
+
+class Persistent(Counting):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3))
+
+
+class NotPersistent(Counting):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3), persistent=False)
+
+
+class PlainTensor(Counting):
+    def __init__(self):
+        super().__init__()
+        self.calls = torch.zeros(3)
+
+
+class TwoNames(Counting):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3), persistent=False)
+        self.register_buffer("seen", self.calls, persistent=False)
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return x * self.calls
+
+
+class Replaced(NotPersistent):
+    def forward(self, x):
+        self.register_buffer("calls", self.calls + 1, persistent=False)
+        return x * self.calls
+
+
+class PlainNumber(torch.nn.Module):
+    """Counts in an attribute that is no tensor, of which a program has the value of the trace."""
+
+    calls: ClassVar[int] = 0
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return x * self.calls
+
+
+KINDS = [Persistent, NotPersistent, PlainTensor, TwoNames, Replaced]
+
+
+def _state(module):
+    return {name: copy.deepcopy(value) for name, value in [*vars(module).items(), *module._buffers.items()]}
+
+
+@pytest.mark.parametrize(("scale", "factor"), [(1.0, 1.0), (5.0, 2.0)])
+def test_a_program_writes_a_buffer_that_is_not_persistent(scale, factor):
+    exported = export_program(Scaled(), (torch.ones(2, 3),))
+    assert exported.report.remarks[0].startswith("forward writes to factor")
+    assert torch.equal(exported(torch.full((4, 3), scale)), torch.full((4, 3), scale * factor))
+
+
+@pytest.mark.parametrize(("scale", "factor"), [(1.0, 1.0), (5.0, 2.0)])
+def test_a_file_computes_a_buffer_that_is_not_persistent(scale, factor, tmp_path):
+    export_onnx(Scaled(), (torch.ones(2, 3),), path=tmp_path / "scaled.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "scaled.onnx")
+    (found,) = session.run(None, {"x": torch.full((4, 3), scale).numpy()})
+    assert torch.equal(torch.tensor(found), torch.full((4, 3), scale * factor))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_goes_on_from_call_to_call_and_the_module_is_as_it_was(kind):
+    """The program keeps what it writes, wherever the module holds it: 1, 2, 3 times the input.
+
+    Trace, replays and calls leave every tensor of the module with its identity and its numbers.
+    """
+    module = kind()
+    tensors, before = {**vars(module), **module._buffers}, _state(module)
+    exported = export_program(module, (torch.ones(2, 3),), cases=[Case("five rows", (torch.ones(5, 3),))])
+    assert [exported(torch.ones(1, 3)).tolist() for _ in range(3)] == [[[count] * 3] for count in (1.0, 2.0, 3.0)]
+    after = {**vars(module), **module._buffers}
+    assert all(after[name] is value for name, value in tensors.items())
+    assert str(_state(module)) == str(before)
+
+
+def test_a_number_that_changes_from_call_to_call_is_refused():
+    """A program has the number of the trace: its second call would give 1 times the input, the module's 2 times."""
+    module = PlainNumber()
+    with pytest.raises(ReplayError, match=r"largest difference 1\.0e\+00"):
+        export_program(module, (torch.ones(2, 3),))
+    assert "calls" not in vars(module), "the trace left it there"
+
+
+def test_a_number_that_changes_nothing_is_taken():
+    """A module may note the length of its last input, as long as its result does not depend on that."""
+
+    class Noting(torch.nn.Module):
+        def forward(self, x):
+            self.length = x.shape[0]
+            return x + 1
+
+    module = Noting()
+    exported = export_program(module, (torch.ones(2, 3),), cases=[Case("five rows", (torch.ones(5, 3),))])
+    assert exported.report.ok
+    assert "length" not in vars(module)

@@ -52,9 +52,6 @@ def _buffers(exported):
         return with_row_buffers(flat_program(traced.program), presents, signature_of(traced))
 
 
-# -- without ExecuTorch ------------------------------------------------------------------------------------------------
-
-
 def test_a_program_for_one_row_returns_the_scores_alone(exported):
     program, rows = _buffers(exported)
     inputs = dict.fromkeys(["input_ids", "attention_mask", *LEAVES], 0)
@@ -101,7 +98,6 @@ def test_damaged_rows_are_refused(text):
 
 @pytest.fixture
 def written(monkeypatch):
-    """Every file that was written, in order, as kernels and form of the cache; some of them differ when replayed."""
     found, differing = [], set()
 
     def write(traced, path, *, backend, in_place, quantized):
@@ -133,7 +129,6 @@ ORDER = [("xnnpack", True), ("xnnpack", False), ("portable", True), ("portable",
     ids=["passes", "in place", "XNNPACK", "XNNPACK and in place"],
 )
 def test_the_first_form_that_replays_is_written(exported, written, tmp_path, differing, remarks):
-    """In place before returned, XNNPACK's kernels before others; the report states why the others were left out."""
     found, differs = written
     differs.update(differing)
     report = exported.to_executorch(tmp_path / "model.pte")
@@ -185,9 +180,6 @@ def test_the_remark_names_the_file_in_float_when_weights_are_quantized(exported,
     assert report.remarks == [KERNELS.replace(":", " of the file before its weights were quantized:", 1)]
 
 
-# -- with ExecuTorch ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
     pytest.importorskip("executorch.exir")
@@ -197,8 +189,6 @@ def folder(model, tmp_path_factory):
 
 @pytest.mark.slow
 class TestFile(WritesIntoBuffers):
-    """Each row is a call of its own."""
-
     file = "model.pte"
 
     def test_the_report_names_what_is_written_in_place(self, folder):

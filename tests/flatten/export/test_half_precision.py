@@ -41,7 +41,6 @@ def _llama(spread=0.3, layers=3):
 
 
 def _swapped_heads(model):
-    """The first two heads of queries of one layer, exchanged."""
     with torch.no_grad():
         weight = model.model.layers[1].self_attn.q_proj.weight
         weight[:32] = weight[:32].roll(16, 0).clone()
@@ -49,7 +48,6 @@ def _swapped_heads(model):
 
 
 def _no_scale(model):
-    """Scores of one layer that are not divided by the root of the size of a head."""
     model.model.layers[1].self_attn.scaling = 1.0
     return model
 
@@ -75,7 +73,6 @@ def model():
 
 
 def _written_of(monkeypatch, wrong, example):
-    """Let the next files be those of another model; the replay compares them with the one that is exported."""
     program = export_program(wrong, kwargs=example, proof="none").program
     convert = onnx_attempts.convert
     monkeypatch.setattr(onnx_attempts, "convert", lambda given, *args, **options: convert(program, *args, **options))
@@ -226,8 +223,6 @@ def test_what_is_explained_is_bounded_by_the_output():
 
 
 class _Large(torch.nn.Module):
-    """A sum whose rounding in float32 is far more than 1e-4, and a part of its output's range."""
-
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.full((64,), 1e4 / 3))

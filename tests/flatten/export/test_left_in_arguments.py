@@ -217,7 +217,6 @@ def test_a_program_of_torch_export_is_proven_with_a_note(module, make, present):
 
 
 def test_an_attribute_that_no_field_holds_is_refused():
-    """Its class does not flatten it, so no program could leave it there."""
 
     class Notes(torch.nn.Module):
         def forward(self, x, slots):

@@ -121,7 +121,6 @@ def test_attention_sinks_stay_spelled_out(tmp_path):
 
 
 def test_an_opset_that_was_asked_for_is_written(tmp_path):
-    """``opset_version=18`` has no operator for attention, and none is put in its place."""
     model = make("Llama", SMALL)
     report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx", opset_version=18).report
 
@@ -130,8 +129,6 @@ def test_an_opset_that_was_asked_for_is_written(tmp_path):
 
 
 class Spelled(torch.nn.Module):
-    """Attention as models write it, with a soft cap and a mask; the scores are returned on request."""
-
     def __init__(self, weights: bool = False):
         super().__init__()
         self.weights = weights

@@ -1,35 +1,62 @@
-"""The file of an export: it takes its name when it is proven, and holds what was asked for."""
+"""The file of an export: names of its axes, its graph, its lines of code, and when it takes its name."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pathlib
+import sys
+import sysconfig
 
 import onnx
+import onnx_ir
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from onnxscript import optimizer, rewriter
+from torch.export import Dim
 
 from tests.cases import cases
+from tests.flatten.export.exported_files import exported_file
 from tests.models import make_model
-from yobx_flatten import DecodeSizes, InvalidArgumentError, ReplayError, decode_inputs, export_onnx
+from tests.modules import module_class
+from yobx_flatten import (
+    Case,
+    DecodeSizes,
+    DynamicShapesError,
+    InvalidArgumentError,
+    ReplayError,
+    decode_inputs,
+    dynamic_shapes,
+    export_onnx,
+    export_program,
+    register_flattening_functions,
+)
+from yobx_flatten.export.onnx.rewrite.graph import (
+    _RuleOfOperator,
+    copy_type,
+    input_of,
+    insert_before,
+    optimize_graph,
+    type_of,
+)
+from yobx_flatten.export.traced import _WithoutGraphs, with_relative_origins
 
 pytestmark = pytest.mark.slow
 
 
 class Drifts(torch.nn.Module):
-    """Eagerly adds what a trace does not see."""
-
     def forward(self, x):
         return x + (0.0 if torch.compiler.is_exporting() else 0.5)
 
 
-class Twice(torch.nn.Module):
-    def forward(self, x):
-        return {"y": x * 2}
+Twice = module_class("Twice", lambda self, x: {"y": x * 2})
 
 
 def _run(path, **feeds):
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return dict(zip([given.name for given in session.get_outputs()], session.run(None, feeds), strict=True))
-
-
-# -- what stands under the name --------------------------------------------------------------------------------------
 
 
 def test_a_file_that_failed_its_proof_does_not_replace_one_that_did_not(tmp_path):
@@ -57,7 +84,6 @@ def test_a_failed_file_is_not_kept_where_it_would_replace_the_good_one(tmp_path)
 
 @pytest.mark.parametrize(("refers", "left"), [(True, ["a.onnx"]), (False, ["a.onnx", "a.onnx.data"])])
 def test_weights_beside_an_older_file_go_with_it(refers, left, tmp_path):
-    """If the older file refers to them; a file of that name that is somebody else's stays."""
     path = tmp_path / "a.onnx"
     export_onnx(torch.nn.Linear(64, 64), (torch.ones(2, 64),), path=path, cases=[])
     if refers:
@@ -68,9 +94,6 @@ def test_weights_beside_an_older_file_go_with_it(refers, left, tmp_path):
     export_onnx(Twice(), (torch.ones(2, 3),), path=path, cases=[])
     assert sorted(entry.name for entry in tmp_path.iterdir()) == left
     assert _run(path, x=torch.ones(2, 3).numpy())["y"].tolist() == [[2.0] * 3] * 2
-
-
-# -- what is in it ---------------------------------------------------------------------------------------------------
 
 
 def test_outputs_may_be_called_like_nodes_and_parameters(tmp_path):
@@ -123,9 +146,6 @@ def test_an_opset_below_the_first_of_the_exporter_is_refused_before_the_trace(op
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-# -- types of numbers ------------------------------------------------------------------------------------------------
-
-
 def test_a_type_without_kernels_is_an_error_that_says_so(tmp_path):
     """https://github.com/pytorch/pytorch/issues/143643; the file can be kept for another provider."""
     module = torch.nn.Linear(3, 4).bfloat16()
@@ -155,12 +175,9 @@ def test_half_precision_is_compared_as_half_precision(tmp_path):
 def test_complex_numbers_are_pairs_in_the_file(tmp_path):
     """onnxruntime has no complex numbers; the replay takes them apart and together."""
 
-    class Turn(torch.nn.Module):
-        def forward(self, z):
-            return {"turned": z * 1j, "size": z.abs()}
-
+    turn = module_class("Turn", lambda self, z: {"turned": z * 1j, "size": z.abs()})()
     z = torch.tensor([[1 + 2j, 3j], [-1.0, 2 - 2j]])
-    report = export_onnx(Turn(), (z,), path=tmp_path / "a.onnx", cases=[]).report
+    report = export_onnx(turn, (z,), path=tmp_path / "a.onnx", cases=[]).report
     assert report.cases[-1].differences.keys() == {"turned", "size"}
     found = _run(tmp_path / "a.onnx", z=torch.view_as_real(z).numpy())
     assert found["turned"][0].tolist() == [[-2.0, 1.0], [-3.0, 0.0]]
@@ -178,3 +195,282 @@ def test_8_bit_floats_go_in_and_come_out(tmp_path):
     report = export_onnx(Cast(), (x,), path=tmp_path / "a.onnx", cases=[], opset_version=20).report
     assert [case.runtime for case in report.cases] == ["torch.export", "onnxruntime"]
     assert report.cases[-1].differences == {"wide": 0.0, "narrow": 0.0}
+
+
+def _axes(path):
+    graph = onnx.load(path, load_external_data=False).graph
+    return {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in (*graph.input, *graph.output)
+    }
+
+
+def test_a_decoder_has_the_names_that_tools_know():
+    axes = _axes(exported_file("llama").path)
+    assert axes["input_ids"] == ["batch_size", "sequence_length"]
+    assert axes["attention_mask"] == ["batch_size", "total_sequence_length"]
+    assert axes["past_key_values.0.key"] == ["batch_size", 2, "past_sequence_length", 8]
+    assert axes["past_key_values.1.value"] == ["batch_size", 2, "past_sequence_length", 8]
+    assert axes["logits"] == ["batch_size", "kept_sequence_length", 96]
+    assert axes["present.1.key"] == ["batch_size", 2, "total_sequence_length", 8]
+
+
+def test_layers_that_slide_have_another_length():
+    """They keep less than was seen: one name for both would be wrong."""
+    axes = _axes(exported_file("gemma2").path)
+    assert axes["past_key_values.0.key"][2] == "past_window_length"
+    assert axes["past_key_values.1.key"][2] == "past_sequence_length"
+    assert axes["present.0.key"][2] == "Min(7, past_window_length + sequence_length)"
+    assert axes["present.1.key"][2] == "total_sequence_length"
+
+
+def test_a_decoder_beside_an_encoder_has_the_names_of_both():
+    axes = _axes(exported_file("t5").path)
+    assert axes["decoder_input_ids"] == ["batch_size", "decoder_sequence_length"]
+    assert axes["attention_mask"] == ["batch_size", "encoder_sequence_length"]
+    assert axes["past_key_values.0.decoder.key"][2] == "past_decoder_sequence_length"
+    assert axes["past_key_values.0.encoder.key"][2] == axes["attention_mask"][1]  # they are equal
+    assert axes["present.0.decoder.key"][2] == "past_decoder_sequence_length + decoder_sequence_length"
+
+
+def test_without_a_cache_the_mask_is_as_long_as_the_tokens(tmp_path):
+    ids = torch.randint(3, 90, (2, 4))
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    export_onnx(make_model("llama"), kwargs=kwargs, path=tmp_path / "a.onnx", cases=[])
+    axes = _axes(tmp_path / "a.onnx")
+    assert axes["input_ids"] == axes["attention_mask"] == ["batch_size", "sequence_length"]
+
+
+class _Compares(torch.nn.Module):
+    def forward(self, input_ids, pixel_values):
+        return input_ids.float().mean(1)[:, None] - pixel_values.mean((1, 2, 3))[None]
+
+
+_Sees = module_class("_Sees", lambda self, pixel_values: pixel_values.mean((1, 2, 3)))
+
+
+class _Reads(torch.nn.Module):
+    def forward(self, input_ids, pixel_values):
+        return input_ids.float().mean(1), pixel_values.mean((1, 2, 3))
+
+
+PAIR = {"input_ids": torch.ones(2, 5).long(), "pixel_values": torch.rand(3, 3, 8, 8)}
+
+
+@pytest.mark.parametrize(
+    ("module", "kwargs", "texts", "pictures"),
+    [
+        (_Compares(), PAIR, "texts", "images"),
+        (_Reads(), PAIR, "batch_size", "images"),
+        (_Sees(), {"pixel_values": torch.rand(3, 3, 8, 8)}, "batch_size", "batch_size"),
+    ],
+    ids=["each text with each picture", "pictures in a prompt", "pictures alone"],
+)
+def test_pictures_have_a_name_of_their_own_where_there_are_texts(tmp_path, module, kwargs, texts, pictures):
+    """As in CLIP, where each text is compared with each picture; their axis was `s99`."""
+    export_onnx(module, kwargs=kwargs, path=tmp_path / "a.onnx", cases=[])
+    axes = _axes(tmp_path / "a.onnx")
+    assert axes["pixel_values"][0] == pictures
+    outputs = [names for name, names in axes.items() if name not in kwargs]
+    assert outputs[-1][-1] == pictures
+    assert outputs[0][0] == axes.get("input_ids", [texts])[0] == texts
+
+
+class _Prompted(torch.nn.Module):
+    """Reads a prompt whose mask also covers what was read before, and a canvas: as DiffusionGemma does."""
+
+    def forward(self, input_ids, attention_mask, decoder_input_ids):
+        """Weigh each of all tokens by its distance to the end, in parts that onnxruntime gives memory of their own."""
+        new = torch.arange(input_ids.shape[1]).float()
+        whole = torch.arange(attention_mask.shape[1]).float()
+        read = (input_ids * new.sin()).sum(1, keepdim=True)
+        return (attention_mask * whole.sin()).sum(1, keepdim=True) + read * decoder_input_ids
+
+
+def test_axes_of_two_sizes_have_two_names(tmp_path):
+    """Where both would be the encoder's length: onnxruntime gives axes of one name memory of one size."""
+    kwargs = {
+        "input_ids": torch.ones(2, 3),
+        "attention_mask": torch.ones(2, 8),
+        "decoder_input_ids": torch.arange(12.0).reshape(2, 6),
+    }
+    other = {"input_ids": torch.ones(3, 4), "attention_mask": torch.ones(3, 9), "decoder_input_ids": torch.ones(3, 2)}
+    report = export_onnx(_Prompted(), kwargs=kwargs, path=tmp_path / "a.onnx", cases=[Case("other", (), other)]).report
+    assert report.ok
+    axes = _axes(tmp_path / "a.onnx")
+    assert axes["input_ids"] == ["batch_size", "encoder_sequence_length"]
+    assert axes["attention_mask"][0] == "batch_size"
+    assert axes["attention_mask"][1] not in {"encoder_sequence_length", "decoder_sequence_length"}
+
+
+@pytest.mark.parametrize("spell", [str, Dim], ids=["texts", "Dim"])
+def test_names_of_the_user_come_first(spell, tmp_path):
+    model = make_model("llama")
+    inputs = decode_inputs(model, DecodeSizes())
+    shapes = dynamic_shapes(inputs, {"input_ids": {0: spell("rows"), 1: spell("new")}})
+    export_onnx(model, kwargs=inputs, path=tmp_path / "a.onnx", dynamic_shapes=shapes, cases=[], steps=1)
+    axes = _axes(tmp_path / "a.onnx")
+    assert axes["input_ids"] == ["rows", "new"]
+    assert axes["attention_mask"] == ["rows", "total_sequence_length"]
+    assert axes["present.0.key"] == ["rows", 2, "total_sequence_length", 8]
+
+
+Scale = module_class("Scale", lambda self, x, y: {"z": x.sum(1) + y})
+
+
+def test_names_are_kept_for_any_module(tmp_path):
+    args, other = (torch.ones(2, 3), torch.ones(2)), (torch.ones(5, 7), torch.ones(5))
+    shapes = {"x": {0: "rows", 1: "columns"}, "y": {0: "rows"}}
+    cases = [Case("other sizes", other)]
+    export_onnx(Scale(), args, path=tmp_path / "a.onnx", dynamic_shapes=shapes, cases=cases)
+    assert _axes(tmp_path / "a.onnx") == {"x": ["rows", "columns"], "y": ["rows"], "z": ["rows"]}
+
+
+def test_a_program_takes_names_too():
+    shapes = {"x": {0: "rows", 1: "columns"}, "y": {0: "rows"}}
+    args = (torch.ones(2, 3), torch.ones(2))
+    cases = [Case("other sizes", (torch.ones(5, 7), torch.ones(5)))]
+    assert export_program(Scale(), args, dynamic_shapes=shapes, cases=cases).report.ok
+    with pytest.raises(ReplayError, match="other sizes"):
+        export_program(Scale(), args, dynamic_shapes={"x": {0: "rows"}, "y": {0: "rows"}}, cases=cases)
+
+
+def test_a_name_for_two_sizes_is_refused():
+    shapes = {"x": {0: "rows", 1: "rows"}, "y": {0: "rows"}}
+    with pytest.raises(DynamicShapesError, match=r"x: axis 1 is called 'rows' and has size 3, .* size 2"):
+        export_program(Scale(), (torch.ones(2, 3), torch.ones(2)), dynamic_shapes=shapes, cases=[])
+
+
+def test_an_input_that_is_left_out_is_named():
+    first = ir.val("first", ir.DataType.FLOAT, [2])
+    node = ir.node("Add", [first, None], name="sum")
+    assert input_of(node, 0) is first
+    with pytest.raises(ValueError, match="the Add sum has no input 1"):
+        input_of(node, 1)
+
+
+def test_a_type_that_is_not_known_is_refused():
+    """A guess would be written to the file."""
+    assert type_of(ir.val("known", ir.DataType.FLOAT16, [2])) == ir.DataType.FLOAT16
+    with pytest.raises(ValueError, match="the type of bare is not known"):
+        type_of(ir.Value(name="bare"))
+
+
+def test_a_copied_type_is_its_own():
+    one, other = ir.val("one", ir.DataType.FLOAT, [2]), ir.Value(name="other")
+    copy_type(other, one)
+    other.dtype = ir.DataType.FLOAT16
+    assert (one.dtype, other.dtype) == (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    copy_type(one, ir.Value(name="bare"))
+    assert one.dtype == ir.DataType.FLOAT
+
+
+def test_nodes_are_inserted_where_a_node_stands():
+    value = ir.val("x", ir.DataType.FLOAT, [2])
+    last = ir.node("Neg", [value], name="last")
+    graph = ir.Graph([value], last.outputs, nodes=[last])
+    insert_before(last, [ir.node("Abs", [value], name="first"), ir.node("Exp", [value], name="second")])
+    assert [node.name for node in graph] == ["first", "second", "last"]
+    with pytest.raises(ValueError, match="the Abs alone does not belong to a graph"):
+        insert_before(ir.node("Abs", [value], name="alone"), [])
+
+
+class Convolutions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.norm = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)
+        self.two = torch.nn.Conv2d(4, 4, 3)
+
+    def forward(self, x):
+        x = self.norm(self.one(torch.nn.functional.pad(x, (1, 1, 1, 1))))
+        x = torch.relu(torch.relu(x)).clamp(0, 6).clamp(1, 5)
+        return self.two(x).transpose(1, 2).transpose(2, 1).to(torch.float64).to(torch.float32)
+
+
+def converted(module, args, kwargs, shapes):
+    program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
+    return torch.onnx.export(program, dynamo=True, verbose=False, optimize=False).model
+
+
+def optimized(model, optimize):
+    copy = onnx_ir.serde.deserialize_model(onnx_ir.serde.serialize_model(model))
+    optimize(copy)
+    return onnx_ir.serde.serialize_model(copy)
+
+
+def test_the_graph_is_the_one_of_onnxscript_for_a_model_with_a_cache():
+    model = make_model("mistral")
+    with register_flattening_functions(patch_transformers=True):
+        inputs = decode_inputs(model, DecodeSizes())
+        made = converted(model, (), inputs, dynamic_shapes(inputs))
+    assert optimized(made, optimize_graph) == optimized(made, optimizer.optimize_ir)
+
+
+def test_the_graph_is_the_one_of_onnxscript_for_convolutions():
+    made = converted(Convolutions().eval(), (torch.ones(2, 3, 8, 8),), {}, None)
+    found = optimized(made, optimize_graph)
+    assert found == optimized(made, optimizer.optimize_ir)
+    assert len(found.graph.node) < len(made.graph)
+
+
+def test_a_rule_is_not_tried_at_other_operators():
+    rule = next(rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule.name == "CastCast")
+    node = onnx_ir.node("Relu", [onnx_ir.Value(name="x")])
+    assert _RuleOfOperator(rule).try_rewrite(None, None, node) is None  # without a model, the rule itself would raise
+    assert {_RuleOfOperator(rule)._operator for rule in rewriter._DEFAULT_REWRITE_RULES} >= {"Cast", "Slice", "Conv"}
+
+
+CODE = """
+import torch
+
+class Scaled(torch.nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y + 1, (x,))
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    (tmp_path / "private" / "pack").mkdir(parents=True)
+    (tmp_path / "private" / "pack" / "__init__.py").write_text("")
+    (tmp_path / "private" / "pack" / "model.py").write_text(CODE)
+    monkeypatch.setattr(torch.fx.config, "do_not_emit_stack_traces", False)  # other tests have no use for them
+    monkeypatch.syspath_prepend(str(tmp_path / "private"))
+    yield importlib.import_module("pack.model").Scaled()
+    for name in ("pack", "pack.model"):
+        sys.modules.pop(name)
+
+
+def test_files_name_no_folder_of_their_author(module, tmp_path):
+    example = {"x": torch.ones(3, 4)}
+    export_program(module, kwargs=example, cases=[]).save(tmp_path / "model.pt2")
+    export_onnx(module, kwargs=example, cases=[], path=tmp_path / "model.onnx")
+    for name in ("model.pt2", "model.onnx"):
+        data = (tmp_path / name).read_bytes()
+        private = [str(tmp_path), str(pathlib.Path.home()), sysconfig.get_paths()["purelib"]]
+        assert [one for one in private if one.encode() in data] == [], name
+        assert b"pack/model.py" in data
+
+
+def test_a_line_keeps_its_number_and_its_text(module, tmp_path):
+    program = torch.export.export(module, (torch.ones(3, 4),))
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    nodes = [node for part in parts for node in part.graph.nodes if node.meta.get("stack_trace")]
+    before = [node.meta["stack_trace"] for node in nodes]
+    assert len(parts) == 3
+    assert any(str(tmp_path) in text for text in before)
+    with_relative_origins(program)
+    private = f"{tmp_path}/private/"
+    assert [node.meta["stack_trace"] for node in nodes] == [text.replace(private, "") for text in before]
+
+
+def test_what_hides_graphs_may_outlive_the_stream():
+    """Python 3.13 closes a stream that is collected, which flushes it."""
+    stream = io.StringIO()
+    hides = _WithoutGraphs(stream)
+    hides.write("def forward(self, x):\n")
+    hides.write("a line\n")
+    assert stream.getvalue() == "a line\n"
+    stream.close()
+    hides.close()
+    assert hides.closed

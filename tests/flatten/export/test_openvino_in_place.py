@@ -30,7 +30,6 @@ def folder(model, tmp_path_factory):
 
 
 def test_the_cache_is_no_input_of_the_file(folder):
-    """Other tools of OpenVINO open such a file: tokens, mask, positions and the rows of beams; all of it in float32."""
     model = read_model(folder.path / "model.xml")
     inputs = {name for port in model.inputs for name in port.names}
     assert inputs == {"input_ids", "attention_mask", "position_ids", "beam_idx"}
@@ -40,7 +39,6 @@ def test_the_cache_is_no_input_of_the_file(folder):
 
 
 def test_openvino_writes_all_of_it_in_place(folder):
-    """OpenVINO's own plan of the compiled file: keys and values are read by its attention alone."""
     assert copied_states(folder.path / "model.xml") == []
 
 
@@ -95,7 +93,6 @@ def test_layers_that_slide_keep_a_cache_that_is_returned(tmp_path):
 
 
 def _off_by_one(read, presents):
-    """The state of the model, and scores that are off by 1."""
     from openvino import opset13 as operators
 
     kept = keep_in_state(read, presents)

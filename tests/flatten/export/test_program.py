@@ -1,19 +1,35 @@
-"""Export with proof: names, replay, report, and what happens when something does not fit."""
+"""Export with proof: names, replay, report, what does not fit, and outputs of models other than language models."""
 
+import functools
+import importlib
 import importlib.util
 import inspect
-import pathlib
+import os
+import shutil
 
 import onnx
 import onnxruntime
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from torch.export import Dim
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    DetrConfig,
+    DetrForObjectDetection,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    ResNetConfig,
+)
 
 from tests.cache_words import WORD, cache_of
 from tests.cases import cases
 from tests.flatten.export.exported_files import exported_file
 from tests.models import WINDOW, make_model, new_cache
+from tests.modules import module_class
 from yobx_flatten import (
     Case,
     DecodeSizes,
@@ -31,9 +47,7 @@ from yobx_flatten.runners.open import open_runner
 pytestmark = pytest.mark.slow
 
 
-class Scale(torch.nn.Module):
-    def forward(self, x, more=None):
-        return {"y": x * 2 + more["z"][0].sum(), "z": more["z"]}
+Scale = module_class("Scale", lambda self, x, more=None: {"y": x * 2 + more["z"][0].sum(), "z": more["z"]})
 
 
 def _scale_inputs(rows: int) -> tuple[tuple[torch.Tensor], dict[str, object]]:
@@ -158,14 +172,6 @@ def test_what_the_helper_returns_can_be_called_anywhere(mistral):
         mistral.program.module()(**kwargs, use_cache=True)
 
 
-def test_a_stored_program_loads_inside_the_block(tmp_path: pathlib.Path):
-    exported_file("llama").save(tmp_path / "llama.pt2")
-    with register_flattening_functions(patch_transformers=True), torch.no_grad():
-        loaded = torch.export.load(tmp_path / "llama.pt2").module()(**decode_inputs(make_model("llama"), DecodeSizes()))
-        expected = make_model("llama")(**decode_inputs(make_model("llama"), DecodeSizes()))
-    torch.testing.assert_close(loaded.logits, expected.logits, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", cases(["t5", "bart"], quick=["t5"]))
 def test_an_encoder_decoder_is_exported_and_replayed(name):
     exported = exported_file(name)
@@ -251,7 +257,6 @@ def test_a_file_appears_only_when_it_is_done(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("empty", ["made to grow", "made from the configuration"])
 def test_an_empty_cache_as_example_is_replaced_by_a_filled_one(empty):
-    """What users write first: `past_key_values=DynamicCache()`. The report says what was exported instead."""
     model = make_model("gemma2")
     cache = DynamicCache() if empty == "made to grow" else DynamicCache(config=model.config)
     ids = torch.randint(3, 90, (1, 4))
@@ -263,7 +268,6 @@ def test_an_empty_cache_as_example_is_replaced_by_a_filled_one(empty):
 
 
 def test_the_example_that_replaces_one_is_not_used_up_by_the_trial(monkeypatch):
-    """The model is tried with it first, and a model writes to the cache that it is given."""
     model, seen = make_model("mistral"), []
     forward = type(model).forward
 
@@ -324,3 +328,174 @@ def test_a_mixture_of_experts_is_translated(tmp_path):
     model = MixtralForCausalLM(config).eval()
     report = export_onnx(model, (), decode_inputs(model, DecodeSizes()), tmp_path / "mixtral.onnx", steps=2).report
     assert report.max_difference < 1e-5
+
+
+SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "aotinductor": ".pt2", "executorch": ".pte"}
+SLOW = pytest.mark.slow
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def _unet():
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "DownBlock2D"),  # between them is one block that attends
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        cross_attention_dim=8,
+        attention_head_dim=4,
+        norm_num_groups=4,
+    )
+    return model, lambda rows: {
+        "sample": torch.randn(rows, 4, 8, 8),
+        "timestep": torch.tensor(3),
+        "encoder_hidden_states": torch.randn(rows, 5, 8),
+    }
+
+
+def _diffusion_transformer():
+    from diffusers import SD3Transformer2DModel
+
+    model = SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=2,
+        in_channels=4,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=16,
+        caption_projection_dim=16,
+        pooled_projection_dim=16,
+        out_channels=4,
+        pos_embed_max_size=8,
+    )
+    return model, lambda rows: {
+        "hidden_states": torch.randn(rows, 4, 8, 8),
+        "encoder_hidden_states": torch.randn(rows, 5, 16),
+        "pooled_projections": torch.randn(rows, 16),
+        "timestep": torch.arange(rows),
+    }
+
+
+def _clip():
+    text = {**SMALL, "vocab_size": 50, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 49}
+    vision = {**SMALL, "image_size": 16, "patch_size": 8}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+    return model, lambda rows: {
+        "input_ids": torch.randint(0, 50, (rows, 7)),
+        "pixel_values": torch.randn(rows, 3, 16, 16),
+        "attention_mask": torch.ones(rows, 7, dtype=torch.int64),
+    }
+
+
+def _detection():
+    backbone = ResNetConfig(embedding_size=8, hidden_sizes=[8] * 2, depths=[1] * 2, out_features=["stage2"])
+    sizes = {f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    config = DetrConfig(
+        use_timm_backbone=False,
+        use_pretrained_backbone=False,
+        backbone=None,
+        backbone_config=backbone,
+        d_model=16,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        num_queries=5,
+        num_labels=3,
+        **sizes,
+    )
+    return DetrForObjectDetection(config), lambda rows: {"pixel_values": torch.randn(rows, 3, 32, 32)}
+
+
+def _segmentation():
+    from torchvision.models.segmentation import lraspp_mobilenet_v3_large
+
+    model = lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=3)
+    return model, lambda rows: {"input": torch.randn(rows, 3, 64, 64)}
+
+
+def _classifier_of_timm():
+    import timm
+
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=1, num_classes=5)
+    return model, lambda rows: {"x": torch.randn(rows, 3, 32, 32)}
+
+
+# fields of the output, in the order of its class
+MODELS = {
+    "unet": (_unet, ["sample"]),
+    "diffusion transformer": (_diffusion_transformer, ["sample"]),
+    "clip": (_clip, ["logits_per_image", "logits_per_text", "text_embeds", "image_embeds"]),
+    "detection": (_detection, ["logits", "pred_boxes", "last_hidden_state", "encoder_last_hidden_state"]),
+    "segmentation": (_segmentation, ["out"]),
+    "classifier of timm": (_classifier_of_timm, ["output"]),
+}
+# what is not installed everywhere; torchvision raises a RuntimeError next to a torch that it was not compiled for
+NEEDS = {
+    "unet": "diffusers",
+    "diffusion transformer": "diffusers",
+    "segmentation": "torchvision",
+    "classifier of timm": "timm",
+}
+
+
+def _marks(name, runtime):
+    if runtime in ("aotinductor", "executorch"):  # a model compiles for a minute
+        return SLOW, pytest.mark.extended
+    return pytest.mark.extended if name in ("unet", "detection") else ()
+
+
+PAIRS = [
+    pytest.param(name, runtime, id=f"{name}, {runtime}", marks=_marks(name, runtime))
+    for name in MODELS
+    for runtime in SUFFIX
+]
+
+
+@pytest.fixture(scope="module")
+def exported():
+
+    @functools.cache
+    def export(name):
+        make, fields = MODELS[name]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model, inputs = make()
+            model.eval()
+            shapes = {key: {0: Dim.AUTO(max=8)} if value.ndim else None for key, value in inputs(2).items()}
+            cases = [Case(f"{rows} rows", (), inputs(rows)) for rows in (2, 5)]
+            with register_flattening_functions(patch_diffusers=NEEDS.get(name) == "diffusers"):
+                program = export_program(model, (), inputs(3), dynamic_shapes=shapes, cases=cases)
+        return model, inputs, fields, program
+
+    return export
+
+
+@pytest.mark.parametrize(("name", "runtime"), PAIRS)
+def test_outputs_reach_the_runtime(exported, name, runtime, tmp_path):
+    if name in NEEDS:
+        try:
+            importlib.import_module(NEEDS[name])
+        except (ImportError, RuntimeError) as error:
+            pytest.skip(f"{NEEDS[name]} cannot be imported: {error}")
+    if runtime in ("openvino", "executorch"):
+        pytest.importorskip(runtime)
+    if runtime == "aotinductor" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("AOTInductor needs a C++ compiler")
+    model, inputs, fields, program = exported(name)
+    path = tmp_path / f"model{SUFFIX[runtime]}"
+    with register_flattening_functions(patch_diffusers=NEEDS.get(name) == "diffusers"):
+        report = getattr(program, f"to_{runtime}")(path)
+    assert [case.error for case in report.cases] == [None, None, None]
+
+    runner = open_runner(path, **{"trust": True} if runtime == "aotinductor" else {})
+    torch.manual_seed(1)
+    given = inputs(4)
+    found = runner.run(given)
+    with torch.no_grad():
+        expected = model(**given)
+    expected = {"output": expected} if isinstance(expected, torch.Tensor) else expected
+    assert [output.rpartition(".")[2] for output in found][: len(fields)] == fields
+    for field, tensor in zip(fields, found.values(), strict=False):
+        torch.testing.assert_close(tensor, expected[field], atol=1e-4, rtol=0)

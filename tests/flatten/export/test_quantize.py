@@ -115,7 +115,6 @@ def test_a_file_that_is_too_far_from_its_model_is_not_written(tmp_path):
 
 
 def test_a_weight_that_is_also_an_embedding_is_stored_once_and_named(tmp_path):
-    """GPT-2: the products with biases are quantised, and the embedding reads the table of the head."""
     model = small_model("gpt2")
     inputs = decode_inputs(model, DecodeSizes())
     report = export_onnx(model, kwargs=inputs, path=tmp_path / "gpt2.onnx", cases=[], steps=2, quantize="int8").report
@@ -217,7 +216,6 @@ def test_the_quantizer_leaves_logging_as_it_is():
 
 
 def test_distances_are_those_that_are_written_out():
-    """Two rows of two scores, three of which differ: one of two tokens agrees; the divergence is its definition."""
     expected = torch.tensor([[[2.0, 0.0], [0.0, 1.0]]])
     found = torch.tensor([[[2.0, 1.0], [0.5, 0.25]]])
     distance = Distance()

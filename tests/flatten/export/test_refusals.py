@@ -1,7 +1,8 @@
-"""What an export refuses, or does without, and says so: modules as inputs, weights elsewhere, sizes as static data."""
+"""What an export refuses or does without: errors name the case, the line of the module, and what was not equal."""
 
 import dataclasses
 import importlib.util
+import math
 from typing import Any
 
 import accelerate
@@ -9,19 +10,28 @@ import pytest
 import torch
 from torch.export import Dim
 
+from tests.flatten.export.answers import Answers
+from tests.modules import module_class
 from yobx_flatten import (
+    Case,
     DynamicShapesError,
     InvalidArgumentError,
     NotRegisteredError,
     StaticDataError,
+    StoredCase,
     check_dynamic_shapes,
     check_inputs,
+    explain_error,
     export_onnx,
     export_program,
+    record_calls,
     register,
     register_class_flattening,
+    replay_case,
     unregister_class_flattening,
 )
+from yobx_flatten.core.compare import share_of_nan
+from yobx_flatten.errors import ReplayError
 
 X = torch.ones(2, 3)
 
@@ -118,7 +128,6 @@ def test_inputs_on_another_device_are_named():
 
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_offloaded_weights_are_named_before_a_plain_export():
-    """`export_program` brings them; `torch.export` finds none, and `check_inputs` states the line that brings them."""
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
     accelerate.cpu_offload(module, torch.device("cpu"))
     (warning,) = check_inputs(module, (X,))
@@ -151,3 +160,209 @@ def test_sizes_are_not_named_where_fixing_them_does_not_help(tmp_path):
     exported = eval(line, {"export_program": export_program, "module": module, "args": (X,), "kwargs": {}})
     torch.testing.assert_close(exported(X), X.sin())
     torch.testing.assert_close(exported(-X), -X)
+
+
+class Planted(torch.nn.Module):
+    def forward(self, x):
+        return x + torch.ones(3, 4)
+
+
+Stacked = module_class("Stacked", lambda self, x: torch.cat([x, torch.ones(3, 4)], dim=1))
+
+
+Multiplied = module_class("Multiplied", lambda self, x: torch.ones(2, 3) @ x)
+Viewed = module_class("Viewed", lambda self, x: x.reshape(3, 4))
+
+
+Expanded = module_class("Expanded", lambda self, x: x[:, :1].T.expand(4, 3))
+
+
+PLANTED = [Planted, Stacked, Multiplied, Viewed, Expanded]
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_case_at_which_the_module_stops_is_named_with_its_line(kind):
+    cases = [Case("three rows", (torch.randn(3, 4),)), Case("bigger", (torch.randn(9, 4),))]
+    with pytest.raises(InvalidArgumentError, match=rf"case 'bigger', step 0: {kind.__name__} itself fails") as caught:
+        export_program(kind(), (torch.randn(3, 4),), cases=cases)
+    text = str(caught.value)
+    assert "test_refusals.py" in text
+    assert "the code creates a tensor of a fixed size" in text
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_explain_error_knows_a_planted_size():
+    """The line of the module, which the traceback has below torch's."""
+    try:
+        Planted()(torch.randn(9, 4))
+    except RuntimeError as error:
+        explanation = explain_error(error)
+    assert explanation.known
+    assert "The size of tensor a (9) must match the size of tensor b (3)" in explanation.text
+    assert "in forward" in explanation.text
+    assert "x + torch.ones(3, 4)" in explanation.text
+
+
+class Branches(torch.nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x + 1
+        return x - 1
+
+
+Counts = module_class("Counts", lambda self, x: x[: int(x.max().item())])
+
+
+@pytest.mark.parametrize(("kind", "line"), [(Branches, "if x.sum() > 0:"), (Counts, "x[: int(x.max().item())]")])
+def test_a_branch_on_values_is_pointed_to(kind, line, capfd):
+    with pytest.raises(InvalidArgumentError, match=f"{kind.__name__} cannot be traced. The code branches on") as caught:
+        export_program(kind(), (torch.ones(4, 3),))
+    assert line in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 3
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_was_not_equal_is_in_the_first_line():
+
+    grows = module_class("Grows", lambda self, x: x[: 2 if x.shape[0] < 4 else 3])()
+    with pytest.raises(ReplayError) as caught:
+        export_program(grows, (torch.ones(3, 3),), cases=[Case("seven rows", (torch.ones(7, 3),))])
+    first = str(caught.value).splitlines()[0]
+    assert "seven rows: step 0" in first
+    assert "inf" not in first
+
+
+Gradient = module_class("Gradient", lambda self, x: torch.vmap(torch.func.grad(lambda row: row.pow(3).sum()))(x))
+
+
+class GradientOfLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        return torch.func.grad(lambda y: self.linear(y).pow(2).sum())(x)
+
+
+class SetsData(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        self.weight.data = self.weight.data * 2
+        return x * self.weight
+
+
+class WritesData(torch.nn.Module):
+    def forward(self, x):
+        x.data.add_(1)
+        return x * 2
+
+
+AsksForNumbers = module_class("AsksForNumbers", lambda self, x: x * torch.tensor(x.numpy() ** 2))
+
+
+@pytest.mark.parametrize("kind", [Gradient, GradientOfLayer, SetsData, WritesData, AsksForNumbers])
+def test_what_a_trace_does_not_follow_has_a_cure(kind):
+    """Each is one of torch's own assertions, which name neither the cause nor what to write."""
+    with pytest.raises(InvalidArgumentError, match=f"{kind.__name__} is not traced. forward uses torch.func, .data"):
+        export_program(kind(), (torch.ones(4, 3),))
+
+
+class Differentiates(torch.nn.Module):
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(x.pow(3).sum(), x)
+        return gradient
+
+
+def test_the_cure_is_exported():
+    x = torch.randn(5, 3)
+    assert torch.allclose(export_program(Differentiates(), (torch.ones(4, 3),))(x), 3 * x**2)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("leaf", "share"),
+    [
+        (torch.tensor([1.0, NAN, 2.0, 3.0]), 0.25),
+        (torch.tensor([NAN, -math.inf]), 1.0),
+        (torch.tensor([1.0, -math.inf]), 0.0),  # a mask
+        (torch.tensor([complex(NAN, 1), 1j]), 0.5),
+        (torch.tensor([NAN, 1.0]).to(torch.float8_e4m3fn), 0.5),
+        (torch.tensor([NAN, 1.0], dtype=torch.bfloat16), 0.5),
+        (torch.tensor([3, 4]), 0.0),
+        (torch.nested.nested_tensor([torch.tensor([NAN]), torch.ones(3)], layout=torch.jagged), 0.25),
+        (torch.empty(0), None),
+        (NAN, 1.0),
+        ("text", None),
+        (10**400, 0.0),
+        (None, None),
+    ],
+)
+def test_the_share_of_a_leaf(leaf, share):
+    assert share_of_nan(leaf) == share
+
+
+@pytest.mark.parametrize("answer", [lambda x: x / 0.0 * 0.0, lambda x: x / 0.0], ids=["NaN", "infinite"])
+def test_outputs_without_a_number_prove_nothing(tmp_path, answer):
+    module = Answers(lambda x: {"sum": x.sum(), "nothing": answer(x)})
+    with pytest.raises(
+        ReplayError,
+        match=r"Answers could not be checked: the model itself returns only NaN or infinite values in nothing",
+    ):
+        export_program(module, (torch.ones(3, 2),))
+    with pytest.raises(ReplayError, match=r"could not be checked"):
+        export_onnx(module, (torch.ones(3, 2),), path=tmp_path / "nan.onnx")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_row_of_nan_is_noted():
+    linear = torch.nn.Linear(3, 4)
+    linear.weight.data[1] = NAN
+    report = export_program(linear, (torch.ones(5, 3),)).report
+    assert report.ok
+    assert "note: values that are NaN in the model itself were not compared: up to 25.0% of output." in str(report)
+
+
+def test_nan_of_one_case_is_noted():
+    module = Answers(lambda x: (x - x.mean(0)).square().sum(0) / (x.shape[0] - 1))
+    cases = [Case("one row", (torch.rand(1, 3),)), Case("five rows", (torch.rand(5, 3),))]
+    report = export_program(module, (torch.rand(4, 3),), cases=cases).report
+    assert report.ok
+    assert "up to 100.0% of output" in str(report)
+
+
+def test_nan_at_padding_is_not_compared_and_not_noted():
+    """A row that sees no position is a softmax over nothing."""
+
+    class Tokens(torch.nn.Module):
+        def forward(self, input_ids, attention_mask):
+            return torch.where(attention_mask == 0, NAN, input_ids.float())[..., None].repeat(1, 1, 2)
+
+    given = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": torch.ones(2, 3, dtype=torch.int64)}
+    padded = {**given, "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
+    report = export_program(Tokens(), (), given, cases=[Case("padded", (), padded)]).report
+    assert report.ok
+    assert "NaN" not in str(report)
+    assert "positions that the attention mask excludes were not compared" in str(report)
+
+
+def test_recorded_calls_and_stored_cases_say_so(tmp_path):
+    module = Answers(lambda x: x / 0.0 * 0.0)
+    x = torch.ones(2, 3)
+    with record_calls(module) as calls:
+        module(x)
+    replayed = calls.replay(torch.export.export(module, (x,)))
+    assert not replayed.ok
+    assert "the model itself returns only NaN or infinite values in " in str(replayed)
+    linear = torch.nn.Linear(3, 2)
+    linear.weight.data[:] = NAN
+    export_onnx(linear, (x,), path=tmp_path / "a.onnx", proof="none")
+    report = replay_case(StoredCase({"input": x}, linear(x).detach()), tmp_path / "a.onnx")
+    assert not report.ok
+    assert "the model itself returns only NaN or infinite values in " in str(report)

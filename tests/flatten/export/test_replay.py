@@ -1,12 +1,26 @@
-"""The replay: what a program may not return in the place of something else, and what a module is afterwards."""
+"""The replay: what it compares, padding that it leaves out, and how much of it a proof asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
 
 import onnxruntime
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from tests.flatten.export.answers import Answers
-from yobx_flatten import DecodeSizes, ReplayError, decode_inputs, export_onnx, export_program, record_calls
+from tests.models import make_model
+from yobx_flatten import Case, DecodeSizes, ReplayError, decode_inputs, export_onnx, export_program
+from yobx_flatten.errors import InvalidArgumentError, NoRoomError
+from yobx_flatten.export.model_facts import ModelFacts, weight_bytes
+from yobx_flatten.export.proof import eager_runs
 from yobx_flatten.export.proof.eager_runs import draws_random_numbers, written_state
+from yobx_flatten.export.proof.replay import Padding
+from yobx_flatten.export.runtimes import write
 from yobx_flatten.model_folder.source.configuration import small_model
 
 pytestmark = pytest.mark.slow
@@ -38,14 +52,6 @@ def test_the_replay_sees(trap):
     answer, message = TRAPS[trap]
     with pytest.raises(ReplayError, match=message):
         export_program(Answers(answer), (X,), cases=[])
-
-
-def test_recorded_calls_see_the_same():
-    module = Answers(lambda x: {"x": x + 1, "y": "a" if _exporting() else "b"})
-    with record_calls(module) as calls:
-        module(X)
-    program = torch.export.export(module, (X,))
-    assert "expected the str 'b', found the str 'a'" in str(calls.replay(program))
 
 
 def test_outputs_of_all_kinds_may_stay_the_same():
@@ -137,8 +143,6 @@ def test_random_numbers_are_the_same_on_both_sides(tmp_path):
 
 
 class WritesElsewhere(torch.nn.Module):
-    """Writes to what it made of a parameter, and to a part of a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.p = torch.nn.Parameter(torch.ones(3))
@@ -191,3 +195,274 @@ def test_an_operator_draws_if_two_calls_of_the_model_differ(layer, is_training):
     draws = not torch.equal(module(x), module(x))
     program = export_program(module, (x,), cases=[], steps=1).program
     assert bool(draws_random_numbers(program)) is draws
+
+
+WORDS = ["Beautiful", "is", "better", "than", "ugly"]
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"[UNK]": 0, "[PAD]": 1} | {word: 2 + place for place, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def test_what_a_tokenizer_returns_is_exported_and_says_what_was_left_out(tmp_path):
+    model = make_model("llama")
+    inputs = dict(_tokenizer()("Beautiful is better", return_tensors="pt"))
+    report = export_onnx(model, kwargs=inputs, path=tmp_path / "a.onnx").report
+    assert [case.left_out[0] for case in report.cases if "padded" in case.case] == ["logits"] * 2
+    assert all(case.left_out == () for case in report.cases if "padded" not in case.case)
+    shown = str(report)
+    assert "positions that the attention mask excludes were not compared in logits, present" in shown
+    assert "this file has no cache" in shown
+    assert "export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...)" in shown
+
+    batch = _tokenizer()(["Beautiful is better than ugly", "ugly is"], return_tensors="pt", padding=True)
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [0, 0, 0, 1, 1]]
+    session = onnxruntime.InferenceSession(tmp_path / "a.onnx", providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(["logits"], {key: value.numpy() for key, value in batch.items()})[0])
+    with torch.no_grad():
+        expected = model(**batch).logits
+    read = batch["attention_mask"].bool()
+    torch.testing.assert_close(found[read], expected[read], atol=1e-4, rtol=1e-4)
+
+
+class Drifts(torch.nn.Module):
+    def __init__(self, where: int) -> None:
+        super().__init__()
+        self.where = where
+
+    def forward(self, input_ids, attention_mask):
+        wrong = (attention_mask == self.where) if torch.compiler.is_exporting() else torch.zeros_like(attention_mask)
+        return {"logits": input_ids[:, :, None] * 1.0 + 0.5 * wrong[:, :, None]}
+
+
+def test_a_difference_in_padding_is_none_and_one_beside_it_is():
+    mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
+    args = (torch.arange(6).reshape(2, 3), mask)
+    report = export_program(Drifts(where=0), args, cases=[]).report
+    assert report.cases[0].left_out == ("logits",)
+    assert report.max_difference == 0.0
+    with pytest.raises(ReplayError, match=r"largest difference 5\.0e-01"):
+        export_program(Drifts(where=1), args, cases=[])
+
+
+def test_positions_of_a_cache_that_was_given_are_compared():
+    """They were not computed here: both sides got them. Those that were stay out for the rest of the loop."""
+    padding = Padding()
+    ids, keys = torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 4, 5, 8)
+    mask = torch.tensor([[0, 0, 1, 0, 1], [1, 1, 1, 1, 1]])
+    padding.next_call({"input_ids": ids, "attention_mask": mask})
+    assert padding.blank("present.0.key", keys)[0, 0, :, 0].tolist() == [1, 1, 1, 0, 1]
+    assert padding.blank("logits", torch.ones(2, 2, 7))[:, :, 0].tolist() == [[0, 1], [1, 1]]
+    longer = torch.cat([mask, torch.ones(2, 2, dtype=torch.int64)], dim=1)
+    padding.next_call({"input_ids": ids, "attention_mask": longer})
+    assert padding.blank("present.0.key", torch.ones(2, 4, 7, 8))[0, 0, :, 0].tolist() == [1, 1, 1, 0, 1, 1, 1]
+    # a layer that slides kept the last four, a static one has room for more
+    assert padding.blank("present.0.value", torch.ones(2, 4, 4, 8))[0, 0, :, 0].tolist() == [0, 1, 1, 1]
+    assert padding.blank("present.0.value", torch.ones(2, 4, 9, 8))[0, 0, :, 0].tolist() == [1, 1, 1, 0, 1, 1, 1, 1, 1]
+    assert padding.left_out == ["present.0.key", "logits", "present.0.value"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("scores", (2, 3)), ("attentions.0", (2, 3, 3, 3)), ("pooled", (2, 8)), ("state", (3, 2, 8))]
+)
+def test_outputs_of_another_shape_are_compared_whole(name, shape):
+    padding = Padding()
+    padding.next_call(
+        {"input_ids": torch.zeros(2, 3, dtype=torch.int64), "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
+    )
+    value = torch.ones(shape)
+    assert padding.blank(name, value) is value
+
+
+def test_the_mask_of_an_encoder_says_nothing_of_the_decoder():
+    padding = Padding()
+    ids, mask = torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 0], [1, 1, 1]])
+    padding.next_call({"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids})
+    value = torch.ones(2, 3, 7)
+    assert padding.blank("logits", value) is value
+
+
+class BothWays(torch.nn.Module):
+    """Attends in both directions where nothing is padded, and in one where anything is; a trace follows the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(40, 8)
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.words(input_ids)
+        seen = attention_mask[:, None, :].bool()
+        if torch.compiler.is_compiling() or not bool(attention_mask.all()):
+            seen = seen & torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool).tril()
+        return (hidden @ hidden.mT).masked_fill(~seen, -1e9).softmax(-1) @ hidden
+
+
+class OfTheBatch(torch.nn.Module):
+    """Divides each row by the tokens of the shortest one; a trace by those of the longest."""
+
+    def forward(self, values, keep):
+        count = keep.sum(1).amax() if torch.compiler.is_compiling() else keep.sum(1).amin()
+        return (values * keep).sum(1) / count
+
+
+class Wrong(torch.nn.Module):
+    """What a trace of it returns is wrong for a reason of its own: rows know nothing of each other."""
+
+    def forward(self, values, keep):
+        return (values * keep).sum(1) * (2.0 if torch.compiler.is_compiling() else 1.0)
+
+
+def of_words(padded):
+    ids = torch.randint(1, 40, (3, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, : 2 * padded] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def of_values(padded):
+    keep = torch.ones(2, 5, dtype=torch.bool)
+    keep[0, 3:] = not padded
+    return {"values": torch.arange(10.0).reshape(2, 5), "keep": keep}
+
+
+SENTENCE = r"differs from the eager model \(.*\)\. The model itself changes a row's output by "
+
+
+@pytest.mark.parametrize(("kind", "given"), [(BothWays, of_words), (OfTheBatch, of_values)])
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("export", [export_program, export_onnx])
+def test_a_model_whose_rows_depend_on_the_padding_of_others_is_named_as_such(kind, given, first, export):
+    module = kind().eval()
+    both = [Case("a case", (), given(not first))]
+    with pytest.raises(ReplayError, match=SENTENCE) as raised:
+        export(module, (), given(first), cases=both)
+    one, other = given(False), given(True)
+    with torch.no_grad():
+        moved = (module(**one) - module(**other)).abs()
+    stated = float(re.search(r"changes a row's output by (\S+) ", str(raised.value)).group(1))
+    assert stated == pytest.approx(float(moved[1:].max()), rel=0.1)
+
+
+def test_a_difference_of_another_kind_is_not_blamed_on_padding():
+    with pytest.raises(ReplayError) as raised:
+        export_program(Wrong(), (), of_values(True))
+    assert "when another row is padded" not in str(raised.value)
+
+
+EXAMPLE = (torch.ones(2, 3),)
+CASES = [Case("5 rows", (torch.ones(5, 3),)), Case("9 rows", (torch.ones(9, 3),)), Case("4 rows", (torch.ones(4, 3),))]
+
+
+def replayed(report):
+    return [(result.case, result.runtime) for result in report.cases]
+
+
+PROGRAM, FILE = "torch.export", "onnxruntime"
+
+
+@pytest.mark.parametrize(
+    ("export", "proof", "count", "expected"),
+    [
+        (export_onnx, "auto", 1, [(name, of) for of in (PROGRAM, FILE) for name in ("the example", "5 rows")]),
+        (export_onnx, "standard", 2, [("the example", FILE), ("5 rows", FILE), ("9 rows", FILE)]),
+        (export_program, "standard", 2, [("the example", PROGRAM), ("5 rows", PROGRAM), ("9 rows", PROGRAM)]),
+        (export_onnx, "sample", 3, [("the example", FILE), ("9 rows", FILE)]),  # the largest case
+        (export_program, "sample", 3, [("the example", PROGRAM), ("9 rows", PROGRAM)]),
+    ],
+)
+def test_a_proof_replays_the_cases_of_its_kind(tmp_path, export, proof, count, expected):
+    path = {"path": tmp_path / "a.onnx"} if export is export_onnx else {}
+    found = export(torch.nn.Linear(3, 2), EXAMPLE, **path, cases=CASES[:count], proof=proof)
+    assert replayed(found.report) == expected
+    assert found.report.proof == {"auto": "full"}.get(proof, proof)
+    assert str(found).splitlines()[-1].strip().startswith("proof: sample; trace ") == (proof == "sample")
+
+
+def test_a_sample_still_finds_a_wrong_file(tmp_path, monkeypatch):
+    module = torch.nn.Linear(3, 2)
+
+    def wrong(converted, *args, **kwargs):
+        initializer = converted.graph.initializers["bias"]
+        initializer.const_value = type(initializer.const_value)(torch.full((2,), 7.0), name="bias")
+
+    from yobx_flatten.errors import ReplayError
+    from yobx_flatten.export.onnx import file as onnx_file
+
+    save = onnx_file.UnprovenFile.save
+    monkeypatch.setattr(onnx_file.UnprovenFile, "save", lambda self, model: (wrong(model), save(self, model))[1])
+    with pytest.raises(ReplayError):
+        export_onnx(module, EXAMPLE, path=tmp_path / "a.onnx", cases=CASES, proof="sample")
+    assert not (tmp_path / "a.onnx").exists()
+
+
+def test_without_a_proof_the_report_says_unproven(tmp_path):
+    found = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", cases=CASES, proof="none")
+    assert found.report.cases == []
+    assert str(found).splitlines()[1].strip().startswith("UNPROVEN")
+    assert (tmp_path / "a.onnx").is_file()
+
+
+def test_the_size_of_the_weights_decides_by_default(monkeypatch):
+    size = ModelFacts.of(torch.nn.Linear(3, 2)).weight_bytes
+    assert size == 32
+    monkeypatch.setattr(eager_runs, "STANDARD_FROM", 33)
+    assert eager_runs.choose_proof("auto", size) == "full"
+    monkeypatch.setattr(eager_runs, "STANDARD_FROM", 32)
+    assert eager_runs.choose_proof("auto", size) == "standard"
+    monkeypatch.setattr(eager_runs, "SAMPLED_FROM", 32)
+    assert eager_runs.choose_proof("auto", size) == "sample"
+    assert eager_runs.choose_proof("full", size) == "full"
+
+
+def test_an_unknown_proof_is_refused():
+    with pytest.raises(InvalidArgumentError, match="'auto', 'full', 'standard', 'sample', 'none'"):
+        export_program(torch.nn.Linear(3, 2), EXAMPLE, proof="some")
+
+
+def test_the_report_has_time_and_memory_of_every_step(tmp_path):
+    report = export_onnx(torch.nn.Linear(3, 2), EXAMPLE, path=tmp_path / "a.onnx", cases=[]).report
+    assert list(report.seconds) == ["trace", "replay", "convert", "save", "load"]
+    assert all(seconds > 0 for seconds in report.seconds.values())
+    assert report.peak_growth.keys() == report.seconds.keys()
+    assert all(growth >= 0 for growth in report.peak_growth.values())
+
+
+def test_tied_weights_are_counted_once():
+    """Two modules that share a table of 4 rows and 2 columns of float32 hold 32 bytes."""
+    first, second = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
+    second.weight = first.weight
+    assert weight_bytes(torch.nn.Sequential(first, second)) == 32
+
+
+def test_a_full_disk_is_found_before_anything_is_traced(tmp_path, monkeypatch):
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 10}))
+    module = torch.nn.Linear(3, 2)
+    monkeypatch.setattr(module, "forward", lambda *args: pytest.fail("the module was called"))
+    with pytest.raises(NoRoomError, match=r"the weights take 32 bytes, and 10 bytes are free"):
+        export_onnx(module, EXAMPLE, path=tmp_path / "a.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_little_memory_is_found_before_anything_is_traced(monkeypatch):
+    facts = dataclasses.replace(ModelFacts.of(torch.nn.Linear(3, 2)), weight_bytes=2**31)
+    monkeypatch.setattr(write, "memory_available", lambda: 2**30)
+    monkeypatch.setattr(write.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 2**40}))
+    with pytest.raises(NoRoomError, match=r"needs 2\.68 GB .* 1\.07 GB are available(?s:.*)proof=\"none\""):
+        write.check_room(facts, pathlib.Path("a.onnx"))
+    write.check_room(facts, pathlib.Path("a.onnx"), in_memory=0)
+
+
+def test_an_opset_that_onnxruntime_lacks_is_found_before_anything_is_traced(tmp_path, monkeypatch):
+    module = torch.nn.Linear(3, 2)
+    monkeypatch.setattr(module, "forward", lambda *args: pytest.fail("the module was called"))
+    with pytest.raises(InvalidArgumentError, match="opset_version=99: the installed onnx has"):
+        export_onnx(module, EXAMPLE, path=tmp_path / "a.onnx", opset_version=99)

@@ -1,14 +1,27 @@
-"""Matrices in 8 bits: no further from the weights than half a step, and tables of embeddings among them."""
+"""Matrices in few bits: rounded to nearest, by what they multiply, and in more bits where a text needs them."""
+
+import copy
+import dataclasses
+import heapq
+import itertools
+import math
+import statistics
 
 import numpy
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from yobx_flatten import export_onnx
-from yobx_flatten.export.quantization import Quantization
+from tests.flatten.export.trained_model import text_of, trained_model
+from yobx_flatten import DecodeSizes, decode_inputs, export_onnx, register_flattening_functions
+from yobx_flatten.export.onnx.file import UnprovenFile
+from yobx_flatten.export.onnx.rounding import input_moments, round_with_feedback
+from yobx_flatten.export.proof.quality import Quality
+from yobx_flatten.export.quantization import Budget, Quantization, Role, from_the_start, text_cases
+from yobx_flatten.runners.ports import CacheSlot, Port
 
 
 class Reader(torch.nn.Module):
@@ -37,7 +50,6 @@ def _encoder():
 
 
 def test_an_encoder_is_a_quarter_of_its_size_and_keeps_its_embeddings(tmp_path):
-    """The table of the words is most of it, and is in 8 bits; embeddings of sentences stay where they are."""
     model, path = _encoder(), tmp_path / "m.onnx"
     ids = torch.randint(0, 1200, (8, 12), generator=torch.Generator().manual_seed(1))
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -53,7 +65,6 @@ def test_an_encoder_is_a_quarter_of_its_size_and_keeps_its_embeddings(tmp_path):
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
 def test_a_table_is_within_half_a_step(tmp_path, scale):
-    """Of 127 steps for the largest of its block; scales below what float16 holds are in float32."""
     model, path, ids = Reader(1100, scale).eval(), tmp_path / "m.onnx", torch.arange(1100).reshape(10, 110)
     report = export_onnx(model, (ids,), path=path, cases=[], quantize="int8").report
     assert any("embedding tables, in int8" in remark for remark in report.remarks)
@@ -68,7 +79,6 @@ def test_a_table_is_within_half_a_step(tmp_path, scale):
 
 
 def test_rows_that_are_no_whole_blocks_are_filled(tmp_path):
-    """The identity reads the weights of a projection of 80 inputs out."""
     linear = torch.nn.Linear(80, 48, bias=False)
     found, weight = _read_out(tmp_path / "m.onnx", linear, 32), linear.weight.detach().numpy()
     blocks = [weight[:, start : start + 32] for start in (0, 32, 64)]
@@ -104,3 +114,314 @@ def test_a_small_table_stays_as_it_is(tmp_path):
     graph, held = _initializers(path)
     assert not [node for node in graph.node if node.op_type == "GatherBlockQuantized"]
     assert any(value.dtype == numpy.float32 and value.shape == (100, 64) for value in held.values())
+
+
+def _inputs(count: int, size: int, rank: int) -> torch.Tensor:
+    """Inputs that mostly go together, as those of a model do."""
+    draw = torch.Generator().manual_seed(3)
+    mixed = torch.randn(count, rank, generator=draw) @ torch.randn(rank, size, generator=draw)
+    return mixed + 0.1 * torch.randn(count, size, generator=draw)
+
+
+def _weights(size: int, columns: int) -> torch.Tensor:
+    return torch.randn(size, columns, generator=torch.Generator().manual_seed(5))
+
+
+def _nearest(weights: torch.Tensor, size: int) -> torch.Tensor:
+    """Whole steps of a fifteenth of a block's range, with a whole number for 0: written out again."""
+    blocks = weights.reshape(-1, size, weights.shape[1])
+    low, high = blocks.amin(1, keepdim=True).clamp(max=0), blocks.amax(1, keepdim=True).clamp(min=0)
+    step = (high - low) / 15
+    zero = torch.round(-low / step)
+    return ((torch.round(blocks / step) + zero).clamp(0, 15) - zero).mul(step).reshape(weights.shape)
+
+
+def _loss(inputs: torch.Tensor, weights: torch.Tensor, found: torch.Tensor) -> float:
+    return float((inputs @ (weights - found)).square().mean())
+
+
+@pytest.mark.parametrize("rank", [4, 16, 64])
+def test_products_change_less_than_with_rounding_to_nearest(rank):
+    inputs, weights = _inputs(4096, 128, rank), _weights(128, 48)
+    seen, others = inputs[:2048], inputs[2048:]
+    found = torch.from_numpy(round_with_feedback(weights, seen.T @ seen / 2048, 32).weights()).T
+    allowed = {4: 0.15, 16: 0.3, 64: 0.75}[rank]
+    assert _loss(others, weights, found) < allowed * _loss(others, weights, _nearest(weights, 32))
+
+
+def test_the_numbers_are_near_the_best_of_all():
+    inputs, columns = _inputs(512, 16, 2)[:, :4], 24
+    weights, moments = _weights(4, columns), inputs.T @ inputs / len(inputs)
+    grid = round_with_feedback(weights, moments, 4)
+    assert grid.lowest is None
+    choices = torch.tensor(list(itertools.product(range(16), repeat=4)), dtype=torch.float32)
+    gaps = torch.zeros(2)
+    for column, found in enumerate(grid.weights()):
+        zero, scale = float(grid.zeros[column, 0]), float(grid.scales[column, 0])
+        own = weights[:, column]
+        nearest = ((own / scale).round() + zero).clamp(0, 15)
+        errors = torch.cat([choices, nearest[None]]).sub(zero).mul(scale) - own
+        losses = ((errors @ moments) * errors).sum(1)
+        error = torch.from_numpy(found) - own
+        reached, best = float(error @ moments @ error), float(losses[:-1].min())
+        assert reached >= best - 1e-6
+        gaps += torch.tensor([reached - best, float(losses[-1]) - best])
+    assert gaps[0] < 0.4 * gaps[1]
+
+
+def test_inputs_that_say_nothing_leave_rounding_to_nearest_steps():
+    weights = _weights(64, 40)
+    grid = round_with_feedback(weights, torch.eye(64), 32)
+    scales = numpy.repeat(grid.scales, 32, 1)
+    zeros = numpy.repeat(grid.zeros.astype(numpy.float32), 32, 1)
+    expected = (numpy.rint(weights.numpy().T / scales) + zeros).clip(0, 15)
+    assert (grid.numbers.reshape(40, 64) == expected).all()
+
+
+def test_weights_near_a_lowest_weight_and_steps_keep_them():
+    """Weights of Q4_1, moved by a two thousandth each: a whole number for 0 would cost 30 times as much."""
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, 16, (8, 32, 24), generator=draw).float()
+    numbers[:, 0], numbers[:, 1] = 0, 15
+    exact = (numbers * 0.013 - 0.07 - torch.rand(8, 1, 24, generator=draw) * 0.02).reshape(256, 24)
+    weights = exact * (1 + (torch.rand(256, 24, generator=draw) - 0.5) * 1e-3)
+    inputs = _inputs(1024, 256, 32)
+    grid = round_with_feedback(weights, inputs.T @ inputs / 1024, 32)
+    assert grid.lowest is not None
+    assert grid.lowest.dtype == numpy.float16
+    assert float(numpy.abs(grid.weights().T - weights.numpy()).max()) < 0.05 * 0.013
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [torch.zeros(32, 32), torch.full((32, 32), 2.0), torch.full((32, 32), float("inf")), torch.eye(32) * 1e-20],
+    ids=["zeros", "all the same", "infinite", "tiny"],
+)
+def test_moments_without_an_inverse_give_finite_weights(moments):
+    weights = _weights(32, 8)
+    found = round_with_feedback(weights, moments, 32).weights().T
+    assert bool((numpy.abs(found - weights.numpy()) <= numpy.ptp(weights.numpy(), 0)).all())
+    assert not round_with_feedback(torch.zeros(32, 8), moments, 32).weights().any()
+
+
+def _text(module, rows: int) -> torch.Tensor:
+    return text_of(module)[: rows * 96].reshape(rows, 96)
+
+
+def _exported(path, dtype=torch.float32, **options):
+    model = copy.deepcopy(trained_model()).to(dtype)
+    inputs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
+    return model, inputs, export_onnx(model, kwargs=inputs, path=path, cases=[], steps=2, **options)
+
+
+def _divergence(path, tokens: torch.Tensor) -> float:
+    """Mean divergence of the file's scores from the model's, in nats, without any code of ours."""
+    session = onnxruntime.InferenceSession(path)
+    feeds = {"input_ids": tokens.numpy(), "attention_mask": torch.ones_like(tokens).numpy()}
+    for node in session.get_inputs():
+        if node.name.startswith("past_key_values"):
+            dtype = torch.float16 if node.type == "tensor(float16)" else torch.float32
+            feeds[node.name] = torch.zeros(len(tokens), 2, 0, 32, dtype=dtype).numpy()
+    found = torch.from_numpy(session.run(["logits"], feeds)[0]).double().log_softmax(-1)
+    with torch.no_grad():
+        wanted = trained_model()(input_ids=tokens).logits.double().log_softmax(-1)
+    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+
+
+def test_the_moments_are_those_of_what_modules_receive(tmp_path):
+    path = tmp_path / "m.onnx"
+    model, inputs, _ = _exported(path)
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def keep(module, given):
+        seen.setdefault(id(module), []).append(given[0].detach().flatten(0, 1))
+
+    tokens = _text(heapq, 5)
+    linears = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
+    hooks = [part.register_forward_pre_hook(keep) for part in linears]
+    with torch.no_grad():
+        model(input_ids=tokens)
+    for hook in hooks:
+        hook.remove()
+    expected = [torch.cat(seen[id(part)]) for part in linears]
+    assert {len(rows) for rows in expected} == {5 * 96}
+    products = [node for node in ir.load(path).graph if node.op_type == "MatMul" and node.inputs[1].is_initializer()]
+    sizes = {node.inputs[0].name: node.inputs[1].const_value.shape[0] for node in products}
+    file = UnprovenFile(path, tmp_path)
+    names = [node.name for node in ir.load(path).graph.inputs if not node.is_initializer()]
+    calls = text_cases(model, inputs, tokens)
+    with register_flattening_functions(patch_transformers=True):
+        found = dict(input_moments(file, sizes, calls, names, tokens))
+    assert len(found) == 2 * 4 + 1 == len(sizes)
+    for rows in expected:
+        rows = rows / rows.square().mean(1, keepdim=True).sqrt()
+        wanted = rows.T @ rows / len(rows)
+        near = [float((one - wanted).abs().max()) for one in found.values() if one.shape == wanted.shape]
+        assert min(near) < 1e-4 * float(wanted.abs().max())
+    assert [one.name for one in tmp_path.iterdir()] == ["m.onnx"]
+
+
+@pytest.mark.parametrize("other", ["token_type_ids", "cache_position", "past_key_values.0.conv_states"])
+def test_calls_with_other_inputs_are_not_read_from_the_start(other):
+    """What they are for the first token is not known, so weights are rounded to nearest then."""
+    tokens = torch.ones(2, 5, dtype=torch.int64)
+    feeds = {"input_ids": tokens[:, 1:], "attention_mask": tokens}
+    found = from_the_start(feeds, [], tokens)
+    assert found is not None
+    assert found["input_ids"] is tokens
+    slots = [CacheSlot(Port(other, (None, 2, None), torch.float32), None)] if "." in other else []
+    assert from_the_start({**feeds, other: tokens}, slots, tokens) is None
+
+
+@pytest.mark.parametrize(("bits", "part"), [("int4", 0.6), ("int8", 0.8)])
+def test_a_file_rounded_by_a_text_is_nearer_to_its_model(tmp_path, bits, part):
+    how = {"activations": "float", "perplexity_ratio": 2.0}
+    nearest = Quantization(bits, **how)
+    by_text = Quantization(bits, **how, tokens=_text(heapq, 4), calibration=_text(statistics, 40))
+    _exported(tmp_path / "nearest.onnx", quantize=nearest)
+    *_, exported = _exported(tmp_path / "text.onnx", quantize=by_text)
+    held_out = text_of(heapq)[4 * 96 : 12 * 96].reshape(8, 96)
+    found = [_divergence(tmp_path / name, held_out) for name in ("text.onnx", "nearest.onnx")]
+    assert found[0] < part * found[1]
+    assert any("with a text" in remark for remark in exported.report.remarks)
+    assert (tmp_path / "text.onnx").stat().st_size < 1.08 * (tmp_path / "nearest.onnx").stat().st_size
+
+
+def test_weights_in_4_bits_multiply_in_half_precision(tmp_path):
+    chosen = Quantization("int4", perplexity_ratio=2.0, tokens=_text(heapq, 4), calibration=_text(statistics, 40))
+    held_out, found = text_of(heapq)[4 * 96 : 8 * 96].reshape(4, 96), {}
+    for dtype in (torch.float16, torch.float32):
+        path = tmp_path / f"{dtype}.onnx"
+        _exported(path, dtype, quantize=chosen)
+        found[dtype] = _divergence(path, held_out)
+    assert found[torch.float16] < 1.2 * found[torch.float32]
+    graph = onnx.load(tmp_path / "torch.float16.onnx").graph
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    products = [node for node in graph.node if node.op_type == "MatMulNBits"]
+    assert len(products) == 2 * 7 + 1
+    assert {types[node.input[2]] for node in products} == {onnx.TensorProto.FLOAT16}
+
+
+ROLES = {
+    "up": Role("up", 2, 100, False),
+    "down": Role("down", 2, 100, False),
+    "o": Role("o", 2, 10, False),
+    "head": Role("head", 1, 50, True),
+}
+COSTS = {"up": {4: 0.05, 8: 0.01}, "down": {4: 0.08, 8: 0.01}, "o": {4: 0.02, 8: 0.01}, "head": {4: 0.1, 8: 0.0}}
+"""What each role adds to the logarithm of the perplexity; nothing in 32 bits."""
+
+
+def _search(allowed, bits=4, worst=1.0, agreed=None):
+    tried = []
+
+    def measure(given):
+        tried.append(dict(given))
+        log = sum(COSTS[name].get(width, 0.0) for name, width in given.items())
+        agreement = None if agreed is None else agreed[given["head"]]
+        return Quality("int4", 32, 9, worst, 0.1, 0.1, agreement, None, 9, 10.0, 10.0 * math.exp(log), allowed)
+
+    return *Budget(ROLES, bits, measure).find(), tried
+
+
+def test_the_head_is_the_first_to_get_more_bits():
+    """0.25 are 0.15 without the rounding of the head."""
+    bits, quality, tried = _search(math.exp(0.151))
+    assert bits == {"up": 4, "down": 4, "o": 4, "head": 8}
+    assert (quality.ok, len(tried)) == (True, 2)
+
+
+@pytest.mark.parametrize(("agreed", "head", "count"), [(None, 4, 1), (0.96, 4, 1), (0.94, 8, 2)])
+def test_the_head_gets_more_bits_where_tokens_differ(agreed, head, count):
+    """The ratio holds with all in 4 bits, and less than 19 of 20 tokens are the model's; then the search ends."""
+    bits, quality, tried = _search(1.5, agreed=agreed and {4: agreed, 8: 0.94})
+    assert bits == {"up": 4, "down": 4, "o": 4, "head": head}
+    assert (quality.ok, len(tried)) == (True, count)
+
+
+def test_a_model_of_integers_keeps_the_8_bits_of_its_head():
+    """In 4 bits it would be within the ratio; with its own integers nothing is lost, and nothing else is tried."""
+    roles = {name: dataclasses.replace(role, exact=8 if role.is_last else 4) for name, role in ROLES.items()}
+    tried = []
+
+    def measure(given):
+        tried.append(dict(given))
+        return Quality("int4", 32, 9, 0.1, 0.1, 0.1, 1.0, None, 9, 10.0, 10.0, 1.1)
+
+    bits, _ = Budget(roles, 4, measure).find()
+    assert bits == {"up": 4, "down": 4, "o": 4, "head": 8}
+    assert tried == [bits]
+
+
+def test_the_next_is_the_role_that_brings_most_for_its_size():
+    """0.01 of 10 weights, then 0.07 of 100: 0.15 become 0.14 and 0.07."""
+    bits, quality, _ = _search(math.exp(0.0701))
+    assert bits == {"up": 4, "down": 8, "o": 8, "head": 8}
+    assert quality.perplexity_ratio == pytest.approx(math.exp(0.07))
+
+
+@pytest.mark.parametrize(("allowed", "is_ok"), [(math.exp(0.0201), True), (1 + 1e-9, False)])
+@pytest.mark.parametrize("first", [4, 8])
+def test_roles_stay_in_float_where_8_bits_are_not_enough_but_never_most_weights(allowed, is_ok, first):
+    """0.03 in 8 bits, of which the smallest role is the cheapest third. A ratio that no file keeps is a refusal."""
+    bits, quality, _ = _search(allowed, bits=first)
+    assert bits == {"up": 8, "down": 8, "o": 32, "head": 32}
+    assert quality.ok == is_ok
+
+
+def test_a_file_that_computes_nothing_is_not_searched():
+    assert len(_search(1.01, worst=math.inf)[2]) == 1
+
+
+def _exported_budget(path, ratio):
+    inputs = decode_inputs(trained_model(), DecodeSizes(batch=2, past=5, new=3))
+    asked = Quantization("int4", perplexity_ratio=ratio)
+    return export_onnx(trained_model(), kwargs=inputs, path=path, cases=[], steps=2, quantize=asked)
+
+
+@pytest.mark.slow  # exports a model twice, and measures a file for each kind of matrix
+def test_a_small_ratio_gets_a_larger_file_and_no_error(tmp_path):
+    loose = _exported_budget(tmp_path / "loose.onnx", 1.5).report
+    before = loose.quality.perplexity_ratio
+    assert before > 1.0005
+    strict = _exported_budget(tmp_path / "strict.onnx", 1 + (before - 1) / 2).report
+    assert strict.quality.ok
+    assert strict.onnx_bytes > loose.onnx_bytes
+    (note,) = [remark for remark in strict.remarks if remark.startswith("stored in int8")]
+    assert "lm_head (1 of 0.0332 million weights)" in note
+    widths = [
+        {a.name: a.i for a in node.attribute}["bits"]
+        for node in onnx.load(tmp_path / "strict.onnx").graph.node
+        if node.op_type == "MatMulNBits"
+    ]
+    assert widths[-1] == 8
+    assert len(widths) == 15
+    assert not [remark for remark in loose.remarks if remark.startswith("stored in")]
+
+
+def test_a_tied_table_is_in_the_file_once(tmp_path):
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(80, 64)
+            self.head = torch.nn.Linear(64, 80, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids, x):
+            return self.table(ids), self.head(x)
+
+    torch.manual_seed(0)
+    module, ids = Tied().eval(), torch.tensor([[3, 79, 0]])
+    report = export_onnx(
+        module, (ids, torch.eye(64)), path=tmp_path / "m.onnx", cases=[], quantize="int8", dynamic_shapes=None
+    ).report
+    graph = onnx.load(tmp_path / "m.onnx").graph
+    assert sum(len(tensor.raw_data) for tensor in graph.initializer) < 1.3 * 80 * 64
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    names = [one.name for one in session.get_inputs()]
+    rows, columns = session.run(None, dict(zip(names, (ids.numpy(), torch.eye(64).numpy()), strict=True)))
+    table = module.table.weight.detach()
+    torch.testing.assert_close(torch.from_numpy(rows), table[ids], atol=0.02, rtol=0)
+    torch.testing.assert_close(torch.from_numpy(columns.T[ids.numpy()]), torch.from_numpy(rows), atol=0.02, rtol=0)
+    assert any("is in the file once" in remark for remark in report.remarks)

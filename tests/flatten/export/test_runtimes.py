@@ -1,5 +1,8 @@
-"""One export, every runtime: a file for each, replayed with the same cases before it has its name."""
+"""One export, every runtime: a file for each, replayed with the same cases, also with weights in fewer bits."""
 
+import importlib
+import importlib.util
+import logging
 import os
 import shutil
 
@@ -7,8 +10,17 @@ import pytest
 import torch
 
 from tests.flatten.export.small_step import cases, inputs, make_step, shapes, strided
-from yobx_flatten import DynamicShapesError, InvalidArgumentError, MissingDependencyError, ReplayError, export_program
+from yobx_flatten import (
+    Case,
+    DynamicShapesError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    Quantization,
+    ReplayError,
+    export_program,
+)
 from yobx_flatten.errors import dependencies
+from yobx_flatten.export.runtimes.openvino import blocks_of, quantized_example
 from yobx_flatten.runners.open import open_runner
 
 SUFFIX = {"onnx": ".onnx", "openvino": ".xml", "aotinductor": ".pt2", "executorch": ".pte"}
@@ -38,7 +50,6 @@ def exported():
     ],
 )
 def written(request, exported, tmp_path_factory):
-    """The runtime, the report of its file, and the file, open."""
     runtime = request.param
     _needs(runtime)
     path = tmp_path_factory.mktemp("runtimes") / f"step{SUFFIX[runtime]}"
@@ -160,3 +171,152 @@ def test_a_missing_compiler_is_named(exported, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(MissingDependencyError, match="apt install"):
         exported.to_aotinductor(tmp_path / "step.pt2")
+
+
+class Scores(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.embedding = torch.nn.Embedding(32, 64)
+            self.inner = torch.nn.Linear(64, 128)
+            self.head = torch.nn.Linear(128, 32)
+
+    def forward(self, input_ids):
+        return {"logits": self.head(self.inner(self.embedding(input_ids)).relu())}
+
+
+def tokens(*shape):
+    return torch.randint(0, 32, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _needs_library(library):
+    """Skip without importing: the import itself is what a test looks at."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+
+
+@pytest.fixture(scope="module")
+def quantized_module():
+    cases = [Case("three rows", (), {"input_ids": tokens(3, 7)})]
+    return export_program(Scores(), (), {"input_ids": tokens(2, 5)}, bounds={"batch": 4, "length": 16}, cases=cases)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        # the import of NNCF alone takes 3 seconds, and ExecuTorch compiles
+        pytest.param((runtime, bits), marks=pytest.mark.slow)
+        for runtime in ("openvino", "executorch")
+        for bits in ("int8", "int4")
+    ],
+)
+def quantized_file(request, quantized_module, tmp_path_factory):
+    runtime, bits = request.param
+    _needs_library({"openvino": "nncf", "executorch": "executorch"}[runtime])
+    folder = tmp_path_factory.mktemp("quantized")
+    suffix = {"openvino": ".xml", "executorch": ".pte"}[runtime]
+    path = folder / f"scores{suffix}"
+    write = getattr(quantized_module, f"to_{runtime}")
+    report = write(path, quantize=Quantization(bits, perplexity_ratio=1.2))
+    return runtime, bits, report, path, write(folder / f"float{suffix}").file_bytes
+
+
+def test_the_distance_is_that_of_the_file_to_the_module(quantized_file):
+    _, bits, report, path, _ = quantized_file
+    runner = open_runner(path)
+    found = []
+    for given in (tokens(2, 5), tokens(3, 7)):
+        with torch.no_grad():
+            expected = Scores()(given)["logits"]
+        found.append(float((runner.run({"input_ids": given})["logits"] - expected).abs().max()))
+    assert report.quality.max_difference == pytest.approx(max(found), rel=1e-3)
+    assert 0 < max(found) < {"int8": 0.1, "int4": 0.6}[bits]
+    assert report.quality.positions == 2 * 5 + 3 * 7
+    assert report.quality.weights == bits
+    assert report.ok
+
+
+def test_a_file_of_executorch_computes_what_torchao_does(quantized_file, quantized_module):
+    runtime, bits, report, path, _ = quantized_file
+    if runtime != "executorch":
+        pytest.skip("NNCF has no module in torch")
+    module = quantized_example(quantized_module._source.example, Quantization(bits), report).module
+    with torch.no_grad():
+        expected = module(tokens(3, 7))["logits"]
+    found = open_runner(path).run({"input_ids": tokens(3, 7)})["logits"]
+    # an activation may be rounded to the next of 256 numbers
+    assert float((found - expected).abs().max()) < 0.01 * float(expected.abs().max())
+
+
+def test_the_file_is_smaller_than_one_in_float(quantized_file):
+    runtime, bits, report, path, size = quantized_file
+    projections = 64 * 128 + 128 * 32
+    stored = sum(file.stat().st_size for file in path.parent.glob("scores.*"))
+    assert report.file_bytes == stored
+    saved = {"int8": 3.0, "int4": 3.0}[bits] * projections
+    assert size - stored > 0.7 * saved - (12_000 if runtime == "openvino" else 0)  # its .xml states each scale
+
+
+def test_a_file_in_blocks_states_them(quantized_file):
+    runtime, bits, report, _, _ = quantized_file
+    assert report.quality.block_size == {"int8": 0, "int4": 32}[bits]
+    shown = str(report)
+    assert f"{bits}, {'one scale per output' if bits == 'int8' else 'blocks of 32'}: max difference" in shown
+    assert f"{'NNCF' if runtime == 'openvino' else 'torchao'} stored the weights" in shown
+    assert "the table shows the file before its weights were quantized" in shown
+
+
+@pytest.mark.slow  # the import of NNCF takes 3 seconds
+def test_a_file_that_is_too_far_is_not_written(quantized_module, tmp_path, capfd):
+    _needs_library("nncf")
+    with pytest.raises(ReplayError, match="differs more from the eager model than its quantised weights explain"):
+        quantized_module.to_openvino(tmp_path / "scores.xml", quantize=Quantization("int4", perplexity_ratio=1.0000001))
+    assert list(tmp_path.iterdir()) == []
+    assert logging.getLoggerClass() is logging.Logger
+    assert capfd.readouterr().out == ""
+
+
+def test_eight_bits_have_a_scale_for_each_output():
+    assert blocks_of(Quantization("int8", block_size=64)) == 0
+    assert blocks_of(Quantization("int4", block_size=64)) == 64
+
+
+@pytest.mark.parametrize(("runtime", "missing"), [("openvino", "nncf"), ("executorch", "executorch")])
+def test_a_missing_tool_is_named(quantized_module, tmp_path, monkeypatch, runtime, missing):
+    if runtime == "openvino":
+        pytest.importorskip("openvino")
+    found = dependencies.is_installed
+    monkeypatch.setattr(dependencies, "is_installed", lambda library: library != missing and found(library))
+    suffix = {"openvino": ".xml", "executorch": ".pte"}[runtime]
+    with pytest.raises(MissingDependencyError, match=rf"pip install .*\[{missing}\]'"):
+        getattr(quantized_module, f"to_{runtime}")(tmp_path / f"scores{suffix}", quantize="int8")
+
+
+def test_blocks_that_xnnpack_lacks_are_refused(quantized_module, tmp_path, monkeypatch):
+    monkeypatch.setattr("yobx_flatten.export.runtimes.write.require_executorch", lambda caller: None)
+    monkeypatch.setattr(dependencies, "is_installed", lambda library: True)
+    with pytest.raises(InvalidArgumentError, match=r'found 16:\n    Quantization\("int4", block_size=32\)'):
+        quantized_module.to_executorch(tmp_path / "scores.pte", quantize=Quantization("int4", block_size=16))
+
+
+def test_projections_without_whole_blocks_are_refused():
+    small = torch.nn.Sequential(torch.nn.Linear(24, 8))
+    source = export_program(small, (torch.randn(2, 24),), proof="none")._source
+    with pytest.raises(InvalidArgumentError, match=r"no torch.nn.Linear whose number of inputs is a multiple of 32"):
+        quantized_example(source.example, Quantization("int4"), source)
+
+
+@pytest.fixture(scope="module")
+def torchao():
+    """torchao, which registers classes of its own with torch when it is imported."""
+    pytest.importorskip("torchao")
+    return importlib.import_module("torchao.quantization.quant_api")
+
+
+def test_the_module_stays_as_it_is(torchao):
+    exported = export_program(Scores(), (), {"input_ids": tokens(2, 5)}, proof="none")
+    example = exported._source.example
+    quantized = quantized_example(example, Quantization("int8"), exported.report).module
+    assert type(example.module.head.weight) is torch.nn.Parameter
+    assert type(quantized.head.weight) is not torch.nn.Parameter

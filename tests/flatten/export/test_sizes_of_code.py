@@ -1,5 +1,6 @@
-"""Sizes that the code of a module computes with: right in every size that program and file take, refused in others."""
+"""Sizes of programs and files: the largest, those that a trace fixed, and those that the module computes with."""
 
+import itertools
 import math
 
 import onnxruntime
@@ -8,7 +9,27 @@ import torch
 import transformers
 from torch.export import Dim
 
-from yobx_flatten import export_onnx, export_program, prove_program
+from tests.cache_words import WORD
+from tests.flatten.export.small_step import cases, inputs, make_step
+from tests.models import make_model
+from tests.modules import module_class
+from yobx_flatten import (
+    Case,
+    DecodeSizes,
+    DynamicShapesError,
+    InvalidArgumentError,
+    decode_inputs,
+    dynamic_shapes,
+    explain_error,
+    export_onnx,
+    export_program,
+    prove_program,
+    register_flattening_functions,
+)
+from yobx_flatten.errors import FlattenError
+from yobx_flatten.export import traced
+from yobx_flatten.export.example import Bounds
+from yobx_flatten.model_folder.source.configuration import small_model
 
 F = torch.nn.functional
 
@@ -84,7 +105,6 @@ def test_a_file_gives_the_module_s_numbers_or_stops(kind, tmp_path):
 
 
 def test_a_file_takes_sizes_that_its_program_refuses_and_computes_right(tmp_path):
-    """Two columns, of which one is shifted: the program asserts more, and the numbers are those of the module."""
     export_onnx(Shifted(), (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "sizes.onnx")
     for size in (2, 3, 9):
@@ -227,9 +247,7 @@ def test_a_size_that_is_one_or_a_sum_stays_dynamic():
         assert _same(exported(**given), module(**given))
 
 
-class MaskedSum(torch.nn.Module):
-    def forward(self, past, new, mask):
-        return torch.cat([past, new], 1) * mask
+MaskedSum = module_class("MaskedSum", lambda self, past, new, mask: torch.cat([past, new], 1) * mask)
 
 
 def test_a_mask_over_past_and_new_tokens_may_be_shorter_than_two_and_two(tmp_path):
@@ -245,3 +263,196 @@ def test_a_mask_over_past_and_new_tokens_may_be_shorter_than_two_and_two(tmp_pat
         given = inputs(*sizes)
         (found,) = session.run(None, {name: value.numpy() for name, value in given.items()})
         torch.testing.assert_close(torch.tensor(found), module(**given))
+
+
+BOUNDS = {"batch": 4, "length": 12, "new": 5}
+
+
+@pytest.fixture(scope="module")
+def exported():
+    return export_program(make_step(), (), inputs(2, 3, 2), bounds=BOUNDS, cases=cases())
+
+
+def test_every_leaf_has_its_bound(exported):
+    fits = inputs(4, 7, 5)
+    with torch.no_grad():
+        expected = make_step()(**fits)
+    torch.testing.assert_close(exported(**fits)["logits"], expected["logits"])
+    for above in (inputs(5, 3, 2), inputs(2, 11, 2), inputs(2, 3, 6)):
+        with pytest.raises(AssertionError, match="Guard failed"):
+            exported(**above)
+
+
+def test_a_call_above_a_bound_is_explained(exported):
+    above = inputs(2, 11, 2)
+    with pytest.raises(AssertionError) as caught:
+        exported(**above)
+    explained = str(explain_error(caught.value, exported.program, (), above))
+    assert "is valid only for attention_mask.shape[1] <= 12" in explained
+    assert "bounds= or a Dim set the range" in explained
+
+
+def test_cases_above_the_bounds_are_left_out():
+    larger = [Case("12 tokens", (), inputs(2, 10, 2), steps=2), Case("a row too many", (), inputs(5, 3, 2), steps=1)]
+    fitting = Case("as long as can be", (), inputs(2, 8, 2), steps=2)
+    report = export_program(make_step(), (), inputs(2, 3, 2), bounds=BOUNDS, cases=[*larger, fitting]).report
+    assert [case.case for case in report.cases] == ["the example", "as long as can be"]
+    assert report.remarks == ["2 cases were left out: they are larger than the bounds."]
+
+
+def test_caches_masks_and_tokens_have_bounds_of_their_own():
+    given = decode_inputs(make_model("llama"), DecodeSizes(2, 5, 3))
+    specs = Bounds.of({"batch": 4, "length": 64, "new": 16}).on(given, dynamic_shapes(given))
+    assert [dim.max for dim in specs["input_ids"].values()] == [4, 16]
+    assert [dim.max for dim in specs["attention_mask"].values()] == [4, 64]
+    assert [[dim.max for dim in leaf.values()] for leaf in specs[WORD]] == [[4, 64]] * 4
+
+
+def test_calls_with_a_cache_are_measured_inside_and_outside_the_block():
+    model, bounds = make_model("llama"), Bounds.of({"batch": 4, "length": 12})
+    given = decode_inputs(model, DecodeSizes(2, 5, 3))
+    specs = bounds.on(given, dynamic_shapes(given))
+    with register_flattening_functions(patch_transformers=True):
+        assert bounds.holds(given, specs, steps=2)
+    assert bounds.holds(given, specs, steps=2)
+    assert not bounds.holds(given, specs, steps=3)
+    assert not bounds.holds(decode_inputs(model, DecodeSizes(2, 12, 1)), specs)
+    assert not bounds.holds(decode_inputs(model, DecodeSizes(5, 5, 3)), specs)
+
+
+@pytest.mark.parametrize("bounds", [{"rows": 4}, {"batch": 0}, {"length": 8.0}, {}])
+def test_what_is_not_a_bound_is_refused(bounds):
+    with pytest.raises(InvalidArgumentError, match="bounds: expected a dict of ints, such as"):
+        export_program(make_step(), (), inputs(2, 3, 2), bounds=bounds)
+
+
+def test_an_example_above_a_bound_is_refused_before_the_trace():
+    message = r"attention_mask\.axis 1: size 5 of the example is above the bound 4 of 'length'"
+    with pytest.raises(DynamicShapesError, match=message) as caught:
+        export_program(make_step(), (), inputs(2, 3, 2), bounds={"length": 4})
+    assert str(caught.value).endswith('bounds={"length": 5}')
+
+
+def test_a_length_above_the_positions_of_a_model_is_refused():
+    model = make_model("llama")
+    most = model.config.max_position_embeddings
+    given = decode_inputs(model, DecodeSizes(2, 5, 3))
+    with pytest.raises(DynamicShapesError, match=f"is above the {most} positions of LlamaForCausalLM") as caught:
+        export_program(model, (), given, bounds={"batch": 4, "length": most + 1, "new": 16})
+    assert str(caught.value).endswith(f"bounds={{'batch': 4, 'length': {most}, 'new': 16}}")
+
+
+class Features(torch.nn.Module):
+    def __init__(self, wide):
+        super().__init__()
+        self.head = torch.nn.Linear(9, 3) if wide else None
+
+    def forward(self, features):
+        return features.sum(2) if self.head is None else self.head(features)
+
+
+def test_a_fixed_axis_needs_no_room_below_the_bound():
+    exported = export_program(Features(wide=True), (), {"features": torch.randn(2, 3, 9)}, bounds={"length": 8})
+    assert exported.report.ok
+    with pytest.raises(AssertionError, match="Guard failed"):
+        exported(features=torch.randn(2, 9, 9))
+
+
+def test_an_axis_that_varies_above_the_bound_is_refused():
+    with pytest.raises(DynamicShapesError, match=r"features\.axis 2: size 9 of the example is above the bound 8"):
+        export_program(Features(wide=False), (), {"features": torch.randn(2, 3, 9)}, bounds={"length": 8})
+
+
+class Reader(torch.nn.Module):
+    """An LSTM, whose trace is a loop over the steps of the example."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads = torch.nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.reads(x)[0]
+
+
+class Loop(torch.nn.Module):
+    def forward(self, x, y):
+        total = y.sum()
+        for row in range(len(x)):
+            total = total + x[row].sum() * row
+        return total + torch.zeros_like(y)
+
+
+# torch says so of the weights of an LSTM
+@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
+def test_the_length_of_an_lstm_is_stated_and_its_width_is_not():
+    module = Reader().eval()
+    exported = export_program(module, (torch.randn(2, 7, 8),), cases=[])
+    assert "x.shape[1] is fixed at 7 by the trace: the model accepts other sizes;" in str(exported.report)
+    assert "x.shape[2]" not in str(exported.report)
+    assert module(torch.randn(3, 9, 8)).shape == (3, 9, 8)
+    with pytest.raises((FlattenError, AssertionError, RuntimeError)):
+        exported.program.module()(torch.randn(3, 9, 8))
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
+def test_nothing_is_stated_where_the_model_is_not_called():
+    report = export_program(Reader().eval(), (torch.randn(2, 7, 8),), cases=[], proof="none").report
+    assert "by the trace" not in str(report)
+
+
+def test_a_model_that_writes_to_its_weights_is_as_it_was():
+    """It is called once more, with one row more of each size that was fixed."""
+
+    class Learns(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.mul_(2)
+            return sum(x[:, place] for place in range(x.shape[1])) * self.weight
+
+    module = Learns()
+    report = export_program(module, (torch.randn(2, 4, 3),), cases=[]).report
+    assert "x.shape[1] is fixed at 4 by the trace: the model accepts other sizes" in str(report)
+    assert module.weight.tolist() == [1, 1, 1]
+
+
+def test_sizes_that_belong_together_are_tried_together():
+
+    class Masked(torch.nn.Module):
+        def forward(self, tokens, mask):
+            return sum(tokens[:, place] * mask[:, place] for place in range(tokens.shape[1]))
+
+    report = export_program(Masked(), (torch.randn(2, 5), torch.ones(2, 5)), cases=[]).report
+    assert "tokens.shape[1] is fixed at 5 by the trace: the model accepts other sizes" in str(report)
+
+
+def test_what_varies_or_was_fixed_by_the_caller_is_no_note():
+    example = (torch.randn(4, 3), torch.randn(6))
+    assert "x.shape[0] is fixed at 4" in str(export_program(Loop(), example, cases=[]).report)
+    stated = ({1: torch.export.Dim.AUTO}, {0: torch.export.Dim.AUTO})
+    assert "is fixed at" not in str(export_program(Loop(), example, dynamic_shapes=stated, cases=[]).report)
+    assert "is fixed at" not in str(export_program(Loop(), example, dynamic_shapes=None, cases=[]).report)
+
+
+Doubles = module_class("Doubles", lambda self, x: x * 2)
+
+
+def test_the_batch_varies_where_it_is_enough_to_fix_other_sizes(monkeypatch):
+    rounded = itertools.chain([{("x", 0): 3, ("x", 1): 8}], itertools.repeat({}))
+    monkeypatch.setattr(traced, "_unasserted", lambda program, names: next(rounded))
+    exported = export_program(Doubles(), (torch.ones(3, 8, 5),))
+    assert "x.shape[1] is fixed at 8, since the model's code rounds" in str(exported.report)
+    assert "x.shape[0]" not in str(exported.report)
+    taken = exported.program.module()(torch.ones(6, 8, 7))
+    assert torch.equal(taken, torch.full((6, 8, 7), 2.0))
+
+
+@pytest.mark.timeout(900)  # 105 s on an idle machine
+def test_the_batch_of_swin_varies():
+    model, pictures = small_model("swin"), torch.randn(4, 3, 32, 32)
+    exported = export_program(model, kwargs={"pixel_values": torch.randn(2, 3, 32, 32)})
+    found = exported.program.module()(pixel_values=pictures)
+    torch.testing.assert_close(found.last_hidden_state, model(pictures).last_hidden_state)

@@ -1,27 +1,33 @@
-"""A package of AOTInductor: sizes that may not be 0 are stated, and views that lowering refuses are copies.
+"""A package of AOTInductor: sizes that may not be 0, views that lowering refuses, a cache written in place."""
 
-Weights of products have their axes exchanged, and loops over tokens are handed the sizes of what they return. The
-numbers stay the same.
-"""
-
+import os
+import shutil
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
 from torch._higher_order_ops.scan import scan
 from torch.export import Dim
 
+from tests.flatten.export.rewound_rows import WritesIntoBuffers, small_llama, small_mistral
 from tests.flatten.export.small_step import inputs, make_step, shapes
-from yobx_flatten import ReplayError, export_program, register_flattening_functions
+from yobx_flatten import (
+    DecodeSizes,
+    ReplayError,
+    decode_inputs,
+    export_folder,
+    export_program,
+    register_flattening_functions,
+)
 from yobx_flatten.export.flat_program import flat_program, signature_of
+from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.export.runtimes.aotinductor import lift_sizes, refused_when_empty, transposed_weights, write_package
 from yobx_flatten.runners.signature import KEY, Signature
 
 
 class Convolved(torch.nn.Module):
-    """The last rows of a state and of what comes after it, times what comes: for none of it, `-0` is the beginning."""
-
     def forward(self, x, state):
         rows = torch.cat([state, x], dim=1)
         return {"y": rows[:, -x.shape[1] :] * x, "present": rows[:, -state.shape[1] :]}
@@ -59,7 +65,6 @@ def test_a_size_is_refused_where_the_module_refuses_it(convolved):
 
 
 def test_sizes_that_depend_on_each_other_are_changed_together():
-    """An empty cache has a shorter mask: a model that takes it is not refused for a mask that does not fit."""
     step = make_step()
     with torch.no_grad():
         assert step(**inputs(2, 0, 2))["logits"].shape == (2, 2, 16)
@@ -83,8 +88,6 @@ def test_the_package_states_it(convolved, monkeypatch, tmp_path):
 
 
 class Joined(torch.nn.Module):
-    """Heads of which the first half is rotated, seen as rows."""
-
     def forward(self, x):
         heads = x.permute(0, 2, 1, 3)
         rows = torch.cat([heads[..., :2] * 2.0, heads[..., 2:]], -1).contiguous()
@@ -233,3 +236,54 @@ def test_a_graph_without_loops_stays_as_it_is():
     before = str(program.graph)
     lift_sizes(program.graph_module)
     assert str(program.graph) == before
+
+
+if shutil.which(os.environ.get("CXX", "g++")) is None:
+    pytest.skip("AOTInductor needs a C++ compiler", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_llama()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    place = tmp_path_factory.mktemp("aotinductor") / "llama"
+    return export_folder(model, place, target="aotinductor", proof="sample")
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+class TestPackage(WritesIntoBuffers):
+    file = "model.pt2"
+    opened: ClassVar = {"trust": True}
+
+
+@pytest.mark.slow
+def test_layers_that_slide_keep_a_cache_that_is_returned(tmp_path):
+    found = export_folder(small_mistral(), tmp_path / "mistral", target="aotinductor", proof="sample")
+    report = found.reports["model.pt2"]
+    notes = [note for note in report.remarks if "the cache is copied by each call" in note]
+    assert any("layers have a sliding window" in note for note in notes)
+    assert (report.in_place, found.verified.manifest.cache) == ([], "growing")
+
+
+@pytest.mark.slow
+def test_a_package_that_computes_something_else_is_left_out(model, tmp_path, monkeypatch):
+    exported = export_program(model, kwargs=decode_inputs(model, DecodeSizes()), cases=[])
+
+    compiled = runtimes.write_package
+
+    def stops(traced, path, *, in_place=False):
+        if in_place:
+            raise RuntimeError("no such kernel")
+        return compiled(traced, path)
+
+    monkeypatch.setattr(runtimes, "write_package", stops)
+    report = exported.to_aotinductor(tmp_path / "model.pt2")
+    reason = "a file that writes it in place was left out: RuntimeError: no such kernel"
+    assert f"the cache is copied by each call: {reason}" in report.remarks
+    assert (report.ok, report.in_place) == (True, [])
+    asked = exported.to_aotinductor(tmp_path / "asked.pt2", cache="returned")
+    assert not any("cache" in note for note in asked.remarks)

@@ -57,8 +57,6 @@ ALL = torch.ones(2, 3, dtype=torch.bool)
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A translation that is right for the example alone."""
-
     module: torch.nn.Module
     example: tuple[torch.Tensor, ...]
     operator: object

@@ -1,20 +1,25 @@
-"""Weights are written once, next to the model, from the memory they lie in, and are held twice at most."""
+"""Weights are written once, also those on `meta` or read layer by layer, and are held twice at most."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import textwrap
 
+import accelerate
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import fresh_process
-from tests.flatten.export.test_offloaded import TOKENS, TiedHead
-from yobx_flatten import export_onnx
+from tests.cache_words import cache_of
+from yobx_flatten import DecodeSizes, InvalidArgumentError, decode_inputs, export_onnx, export_program
 from yobx_flatten.export.onnx import file as onnx_file
+from yobx_flatten.huggingface.layer_weights import stream_layers
+from yobx_flatten.model_folder.source.configuration import small_model
 from yobx_flatten.runners.onnx_session import mapped_options, open_session
 
 pytestmark = pytest.mark.slow
@@ -50,7 +55,6 @@ def test_onnxruntime_computes_with_the_second_file(external):
 
 
 def test_the_head_multiplies_with_the_table_itself(external, tmp_path):
-    """A session of a replay makes no second table: onnxruntime multiplies with that of the file, transposed."""
     _, path, _ = external
     options = mapped_options(path)
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
@@ -67,7 +71,7 @@ def test_an_export_holds_the_weights_twice_at_most(tmp_path):
     """Measured in a fresh process, above what the libraries take, for 307 MB of weights; an allowance of 200 MB."""
     script = textwrap.dedent(r"""
         import pathlib, re, sys, torch
-        from tests.flatten.export.test_offloaded import TOKENS, TiedHead
+        from tests.flatten.export.test_weights_on_disk import TOKENS, TiedHead
         from yobx_flatten import export_onnx
 
         def peak():
@@ -86,3 +90,179 @@ def test_an_export_holds_the_weights_twice_at_most(tmp_path):
     done = fresh_process.run("-c", script, tmp_path, imported=fresh_process.TRAINER)
     weights = 300_000 * 256 * 4 + 2 * 256 * 257 * 4
     assert int(done.stdout.splitlines()[-1]) < 2 * weights + 200e6
+
+
+needs_accelerate = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"
+)
+
+
+class TiedHead(torch.nn.Module):
+    def __init__(self, words=40, width=16):
+        super().__init__()
+        self.table = torch.nn.Embedding(words, width)
+        self.layers = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(width, width)) for _ in range(2)])
+        self.head = torch.nn.Linear(width, words, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens):
+        found = self.table(tokens)
+        for layer in self.layers:
+            found = torch.relu(layer(found))
+        return {"logits": self.head(found)}
+
+
+TOKENS = torch.arange(6).reshape(2, 3)
+
+
+def tied_head():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TiedHead().eval()
+
+
+def streamed(module):
+    reads: dict[str, int] = {}
+
+    def reader(name, weight):
+        def read():
+            reads[name] = reads.get(name, 0) + 1
+            return weight
+
+        return read
+
+    with torch.device("meta"):
+        empty = TiedHead().eval()
+    by_weight = {id(p): reader(name, p.detach()) for name, p in module.named_parameters()}
+    stream_layers(empty, {name: by_weight[id(p)] for name, p in module.named_parameters(remove_duplicate=False)})
+    return empty, reads
+
+
+def test_a_layer_holds_its_weights_while_it_is_called():
+    module = tied_head()
+    empty, reads = streamed(module)
+    assert torch.equal(empty(TOKENS)["logits"], module(TOKENS)["logits"])
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert reads["table.weight"] == 2  # for the table, and for the head
+    with pytest.raises(IndexError):
+        empty(TOKENS + 100)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    assert empty.head.weight is empty.table.weight
+
+
+def test_a_streamed_module_gives_the_same_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_file, "LARGE", 0)
+    module = tied_head()
+    empty, _ = streamed(module)
+    for name, one in (("whole", module), ("streamed", empty)):
+        report = export_onnx(one, kwargs={"tokens": TOKENS}, path=tmp_path / name / "m.onnx", cases=[]).report
+        assert [case.runtime for case in report.cases][-1] == "onnxruntime"
+    for file in ("m.onnx", "m.onnx.data"):
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "streamed" / file).read_bytes()
+    stored = onnx.load(tmp_path / "streamed" / "m.onnx").graph.initializer
+    table = module.table.weight.detach().numpy()
+    assert sum(np.array_equal(onnx.numpy_helper.to_array(tensor), table) for tensor in stored) == 1
+
+
+def test_an_interrupted_file_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_file, "LARGE", 0)
+    with torch.device("meta"):
+        empty = TiedHead().eval()
+    weights = {name: torch.zeros(p.shape) for name, p in empty.named_parameters(remove_duplicate=False)}
+
+    def stops():
+        raise KeyboardInterrupt
+
+    stream_layers(empty, {n: stops if n.startswith("layers.1") else lambda w=w: w for n, w in weights.items()})
+    with pytest.raises(KeyboardInterrupt):
+        export_onnx(empty, kwargs={"tokens": TOKENS}, path=tmp_path / "m.onnx", proof="none")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_quantised_weights_are_those_of_the_float_file(tmp_path, monkeypatch, bits):
+    monkeypatch.setattr(onnx_file, "LARGE", 0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        linear, x = torch.nn.Linear(64, 48).eval(), torch.randn(3, 64)
+    for proof in ("full", "none"):
+        export_onnx(linear, (x,), path=tmp_path / proof / "m.onnx", cases=[], quantize=bits, proof=proof)
+    weights = [
+        {
+            tensor.name: onnx.numpy_helper.to_array(tensor)
+            for tensor in onnx.load(tmp_path / proof / "m.onnx").graph.initializer
+        }
+        for proof in ("full", "none")
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@needs_accelerate
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_weights_that_accelerate_offloads_are_traced_and_replayed(where, tmp_path):
+    module = tied_head()
+    expected = module(TOKENS)["logits"]
+    if where == "cpu":
+        accelerate.cpu_offload(module, torch.device("cpu"))
+    else:
+        accelerate.disk_offload(module, tmp_path / "weights", torch.device("cpu"))
+    exported = export_program(module, kwargs={"tokens": TOKENS}, cases=[])
+    assert [case.max_difference for case in exported.report.cases] == [0.0]
+    assert torch.equal(exported(tokens=TOKENS)["logits"], expected)
+    assert module.table.weight.is_meta
+    assert torch.equal(module(TOKENS)["logits"], expected)
+    assert export_onnx(module, kwargs={"tokens": TOKENS}, path=tmp_path / "m.onnx", cases=[]).report.ok
+
+
+@needs_accelerate
+def test_inputs_are_made_for_an_offloaded_model():
+    model = small_model("llama")
+    expected = decode_inputs(model, DecodeSizes())
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    found = decode_inputs(model, DecodeSizes())
+    assert torch.equal(found["input_ids"], expected["input_ids"])
+    layers = zip(cache_of(found).layers, cache_of(expected).layers, strict=True)
+    assert all(torch.equal(one.keys, other.keys) for one, other in layers)
+
+
+class Joins(torch.nn.Module):
+    """Joins its weight to what it is given: a trace refuses tensors of two devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 3))
+        self.register_buffer("shift", torch.full((3,), 5.0))
+
+    def forward(self, x):
+        return {"joined": torch.cat([x, self.weight]) + self.shift}
+
+
+def _on_meta():
+    with torch.device("meta"):
+        return Joins()
+
+
+def _fake():
+    with FakeTensorMode():
+        return Joins()
+
+
+@pytest.mark.parametrize("make", [_on_meta, _fake])
+def test_a_program_without_weights_computes_with_those_it_is_given(make, tmp_path):
+    """The inputs are on the CPU, the weights have shapes only; the report states that nothing was replayed.
+
+    ONNX files have weights in them.
+    """
+    module, x = make(), torch.ones(4, 3)
+    weight = module.weight
+    exported = export_program(module, (x,))
+    assert (exported.report.input_names, exported.report.output_names) == (["x"], ["joined"])
+    assert exported.report.cases == []
+    assert "nothing was replayed, since weight is" in str(exported.report)
+    assert module.weight is weight
+    real = Joins()
+    exported.program.state_dict.update(weight=real.weight, shift=real.shift)
+    assert torch.equal(exported(torch.zeros(6, 3))["joined"], real(torch.zeros(6, 3))["joined"])
+    with pytest.raises(InvalidArgumentError, match="writes the weights, but weight is"):
+        export_onnx(module, (x,), path=tmp_path / "joined.onnx")

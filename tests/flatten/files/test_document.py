@@ -1,24 +1,34 @@
-"""JSON of a stranger: of the stated form, or one error of ours that names the file."""
+"""JSON, tensors, patterns and templates of a stranger: read with limits, or one error that names the file."""
 
 import dataclasses
 import math
 import os
+import re
+import threading
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
-from yobx_flatten.errors import DamagedFileError, NotRegisteredError
+from tests import fresh_process
+from yobx_flatten.errors import DamagedFileError, InvalidArgumentError, NotRegisteredError
 from yobx_flatten.files.document import (
     check_regular,
     damage_as,
+    file_for_torch,
     inside,
     open_regular,
+    opened_tensors,
     parse_document,
     read_configuration,
     read_document,
+    read_onnx,
+    read_tensors,
     read_text,
+    write_tensor_file,
 )
+from yobx_flatten.files.limited import Limited, LimitError, limited
 from yobx_flatten.generate.stand_ins import config_from
 
 
@@ -181,3 +191,179 @@ def test_damage_is_one_error(error):
 def test_what_is_no_damage_comes_out_as_it_is(error):
     with pytest.raises(type(error)), damage_as(DamagedFileError, "the file", ZeroDivisionError):
         raise error
+
+
+def names_of(path, *, failure):
+    with opened_tensors(path, failure=failure) as file:
+        return file.keys()
+
+
+READERS = [
+    pytest.param(read_tensors, id="tensors"),
+    pytest.param(names_of, id="names"),
+    pytest.param(read_onnx, id="onnx"),
+]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+@pytest.mark.parametrize("read", READERS)
+def test_what_has_no_end_is_refused_at_once(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero", "."):
+        with pytest.raises(DamagedFileError, match="is not a regular file"):
+            read(tmp_path / name, failure=DamagedFileError)
+    with pytest.raises(FileNotFoundError):
+        read(tmp_path / "missing", failure=DamagedFileError)
+
+
+@pytest.mark.parametrize("read", READERS[:2])
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"GGUF\x03\0\0\0\x02\0\0\0", "is not a safetensors file"),
+        (b"\x80\x04\x95\x10\0\0\0\0\0\0\0\0\0", "is not a safetensors file"),
+        (b"", "is damaged"),
+        (b"\x08", "is damaged"),
+        (b"\xff" * 8 + b"{}", "is damaged"),
+    ],
+)
+def test_only_the_rest_of_a_file_is_damaged(read, content, found, tmp_path):
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(DamagedFileError, match=rf"x {found}"):
+        read(tmp_path / "x", failure=DamagedFileError)
+
+
+def test_a_tensor_that_is_not_in_the_file_is_named(tmp_path):
+    tensors = {"a": torch.arange(3), "b": torch.rand(2, 2).bfloat16()}
+    write_tensor_file(tmp_path / "x", tensors)
+    found = read_tensors(tmp_path / "x", failure=DamagedFileError)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {"a": torch.int64, "b": torch.bfloat16}
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    with (
+        pytest.raises(DamagedFileError, match=r"x is damaged .*File does not contain tensor c"),
+        opened_tensors(tmp_path / "x", failure=DamagedFileError) as file,
+    ):
+        file.get_tensor("c")
+
+
+FULL = """
+import resource, sys, torch
+from yobx_flatten import export_program
+
+path, room = sys.argv[1], int(sys.argv[2])
+exported = export_program(torch.nn.Linear(64, 64), (torch.zeros(4, 64),), cases=[], proof="none")
+resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+try:
+    exported.save(path)
+except OSError as error:
+    print("refused", error.strerror)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="the limit of a process")
+@pytest.mark.parametrize("room", [100, 3000, 17_000], ids=["the first entry", "a weight", "the end"])
+def test_a_program_that_does_not_fit_leaves_the_old_file(tmp_path, room):
+    """torch's writer ends the process where its destructor cannot write the end of the archive."""
+    path = tmp_path / "model.pt2"
+    path.write_bytes(b"old")
+    done = fresh_process.run("-c", FULL, path, str(room))
+    assert done.stdout == "refused File too large\n"
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_fits_is_what_torch_writes(tmp_path):
+    with file_for_torch(tmp_path / "values") as file:
+        torch.save({"x": torch.arange(3)}, file)
+    assert torch.equal(torch.load(tmp_path / "values")["x"], torch.arange(3))
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork, and no limits")
+
+
+@needs_fork
+def test_results_and_errors_are_those_of_the_function():
+    assert limited(sorted, [3, 1, 2], reverse=True) == [3, 2, 1]
+    with pytest.raises(ZeroDivisionError, match="by zero"):
+        limited(lambda: 1 // 0)
+    with pytest.raises(InvalidArgumentError, match="of ours"):
+        limited(_raise, InvalidArgumentError("of ours"))
+
+
+@needs_fork
+def test_a_fork_next_to_jax_is_silent():
+    """JAX warns of each fork, for its own threads: a template uses none of them."""
+    jax = pytest.importorskip("jax")
+    jax.numpy.zeros(1).block_until_ready()
+    assert limited(sum, [1, 2]) == 3
+
+
+def _raise(error):
+    raise error
+
+
+class UncopyableError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+@needs_fork
+def test_an_error_that_cannot_be_copied_comes_back_as_its_text():
+    with pytest.raises(RuntimeError, match="UncopyableError: 1 and 2"):
+        limited(lambda: _raise(UncopyableError(1, 2)))
+
+
+@needs_fork
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        (re.fullmatch, ["([a-z]+)+!", "a" * 60], "CPU seconds"),
+        (lambda: [None for _ in iter(int, 1)], [], "CPU seconds|of memory"),
+        (lambda: format(1, "9999999999d"), [], "of memory"),
+        (lambda: "x" * 10**8, [], "it returned 100 MB"),
+        (lambda: os._exit(0), [], "CPU seconds"),
+    ],
+    ids=["a pattern", "a list without an end", "a wide number", "a long text", "an end"],
+)
+def test_what_takes_too_much_is_one_error_and_the_next_call_is_answered(function, given, message):
+    calls = Limited(lambda is_good: 5 if is_good else function(*given))
+    assert calls(True) == 5
+    with pytest.raises(LimitError, match=message):
+        calls(False)
+    assert calls(True) == 5
+
+
+@needs_fork
+def test_threads_are_given_their_own_answers():
+    calls, found = Limited(lambda number: number * number), {}
+    threads = [threading.Thread(target=lambda n=n: found.update({n: [calls(n) for _ in range(20)]})) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: [n * n] * 20 for n in range(4)}
+
+
+@needs_fork
+def test_the_process_ends_with_the_object_and_has_no_file_of_the_caller(tmp_path):
+    """A file that it kept open would stay locked."""
+    with open(tmp_path / "file", "wb") as file:
+        number = file.fileno()
+        calls = Limited(lambda: (os.getpid(), _is_open(number)))
+        process, is_open = calls()
+    assert process != os.getpid()
+    assert not is_open
+    assert calls()[0] == process
+    del calls
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def _is_open(number):
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True

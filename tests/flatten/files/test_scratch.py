@@ -47,7 +47,6 @@ def names(folder):
 
 
 def killed(write, target, calls):
-    """Write in a process that ends after so many calls that change names; return whether it ended before the last."""
     done = fresh_process.run("-m", writers.__name__, write.__name__, target, "new", str(calls), check=False)
     assert done.returncode in (0, 9), done.stderr
     return done.returncode == 9

@@ -1,16 +1,20 @@
-"""Every keyword of `model.generate` does the same with files: the loop is transformers' own, over their cache."""
+"""A model over files is called as the exported one, and every keyword of `model.generate` does the same."""
 
 import contextlib
 import copy
+import inspect
 import os
+import pickle
 import shutil
 
 import pytest
 import torch
+import transformers
 
 from tests.cases import cases
 from tests.flatten.generate.keywords import KEYWORDS, ONE_ROW, same_tokens
 from tests.flatten.model_folder.exported_folders import exported
+from tests.transformers_versions import needs_transformers
 from yobx_flatten import InvalidArgumentError, Sampling, export_folder, open_generator, open_model
 from yobx_flatten.generate.stand_ins import FileCache
 from yobx_flatten.huggingface.cache_names import cache_of, installed_name
@@ -21,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 with contextlib.suppress(ImportError):  # torchao, which both import, registers classes
     import executorch.exir  # noqa: F401
-    import transformers.quantizers.auto  # noqa: F401
+    import transformers.quantizers.auto
 
 PICTURE = 3
 NAMES = ["llama", "gemma3_text", "t5", "whisper", "qwen2_vl", "gemma3"]
@@ -204,3 +208,231 @@ def test_other_files_do_the_same(to, tmp_path):
                 torch.manual_seed(3)
                 found.append(door.generate(ids, **options, max_new_tokens=20).tolist())
         assert found[0] == found[1], options
+
+
+PROMPT = torch.tensor([[5, 6, 7, 8]])
+
+
+@pytest.fixture(scope="module", params=cases(["llama", "bert", "t5", "gemma3_text"], quick=["llama", "bert", "t5"]))
+def called(request):
+    model, folder = exported(request.param)
+    given = {"input_ids": PROMPT, **({"decoder_input_ids": PROMPT[:, :2]} if request.param == "t5" else {})}
+    return model, open_model(folder, threads=1), given
+
+
+def first(outputs):
+    return outputs["logits"] if "logits" in outputs else outputs[0]
+
+
+# what changes what a model returns, or reads, and is no input of any file
+REFUSED = {
+    "labels": PROMPT,
+    "output_hidden_states": True,
+    "output_attentions": True,
+    "inputs_embeds": torch.zeros(1, 4, 8),
+    "decoder_inputs_embeds": torch.zeros(1, 4, 8),
+    "output_router_logits": True,
+    "head_mask": torch.ones(2, 4),
+    "misspelt": 3,
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_an_argument_that_files_do_not_take_is_refused_by_name(called, name):
+    model, files, given = called
+    with pytest.raises(
+        InvalidArgumentError, match=rf"^{name}: the files of this {type(model).__name__} take input_ids"
+    ):
+        files(**given, **{name: REFUSED[name]})
+    assert torch.equal(first(files(**given, **{name: None})), first(files(**given)))
+
+
+def test_its_forward_has_the_parameters_of_the_exported_class(called):
+    model, files, given = called
+    assert inspect.signature(files.forward) == inspect.signature(model.forward)
+    order = list(inspect.signature(model.forward).parameters)[:3]
+    values = {**given, "attention_mask": torch.tensor([[1, 1, 1, 0]])}
+    if not model.config.is_encoder_decoder and hasattr(model, "lm_head"):
+        values["attention_mask"] = torch.ones_like(PROMPT)
+    with torch.no_grad():
+        wanted = first(model(*(values.get(name) for name in order)))
+    assert torch.allclose(first(files(*(values.get(name) for name in order))), wanted, atol=1e-4)
+    with pytest.raises(InvalidArgumentError, match=r"\w+ takes input_ids.*; found 60 arguments"):
+        files(*[None] * 60)
+    with pytest.raises(InvalidArgumentError, match=rf"\w+ takes {order[0]}.*; found {order[0]} twice"):
+        files(values[order[0]], **{order[0]: values[order[0]]})
+
+
+def test_a_tuple_is_returned_where_it_is_asked_for(called):
+    _, files, given = called
+    found = files(**given, use_cache=False, return_dict=False)
+    assert isinstance(found, tuple)
+    assert torch.equal(found[0], first(files(**given)))
+
+
+def test_positions_are_taken_or_refused():
+    model, folder = exported("t5")
+    files = open_model(folder, threads=1)
+    given = {"input_ids": PROMPT, "decoder_input_ids": PROMPT[:, :2]}
+    counted = torch.tensor([[0, 1]])
+    assert torch.equal(files(**given, decoder_position_ids=counted).logits, files(**given).logits)
+    with pytest.raises(InvalidArgumentError, match=r"decoder_position_ids: .* sets positions itself, from 0"):
+        files(**given, decoder_position_ids=counted + 3)
+    model, folder = exported("llama")
+    with torch.no_grad():
+        wanted = model(PROMPT, position_ids=torch.tensor([[0, 1, 5, 9]])).logits
+    found = open_model(folder, threads=1)(PROMPT, position_ids=torch.tensor([[0, 1, 5, 9]])).logits
+    assert torch.allclose(found, wanted, atol=1e-4)
+
+
+@needs_transformers("5.23", "its Trainer takes other arguments")
+def test_the_trainer_evaluates_with_a_loss_of_the_caller(tmp_path):
+    """The loss is the model's; without one the error names the labels, and not the names of a wrapper."""
+    model, folder = exported("llama")
+    ids = torch.randint(4, 200, (4, 6), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        return torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def evaluated(of, **how):
+        args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+        return transformers.Trainer(of, args, eval_dataset=rows, **how).evaluate()["eval_loss"]
+
+    files = open_model(folder, threads=1)
+    assert evaluated(files, compute_loss_func=loss) == pytest.approx(evaluated(model), abs=1e-4)
+    with pytest.raises(InvalidArgumentError, match=r"labels: .* The files return no loss: .*compute_loss_func="):
+        evaluated(files)
+
+
+# OpenVINO writes the cache of Llama in place, onnxruntime where it is optimised for it; a window of Gemma 3 slides
+COPIED = {
+    "returned": ("llama", {}),
+    "sliding": ("gemma3_text", {}),
+    "shared": ("llama", {"optimize": "onnxruntime"}),
+    "program": ("llama", {"to": "program"}),
+    "openvino": ("llama", {"target": "openvino"}),
+}
+
+
+@pytest.mark.parametrize("kind", cases(list(COPIED), quick=["returned", "sliding", "shared"]))
+def test_a_prompt_is_read_once_for_several_texts(kind, tmp_path):
+    name, how = COPIED[kind]
+    if "target" in how:
+        pytest.importorskip("openvino")
+        model, folder = small_model(name), tmp_path / "out"
+        export_folder(model, folder, proof="none", **how)
+    else:
+        model, folder = exported(name, **how)
+    files = open_model(folder, threads=1, trust=kind == "program")
+    prompt = torch.randint(4, 200, (1, 12), generator=torch.Generator().manual_seed(1))  # longer than the window
+    more = [torch.tensor([[11, 9, 4]]), torch.tensor([[12]]), torch.tensor([[13, 5]])]
+
+    def answers(of, copied):
+        with torch.no_grad():
+            prefix = cache_of(of(prompt, use_cache=True))
+            caches = [how(prefix) for how in copied] + [prefix]
+            return [
+                of.generate(
+                    torch.cat([prompt, text], dim=1), **{installed_name(): cache}, max_new_tokens=8, do_sample=False
+                ).tolist()
+                for text, cache in zip(more, caches, strict=True)
+            ]
+
+    wanted = answers(model, [copy.deepcopy, copy.deepcopy])
+    assert answers(files, [copy.deepcopy, lambda cache: copy.deepcopy([cache])[0]]) == wanted
+    assert answers(files, [copy.copy, copy.deepcopy]) == wanted
+
+
+def test_what_cannot_be_stored_says_so():
+    files = open_model(exported("llama")[1], threads=1)
+    with pytest.raises(InvalidArgumentError, match=r"cannot be stored: .* copy\.deepcopy\(cache\) works within"):
+        pickle.dumps(cache_of(files(PROMPT)))
+    for how in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(InvalidArgumentError, match=r"Open its folder: open_model\(folder\)"):
+            how(files)
+
+
+@pytest.mark.parametrize("asked", ["static", "offloaded", "offloaded_static", "dynamic", "stated"])
+@pytest.mark.parametrize("name", cases(["llama", "gemma3_text", "t5"], quick=["llama"]))
+def test_a_cache_of_any_kind_is_that_of_the_files(name, asked):
+    model, folder = exported(name)
+    files = open_model(folder, threads=1)
+    wanted = model.generate(PROMPT, max_new_tokens=12, do_sample=False).tolist()
+    if asked == "stated":
+        files.generation_config.cache_implementation = "static"
+        assert files.generate(PROMPT, max_new_tokens=12, do_sample=False).tolist() == wanted
+    else:
+        found = files.generate(PROMPT, max_new_tokens=12, do_sample=False, cache_implementation=asked)
+        assert found.tolist() == wanted
+
+
+EMPTY = {
+    "static": lambda config: transformers.StaticCache(config, max_cache_len=40),
+    "dynamic": lambda config: transformers.DynamicCache(config=config),
+    "without layers": lambda config: transformers.DynamicCache(),
+}
+
+
+@pytest.mark.parametrize("kind", list(EMPTY))
+@pytest.mark.parametrize("name", cases(["llama", "gemma3_text"], quick=["llama"]))
+def test_a_caller_goes_on_with_the_empty_cache_that_was_passed(name, kind):
+    model, folder = exported(name)
+    files, scores = open_model(folder, threads=1), []
+    for of in (model, files):
+        cache = EMPTY[kind](model.config)
+        with torch.no_grad():
+            scores.append(
+                [of(ids, **{installed_name(): cache}).logits for ids in (PROMPT, PROMPT[:, :1], PROMPT[:, 1:3])]
+            )
+        assert int(cache.get_seq_length()) == 7
+    assert isinstance(cache, FileCache)
+    for wanted, found in zip(*scores, strict=True):
+        assert torch.allclose(wanted, found, atol=1e-4)
+
+
+class Own(transformers.DynamicCache):
+    """A cache of a user, whose methods nothing of the files would call."""
+
+
+def test_a_cache_that_keeps_something_else_is_refused():
+    files = open_model(exported("llama")[1], threads=1)
+    for kind in ("quantized", "paged"):
+        with pytest.raises(InvalidArgumentError, match=rf"cache_implementation='{kind}': exported files have"):
+            files.generate(PROMPT, max_new_tokens=3, cache_implementation=kind)
+    with pytest.raises(
+        InvalidArgumentError, match=r"The cache is .*Own.*, but exported files keep .* Pass DynamicCache\(\), or no c"
+    ):
+        files(PROMPT, **{installed_name(): Own()})
+    with pytest.raises(
+        InvalidArgumentError, match=r"The cache is .*list.*, but exported files keep .* Pass DynamicCache\(\), or no c"
+    ):
+        files(PROMPT, **{installed_name(): [{"key": torch.zeros(1, 2, 3, 4), "value": torch.zeros(1, 2, 3, 4)}]})
+
+
+@pytest.mark.parametrize("kind", ["quantized", "offloaded", "static"])
+def test_a_model_that_asks_for_another_cache_is_exported(kind, tmp_path):
+    model = small_model("llama")
+    wanted = model.generate(PROMPT, max_new_tokens=6, do_sample=False).tolist()
+    model.generation_config.cache_implementation = kind
+    report = export_folder(model, tmp_path / "out", proof="sample")
+    assert f"without cache_implementation={kind!r}" in str(report)
+    files = open_model(tmp_path / "out", threads=1)
+    assert files.generate(PROMPT, max_new_tokens=6, do_sample=False).tolist() == wanted
+    assert model.generation_config.cache_implementation == kind
+
+
+@needs_transformers("5.23", "infinite numbers have no tag")
+def test_a_folder_with_infinite_settings_opens(tmp_path):
+    """transformers writes `{"__float__": "Infinity"}`; the files generate the model's tokens."""
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 0, "eos_token_id": None}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    states = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
+    config = transformers.BambaConfig(**sizes, **heads, **states, attn_layer_indices=[1])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert max(model.config.time_step_limit) == float("inf")
+    export_folder(model, tmp_path / "out", proof="sample")
+    files = open_model(tmp_path / "out", threads=1)
+    assert list(files.config.time_step_limit) == list(model.config.time_step_limit)
+    found = files.generate(PROMPT, max_new_tokens=6, do_sample=False).tolist()
+    assert found == model.generate(PROMPT, max_new_tokens=6, do_sample=False).tolist()

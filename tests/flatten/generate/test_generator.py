@@ -1,5 +1,6 @@
 """Exported files generate what the model generates, token by token."""
 
+import copy
 import dataclasses
 import json
 import pathlib
@@ -10,11 +11,12 @@ from typing import Any
 import onnxruntime
 import pytest
 import torch
+import transformers
 from transformers.cache_utils import Cache
 
 from tests.cases import cases
 from tests.flatten.model_folder.exported_folders import exported
-from tests.models import make_model
+from tests.models import SIZES, make_model
 from yobx_flatten import (
     DecodeSizes,
     GenerationError,
@@ -23,14 +25,18 @@ from yobx_flatten import (
     OnnxGenerator,
     ProgramGenerator,
     decode_inputs,
+    export_folder,
     export_onnx,
     export_program,
+    open_generator,
 )
 from yobx_flatten.generate.generator import Generator
+from yobx_flatten.generate.pictures import check_ports, empty_cache
 from yobx_flatten.generate.settings import find_parts
 from yobx_flatten.generate.steps import Parts, Steps
+from yobx_flatten.huggingface.decoders import rereads_at_switch, switch_of
 from yobx_flatten.model_folder.manifest import read_manifest
-from yobx_flatten.runners.ports import Port
+from yobx_flatten.runners.ports import Port, cache_slots, present_of
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +44,6 @@ TOKENS = 40  # with 9 of the prompt: six times the small window of 8
 
 
 def prompts(rows: int = 3, length: int = 9) -> dict[str, torch.Tensor]:
-    """Random prompts; the first row is padded by four tokens on its left, the third by one."""
     ids = torch.randint(4, 259, (rows, length), generator=torch.Generator().manual_seed(7))
     mask = torch.ones_like(ids)
     mask[0, :4] = 0
@@ -75,7 +80,6 @@ def test_the_cache_of_a_sliding_window_stays_as_small_as_the_window(mistral):
 
 
 def test_what_comes_out_goes_in_without_a_copy(mistral):
-    """The object that the next call is given is the one that the last call returned."""
     _, generator = mistral
     sequence = generator.steps.begin(*prompts().values(), None, None, ())
     given = []
@@ -177,7 +181,6 @@ def test_inputs_that_do_not_fit_are_refused(mistral, inputs, words):
 
 
 def _reader_of_pictures(text):
-    """Return files and settings of a model whose encoder reads pictures; the encoder's file never runs."""
     encoder = types.SimpleNamespace(ports={"pixel_values": None}, name="encoder_model.onnx")
     return dataclasses.replace(text.parts, encoder=encoder), text.settings
 
@@ -236,12 +239,8 @@ def test_a_file_for_the_first_call_is_used_with_a_folder(tmp_path):
     assert find_parts(tmp_path, ".onnx", "first.onnx")["prefill"] == pathlib.Path("first.onnx")
 
 
-# -- single files ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    """A model with full and sliding layers, exported by hand without position_ids: a file, and its program."""
     model = make_model("gemma3")
     path = tmp_path_factory.mktemp("gemma") / "gemma.onnx"
     return model, path, export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=path, cases=[])
@@ -309,9 +308,6 @@ def test_a_folder_with_one_file_missing_says_which(tmp_path):
     (tmp_path / "decoder_with_past_model.onnx").touch()
     with pytest.raises(GenerationError, match=r"but not decoder_model\.onnx, encoder_model\.onnx"):
         OnnxGenerator(tmp_path)
-
-
-# -- every family, in files of both kinds ------------------------------------------------------------------------------
 
 
 # one loop reads programs and files: what only some decoders do is asked of the files, which open ten times as fast
@@ -386,3 +382,153 @@ def test_states_begin_as_zeros(name, to):
             found = generator.generate(tokens, shown, max_new_tokens=12, **options)
             wanted = model.generate(tokens, attention_mask=shown, max_new_tokens=12, do_sample=False, **options)
             assert found.tolist() == wanted.tolist(), (tokens.shape, options)
+
+
+KEY = Port("past_key_values.0.key", (None, 2, None, 8), torch.float16)
+LENGTH = Port("past_key_values.length", (), torch.int64)
+CROSS = Port("past_key_values.0.encoder.key", (None, 2, None, 8), torch.float32)
+
+
+def slots_of(*ports):
+    presents = [present_of(port.name) for port in ports]
+    return cache_slots(ports, [name for name in presents if name], "model.onnx")
+
+
+def test_an_encoder_s_keys_need_no_output():
+    slots = cache_slots([KEY, CROSS], ["logits", "present.0.key"], "model.onnx")
+    assert [slot.present for slot in slots] == ["present.0.key", None]
+    with pytest.raises(GenerationError, match=r"model\.onnx takes past_key_values\.length and does not return present"):
+        cache_slots([KEY, LENGTH], ["logits", "present.0.key"], "model.onnx")
+
+
+def test_a_leaf_without_an_empty_value_is_refused():
+    other = Port("past_key_values.0.memory", (None, 4, 8), torch.float32)
+    with pytest.raises(GenerationError, match=r"memory has no value before the first token(.|\n)*prefill="):
+        empty_cache(slots_of(other), 1)
+
+
+def test_a_fixed_number_of_rows_is_kept():
+    fixed = KEY._replace(shape=(2, 2, None, 8))
+    assert empty_cache(slots_of(fixed), 2)[KEY.name].shape == (2, 2, 0, 8)
+    with pytest.raises(GenerationError, match="exported for 2 rows, found 3"):
+        empty_cache(slots_of(fixed), 3)
+
+
+def test_an_input_that_is_no_numbers_is_refused():
+    ports = {"input_ids": Port("input_ids", (None,), None), "attention_mask": Port("attention_mask", (), torch.int64)}
+    with pytest.raises(GenerationError, match=r"m\.onnx has inputs input_ids of strings"):
+        check_ports(ports, ["input_ids", "attention_mask"], "m.onnx")
+    with pytest.raises(GenerationError, match="has the inputs attention_mask, which a generation loop does not pass"):
+        check_ports(ports, ["input_ids"], "m.onnx")
+
+
+SWITCH = 24
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [4.0, 5.0, 6.0, 8.0],
+    "factor": 8.0,
+    "original_max_position_embeddings": SWITCH,
+}
+TOKENS_ACROSS = {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
+SMALL = {**SIZES, **TOKENS_ACROSS, "vocab_size": 96, "num_key_value_heads": 2, "initializer_range": 0.5}
+
+
+def _phi3():
+    lengths = {"max_position_embeddings": 8 * SWITCH, "original_max_position_embeddings": SWITCH}
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SMALL, **lengths, rope_parameters=dict(LONGROPE)))
+
+
+def _llama(**rope):
+    config = transformers.LlamaConfig(**SMALL, max_position_embeddings=SWITCH, rope_parameters=rope)
+    return transformers.LlamaForCausalLM(config)
+
+
+MODELS = {
+    "Phi-3, longrope": _phi3,
+    "Llama, longrope": lambda: _llama(**LONGROPE),
+    "Llama, dynamic": lambda: _llama(rope_type="dynamic", rope_theta=10000.0, factor=4.0),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=lambda name: name.replace(", ", "_"))
+def exported_phi(request, tmp_path_factory):
+    if int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("its configurations state positions in another form")
+    torch.manual_seed(0)
+    model = MODELS[request.param]().eval()
+    folder = tmp_path_factory.mktemp("switch") / "folder"
+    new = copy.deepcopy(model)
+    report = export_folder(model, folder)
+    return request.param, new, model, folder, report
+
+
+def _prompts(length):
+    ids = torch.randint(3, 96, (2, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    return ids, mask
+
+
+def _expected(model, ids, mask, **how):
+    # of a copy: the angles of `dynamic` are those of the longest text that a model has read
+    return copy.deepcopy(model).generate(ids, attention_mask=mask, do_sample=False, **how)
+
+
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [*((length, {}) for length in (4, SWITCH - 3, SWITCH, SWITCH + 1, SWITCH + 7)), (SWITCH - 3, {"num_beams": 3})],
+)
+def test_tokens_are_the_model_s_on_both_sides_of_the_switch(exported_phi, length, options):
+    """Phi-3 drops its cache there, and everything is read again, with the tokens that each beam has by then."""
+    _, model, _, folder, _ = exported_phi
+    ids, mask = _prompts(length)
+    expected = _expected(model, ids, mask, max_new_tokens=10, **options)
+    assert torch.equal(open_generator(folder).generate(ids, mask, max_new_tokens=10, **options), expected)
+
+
+def test_the_export_itself_generates_across_the_switch(exported_phi):
+    _, _, _, _, report = exported_phi
+    names = [check.case for check in report.verified.checks]
+    assert f"12 tokens, greedily, after {SWITCH - 3}" in names
+    assert any(f"past {SWITCH - 2}, new 1" in name for name in names)
+
+
+def test_an_export_leaves_the_positions_as_they_were(exported_phi):
+    _, new, model, _, _ = exported_phi
+    ids, mask = _prompts(SWITCH + 2)
+    expected = _expected(new, ids, mask, max_new_tokens=6)
+    assert torch.equal(_expected(model, ids, mask, max_new_tokens=6), expected)
+
+
+def test_the_folder_states_what_the_model_does_at_the_switch(exported_phi):
+    name, model, _, folder, _ = exported_phi
+    assert switch_of(model.config.to_dict()) == SWITCH
+    assert rereads_at_switch(model, SWITCH) is name.startswith("Phi-3")
+    assert json.loads((folder / "yobx_flatten.json").read_text())["rereads_at_switch"] is name.startswith("Phi-3")
+
+
+def test_a_folder_that_does_not_state_it_stops_at_the_switch(exported_phi, tmp_path):
+    """Files that came from elsewhere: other tokens could follow, so the call ends with the reason."""
+    *_, folder, _ = exported_phi
+    for name in ("model.onnx", "config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    ids, mask = _prompts(SWITCH - 3)
+    generator = open_generator(tmp_path)
+    assert generator.generate(ids, mask, max_new_tokens=4).shape == (2, SWITCH + 1)
+    with pytest.raises(GenerationError, match=r"(?s)grew past 24 tokens.*export_folder\(model, folder\)"):
+        generator.generate(ids, mask, max_new_tokens=5)
+    assert generator.generate(*_prompts(SWITCH + 1), max_new_tokens=5).shape == (2, SWITCH + 6)
+
+
+def test_a_model_with_a_loop_of_its_own_is_not_guessed():
+    assert rereads_at_switch(torch.nn.Linear(2, 2), SWITCH) is None
+
+
+def test_other_kinds_of_positions_have_no_switch():
+    for kind in ("yarn", "llama3", "linear", "default"):
+        rope = {"rope_type": kind, "original_max_position_embeddings": SWITCH}
+        assert switch_of({"rope_parameters": rope, "max_position_embeddings": 96}) is None
+    per_layer = {"full_attention": {"rope_type": "dynamic"}, "sliding_attention": {"rope_type": "default"}}
+    assert switch_of({"rope_parameters": per_layer, "max_position_embeddings": 96}) == 96

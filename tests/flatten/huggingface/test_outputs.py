@@ -18,6 +18,7 @@ from transformers.utils.generic import ModelOutput
 from tests import fresh_process
 from tests.cache_words import WORD, cache_of
 from tests.models import start
+from tests.modules import module_class
 from yobx_flatten import dynamic_shapes, export_program, register_flattening_functions
 from yobx_flatten.huggingface.outputs import (
     flatten_base_model_output,
@@ -101,7 +102,6 @@ def test_a_models_whole_output_comes_back(name):
 
 
 def test_every_wrong_registration_says_why_and_is_one_we_replace():
-    """The table and the recipes do not drift apart."""
     ours = {f"{cls.__module__}.{cls.__qualname__}" for cls in transformers_recipes()}
     assert set(WRONG_REGISTRATIONS) <= ours
     assert all(len(reason) > 20 for reason in WRONG_REGISTRATIONS.values())
@@ -257,9 +257,7 @@ def test_a_batch_feature_may_hold_anything():
     assert vars(rebuilt) == vars(one)
 
 
-class AddOne(torch.nn.Module):
-    def forward(self, given):
-        return BatchFeature({"sum": given["input_ids"] + given["attention_mask"]})
+AddOne = module_class("AddOne", lambda self, given: BatchFeature({"sum": given["input_ids"] + given["attention_mask"]}))
 
 
 def test_containers_are_exported_as_input_and_as_output():

@@ -40,7 +40,6 @@ def base(tmp_path):
 
 
 def _adapter(base, config=None):
-    """Save adapters whose numbers are not those that they begin with, and return their folder."""
     config = config or peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     save_adapter(AutoModelForCausalLM.from_pretrained(base), config, base.parent / "adapter")
     return base.parent / "adapter"
@@ -48,7 +47,6 @@ def _adapter(base, config=None):
 
 @torch.no_grad()
 def _logits(base, adapter=None):
-    """Of PEFT's model, whose adapters are not merged."""
     model = AutoModelForCausalLM.from_pretrained(base)
     return (model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)).eval()(input_ids=IDS).logits
 
@@ -95,7 +93,6 @@ def test_a_folder_of_adapters_is_exported(trained_by, base, tmp_path):
 
 
 def test_a_configuration_next_to_the_adapter_changes_nothing(base):
-    """As some tools leave it there."""
     adapter = _adapter(base)
     (adapter / "config.json").write_bytes((base / "config.json").read_bytes())
     assert find_model(str(adapter)).adapter == adapter
@@ -160,7 +157,6 @@ _BACKTRACKS = "(([a-z_.0-9]+)+)+!"
     ids=lambda entries: next(iter(entries)),
 )
 def test_a_pattern_without_an_end_is_refused(entries, base, monkeypatch):
-    """It is tried with limits before PEFT takes it; one that ends is taken."""
     monkeypatch.setattr(limited, "_CPU_SECONDS", 1)
     adapter = _adapter(base)
     restate(adapter / "adapter_config.json", **entries)
@@ -229,7 +225,6 @@ def test_learned_prompts_are_refused(base):
 
 
 def test_an_adapter_is_not_streamed(base):
-    """It changes the weights that are stored."""
     with pytest.raises(InvalidArgumentError, match="changes the weights"):
         open_model(find_model(str(_adapter(base))), dtype="float32", weights="stream", to="onnx")
 

@@ -67,7 +67,6 @@ _KNOWS_HALF = (
 
 @pytest.fixture(scope="module", params=_DEVICES)
 def browser(request, site, tmp_path_factory):
-    """Chromium without a window, whose page computes on the CPU, or through WebGPU."""
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
     folder = tmp_path_factory.mktemp("profile")

@@ -46,7 +46,6 @@ def test_the_files_are_where_the_client_looks_and_are_verified_and_generate_ther
 
 @pytest.mark.slow
 def test_two_types_of_one_file_are_not_chosen_between(llama, tmp_path):
-    """As folders of the hub have them."""
     copied = shutil.copytree(llama[1], tmp_path / "copied")
     (copied / "onnx" / "model.onnx").rename(copied / "onnx" / "model_q4.onnx")
     assert located(copied, "model.onnx").name == "model_q4.onnx"
@@ -130,7 +129,6 @@ console.log(JSON.stringify(found.tolist()[0].map(Number)));
 
 
 def lively(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """A small encoder-decoder model that does not repeat one token, and its input."""
     model = small_model(name)
     drawn = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -146,7 +144,6 @@ def lively(name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("large", [None, 430_000, 1000], ids=["inline", "the first alone is large", "both are large"])
 def test_the_joined_decoder_begins_and_goes_on_as_the_model_does(tmp_path, monkeypatch, large):
-    """By hand, as transformers.js calls it: with an empty past, then with the one it returned."""
     if large is not None:  # bytes of weights from which they are next to the file
         monkeypatch.setattr("yobx_flatten.export.onnx.file.LARGE", large)
     model, inputs = lively("t5")

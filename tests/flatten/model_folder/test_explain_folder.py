@@ -1,20 +1,28 @@
-"""The first node of a folder that is not what its model computes, with its operator, its line and its weights."""
+"""Planted faults of a folder are found, and the first node that differs is named with its line."""
 
 import json
 import shutil
 
+import numpy
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 import torch.fx.config
 from onnx import numpy_helper
 
+from tests.accelerator.planted import FAULTS
 from tests.cases import cases
 from yobx_flatten import InvalidArgumentError, export_folder
 from yobx_flatten.__main__ import main
+from yobx_flatten.errors import FlattenError
+from yobx_flatten.export.onnx import attempts
 from yobx_flatten.export.onnx import file as onnx_file
+from yobx_flatten.export.onnx.attempts import ATTENTION_OPSET
 from yobx_flatten.model_folder import explain_folder
 from yobx_flatten.model_folder.source.configuration import small_model
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=[None, "onnxruntime"])
@@ -28,7 +36,6 @@ def made(request, tmp_path_factory):
 
 
 def _changed(folder, place, change, name="model.onnx"):
-    """Copy a folder, and change its graph; return what the change returns."""
     copied = shutil.copytree(folder, place)
     model = onnx.load(copied / name)
     found = change(model.graph)
@@ -37,7 +44,6 @@ def _changed(folder, place, change, name="model.onnx"):
 
 
 def _add_to_weight(of_product):
-    """Add to one number of the matrix of a product; the change returns names and numbers."""
 
     def change(graph):
         held = {one.name: one for one in graph.initializer}
@@ -53,7 +59,6 @@ def _add_to_weight(of_product):
     return change
 
 
-@pytest.mark.slow
 def test_a_folder_that_is_right_has_no_node_that_differs(made):
     model, _, folder = made
     explained = explain_folder(folder, model)
@@ -65,7 +70,6 @@ def test_a_folder_that_is_right_has_no_node_that_differs(made):
     assert "none of" in str(explained)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("of_product", [0, -1])
 def test_a_weight_that_was_altered_is_named_with_its_layer_and_its_line(of_product, made, tmp_path):
     model, _, folder = made
@@ -81,7 +85,6 @@ def test_a_weight_that_was_altered_is_named_with_its_layer_and_its_line(of_produ
     assert first.others == ()
 
 
-@pytest.mark.slow
 def test_values_of_the_first_node_are_those_of_the_model(made, tmp_path):
     model, _, folder = made
     copied, _ = _changed(folder, tmp_path / "out", _add_to_weight(-1))
@@ -106,7 +109,6 @@ def _other_epsilon(graph):
     return node, "its attribute epsilon differs from the model's."
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", [_sum_for_product, _other_epsilon])
 def test_an_operator_or_an_attribute_that_was_changed_is_named(change, made, tmp_path):
     _, saved, folder = made
@@ -116,7 +118,6 @@ def test_an_operator_or_an_attribute_that_was_changed_is_named(change, made, tmp
     assert first.causes == (cause,)
 
 
-@pytest.mark.slow
 def test_the_command_line_explains(made, tmp_path, capsys):
     _, saved, folder = made
     assert main(["verify", str(folder), "--explain", str(saved)]) == 0
@@ -139,7 +140,6 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", cases(KINDS, quick=["t5"]))
 def test_other_kinds_of_models_are_explained(kind, tmp_path):
     model = small_model(kind)
@@ -151,7 +151,6 @@ def test_other_kinds_of_models_are_explained(kind, tmp_path):
     assert {name: first.node for name, first in found.items()} == {last: node}
 
 
-@pytest.mark.slow
 def test_weights_in_a_second_file_room_for_adapters_and_half_precision_are_explained(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_file, "LARGE", 1)
     model = small_model("llama").to(torch.float16)
@@ -162,7 +161,6 @@ def test_weights_in_a_second_file_room_for_adapters_and_half_precision_are_expla
     assert min(one.values for one in explained.files.values()) > 120
 
 
-@pytest.mark.slow
 def test_another_model_differs_at_its_first_weight(made):
     _, _, folder = made
     other = small_model("llama")
@@ -173,7 +171,6 @@ def test_another_model_differs_at_its_first_weight(made):
     assert first.operator == "Gather"
 
 
-@pytest.mark.slow
 def test_what_is_not_compared_node_by_node_is_refused(tmp_path):
     """Quantised weights are others in every node; programs have no nodes of onnxruntime."""
     model = small_model("llama")
@@ -189,3 +186,91 @@ def test_what_is_not_compared_node_by_node_is_refused(tmp_path):
     export_folder(model, tmp_path / "out", proof="sample")
     with pytest.raises(InvalidArgumentError, match="is for text2text-generation, not for text-generation"):
         explain_folder(tmp_path / "out", small_model("t5"))
+
+
+HIDDEN, WIDE, HEADS, WINDOW = 64, 128, 4, 8  # sizes of the model
+
+
+def _change(model, is_meant, changed):
+    for value in model.graph.initializers.values():
+        if is_meant(value.name, value.const_value):
+            value.const_value = ir.tensor(changed(value.const_value.numpy().copy()), name=value.name)
+            return
+    raise AssertionError("there is nothing to change")
+
+
+def _wrong_axis(model):
+    node = next(node for node in model.graph if node.op_type == "RMSNormalization")
+    node.attributes["axis"] = ir.AttrInt64("axis", 1)
+
+
+def _lost_window(model):
+    def is_window(_, tensor):
+        return tensor.dtype == ir.DataType.INT64 and not tensor.shape and int(tensor.numpy()) == WINDOW
+
+    _change(model, is_window, lambda window: window * 1000)
+
+
+def _permuted_head(model):
+    """Exchange heads of the queries, which are the first columns of one product for queries, keys and values."""
+
+    def turned(weight):
+        weight[:, :HIDDEN] = numpy.roll(weight[:, :HIDDEN], HIDDEN // HEADS, 1)
+        return weight
+
+    _change(model, lambda name, _: name.endswith("_joined"), turned)
+
+
+def _rounded_weight(model):
+
+    def rounded(weight):
+        return (weight.view(numpy.uint32) & 0xFFFF0000).view(numpy.float32)
+
+    _change(model, lambda _, tensor: tuple(tensor.shape) == (WIDE, HIDDEN), rounded)
+
+
+def _stale_mask(model):
+    (mask,) = (value for value in model.graph.inputs if value.name == "attention_mask")
+    least = ir.node("Constant", [], {"value": ir.tensor(numpy.array([1]), name="one")})
+    ones = ir.node("Max", [mask, least.outputs[0]])
+    ir.convenience.replace_all_uses_with(mask, ones.outputs[0])
+    ones.replace_input_with(0, mask)
+    model.graph.insert_before(model.graph[0], [least, ones])
+
+
+_PLANTED = {
+    "a wrong axis": _wrong_axis,
+    "a lost window": _lost_window,
+    "a permuted head": _permuted_head,
+    "a rounded weight": _rounded_weight,
+    "a stale mask": _stale_mask,
+}
+
+
+def test_every_planted_fault_is_listed():
+    assert list(_PLANTED) == list(FAULTS)
+
+
+@pytest.mark.parametrize("fault", ["none", *_PLANTED])
+def test_the_standard_proof_finds(fault, tmp_path, monkeypatch):
+    save = onnx_file.UnprovenFile.save
+    planted = []
+
+    def faulty(self, converted):
+        if fault != "none":
+            _PLANTED[fault](converted)
+            planted.append(fault)
+        return save(self, converted)
+
+    monkeypatch.setattr(onnx_file.UnprovenFile, "save", faulty)
+    # without simpler operators, which are tried where the fastest fail, and have no window to be lost
+    fused = attempts._Attempt(ATTENTION_OPSET, fuse=True, share=True)
+    monkeypatch.setattr(attempts, "_attempts", lambda _: [fused])
+    how = {"optimize": "onnxruntime", "proof": "standard", "overwrite": True}
+    if fault == "none":
+        assert export_folder(small_model("mistral"), tmp_path / "out", **how).verified.ok
+        return
+    with pytest.raises(FlattenError, match="differs from the eager"):
+        export_folder(small_model("mistral"), tmp_path / "out", **how)
+    assert planted
+    assert not (tmp_path / "out").exists()

@@ -178,9 +178,6 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path):
     assert full.startswith("yobx-flatten: the disk is full")
 
 
-# -- how much is proven ------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_without_proof_is_called_unproven_by_everything(tmp_path):
     folder = tmp_path / "out"
     model = small_model("llama")
@@ -204,7 +201,6 @@ def test_a_sampled_folder_holds_the_sample_as_cases(tmp_path):
 
 
 def test_a_folder_of_an_earlier_version_was_proven_in_full(tmp_path):
-    """It does not state it."""
     shutil.copytree(exported("llama")[1], tmp_path / "old")
     path = tmp_path / "old" / "yobx_flatten.json"
     manifest = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""onnxruntime-genai transcribes with a Whisper whose files are split for it, and this package runs the same files."""
+"""onnxruntime-genai opens folders of models that hear or see, and writes the tokens of the model."""
 
 import json
 
@@ -9,6 +9,7 @@ import transformers
 
 from yobx_flatten import InvalidArgumentError, export_folder, open_generator, open_model, verify_folder
 from yobx_flatten.model_folder.pieces.text import encoder_input
+from yobx_flatten.model_folder.pieces.vision_language import images_for
 from yobx_flatten.model_folder.plan import check_genai
 from yobx_flatten.model_folder.source.configuration import small_model
 
@@ -19,7 +20,6 @@ LONGEST = 24
 
 
 def small_whisper(**settings):
-    """A Whisper that reads 3,000 frames, and suppresses what it would write."""
     torch.manual_seed(0)
     sizes = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_layers": 1, "decoder_layers": 2}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 4}
@@ -46,7 +46,6 @@ def whisper(tmp_path_factory):
 
 
 def of_model(model, rows, beams):
-    """The tokens of `generate`, without the parts of Whisper's own that find language and times out."""
     given = {"input_features": encoder_input(model, rows, 0), "decoder_input_ids": torch.tensor([PROMPT] * rows)}
     options = {"max_length": LONGEST, "do_sample": False, "num_beams": beams}
     return transformers.GenerationMixin.generate(model, **given, **options).tolist()
@@ -76,7 +75,6 @@ def test_the_library_writes_the_tokens_of_the_model(whisper, rows):
 
 
 def test_other_types_and_bits_are_opened(tmp_path):
-    """Weights in 8 bits, whose scores decide near ties another way; the first tokens are the model's."""
     model = small_whisper()
     export_folder(model, tmp_path / "int8", layout="genai", quantize="int8")
     wanted, found = of_model(model, 1, 1)[0], of_library(model, tmp_path / "int8", 1)[0]
@@ -137,3 +135,72 @@ def test_what_the_layout_does_not_hold_is_refused_before_an_export(tmp_path):
     with pytest.raises(InvalidArgumentError, match=r'does not run this MistralForCausalLM.*optimize="onnxruntime"'):
         export_folder(small_model("mistral"), tmp_path / "out", layout="genai", proof="none")
     assert not (tmp_path / "out").exists()
+
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    model, folder = small_model("llava"), tmp_path_factory.mktemp("genai") / "llava"
+    export_folder(model, folder, layout="genai", proof="sample")
+    return model, folder
+
+
+def _prompt(model, pictures):
+    token = model.config.image_token_id
+    count = model.get_image_features(images_for(model, 1)).pooler_output[0].shape[0]
+    ids = torch.tensor([[7, 8, *[token] * count * pictures, 9, 10]])
+    return {"input_ids": ids, **({"pixel_values": images_for(model, 1)} if pictures else {})}
+
+
+@pytest.mark.parametrize("pictures", [1, 0])
+@torch.no_grad()
+def test_the_library_writes_the_tokens_of_the_model_about_pictures(llava, pictures):
+    genai = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    model, folder = llava
+    given = _prompt(model, pictures)
+    ids = given["input_ids"]
+    wanted = model.generate(**given, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    params = genai.GeneratorParams(opened := genai.Model(str(folder)))
+    params.set_search_options(max_length=ids.shape[1] + NEW, do_sample=False)
+    generator = genai.Generator(opened, params)
+    if pictures:  # the library copies neither: both have to live as long
+        pixels, count = given["pixel_values"].numpy(), numpy.array([ids.shape[1] - 4])
+        generator.set_model_input("pixel_values", pixels)
+        generator.set_model_input("num_image_tokens", count)
+    generator.append_tokens(ids.to(torch.int32).numpy())
+    while not generator.is_done():
+        generator.generate_next_token()
+    found = generator.get_sequence(0).tolist()
+    assert found == wanted[0].tolist()[: len(found)]
+    assert len(found) > ids.shape[1] + 8
+
+
+@torch.no_grad()
+def test_this_package_runs_the_same_files_of_pictures(llava):
+    model, folder = llava
+    report = verify_folder(folder)
+    assert report.ok
+    assert {check.file for check in report.checks} == {
+        *("vision_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx", "embedding.onnx", "generate")
+    }
+    given = _prompt(model, 1)
+    mask = torch.ones_like(given["input_ids"])
+    wanted = model.generate(**given, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+    assert open_generator(folder).generate(**given, max_new_tokens=NEW).tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gemma3", "onnxruntime-genai passes no token types"),
+        ("qwen2_vl", "3D positions"),
+        ("llava_next", "cut into tiles"),
+        ("idefics3", "cut into tiles"),
+    ],
+)
+def test_pictures_that_the_library_cannot_show_are_refused(name, why):
+    """Before anything is exported: what it would write is not what the model writes."""
+    with pytest.raises(InvalidArgumentError, match=f"does not run the files of a .*{why}"):
+        check_genai(small_model(name), "image-text-to-text")

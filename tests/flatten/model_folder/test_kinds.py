@@ -1,14 +1,31 @@
-"""Folders of models that read sound or images, and of those that have no folder: a reason in one line."""
+"""What a folder becomes: by the class and task of its model, its positions, its types of tokens, and half precision."""
 
+import json
+
+import onnxruntime
 import pytest
 import torch
 import transformers
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from tests.flatten.model_folder.words import restate, word_tokenizer
+from tests.models import SIZES
 from tests.transformers_versions import is_older_than, needs_transformers
-from yobx_flatten import DecodeSizes, GenerationError, InvalidArgumentError, decode_inputs
+from yobx_flatten import (
+    DecodeSizes,
+    GenerationError,
+    InvalidArgumentError,
+    decode_inputs,
+    export_folder,
+    open_generator,
+    open_model,
+)
+from yobx_flatten.errors import ModelSourceError
 from yobx_flatten.huggingface.cases import why_not_resizable
-from yobx_flatten.model_folder.pieces.tasks import pieces_for
+from yobx_flatten.model_folder.pieces.tasks import has_types, pieces_for
+from yobx_flatten.model_folder.pieces.text import positions_of
 from yobx_flatten.model_folder.source.configuration import class_for, small_config, small_model
+from yobx_flatten.private_names.of_torch import pytree
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +38,6 @@ pytestmark = pytest.mark.slow
     ],
 )
 def test_a_model_that_no_folder_is_known_for_is_refused_with_the_reason(name, words):
-    """Not by an error of its inside. Seamless's sound is of the first kind, and takes long to build."""
     with pytest.raises(GenerationError, match=words):
         pieces_for(small_model(name), "auto")
 
@@ -62,3 +78,271 @@ def test_a_small_encoder_of_images_has_a_number_of_heads_for_each_stage(name):
         assert model(pixel_values=torch.zeros(1, 3, size, size))[0].isfinite().all()
     largest = 4_000_000 if is_older_than("5.24.0") else 1_000_000  # before, Segformer's entries have no common name
     assert sum(parameter.numel() for parameter in model.parameters()) < largest
+
+
+SMALL = {**SIZES, "vocab_size": 99, "initializer_range": 0.2}
+IDS = torch.tensor([[5, 9, 11, 42, 7], [8, 3, 17, 60, 98]])
+MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+
+
+def stored(tmp_path, kind, config):
+    torch.manual_seed(0)
+    getattr(transformers, kind)(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "base", "more", "asked"),
+    [
+        ("BertForMaskedLM", "BertConfig", "BertModel", {}, {"task": "feature-extraction"}),
+        ("RobertaForTokenClassification", "RobertaConfig", "RobertaModel", {}, {"task": "feature-extraction"}),
+        ("BertForPreTraining", "BertConfig", "BertModel", {}, {}),
+        ("ElectraForPreTraining", "ElectraConfig", "ElectraModel", {"embedding_size": 32}, {}),
+        ("AlbertForPreTraining", "AlbertConfig", "AlbertModel", {"embedding_size": 16}, {}),
+    ],
+)
+def test_embeddings_of_a_checkpoint_with_a_head_are_those_of_automodel(tmp_path, kind, config, base, more, asked):
+    """By the task, or of a checkpoint of pretraining; scores of the head were exported under the name of features."""
+    folder = stored(tmp_path, kind, getattr(transformers, config)(**SMALL | more, pad_token_id=1))
+    with torch.no_grad():
+        wanted = transformers.AutoModel.from_pretrained(folder).eval()(IDS, attention_mask=MASK).last_hidden_state
+    done = export_folder(folder, tmp_path / "out", **asked, proof="sample")
+    assert done.task == "feature-extraction"
+    assert f"{base} was exported for feature-extraction; the model is stored as a {kind}." in str(
+        done.reports["model.onnx"]
+    )
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [base]
+    found = open_model(tmp_path / "out")(IDS, attention_mask=MASK)
+    assert "logits" not in found
+    torch.testing.assert_close(found.last_hidden_state[MASK.bool()], wanted[MASK.bool()], atol=1e-4, rtol=1e-4)
+
+
+def test_a_base_with_tied_scores_writes_text_where_the_task_asks_for_it(tmp_path):
+    """GPT2Model holds all weights of its language model; the folder was refused."""
+    folder = stored(tmp_path, "GPT2Model", transformers.GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=4))
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    export_folder(folder, tmp_path / "out", task="text-generation", to="program", proof="sample")
+    found = open_generator(tmp_path / "out", trust=True).generate(IDS, max_new_tokens=4)
+    assert torch.equal(torch.as_tensor(found), wanted.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "line"),
+    [
+        ("BertForMaskedLM", "text-classification", "lacks .* of BertForSequenceClassification, which would be random"),
+        ("BertModel", "token-classification", "lacks .* of BertForTokenClassification, which would be random"),
+        ("BertForMaskedLM", "text-generation", "is for fill-mask, not for text-generation"),
+        ("BertForMaskedLM", "depth-estimation", "is for fill-mask, not for depth-estimation"),
+        ("BertModel", "image-classification", "is for feature-extraction, not for image-classification"),
+    ],
+)
+def test_a_head_that_the_checkpoint_lacks_is_refused_by_name(tmp_path, kind, task, line):
+    """Any encoder was exported under the name of any task."""
+    folder = stored(tmp_path, kind, transformers.BertConfig(**SMALL))
+    with pytest.raises((ModelSourceError, InvalidArgumentError), match=line):
+        export_folder(folder, tmp_path / "out", task=task)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loaded_model_of_another_class_names_the_base_which_exports(tmp_path):
+    """The class of an object is the caller's choice, so the line names what to pass."""
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)).eval()
+    stated = list(model.config.architectures or [])
+    with pytest.raises(
+        InvalidArgumentError, match=r"export_folder\(model\.base_model, \.\.\., task='feature-extraction'"
+    ):
+        export_folder(model, tmp_path / "out", task="feature-extraction")
+    with pytest.raises(InvalidArgumentError, match="is for feature-extraction, not for text-classification"):
+        export_folder(model.base_model, tmp_path / "out", task="text-classification")
+    export_folder(model.base_model, tmp_path / "out", task="feature-extraction", to="program", proof="sample")
+    with pytest.raises(
+        GenerationError, match=r"out is for feature-extraction: it does not generate\. Call it:\n +open_m"
+    ):
+        open_generator(tmp_path / "out", trust=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertModel"]
+    assert list(model.config.architectures or []) == stated
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [("ElectraForPreTraining", "ElectraConfig"), ("BertForNextSentencePrediction", "BertConfig")]
+)
+def test_a_loaded_model_with_a_head_of_no_task_is_refused_for_embeddings(tmp_path, kind, config):
+    """Its class is not one of the task's names, and its scores were exported as features."""
+    model = getattr(transformers, kind)(getattr(transformers, config)(**SMALL)).eval()
+    with pytest.raises(InvalidArgumentError, match=rf"A {kind} returns the scores of its head.*\n.*model\.base_model"):
+        export_folder(model, tmp_path / "out", task="feature-extraction")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [("ElectraForPreTraining", "ElectraConfig"), ("BertForNextSentencePrediction", "BertConfig")]
+)
+def test_a_loaded_model_keeps_its_head_and_the_report_names_it(tmp_path, kind, config):
+    model = getattr(transformers, kind)(getattr(transformers, config)(**SMALL)).eval()
+    done = export_folder(model, tmp_path / "out", to="program", proof="none")
+    assert f"{kind} was exported, with its head. For embeddings, export model.base_model." in str(
+        done.reports["model.pt2"]
+    )
+    base = export_folder(model.base_model, tmp_path / "base", to="program", proof="none")
+    assert "with its head" not in str(base.reports["model.pt2"])
+
+
+@pytest.mark.parametrize(
+    ("name", "has_table"),
+    [
+        ("gpt2", True),
+        ("opt", True),
+        ("bart", True),
+        ("whisper", True),
+        ("llama", False),
+        ("t5", False),
+        ("bloom", False),
+    ],
+)
+def test_whether_positions_end_is_found_by_calling_the_model(name, has_table):
+    """A table has a last row; rotations, distances and slopes go on."""
+    model = small_model(name)
+    config = model.config.get_text_config(decoder=True)
+    stated = getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
+    assert positions_of(model, is_large=False) == (stated if has_table else None)
+
+
+def test_a_large_model_without_positions_among_its_inputs_is_not_asked():
+    """The call would be as long as the table."""
+    assert positions_of(small_model("bart"), is_large=True) is None
+    assert positions_of(small_model("gpt2"), is_large=True) is not None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
+    tokens = {"eos_token_id": None, "bos_token_id": 1, "pad_token_id": 0}
+    config = GPT2Config(**sizes, **tokens, initializer_range=0.5)
+    model, path = GPT2LMHeadModel(config).eval(), tmp_path_factory.mktemp("positions") / "out"
+    export_folder(model, path, proof="sample")
+    return model, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [0, 3])
+def test_texts_go_to_the_last_position(folder, padding):
+    model, path = folder
+    generator = open_generator(path)
+    prompt = torch.randint(3, 96, (2, 20 + padding), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(prompt)
+    mask[:, :padding] = 0
+    wanted = model.generate(prompt, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    assert torch.equal(generator.generate(prompt, mask, max_new_tokens=5), wanted)
+    with pytest.raises(IndexError):
+        model.generate(prompt, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    with pytest.raises(InvalidArgumentError, match="The text has 25 tokens, but the model has 24 positions"):
+        generator.generate(prompt, mask, max_new_tokens=6)
+    with pytest.raises(InvalidArgumentError, match=r"\A.*Pass a prompt of 24 or less.*\Z"):
+        generator.generate(torch.ones(1, 30, dtype=torch.int64), max_new_tokens=2)
+    steps = generator.stream(prompt, mask, max_new_tokens=9)
+    assert [next(steps).tolist() for _ in range(5)] == wanted[:, -5:].T.tolist()
+
+
+def _model(name, kind="ForSequenceClassification", **entries):
+    config = small_config(name)
+    for key, value in {"initializer_range": 0.2, "num_labels": 2, "pad_token_id": 0, **entries}.items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    head = {"ForSequenceClassification": "AutoModelForSequenceClassification", "Model": "AutoModel"}
+    auto = getattr(transformers, head.get(kind, f"AutoModel{kind}"))
+    return auto.from_config(config).eval()
+
+
+PAIRS = ["word1 word2 word3", "word4"], ["word5 word6 word7 word8 word9", "word6 word7"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("bert", "ForSequenceClassification"),
+        ("electra", "ForSequenceClassification"),
+        ("deberta-v2", "ForSequenceClassification"),
+        ("albert", "ForQuestionAnswering"),
+        ("bert", "ForTokenClassification"),
+    ],
+)
+def test_what_a_tokenizer_returns_for_pairs_is_fed_as_it_is(name, kind, tmp_path):
+    entries = {"type_vocab_size": 2} if name == "deberta-v2" else {}
+    model = _model(name, kind, **entries)
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    export_folder(tmp_path / "model", tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    fed = tokenizer(*PAIRS, padding=True, return_tensors="np")
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, dict(fed))[0])
+    given = {name: torch.from_numpy(value) for name, value in fed.items()}
+    assert given["token_type_ids"].max() == 1
+    with torch.no_grad():
+        expected = model(**given).to_tuple()[0]
+        without = model(**{**given, "token_type_ids": None}).to_tuple()[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (without - expected).abs().max() > 0.01
+
+
+@pytest.mark.slow
+def test_a_model_without_types_takes_none_and_its_tokenizer_returns_none(tmp_path):
+    """DeBERTa's tokenizer returns types also for models that ignore them; that of the folder does not."""
+    model = _model("deberta-v2", type_vocab_size=0)
+    model.save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    restate(tmp_path / "model/tokenizer_config.json", model_input_names=names)
+    export_folder(tmp_path / "model", tmp_path / "out")
+    fed = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")(*PAIRS, padding=True, return_tensors="np")
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"])
+    found = torch.from_numpy(session.run(None, dict(fed))[0])
+    types = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")(*PAIRS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(**types).logits, atol=1e-4, rtol=1e-4)
+    assert "token_type_ids" in types
+    stated = json.loads((tmp_path / "out/tokenizer_config.json").read_text("utf-8"))
+    assert stated["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "expected"),
+    [
+        ("bert", {}, True),
+        ("bert", {"type_vocab_size": 1}, False),
+        ("roberta", {"type_vocab_size": 1}, False),
+        ("roberta", {"type_vocab_size": 2}, False),  # its tokenizer gives both texts the type 0
+        ("roberta", {"type_vocab_size": 2, "tokenizer_class": "BertTokenizer"}, True),
+        ("deberta", {"type_vocab_size": 0}, False),
+        ("deberta", {"type_vocab_size": 2}, True),
+        ("distilbert", {}, False),
+        ("fnet", {}, True),
+        ("tapas", {}, True),
+        ("gpt2", {}, False),  # its types are words, and its tokenizer returns none
+    ],
+)
+def test_whether_a_model_has_types_is_found_by_calling_it(name, entries, expected):
+    """A configuration may state types that no layer reads, or have another word for them."""
+    model = _model(name, **entries)
+    assert has_types(model, torch.arange(12).reshape(2, 6) + 3) is expected
+
+
+KINDS = ["whisper", "moonshine", "vit", "clip", "wav2vec2", "trocr", "llava", "qwen2_vl", "t5"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_inputs_have_the_type_of_the_weights(name):
+    """In every file of a folder: a model in float16 stops at numbers of float32."""
+    _, pieces = pieces_for(small_model(name).half(), "auto")
+    leaves = [leaf for piece in pieces for leaf in pytree.tree_leaves(dict(piece.kwargs))]
+    floats = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    assert {leaf.dtype for leaf in floats} <= {torch.float16}
+
+
+def test_a_whisper_in_float16_becomes_a_folder(tmp_path):
+    """It stopped at `Input type (float) and bias type (c10::Half)`."""
+    done = export_folder(small_model("whisper").half(), tmp_path / "out", proof="sample")
+    assert done.verified.ok

@@ -40,7 +40,6 @@ def folder(tmp_path_factory):
 
 
 def said(model, read, seed=3, **asked):
-    """What is said after a seed, in which the model draws dropout."""
     torch.manual_seed(seed)
     return model.generate_speech(read, **asked)
 
@@ -94,7 +93,6 @@ def test_a_vocoder_is_a_model_or_its_folder(folder, tmp_path):
 
 
 def test_a_voice_is_changed_as_by_the_model(tmp_path):
-    """Speech to speech: the mask of samples becomes one of features."""
     model = speaker(transformers.SpeechT5ForSpeechToSpeech)
     assert export_folder(model, tmp_path / "out", to="program").task == "audio-to-audio"
     sound, mask = numbers(2, 3100), torch.ones(2, 3100, dtype=torch.int64)

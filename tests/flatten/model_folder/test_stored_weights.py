@@ -1,12 +1,20 @@
-"""A folder whose weights are not those of its class is refused with their names, wherever a model is loaded from it."""
+"""A checkpoint of anybody: weights of another class, its tokenizer, code of its own, and paths that lead elsewhere."""
 
+import builtins
 import dataclasses
 import json
+import os
+import pathlib
 
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
     BertForPreTraining,
@@ -17,11 +25,16 @@ from transformers import (
 )
 
 from roundpipe_runtime.fine_tune import FineTuneError, model_source
-from tests.flatten.model_folder.words import restate
-from yobx_flatten import export_folder
-from yobx_flatten.errors import InvalidArgumentError, ModelSourceError
-from yobx_flatten.model_folder.source.find import find_model
+from tests.flatten.model_folder.words import restate, word_tokenizer
+from tests.models import SIZES as MODEL_SIZES
+from tests.runtime import tiny_training as tiny
+from yobx_flatten import export_folder, load_nested, open_generator, save_nested
+from yobx_flatten.__main__ import main
+from yobx_flatten.errors import DamagedFileError, FlattenError, InvalidArgumentError, ModelSourceError
+from yobx_flatten.model_folder.source.find import find_model, open_tokenizer, origin_of
 from yobx_flatten.model_folder.source.open import open_model
+from yobx_flatten.model_folder.write import write_companions
+from yobx_flatten.recipe import static_codec
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 MATRIX = "model.layers.1.mlp.up_proj.weight"
@@ -97,7 +110,6 @@ def test_a_bert_as_it_was_published_is_exported_with_the_line_of_its_error(tmp_p
 
 
 def test_a_head_that_only_the_configuration_states_is_refused(tmp_path):
-    """A base model whose configuration names a class with a head."""
     BertModel(BertConfig(**SIZES)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text("utf-8"))
     stated = {**config, "architectures": ["BertForSequenceClassification"]}
@@ -144,7 +156,6 @@ def test_random_weights_on_purpose_are_named_in_the_report(weights, llama):
 
 
 def test_leaving_weights_out_does_not_allow_random_ones(llama):
-    """Two choices, of which the second includes the first."""
     _rewrite(llama, lambda weights: weights.update({"more": torch.ones(3)}))
     done = export_folder(llama, llama.parent / "out", proof="none", unmatched_weights="unused")
     assert any("more" in remark for remark in done.reports["model.onnx"].remarks)
@@ -171,3 +182,354 @@ def test_a_loaded_model_takes_no_such_option(llama, tmp_path):
 def test_an_unknown_choice_names_the_choices(llama):
     with pytest.raises(InvalidArgumentError, match="'refuse', 'unused', 'random', found 'yes'"):
         export_folder(llama, llama.parent / "out", unmatched_weights="yes")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "checkpoint"
+    word_tokenizer().save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _note(done):
+    return next((note for note in done.reports["model.onnx"].remarks if "tokenizer" in note), None)
+
+
+def _loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_a_loaded_model_has_the_tokenizer_of_its_checkpoint(is_adapted, checkpoint, tmp_path):
+    model = _loaded(checkpoint)
+    if is_adapted:
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, lora).merge_and_unload().eval()
+    done = export_folder(model, tmp_path / "out", proof="none")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("word0 word1")["input_ids"] == [2, 5, 6, 3]
+    assert _note(done) is None
+
+
+def _as_it_is(folder):
+    return _loaded(folder), None
+
+
+def _from_nowhere(folder):
+    model = _loaded(folder)
+    model.config.name_or_path = model.name_or_path = ""
+    return model, "does not state the folder that it is from"
+
+
+def _moved(folder):
+    model = _loaded(folder)
+    folder.rename(folder.parent / "elsewhere")
+    return model, "which is not a folder on this machine"
+
+
+def _of_another_kind(folder):
+    model = _loaded(folder)
+    restate(folder / "config.json", model_type="mistral")
+    return model, "is for 'mistral' models, but this model is of type 'llama'"
+
+
+def _with_more_words(folder):
+    model = _loaded(folder)
+    model.resize_token_embeddings(310)
+    return model, "has a vocabulary of 300 tokens, but this model has 310"
+
+
+OTHER_MODELS = [_as_it_is, _from_nowhere, _moved, _of_another_kind, _with_more_words]
+
+
+@pytest.mark.parametrize("change", OTHER_MODELS)
+def test_a_folder_that_is_not_of_the_model_is_none(change, checkpoint):
+    model, reason = change(checkpoint)
+    folder, found = origin_of(model)
+    assert (folder == checkpoint) is (reason is None)
+    assert (reason or "") in found
+
+
+@pytest.mark.slow
+def test_no_tokenizer_is_invented(checkpoint, tmp_path):
+    model, reason = _from_nowhere(checkpoint)
+    done = export_folder(model, tmp_path / "out", proof="none")
+    assert reason in _note(done)
+    assert not (tmp_path / "out/tokenizer_config.json").exists()
+    done = export_folder(model, tmp_path / "out", proof="none", source=checkpoint, overwrite=True)
+    assert _note(done) is None
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("word0 word1")["input_ids"] == [2, 5, 6, 3]
+
+
+@pytest.mark.slow
+def test_a_model_given_by_type_reads_bytes(tmp_path):
+    assert main(["export", "llama", "-o", str(tmp_path / "out"), "--proof", "none"]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("a", add_special_tokens=False)["input_ids"] == [ord("a") + 3]
+
+
+SOURCE = """
+import pathlib
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+pathlib.Path({mark!r}).touch()
+
+
+class MyConfig(LlamaConfig):
+    model_type = "mymodel"
+
+
+class Negated(torch.nn.Linear):
+    def forward(self, hidden):
+        return -super().forward(hidden)
+
+
+class MyForCausalLM(LlamaForCausalLM):
+    config_class = MyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head = Negated(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _fail_on_a_question(monkeypatch, tmp_path):
+    """transformers asks on the terminal whether code is to run, and somebody's input may begin with a y."""
+
+    def ask(text=""):
+        raise SystemExit(f"the user was asked: {text}")
+
+    monkeypatch.setattr(builtins, "input", ask)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=96, initializer_range=0.5, eos_token_id=None, **MODEL_SIZES)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "own")
+    (tmp_path / "own/modeling_my.py").write_text(SOURCE.format(mark=str(tmp_path / "ran")), "utf-8")
+    named = {"AutoConfig": "modeling_my.MyConfig", "AutoModelForCausalLM": "modeling_my.MyForCausalLM"}
+    restate(tmp_path / "own/config.json", auto_map=named, model_type="mymodel", architectures=["MyForCausalLM"])
+    return tmp_path / "own"
+
+
+@pytest.mark.parametrize("model_type", ["mymodel", "llama"])
+def test_code_of_a_folder_does_not_run(model_type, folder, tmp_path, capsys):
+    restate(folder / "config.json", model_type=model_type)
+    with pytest.raises(ModelSourceError, match=r"modeling_my\.MyConfig.*trust_remote_code=True") as refused:
+        export_folder(folder, tmp_path / "out")
+    assert "\n" not in str(refused.value)
+    with pytest.raises(FineTuneError, match=r"needs its own code.*which is not run"):
+        model_source(folder)
+    assert main(["export", str(folder), "-o", str(tmp_path / "out")]) == 2
+    assert "--trust-remote-code" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_whose_class_transformers_has_needs_no_code(folder, tmp_path):
+    """As those of models that came to transformers after they were published."""
+    restate(folder / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
+    assert type(find_model(str(folder)).load()) is LlamaForCausalLM
+    assert not (tmp_path / "ran").exists()
+    trusted = find_model(str(folder), trust_remote_code=True).load()  # as in transformers, its code is used then
+    assert type(trusted).__name__ == "MyForCausalLM"
+
+
+def test_code_of_a_tokenizer_alone_does_not_concern_the_model(folder):
+    restate(folder / "config.json", model_type="llama", auto_map={"AutoTokenizer": ["own.Words", None]})
+    assert type(find_model(str(folder)).load()) is LlamaForCausalLM
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_trusted_generates_as_its_own_code(folder, tmp_path):
+    assert main(["export", str(folder), "-o", str(tmp_path / "out"), "--trust-remote-code"]) == 0
+    assert (tmp_path / "ran").exists()
+    model = find_model(str(folder), trust_remote_code=True).load()
+    assert type(model).__name__ == "MyForCausalLM"
+    prompt = torch.tensor([[5, 6, 7]])
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+    wanted = model.generate(prompt, **options)
+    assert torch.equal(open_generator(tmp_path / "out").generate(prompt, max_new_tokens=8), wanted)
+    assert not torch.equal(LlamaForCausalLM.from_pretrained(folder).generate(prompt, **options), wanted)
+    assert "auto_map" not in json.loads((tmp_path / "out/config.json").read_text("utf-8"))
+    with pytest.raises(ValueError, match="mymodel"):
+        AutoConfig.from_pretrained(tmp_path / "out")
+
+
+@pytest.fixture
+def strange_folder(tmp_path):
+    return tiny.weights_folder(tmp_path / "model")
+
+
+CONFIGURATIONS = {
+    "code of a repository": {"auto_map": {"AutoConfig": "owner/name--own.Config"}, "model_type": "own"},
+    "an architecture that is a number": {"architectures": [5]},
+    "architectures that are no list": {"architectures": {"a": 1}},
+    "a kernel of the hub": {"attn_implementation": "owner/kernel"},
+    "a kernel under its private name": {"_attn_implementation": "owner/kernel"},
+    "a kernel for a part": {"attn_implementation": {"text_config": "owner/kernel"}},
+    "a name for each of many labels": {"num_labels": 10**9},
+    "a kind for each of many layers": {"num_hidden_layers": 10**9},
+}
+
+
+@pytest.mark.parametrize("case", CONFIGURATIONS)
+def test_a_configuration_is_refused(strange_folder, case):
+    restate(strange_folder / "config.json", **CONFIGURATIONS[case])
+    with pytest.raises(ModelSourceError):
+        find_model(str(strange_folder))
+
+
+@pytest.mark.parametrize(
+    "case", ["a name for each of many labels", "a kind for each of many layers", "a kernel of the hub"]
+)
+def test_the_configuration_of_a_stored_value_is_refused(case):
+    """As that of a folder: it is made by the same function of transformers."""
+    config = tiny.config()
+    dumped = static_codec.dump_static(config)
+    name, text = dumped["!config"]
+    assert static_codec.load_static(dumped).to_dict() == config.to_dict()
+    with pytest.raises(FlattenError, match="states"):
+        static_codec.load_static({"!config": [name, json.dumps({**json.loads(text), **CONFIGURATIONS[case]})]})
+
+
+def test_more_labels_than_imagenet_has_are_read(strange_folder):
+    restate(strange_folder / "config.json", num_labels=21_843)
+    assert find_model(str(strange_folder)).config.num_labels == 21_843
+
+
+WEIGHTS = {
+    "an index of files elsewhere": lambda folder: restate(
+        folder / "model.safetensors.index.json", weight_map={"a": "../../../etc/passwd"}
+    ),
+    "an index of files that are not there": lambda folder: restate(
+        folder / "model.safetensors.index.json", weight_map={"a": "model-00001-of-00001.safetensors"}
+    ),
+    "an index of pickles elsewhere": lambda folder: restate(
+        folder / "pytorch_model.bin.index.json", metadata={}, weight_map={"a": "/dev/zero"}
+    ),
+    "an index of something else": lambda folder: restate(folder / "model.safetensors.index.json", weight_map=[1]),
+    "a pipe": lambda folder: os.mkfifo(folder / "model.safetensors"),
+    "a device": lambda folder: os.symlink("/dev/zero", folder / "model.safetensors"),
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes and devices")
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_that_are_no_files_of_the_folder_are_refused(strange_folder, case):
+    (strange_folder / "model.safetensors").unlink()
+    WEIGHTS[case](strange_folder)
+    with pytest.raises(ModelSourceError):
+        find_model(str(strange_folder))
+
+
+DOUBLED = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "none"}
+TOKENIZERS = {
+    "code next to it": {
+        "tokenizer_config.json": {"auto_map": {"AutoTokenizer": ["own.T", None]}, "tokenizer_class": "T"}
+    },
+    "a list": {"tokenizer_config.json": []},
+    "too deep": {"tokenizer_config.json": "[" * 100_000},
+    "a panic of the library": {
+        "tokenizer.json": {
+            "version": "1.0",
+            "added_tokens": [],
+            "model": WORDS,
+            "normalizer": {"type": "Precompiled", "precompiled_charsmap": "////"},
+        }
+    },
+    "a text that doubles 40 times": {"tokenizer.json": {"normalizer": {"normalizers": [DOUBLED] * 40}}},
+    "a text that doubles 40 times, in parts": {
+        "tokenizer.json": {"normalizer": {"normalizers": [{"type": "Sequence", "normalizers": [DOUBLED] * 8}] * 5}}
+    },
+    "tokens that double 40 times": {"tokenizer.json": {"decoder": {"decoders": [DOUBLED] * 40}}},
+    "a pipe": None,
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes")
+@pytest.mark.parametrize("case", TOKENIZERS)
+def test_a_tokenizer_is_refused(tmp_path, case):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for name, content in (TOKENIZERS[case] or {}).items():
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    if TOKENIZERS[case] is None:
+        os.mkfifo(tmp_path / "tokenizer_config.json")
+    with pytest.raises(DamagedFileError):
+        open_tokenizer(tmp_path, failure=DamagedFileError)
+
+
+@pytest.mark.parametrize(
+    "stated", [{"model_max_length": "x"}, {"model_max_length": [1]}, {"chat_template": 5}, {"padding_side": 5}], ids=str
+)
+def test_a_tokenizer_whose_configuration_has_other_types_is_refused(tmp_path, stated):
+    """It was opened, and ended in a TypeError when a text was read."""
+    transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+    open_tokenizer(tmp_path, failure=DamagedFileError)
+    restate(tmp_path / "tokenizer_config.json", **stated)
+    with pytest.raises(DamagedFileError, match=rf"Expected .* - at `\$\.{next(iter(stated))}`"):
+        open_tokenizer(tmp_path, failure=DamagedFileError)
+
+
+def test_a_link_to_another_file_is_not_copied_next_to_the_export(strange_folder, tmp_path):
+    """What is exported may be published; the caches of hubs consist of links, which stay readable."""
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "out").mkdir()
+    model = find_model(str(strange_folder)).load()
+    (strange_folder / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(ModelSourceError, match=r"notes\.txt is a link"):
+        write_companions(tmp_path / "out", model, strange_folder)
+    assert not (tmp_path / "out" / "notes.txt").exists()
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "1"
+    for made in (blobs, snapshot):
+        made.mkdir(parents=True)
+    (blobs / "0123").write_text("theirs")
+    (snapshot / "notes.txt").symlink_to("../../blobs/0123")
+    write_companions(tmp_path / "out", model, snapshot)
+    assert (tmp_path / "out" / "notes.txt").read_text() == "theirs"
+
+
+def test_the_values_of_a_good_configuration_come_back(tmp_path):
+    config = tiny.config()
+    config._attn_implementation = "sdpa"
+    save_nested(tmp_path / "values.onnx", {"config": config, "x": torch.zeros(1)})
+    assert load_nested(tmp_path / "values.onnx")["config"].to_dict() == config.to_dict()
+
+
+# what transformers reads of a folder, or an export copies
+READ = [
+    "config.json", "generation_config.json", "preprocessor_config.json", "tokenizer.json", "chat_template.jinja",
+    "additional_chat_templates/short.jinja",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links and pipes")
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("kind", ["a private file", "no file", "itself", "a pipe", "a folder of links"])
+def test_what_is_no_file_of_the_folder_is_not_read(strange_folder, tmp_path, name, kind):
+    """Unknown entries of the file behind a link, such as a key, would reach what is exported."""
+    private, path = tmp_path / "outside" / pathlib.Path(name).name, strange_folder / name
+    private.parent.mkdir()
+    private.write_text(json.dumps({**json.loads((strange_folder / "config.json").read_text()), "api_key": "mine"}))
+    path.unlink(missing_ok=True)
+    if kind == "a folder of links" and path.parent != strange_folder:
+        path.parent.symlink_to(private.parent)
+    else:
+        path.parent.mkdir(exist_ok=True)
+        aims = {"no file": "gone", "itself": path.name}
+        os.mkfifo(path) if kind == "a pipe" else path.symlink_to(aims.get(kind, private))
+    with pytest.raises(ModelSourceError, match=r"is a link|not a regular file|contains no config\.json"):
+        find_model(str(strange_folder))
+    if name != "config.json":
+        with pytest.raises(DamagedFileError, match=r"is a link|not a regular file"):
+            open_tokenizer(strange_folder, failure=DamagedFileError)

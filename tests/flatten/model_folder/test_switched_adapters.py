@@ -95,9 +95,6 @@ def _generate(model, count=16):
     return model.generate(input_ids=IDS, attention_mask=mask, max_new_tokens=count, do_sample=False)
 
 
-# -- the same numbers as PEFT ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_those_of_peft(name, root, folder):
@@ -110,7 +107,6 @@ def test_tokens_are_those_of_peft(name, root, folder):
 @pytest.mark.slow
 @torch.no_grad()
 def test_without_an_adapter_the_scores_have_the_bits_of_a_file_without_adapters(root, folder, tmp_path):
-    """Each layer adds zeros."""
     optimize = "onnxruntime" if "onnxruntime" in folder.name else None
     export_folder(root / "base", tmp_path / "plain", optimize=optimize, proof="sample")
     cases_ = [load_case(path) for path in (folder / "cases").glob("model-*.case")]
@@ -197,9 +193,6 @@ def test_half_precision_is_allowed_what_it_costs(root, tmp_path):
     assert done.verified.ok
 
 
-# -- models of transformers --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_model_of_transformers_switches_as_peft_does(root, folder):
     model = open_model(folder)
@@ -230,7 +223,6 @@ def test_what_files_cannot_do_with_adapters_is_refused(folder):
 
 @pytest.mark.slow
 def test_onnxruntime_genai_switches_the_adapters_of_the_folder(root, folder):
-    """With its own form of them, next to ours."""
     genai = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
     model = genai.Model(str(folder))
     adapters = genai.Adapters(model)
@@ -246,9 +238,6 @@ def test_onnxruntime_genai_switches_the_adapters_of_the_folder(root, folder):
         while not generator.is_done():
             generator.generate_next_token()
         assert generator.get_sequence(0).tolist() == _generate(_adapted(root, name))[0].tolist()
-
-
-# -- later -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -329,11 +318,7 @@ def test_layers_without_room_are_named(root, tmp_path):
         add_adapter(tmp_path / "plain", "two", root / "two")
 
 
-# -- refused -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_wrong_product_is_not_published(root, tmp_path, monkeypatch):
-    """The proof of each adapter is next to PEFT, whose scale is not known to the file."""
     right = adapter._matrices
 
     def wrong(*args):

@@ -167,7 +167,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_traced(model, tmp_path,
 
 
 def test_bounds_of_one_row_are_a_folder_for_one_row(model, tmp_path):
-    """As with `batch=1`: the message names it, and both doors take it."""
     done = export_folder(model, tmp_path / "folder", to="program", bounds={"batch": 1, "length": 64})
     assert done.verified.ok
     generator = open_generator(tmp_path / "folder", trust=True)

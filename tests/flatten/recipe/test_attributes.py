@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
+from tests.modules import module_class
 from yobx_flatten import register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import InvalidRegistrationError, RoundTripError, StaticDataError, UnsetFieldError
 from yobx_flatten.recipe.attributes import checked, functions_from_fields
@@ -139,16 +140,13 @@ def test_flatten_names_the_attribute_that_is_no_static_data(value, found):
 )
 def test_a_program_takes_generated_functions_apart():
 
-    class Half(torch.nn.Module):
-        def forward(self, frozen):
-            return Frozen(frozen.a / 2, frozen.b)
-
+    half = module_class("Half", lambda self, frozen: Frozen(frozen.a / 2, frozen.b))()
     flatten, flatten_with_keys, unflatten = functions_from_fields(Frozen, ["a", "b"])
     register_class_flattening(Frozen, flatten, unflatten, flatten_with_keys)
     try:
         example = Frozen(torch.ones(2), torch.zeros(3))
         for strict in (False, True):
-            program = torch.export.export(Half(), (example,), strict=strict)
+            program = torch.export.export(half, (example,), strict=strict)
             assert torch.equal(program.module()(example).a, torch.full((2,), 0.5))
     finally:
         unregister_class_flattening(Frozen)
@@ -179,7 +177,6 @@ def test_a_misspelt_attribute_is_named_and_the_line_of_the_message_registers_the
 
 
 def test_a_name_without_a_slot_is_refused():
-    """An instance has no room for it, so each would be refused later."""
     with pytest.raises(InvalidRegistrationError, match="Slotted has no slot 'c'"):
         functions_from_fields(Slotted, ["a"], ["b", "c"])
 

@@ -125,7 +125,6 @@ def test_a_mapping_that_is_no_dict_is_built_from_names():
 
 
 def test_a_dataclass_comes_apart_by_its_fields():
-    """Children are the fields, `None` included, so that the structure does not depend on the data."""
     flatten, flatten_with_keys, unflatten = functions_of(Point)
     assert flatten(Point(1)) == ([1, None], ["x", "y"])
     assert flatten_with_keys(Point(1, 2)) == ([(pytree.GetAttrKey("x"), 1), (pytree.GetAttrKey("y"), 2)], ["x", "y"])
@@ -209,13 +208,11 @@ def test_a_class_without_fields_is_refused(cls):
 
 @pytest.mark.parametrize("cls", [int, str, torch.Tensor, torch.nn.Parameter], ids=lambda cls: cls.__name__)
 def test_a_class_of_leaves_needs_no_registration(cls):
-    """Lines to type were printed for them, which break every tree."""
     with pytest.raises(InvalidRegistrationError, match=rf"{cls.__name__} is always a leaf and cannot be registered\."):
         functions_of(cls)
 
 
 def test_a_model_output_comes_apart_by_the_fields_that_are_set():
-    """A `ModelOutput` lists only what is not `None`, and comes back as what it was."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
     flatten, flatten_with_keys, unflatten = functions_of(outputs.BaseModelOutput)
     hidden, states = torch.zeros(1), (torch.ones(1),)

@@ -1,4 +1,4 @@
-"""A mapping comes back with all that it holds, or is refused with the line that takes it."""
+"""A mapping comes back with all that it holds, whatever it derives from, or is refused with the line that takes it."""
 
 import collections
 import dataclasses
@@ -7,14 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from yobx_flatten import (
     InvalidRegistrationError,
     RoundTripError,
     check_recipe,
     functions_from_fields,
+    load_nested,
+    pytree_dataclass,
     register,
     register_class_flattening,
+    save_nested,
     unregister_class_flattening,
 )
 from yobx_flatten.recipe.fields import functions_of
@@ -28,8 +33,6 @@ class Declared(dict):
 
 @dataclasses.dataclass
 class Mirrored(dict):
-    """Makes items of its fields, as a `ModelOutput` does."""
-
     x: Any
     y: Any = 5
 
@@ -163,7 +166,6 @@ def test_attributes_beside_the_items_are_refused_with_the_line_that_takes_them(r
 
 
 def test_an_attribute_that_is_an_item_is_none_beside_them(registered):
-    """A class whose instances are their own attributes comes back as one."""
     obj = registered(Attributes)(b=torch.ones(1))
     assert (rebuilt(obj).b is obj["b"], rebuilt(obj)["b"] is obj["b"]) == (True, True)
 
@@ -249,3 +251,61 @@ def test_a_class_whose_base_holds_more_is_refused(cls):
         functions_of(cls)
     with pytest.raises(InvalidRegistrationError, match="stores its content outside of attributes"):
         functions_from_fields(cls, ["x"])
+
+
+BASES = [object, dict, collections.OrderedDict, list, tuple]
+
+
+def rebuild(cls, base, fields, items):
+    obj = base.__new__(cls, items) if base is tuple else base.__new__(cls)
+    for number, item in enumerate(items):
+        if issubclass(base, dict):
+            base.__setitem__(obj, (number, "k"), item)
+        elif base is list:
+            base.append(obj, item)
+    for name, value in fields.items():
+        object.__setattr__(obj, name, value)
+    return obj
+
+
+def content(obj, base, names):
+    items = list(base.items(obj)) if issubclass(base, dict) else list(base.__iter__(obj)) if base is not object else []
+    plain = [*[getattr(obj, name) for name in names], *items]
+    return [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(plain)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    base=st.sampled_from(BASES),
+    frozen=st.booleans(),
+    slots=st.booleans(),
+    statics=st.lists(st.booleans(), max_size=4),
+    count=st.integers(0, 3),
+    by=st.sampled_from([register, pytree_dataclass]),
+)
+def test_fields_and_items_come_back(tmp_path_factory, base, frozen, slots, statics, count, by):
+    slots = slots and base is not tuple  # Python has no slots beside the items of a tuple
+    fields = {f"f{i}": f"s{i}" if static else torch.full((i + 1,), float(i)) for i, static in enumerate(statics)}
+    declared = [
+        (name, Any, dataclasses.field(default=None, metadata={"static": isinstance(value, str)}))
+        for name, value in fields.items()
+    ]
+    bases = () if base is object else (base,)
+    cls = dataclasses.make_dataclass("Made", declared, bases=bases, frozen=frozen, slots=slots, eq=False)
+    items = [torch.zeros(i + 1) for i in range(count if bases else 0)]
+    obj = rebuild(cls, base, fields, items)
+    by(cls, backends="torch")
+    try:
+        check_recipe(cls, obj)
+        leaves, spec = pytree.tree_flatten(obj)
+        expected = [*[value for value in fields.values() if not isinstance(value, str)], *items]
+        assert [id(leaf) for leaf in leaves] == [id(leaf) for leaf in expected]
+        path = tmp_path_factory.mktemp("made") / "x.onnx"
+        save_nested(path, obj)
+        for rebuilt in (pytree.tree_unflatten(leaves, spec), load_nested(path)):
+            assert type(rebuilt) is cls
+            assert content(rebuilt, base, fields) == content(obj, base, fields)
+        keys = [pytree.keystr(key) for key, _ in pytree.tree_flatten_with_path(obj)[0]]
+        assert len(set(keys)) == len(leaves)
+    finally:
+        unregister_class_flattening(cls)

@@ -61,8 +61,6 @@ MISSING = Sentinel()
 
 
 class OwnConfig:
-    """Has the methods of a configuration, and is in no library that a file may name."""
-
     def to_dict(self):
         return {}
 
@@ -165,13 +163,11 @@ def test_static_data_comes_back_from_json(value):
     ),  # in every process
 )
 def test_the_stored_form_is_fixed(value, stored):
-    """Programs saved by this version are read by the next one: what is written does not change."""
     assert dump_static(value) == stored
     assert load_static(stored) == value
 
 
 def test_a_combination_of_flags_comes_back():
-    """Flags joined with `|` have no single name, and none of them is lost; zero is a flag, too."""
     assert through_json(Permission(0)) is Permission(0)
     assert through_json(Permission.READ | Permission.WRITE) is Permission.READ | Permission.WRITE
     assert through_json(re.IGNORECASE | re.MULTILINE) is re.IGNORECASE | re.MULTILINE
@@ -249,7 +245,6 @@ def test_arrays_are_told_from_numbers(value, answer):
 
 
 def test_an_array_of_jax_is_one_also_under_a_trace():
-    """So is the tracer that stands for it."""
     jax = pytest.importorskip("jax", reason="the arrays are JAX's")
     seen = []
     jax.jit(lambda x: seen.append(is_array(x)))(1.0)
@@ -276,7 +271,6 @@ def test_static_data_is_read_in_a_fresh_process():
 
 
 def test_what_nobody_can_find_by_its_name_is_refused():
-    """A local class or enum could be stored by name, and never be loaded: it is refused at once."""
 
     class Local:
         pass
@@ -313,7 +307,6 @@ UNHASHABLE = [["a", 1], {"a": [1, 2], "b": {"c": None}}, ([1], "x"), {1, 2}, [sl
 
 @pytest.mark.parametrize("static", [None, "relu", 3, (1, "a"), frozenset({1})])
 def test_what_hashes_stays_as_it_is(static):
-    """The very object: JAX shows it in its messages."""
     assert hashable(static) is static
     assert original(static) is static
 

@@ -1,6 +1,7 @@
-"""An attribute that nothing declares is never dropped: flatten refuses the instance that holds it, by its name."""
+"""`check_round_trip` passes what comes back as it went; an attribute that nothing declares is refused by name."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 from typing import Any, Generic, TypeVar
@@ -12,7 +13,10 @@ import torch.utils._pytree as pytree
 from yobx_flatten import register, register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import RoundTripError
 from yobx_flatten.recipe.attributes import functions_from_fields
+from yobx_flatten.recipe.contract import Recipe
 from yobx_flatten.recipe.fields import functions_of
+from yobx_flatten.recipe.roundtrip import check_round_trip
+from yobx_flatten.registry.claims import REGISTRY
 
 T = TypeVar("T")
 ONES = torch.ones(2)
@@ -158,7 +162,6 @@ KEPT = {
 
 @pytest.mark.parametrize("kept", KEPT)
 def test_what_reads_the_same_afterwards_is_flattened(kept):
-    """Nothing is lost, so nothing is refused."""
     make, names = KEPT[kept]
     obj = make()
     flatten, _, unflatten = functions_of(type(obj)) if names is None else functions_from_fields(type(obj), names)
@@ -193,3 +196,141 @@ def test_f_check_compares_values_and_not_only_names(name):
     with pytest.raises(RoundTripError, match=f"attribute '{name}' is not restored"):
         register_class_flattening(Defaulted, lambda obj: ([obj.x], None), rebuild, keyed, f_check=lambda: sample)
     assert Defaulted not in pytree.SUPPORTED_NODES
+
+
+class Bag:
+    def __init__(self, children: list[Any], static: Any = None) -> None:
+        self.children, self.static = children, static
+
+
+def flatten(bag):
+    return bag.children, bag.static
+
+
+def unflatten(children, static):
+    return Bag(list(children), static)
+
+
+def recipe_for(flatten=flatten, unflatten=unflatten, flatten_with_keys=None):
+    return Recipe.from_functions(Bag, flatten, unflatten, flatten_with_keys)
+
+
+@contextlib.contextmanager
+def in_force(recipe):
+    claim = REGISTRY.claim(recipe)
+    try:
+        yield recipe
+    finally:
+        REGISTRY.release(claim)
+
+
+def problem_of(recipe, bag):
+    with in_force(recipe):
+        try:
+            check_round_trip(recipe, bag)
+        except RoundTripError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "children",
+    [[], [torch.zeros(2)], [1, None, "a"], [[torch.zeros(2)], {"a": torch.ones(1)}], [float("inf")]],
+    ids=["none", "a tensor", "no tensors", "containers", "a number"],
+)
+@pytest.mark.parametrize("static", [None, "a", (1, [2, {3: (4,)}]), torch.float16, {"a"}], ids=repr)
+def test_what_comes_back_passes(children, static):
+    assert problem_of(recipe_for(), Bag(children, static)) == ""
+
+
+def test_the_sample_is_not_changed():
+    children = [torch.zeros(2), torch.ones(2)]
+    bag = Bag(children, "s")
+    problem_of(recipe_for(unflatten=lambda c, s: Bag([c.pop(0), c.pop(0)], s)), bag)
+    assert bag.children is children
+    assert len(children) == 2
+
+
+def test_an_instance_of_a_subclass_is_no_sample():
+    child = type("Child", (Bag,), {})([])
+    assert problem_of(recipe_for(), child) == "f_check of Bag returned a Child; return an instance of Bag."
+
+
+def test_a_lost_child_is_found():
+    recipe = recipe_for(unflatten=lambda children, static: Bag(list(children)[:1], static))
+    assert "Bag: the rebuilt object has different children than the original (1 instead of 2" in problem_of(
+        recipe, Bag([torch.zeros(1), torch.zeros(1)])
+    )
+
+
+def test_a_copy_of_a_tensor_inside_a_container_is_found():
+    recipe = recipe_for(unflatten=lambda children, static: Bag([[child[0] + 0] for child in children], static))
+    assert "Bag: the rebuilt object has different children" in problem_of(recipe, Bag([[torch.zeros(1)]]))
+
+
+def test_a_tensor_made_by_flatten_is_found():
+    recipe = recipe_for(flatten=lambda bag: ([child * 1 for child in bag.children], None))
+    assert "f_flatten and f_flatten_with_keys disagree" in problem_of(recipe, Bag([torch.zeros(2)]))
+
+
+def test_a_static_part_that_is_never_equal_is_found():
+    """A spec that does not equal itself would refuse its own inputs."""
+
+    @dataclasses.dataclass
+    class Never:
+        def __eq__(self, other):
+            raise ArithmeticError
+
+    recipe = recipe_for(flatten=lambda bag: (bag.children, Never()))
+    assert "disagree" in problem_of(recipe, Bag([]))
+
+
+def test_nan_in_the_static_part_is_found():
+    """NaN is not equal to itself, so a program would refuse its own inputs."""
+    assert problem_of(recipe_for(), Bag([], float("nan"))).startswith("Bag: ")
+
+
+def test_leaves_that_differ_in_the_cpp_pytree_are_found():
+    pytest.importorskip("torch.utils._cxx_pytree", reason="optree is not installed", exc_type=ImportError)
+    recipe = recipe_for()
+    cpp_only = recipe_for(flatten=lambda bag: ([], None))
+    with in_force(recipe):
+        backend = REGISTRY._libraries["torch"][1]
+        found = backend.read(Bag)
+        backend.write(cpp_only)
+        try:
+            with pytest.raises(RoundTripError, match="Bag: torch's C\\+\\+ pytree and its Python pytree see different"):
+                check_round_trip(recipe, Bag([torch.zeros(2)]))
+        finally:
+            backend.restore(cpp_only, found)
+
+
+def test_a_key_that_torch_export_does_not_know_is_found():
+    """`torch.export` stops at "Unknown KeyEntry" otherwise, far from the function that gave it."""
+    recipe = recipe_for(flatten_with_keys=lambda bag: ([("first", child) for child in bag.children], bag.static))
+    problem = problem_of(recipe, Bag([torch.zeros(1)]))
+    assert problem.startswith("Bag: f_flatten_with_keys returns the key 'first', which torch.export does not know")
+    assert "(GetAttrKey('first'), obj.first)" in problem
+
+
+class Watched(Bag):
+    @functools.cached_property
+    def total(self):
+        return self.children[0].sum()
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(2), None]], ids=["a tensor", "in a list"])
+def test_a_tensor_that_is_no_child_is_named(value):
+    """Flatten cannot know of it, and it would be missing without a word."""
+    bag = Bag([torch.zeros(2)])
+    bag.scale = value
+    assert "attribute 'scale' is not restored" in problem_of(recipe_for(), bag)
+    bag.scale = None
+    assert problem_of(recipe_for(), bag) == ""
+
+
+def test_a_tensor_that_is_computed_anew_may_go():
+    recipe = Recipe.from_functions(Watched, flatten, lambda children, static: Watched(list(children), static), None)
+    watched = Watched([torch.ones(2)])
+    assert watched.total == 2
+    assert problem_of(recipe, watched) == ""

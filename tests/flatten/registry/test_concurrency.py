@@ -1,13 +1,11 @@
-"""Eight threads register, flatten and unregister at once: nobody waits for ever, and nobody's registration is lost.
-
-`YOBX_STRESS_SECONDS=30` runs it for that long.
-"""
+"""Threads, forks and signal handlers: nobody waits for ever, and nobody's registration is lost."""
 
 import faulthandler
 import importlib.util
 import itertools
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -15,11 +13,18 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch.export._trace
+import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
+from torch.export import ExportedProgram
 
-from yobx_flatten import register_class_flattening, unregister_class_flattening
+from tests.ctrl_c import interrupt_at_line, press
+from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
+from yobx_flatten.core.interrupts import DeferredSignals
 from yobx_flatten.recipe.contract import Recipe
 from yobx_flatten.registry.claims import REGISTRY
+from yobx_flatten.registry.patches import LOCK
+from yobx_flatten.trace.trace_settings import OPEN
 
 SECONDS = float(os.environ.get("YOBX_STRESS_SECONDS", "3"))
 THREADS = 8
@@ -81,7 +86,6 @@ class Worker:
         self.done["own"] += 1
 
     def shared_class(self):
-        """Hold a claim on a class that all threads claim: it is a node as long as one of them holds it."""
         recipe = self.random.choice(self.shared)
         claim = REGISTRY.claim(recipe)
         assert claim is not None
@@ -200,3 +204,107 @@ def test_libraries_of_one_class_go_in_any_order(order):
         held = set(order) - set(order[: order.index(index) + 1])
         assert leaves["torch"](obj) == ([1, 2] if held & {0, 1} else [obj])
         assert leaves["optree"](obj) == ([1, 2] if 2 in held else [obj])
+
+
+handles_ctrl_c = pytest.mark.usefixtures("python_handles_ctrl_c")
+STEP = 41  # by hand, every line was tried
+
+
+# Lines together.
+
+
+@handles_ctrl_c
+def test_handlers_are_called_at_the_end():
+    done = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: done.append("alarm"))
+
+    def block():
+        with DeferredSignals():
+            with DeferredSignals():
+                press()
+                signal.raise_signal(signal.SIGALRM)
+            done.append("last line")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            block()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert done == ["last line", "alarm"]
+
+
+@handles_ctrl_c
+def test_other_threads_leave_handlers_alone():
+    """Python calls handlers in the main thread only."""
+    found = []
+
+    def work():
+        with DeferredSignals():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
+
+
+@handles_ctrl_c
+@pytest.mark.parametrize("first", range(12))
+def test_handlers_are_back_whatever_line_was_interrupted(first):
+
+    def block():
+        with DeferredSignals():
+            pass
+
+    for number in itertools.count(first, 12):
+        try:
+            pressed = interrupt_at_line(number, block, files=("core/interrupts.py",))
+        except KeyboardInterrupt:
+            pressed = True
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if not pressed:
+            break
+
+
+# The block.
+
+
+def state():
+    return (
+        list(pytree.SUPPORTED_NODES.items()),
+        list(pytree.SUPPORTED_SERIALIZED_TYPES.items()),
+        list(pytree._cxx_pytree_pending_imports),
+        list(fx_pytree.SUPPORTED_NODES.items()),
+        dict(REGISTRY._slots),
+        list(OPEN),
+        list(sys.meta_path),
+        vars(ExportedProgram)["__init__"],
+        vars(torch.export._trace)["_export"],
+        LOCK._is_owned(),
+    )
+
+
+def enter_and_leave():
+    with register_flattening_functions(patch_transformers=True):
+        pass
+
+
+@handles_ctrl_c
+@pytest.mark.parametrize(
+    "files", [("scopes.py", "core/interrupts.py"), ("",)], ids=["the block's own lines", "all lines"]
+)
+def test_an_interruption_before_any_line_leaves_everything_as_found(files):
+    """Before every line of the block's own; of those that it calls, before one in many."""
+    enter_and_leave()
+    before, interrupted = state(), 0
+    step = STEP if files == ("",) else 1
+    for number in itertools.count(0, step):
+        try:
+            pressed = interrupt_at_line(number, enter_and_leave, files=files)
+        except KeyboardInterrupt:
+            pressed = True
+            interrupted += 1
+        assert state() == before, f"line {number}"
+        if not pressed:
+            break
+    assert interrupted > 30

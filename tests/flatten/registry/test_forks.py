@@ -26,7 +26,6 @@ PATIENCE = 30
 
 
 def status_of_child(work):
-    """Fork, do the work in the child and return what it exits with: 0, 1 after an error, 2 when it hangs."""
     child = os.fork()
     if child == 0:
         try:

@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 
 from tests import fresh_process
 from tests.flatten.nodes import Dense, DenseParams, FieldState, FixedShape, Keyed, LinearParams, MyState, TrainState
+from tests.modules import module_class
 from yobx_flatten import pytree_dataclass, register_class_flattening, static_field, unregister_class_flattening
 from yobx_flatten.errors import AlreadyRegisteredError, StaticDataError
 from yobx_flatten.registry.claims import REGISTRY
@@ -35,15 +36,11 @@ def test_a_class_is_mapped_and_compiled(obj):
 
 
 @pytest.mark.parametrize("cls", [DenseParams, Dense])
-def test_grad_works_through_the_class(cls):
+def test_grad_and_vmap_go_through_the_class(cls):
     layer = cls(jnp.ones((3, 4)), jnp.zeros(4), activation="relu")
     grads = jax.grad(lambda l: jnp.sum(l.weights))(layer)  # noqa: E741 # as in the lesson
     assert grads.weights.tolist() == [[1.0] * 4] * 3
     assert grads.activation == "relu"
-
-
-@pytest.mark.parametrize("cls", [DenseParams, Dense])
-def test_vmap_maps_the_class(cls):
     layer = cls(jnp.ones((5, 3)), jnp.zeros(5), activation="gelu")
     mapped = jax.vmap(lambda row: cls(row.weights + 1, row.bias, row.activation))(layer)
     assert mapped.weights.tolist() == [[2.0] * 3] * 5
@@ -78,7 +75,6 @@ def test_paths_have_keys_of_jax():
 
 
 def make_class():
-    """A class that no test has shown to JAX yet."""
 
     class Pair:
         def __init__(self, a: Any, b: Any, static: Any = None) -> None:
@@ -223,13 +219,10 @@ def test_a_dataclass_may_be_a_program_of_both():
     def apply(layer, x):
         return (x @ layer.weights) * layer.scale
 
-    class Module(torch.nn.Module):
-        def forward(self, layer, x):
-            return apply(layer, x)
-
+    module = module_class("Module", lambda self, layer, x: apply(layer, x))()
     weights, x = [[1.0, 2.0], [3.0, 4.0]], [[1.0, 1.0]]
     args = Layer(torch.tensor(weights)), torch.tensor(x)
-    exported = torch.export.export(Module(), args).module()(*args)
+    exported = torch.export.export(module, args).module()(*args)
     compiled = jax.jit(apply)(Layer(jnp.array(weights)), jnp.array(x))
     unregister_class_flattening(Layer)
     assert exported.tolist() == compiled.tolist() == [[8.0, 12.0]]

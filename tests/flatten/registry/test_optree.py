@@ -98,5 +98,4 @@ assert leaves(dense) == [dense]
 
 
 def test_a_registration_made_before_the_import_reaches_optree():
-    """And one that was taken back before does not; nothing waits any longer then."""
     fresh_process.run("-c", LATE)

@@ -202,8 +202,6 @@ def test_two_hooks_for_one_module_both_act(tmp_path, monkeypatch):
 
 
 class Finder:
-    """Finds one module that has no file, and does something whenever it is asked for any."""
-
     def __init__(self, name, action=lambda: None):
         self.name, self.action = name, action
 

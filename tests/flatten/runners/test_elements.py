@@ -1,16 +1,34 @@
-"""How the elements of a tensor are stored."""
+"""Weights as they lie in memory: elements of each type, huge pages, and files that are mapped."""
+
+import ctypes
+import mmap
+import pathlib
 
 import numpy
+import numpy as np
 import onnx
+import onnxruntime
+import psutil
 import pytest
 import torch
+from onnx import TensorProto, helper
 
 from tests.flatten.storage.storage_values import TORCH_TYPES, random_tensor
+from tests.modules import module_class
 from yobx_flatten import (
     create_input_tensors_from_onnx_model,
     create_onnx_model_from_input_tensors,
+    export_onnx,
     load_nested,
     save_nested,
+)
+from yobx_flatten.runners import onnx_runner, onnx_session
+from yobx_flatten.runners.onnx_session import (
+    in_huge_pages,
+    mapped_options,
+    open_session,
+    session_options,
+    without_spinning,
 )
 from yobx_flatten.runners.ports import ELEMENTS
 
@@ -126,3 +144,122 @@ def test_both_engines_find_data_in_the_second_file(tmp_path):
         found = run(tmp_path / "x.onnx", engine)
         assert found["0"].tolist() == tensor.tolist()
         assert found["1"].tolist() == tensor.bfloat16().tolist()
+
+
+SETTING = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
+SIZE = 64 * 2**20
+
+
+def _huge_bytes(address):
+    inside = False
+    for line in pathlib.Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        first, *others = line.split()
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(part, 16) for part in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "AnonHugePages:":
+            return int(others[0]) * 1024
+    return 0
+
+
+@pytest.mark.skipif(
+    not SETTING.exists() or "[never]" in SETTING.read_text(encoding="utf-8"), reason="Linux gives no huge pages here"
+)
+def test_memory_of_the_block_is_in_huge_pages_with_its_contents():
+    with in_huge_pages():
+        memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.write(bytes(range(256)) * (SIZE // 256))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert _huge_bytes(address) >= SIZE // 2
+    assert memory[:] == bytes(range(256)) * (SIZE // 256)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "others", "expected"),
+    [
+        ([(0, 10)], [], [(0, 10)]),
+        ([(0, 10)], [(0, 4)], [(4, 10)]),
+        ([(0, 10)], [(6, 12)], [(0, 6)]),
+        ([(0, 10), (20, 30)], [(22, 24), (2, 3)], [(0, 2), (3, 10), (20, 22), (24, 30)]),
+        ([(0, 10)], [(0, 10)], []),
+    ],
+)
+def test_what_was_there_before_is_left_out(ranges, others, expected):
+    """Linux joins new memory to its neighbours, which may be of others."""
+    assert [*onnx_session._without(ranges, others)] == expected
+
+
+_Loop = module_class("_Loop", lambda self, tokens, past: (tokens + 1, torch.cat([past, tokens], 2)))
+
+
+def test_only_a_long_loop_asks_for_huge_pages(tmp_path, monkeypatch):
+    """Opening a file is as fast as without; the memory of one session is asked for once."""
+    asked = []
+    monkeypatch.setattr(onnx_session, "_advise", lambda start, end: asked.append((start, end)))
+    free = ({2: torch.export.Dim.DYNAMIC}, {2: torch.export.Dim.DYNAMIC})
+    x = torch.zeros(1, 2, 3, 4)
+    export_onnx(_Loop(), (x, x), path=tmp_path / "m.onnx", dynamic_shapes=free, cases=[])
+    session = onnx_session.open_session(tmp_path / "m.onnx", caller="test")
+    onnx_session._MEMORY[session] = [(0, 2**30)]
+    runner = onnx_runner.OnnxRunner(session, "m.onnx")
+    for step in range(2 * onnx_runner._LONG):
+        outputs, _ = runner.step({"tokens": x, "past": x}, {})
+        assert bool((outputs[runner.outputs[0]] == 1).all())
+        assert asked == ([] if step + 1 < onnx_runner._LONG else [(0, 2**30)])
+
+
+def test_without_a_list_of_memory_nothing_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_session, "_MAPS", tmp_path / "maps")
+    monkeypatch.setattr(onnx_session, "_advise", lambda *_: pytest.fail("asked"))
+    with in_huge_pages():
+        pass
+
+
+MATRIX_SIZE, COUNT = 64, 3
+
+
+@pytest.fixture
+def half(tmp_path):
+    weights = np.random.default_rng(0).normal(scale=0.1, size=(COUNT, MATRIX_SIZE, MATRIX_SIZE)).astype(np.float16)
+    weights.tofile(tmp_path / "m.onnx.data")
+    stored = []
+    for index in range(COUNT):
+        entry = TensorProto(name=f"w{index}", data_type=TensorProto.FLOAT16, dims=[MATRIX_SIZE, MATRIX_SIZE])
+        entry.data_location = TensorProto.EXTERNAL
+        size = MATRIX_SIZE * MATRIX_SIZE * 2
+        for key, value in (("location", "m.onnx.data"), ("offset", index * size), ("length", size)):
+            entry.external_data.add(key=key, value=str(value))
+        stored.append(entry)
+    nodes = [helper.make_node("MatMul", [f"x{index}", f"w{index}"], [f"x{index + 1}"]) for index in range(COUNT)]
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["rows", MATRIX_SIZE]) for name in ("x0", f"x{COUNT}")
+    ]
+    graph = helper.make_graph(nodes, "products", ends[:1], ends[1:], stored)
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
+    return path, weights
+
+
+@pytest.mark.parametrize("free", [10**12, 3 * 2 * MATRIX_SIZE * MATRIX_SIZE * 2 - 1])
+def test_weights_of_half_precision_give_the_same_result_where_memory_is_short(half, monkeypatch, free):
+    """Converted at every call, or all of them when the file is loaded: the products of numpy either way."""
+    path, weights = half
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": free}))
+    options = mapped_options(path)
+    one_by_one = options.execution_order == onnxruntime.ExecutionOrder.PRIORITY_BASED
+    assert one_by_one == (free < 10**12)
+    x = np.random.default_rng(1).normal(size=(2, MATRIX_SIZE)).astype(np.float16)
+    (found,) = open_session(path, caller="a test", options=options).run(None, {"x0": x})
+    expected = x.astype(np.float64)
+    for weight in weights:
+        expected = (expected @ weight.astype(np.float64)).astype(np.float16).astype(np.float64)
+    assert np.abs(found - expected).max() < 5e-3
+
+
+def test_threads_of_a_check_sleep_while_they_wait():
+    """Those of a session that a user opens do not: it answers faster so."""
+    key = "session.intra_op.allow_spinning"
+    with without_spinning():
+        assert session_options().get_session_config_entry(key) == "0"
+    with pytest.raises(RuntimeError, match=key):
+        session_options().get_session_config_entry(key)

@@ -85,7 +85,6 @@ def test_a_damaged_signature_is_refused(tmp_path, text):
 
 
 def test_a_truncated_package_is_refused(tmp_path):
-    """As a program that torch cannot load: without its table of contents nothing states what it is."""
     path = package(tmp_path / "m.pt2", **{KEY: IDS.to_json()})
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(GenerationError, match="cannot load"):
@@ -93,7 +92,6 @@ def test_a_truncated_package_is_refused(tmp_path):
 
 
 def test_a_package_with_changed_bytes_is_refused(tmp_path):
-    """Its table of contents is whole, what it points to is not."""
     path = package(tmp_path / "m.pt2", **{KEY: IDS.to_json()})
     path.write_bytes(path.read_bytes().replace(b"no library", b"a library "))
     with pytest.raises(DamagedFileError, match=r"m.pt2 is damaged: m/.*wrapper.so. Copy the file again"):

@@ -1,6 +1,8 @@
-"""Dynamic shapes that were written for another registration of caches serve inside the block."""
+"""Inputs of another form: shapes for another registration, None in the example, nested values in ``**kwargs``."""
 
 import copy
+import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,18 @@ from transformers import EncoderDecoderCache
 from tests.cache_words import WORD, cache_of
 from tests.flatten.huggingface.tracing.one_graph import small_model
 from tests.models import make_model, start
-from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
+from tests.modules import module_class
+from yobx_flatten import (
+    DecodeSizes,
+    InvalidArgumentError,
+    SpecMismatchError,
+    decode_inputs,
+    dynamic_shapes,
+    export_program,
+    register,
+    register_flattening_functions,
+    unregister_class_flattening,
+)
 from yobx_flatten.trace.adapted_shapes import adapted_shapes
 
 pytestmark = pytest.mark.slow
@@ -20,7 +33,6 @@ KEYS = {0: AUTO, 2: AUTO}
 
 
 def attribute_order(obj):
-    """An entry for each tensor, in the order in which a walk over attributes meets it, as other exporters write it."""
     if isinstance(obj, torch.Tensor):
         return [dict.fromkeys(range(obj.dim()), AUTO)]
     if isinstance(obj, type):
@@ -182,3 +194,124 @@ def test_a_cache_with_states_of_a_convolution_serves_other_calls():
             given = decode_inputs(model, sizes)
             expected = model(**copy.deepcopy(given)).logits
             torch.testing.assert_close(program(**given).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+X = torch.ones(2, 3)
+
+
+Adds = module_class("Adds", lambda self, x, more=None: x if more is None else x + more)
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    more: Any = None
+
+
+AddsField = module_class("AddsField", lambda self, batch: batch.x if batch.more is None else batch.x + batch.more)
+
+
+def test_a_mask_in_the_place_of_none_is_refused():
+    """The program has no mask: it would compute as if nothing were padded."""
+    model = make_model("llama")
+    exported = export_program(model, (), {**decode_inputs(model, DecodeSizes()), "attention_mask": None}, cases=[])
+    padded = decode_inputs(model, DecodeSizes(padding=3))
+    with pytest.raises(
+        SpecMismatchError, match=r"kwargs\['attention_mask'\] was None when .* ignore a tensor of shape"
+    ):
+        exported(**padded)
+    with torch.no_grad():
+        found = exported(**{**decode_inputs(model, DecodeSizes(padding=3)), "attention_mask": None}).logits
+        inputs = {**decode_inputs(model, DecodeSizes(padding=3)), "attention_mask": None}
+        torch.testing.assert_close(found, model(**inputs).logits)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "called", "place"),
+    [
+        ((X, None), {}, ((X, X), {}), r"args\[1\]"),
+        ((X,), {"more": None}, ((X,), {"more": X}), r"kwargs\['more'\]"),
+        ((X,), {"more": None}, ((X,), {"more": 3}), r"kwargs\['more'\] .* the int 3"),
+    ],
+)
+def test_a_program_that_is_called_directly_refuses_it(args, kwargs, called, place):
+    with register_flattening_functions():
+        program = torch.export.export(Adds(), args, kwargs)
+    for module in (program.module(), program.run_decompositions().module()):
+        assert torch.equal(module(*args, **kwargs), X)
+        with pytest.raises(SpecMismatchError, match=place):
+            module(*called[0], **called[1])
+
+
+def test_a_field_of_a_registered_class_counts_like_an_argument(tmp_path):
+    register(Batch)
+    try:
+        exported = export_program(AddsField(), (Batch(X),), cases=[])
+        exported.save(tmp_path / "batch.pt2")
+        with register_flattening_functions():
+            loaded = torch.export.load(tmp_path / "batch.pt2").module()
+        for call in (exported, exported.program.module(), loaded):
+            assert torch.equal(call(Batch(X)), X)
+            with pytest.raises(SpecMismatchError, match=r"args\[0\]\.more was None"):
+                call(Batch(X, X))
+    finally:
+        unregister_class_flattening(Batch)
+
+
+def test_a_program_with_none_is_exported_again():
+    """The hook does not stand in the way of a trace, strict or not.
+
+    In torch 2.11, dynamo takes no module that has hooks where an input is ``None``, whatever the hooks do.
+    """
+    with register_flattening_functions():
+        program = torch.export.export(Adds(), (X,), {"more": None})
+        for strict in (False, True) if torch.__version__ >= (2, 13) else (False,):
+            again = torch.export.export(program.module(), (X,), {"more": None}, strict=strict)
+            assert torch.equal(again.module()(X, more=None), X)
+
+
+ROWS = {0: Dim.AUTO}
+SHAPES = {"x": ROWS, "extra": {"a": ROWS}}
+
+
+Takes = module_class("Takes", lambda self, x, **kwargs: x + kwargs["extra"]["a"])
+
+
+def inputs(rows):
+    return (torch.ones(rows, 3),), {"extra": {"a": torch.ones(rows, 3)}}
+
+
+@pytest.fixture
+def has_defect():
+    args, kwargs = inputs(4)
+    try:
+        program = torch.export.export(Takes(), args, kwargs, dynamic_shapes=SHAPES)
+    except Exception:  # versions before 2.14 refuse the shapes
+        return False
+    try:
+        program.module()(*args, **kwargs)
+    except NameError:
+        return True
+    return False
+
+
+def test_it_is_refused_with_its_name_where_torch_has_the_defect(has_defect):
+    args, kwargs = inputs(4)
+    with register_flattening_functions():
+        if has_defect:
+            refused = r"Takes\.forward takes extra in its \*\*kwargs(.|\n)*, extra,"
+            with pytest.raises(InvalidArgumentError, match=refused):
+                torch.export.export(Takes(), args, kwargs, dynamic_shapes=SHAPES)
+        else:
+            with pytest.raises((AssertionError, torch._dynamo.exc.UserError)):  # torch's own, before 2.14
+                torch.export.export(Takes(), args, kwargs, dynamic_shapes=SHAPES)
+        # sizes that are fixed have no such guards
+        program = torch.export.export(Takes(), args, kwargs)
+        assert torch.equal(program.module()(*args, **kwargs), torch.full((4, 3), 2.0))
+
+
+def test_export_program_takes_them():
+    args, kwargs = inputs(4)
+    exported = export_program(Takes(), args, kwargs)
+    more, others = inputs(6)
+    assert torch.equal(exported.program.module()(*more, **others), torch.full((6, 3), 2.0))

@@ -43,7 +43,6 @@ def traced(module: torch.nn.Module, args, kwargs, shapes) -> list[str]:
 
 @pytest.fixture
 def by_steps(monkeypatch):
-    """Call it to have torch's own steps from then on."""
 
     def switch() -> None:
         monkeypatch.setattr(trace_settings, "_is_usual", lambda *given: False)

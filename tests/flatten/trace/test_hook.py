@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.flatten.pair import Pair
+from tests.modules import module_class
 from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
 from yobx_flatten.errors import NotRegisteredError, SpecMismatchError
 from yobx_flatten.huggingface.builders import make_dynamic_cache
@@ -31,14 +32,8 @@ class OneStep(torch.nn.Module):
         return total, cache
 
 
-class Add(torch.nn.Module):
-    def forward(self, x, y):
-        return x.sum() + y.sum()
-
-
-class AddPair(torch.nn.Module):
-    def forward(self, pair):
-        return pair.a + pair.b
+Add = module_class("Add", lambda self, x, y: x.sum() + y.sum())
+AddPair = module_class("AddPair", lambda self, pair: pair.a + pair.b)
 
 
 def tokens(batch=2, count=1, seed=0):
@@ -157,8 +152,6 @@ def test_inputs_of_another_structure_are_refused(program, cache, named):
 
 
 class Watching(OneStep):
-    """Notes what is in force while it runs, where the trace does not reset it."""
-
     def __init__(self, watch):
         super().__init__()
         seen = []
@@ -320,9 +313,7 @@ def assert_same_steps(program, length):
     assert live.layers[1].cumulative_length == eager.layers[1].cumulative_length
 
 
-class Weighs(torch.nn.Module):
-    def forward(self, x, more):
-        return x + 10 * more["y"][0] + 100 * more["z"]
+Weighs = module_class("Weighs", lambda self, x, more: x + 10 * more["y"][0] + 100 * more["z"])
 
 
 def _one_tensor(x):

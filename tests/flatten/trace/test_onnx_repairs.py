@@ -1,7 +1,8 @@
-"""Operators that torch's ONNX exporter translates wrongly at some values, or not at all: the file is as eager."""
+"""What stands in for operators that torch's ONNX exporter translates wrongly, slowly, or not at all."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 
 import onnxruntime
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.modules import module_class
 from yobx_flatten import export_onnx, register_flattening_functions
+from yobx_flatten.trace.onnx_operators import filled_registry, remembering_decompositions
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")]
 
@@ -105,7 +108,6 @@ def _in_file(path, given):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_file_computes_what_eager_does_at_values_unlike_the_examples(name, tmp_path):
-    """The example is harmless; the call has zeros of both signs, infinities, NaN, ties, near points."""
     module, example, unlike = CASES[name]
     export_onnx(module, example, path=tmp_path / "m.onnx", cases=())
     for found, expected in zip(_in_file(tmp_path / "m.onnx", unlike), module(*unlike), strict=True):
@@ -179,3 +181,182 @@ def test_the_encoder_itself_stays_as_it_was():
     with register_flattening_functions():
         torch.testing.assert_close(module(x, padded), expected, rtol=0, atol=0)
     assert torch.nn.TransformerEncoder.forward is before
+
+
+class _Rotary(torch.nn.Module):
+    def forward(self, x, angles):
+        turns = torch.polar(torch.ones_like(angles), angles)
+        x = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+        return torch.view_as_real(x * turns.unsqueeze(1)).flatten(-2), torch.view_as_real(turns.unsqueeze(-1))
+
+
+_ErfInv = module_class("_ErfInv", lambda self, x: torch.special.erfinv(x))
+
+
+def _converted(module, *args):
+    with register_flattening_functions():
+        return torch.onnx.export(torch.export.export(module, args), dynamo=True, verbose=False)
+
+
+def test_an_axis_goes_into_a_complex_tensor():
+    x, angles = torch.randn(2, 3, 4, 8), torch.rand(2, 4, 4)
+    found = _converted(_Rotary(), x, angles)(x, angles)
+    for ours, theirs in zip(found, _Rotary()(x, angles), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_inverse_error_function_is_exact_to_the_last_digits():
+    x = torch.cat([torch.linspace(-0.999999, 0.999999, 20001), torch.tensor([1.0, -1.0, 0.0, 2.0, 1 - 1e-7])])
+    (found,) = _converted(_ErfInv(), x)(x)
+    torch.testing.assert_close(found, torch.special.erfinv(x), rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_stable_sort_keeps_the_order_of_equals(dim, descending):
+
+    sort = module_class("Sort", lambda self, x: tuple(torch.sort(x, stable=True, dim=dim, descending=descending)))()
+    x = torch.randint(0, 3, (7, 9), generator=torch.Generator().manual_seed(0)).float()
+    for ours, theirs in zip(_converted(sort, x)(x), sort(x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("last", [1, 0])
+def test_all_true_is_one_truth_value(last):
+
+    all_true = module_class("AllTrue", lambda self, x: torch.ops.aten._is_all_true(x > 0))()
+    x = torch.tensor([[1, 2], [3, last]])
+    assert _converted(all_true, x)(x)[0].item() is bool(last)
+
+
+def test_torch_has_its_own_table_again_outside_of_the_block():
+    from torch.onnx._internal.exporter import _registration
+
+    found = vars(_registration.ONNXRegistry)["from_torchlib"]
+    with register_flattening_functions():
+        assert vars(_registration.ONNXRegistry)["from_torchlib"] is not found
+    assert vars(_registration.ONNXRegistry)["from_torchlib"] is found
+    with pytest.raises(torch.onnx.OnnxExporterError):
+        torch.onnx.export(torch.export.export(_ErfInv(), (torch.zeros(3),)), dynamo=True, verbose=False)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers.exporters") is None, reason="transformers before 5.17 brings no translation"
+)
+def test_experts_are_converted_by_the_plain_function():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2}
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
+    ids = torch.randint(4, 32, (2, 5))
+    with register_flattening_functions(patch_transformers=True), torch.no_grad():
+        program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
+        converted = torch.onnx.export(program, dynamo=True, verbose=False)
+    torch.testing.assert_close(converted(ids)[0], model(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_export_onnx_uses_both(tmp_path):
+    for name, module, args in (
+        ("rotary", _Rotary(), (torch.randn(2, 3, 4, 8), torch.rand(2, 4, 4))),
+        ("erf_inv", _ErfInv(), (torch.linspace(-0.9, 0.9, 7),)),
+    ):
+        exported = export_onnx(module, args, path=tmp_path / f"{name}.onnx", dynamic_shapes=None)
+        assert {case.runtime for case in exported.report.cases} == {"torch.export", "onnxruntime"}
+
+
+class Table:
+    read = 0
+
+    def __init__(self, opset):
+        self.opset, self.functions = opset, {"aten::relu": ["a function"]}
+
+    @classmethod
+    def from_torchlib(cls, opset=18):
+        cls.read += 1
+        return cls(opset)
+
+
+def made(cls, *args, **kwargs):
+    return filled_registry(vars(Table)["from_torchlib"], cls, args, kwargs)
+
+
+def test_a_table_is_read_once_for_each_opset_and_changes_stay_with_who_made_them():
+
+    class Counted(Table):
+        pass
+
+    first = made(Counted)
+    first.functions["aten::relu"].insert(0, "mine")
+    first.functions["aten::tanh"] = ["mine"]
+    assert made(Counted).functions == {"aten::relu": ["a function"]}
+    assert Counted.read == 1
+    assert [made(Counted, opset=23).opset, made(Counted, 23).opset, made(Counted).opset] == [23, 23, 18]
+    assert Counted.read == 3
+
+
+def test_a_table_is_read_again_when_a_library_has_defined_an_operator():
+
+    class Counted(Table):
+        pass
+
+    made(Counted)
+    library = torch.library.Library("yobx_flatten_test", "FRAGMENT")
+    try:
+        library.define("defined_later(Tensor x) -> Tensor")
+        made(Counted)
+        made(Counted)
+        assert Counted.read == 2
+    finally:
+        library._destroy()
+
+
+def described(table):
+    return [(operator, getattr(function, "keywords", function)) for operator, function in table.items()]
+
+
+def test_decompositions_are_those_of_the_exporter_and_read_once():
+    from torch.onnx._internal.exporter._decomp import create_onnx_friendly_decomposition_table as original
+
+    asked = []
+
+    def counted(operators):
+        asked.append(operators)
+        return original(operators)
+
+    create, aten = remembering_decompositions(counted), torch.ops.aten
+    few, more = {aten.gelu.default}, {aten.gelu.default, aten.silu.default}
+    expected = described(original(few))
+    table = create(few)
+    assert described(table) == expected
+    del table[aten.silu.default]
+    assert described(create(few)) == expected
+    assert aten.silu.default not in create(more)
+    assert asked == [few, more]
+
+
+def test_decompositions_are_read_again_when_there_is_another():
+    asked = []
+
+    def counted(operators):
+        asked.append(operators)
+        return {}
+
+    create = remembering_decompositions(counted)
+    library = torch.library.Library("yobx_flatten_test", "FRAGMENT")
+    try:
+        create(set())
+        library.define("decomposed_later(Tensor x) -> Tensor")
+        create(set())
+        library.impl("decomposed_later", torch.neg, "CompositeImplicitAutograd")
+        create(set())
+        create(set())
+        assert len(asked) == 3
+        operator = torch.ops.yobx_flatten_test.decomposed_later.default
+        torch._decomp.register_decomposition(operator)(lambda x: -x)
+        create(set())
+        assert len(asked) == 4
+        del torch._decomp.decomposition_table[operator]
+    finally:
+        library._destroy()

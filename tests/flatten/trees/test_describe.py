@@ -397,7 +397,6 @@ def test_layers_not_filled_yet_show_none():
 
 
 def test_a_cache_of_equal_layers_may_be_written_as_two_lists():
-    """As onnx-diagnostic writes it; layers of several classes are written one by one either way."""
     pairs = [(torch.zeros(2, 4, 3, 7), torch.zeros(2, 4, 3, 7))]
     full, static = make_dynamic_cache(pairs), make_static_cache(pairs)
     lists = "(key_cache=#1[T1s2x4x3x7], value_cache=#1[T1s2x4x3x7])"
@@ -428,7 +427,6 @@ def test_an_encoder_decoder_cache_names_its_two_caches():
 
 
 def test_layers_without_keys_show_their_states():
-    """Linear attention keeps dicts of states; a cache is known by the name of its base, wherever that is."""
 
     class Cache:
         pass

@@ -1,27 +1,39 @@
-"""`dynamic_shapes` written from the inputs, and checked before torch sees them."""
+"""The leaves as torch sees them: order, names, axes, and `dynamic_shapes` that are written from the inputs."""
 
 import dataclasses
+from collections import namedtuple
+from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch.export import Dim
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
 from tests.cache_words import WORD, cache_of
+from tests.flatten.nodes import Dense
 from tests.models import make_model, start
+from tests.modules import module_class
 from yobx_flatten import (
     DecodeSizes,
     DynamicShapesError,
     InvalidArgumentError,
     check_dynamic_shapes,
+    check_inputs,
     decode_inputs,
     dynamic_shapes,
+    export_program,
+    leaves,
+    make_dynamic_cache,
     make_dynamic_shapes_kv_cache,
+    make_encoder_decoder_cache,
     make_flattening_function_for_dataclass,
+    record_calls,
     register_class_flattening,
     register_flattening_functions,
     unregister_class_flattening,
 )
+from yobx_flatten.trees.walk import find_cycle, leaf_names, leaves_of, match, output_names, plain_names
 
 AUTO = Dim.AUTO
 # before 5.10 or so transformers hands the positions to a static layer, which does not count itself
@@ -52,7 +64,6 @@ def test_a_static_cache_varies_in_batch_only():
 
 @pytest.mark.parametrize("name", ["SummedLayer", "XLayer", "JointLayer", "LSTMLayer", "LXLayer", "S", "X16", "LS8"])
 def test_a_layer_of_ones_own_grows_whatever_its_name_begins_with(name):
-    """Letters stand for layers of transformers; a name that looks like one is no letter."""
     cache = DynamicCache()
     cache.layers = [type(name, (DynamicLayer,), {})()]
     cache.update(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3, 4), 0)
@@ -149,17 +160,14 @@ def test_a_users_own_class_is_written_as_a_list_of_its_children():
         a: torch.Tensor
         b: torch.Tensor
 
-    class Model(torch.nn.Module):
-        def forward(self, pair):
-            return pair.a + pair.b.sum()
-
+    model = module_class("Model", lambda self, pair: pair.a + pair.b.sum())()
     flatten, with_keys, unflatten = make_flattening_function_for_dataclass(Pair, set())
     register_class_flattening(Pair, flatten, unflatten, with_keys)
     try:
         pair = Pair(torch.ones(3), torch.ones(4))
         shapes = dynamic_shapes({"pair": pair})
         assert shapes == {"pair": [{0: AUTO}, {0: AUTO}]}
-        program = torch.export.export(Model(), (), {"pair": pair}, dynamic_shapes=shapes)
+        program = torch.export.export(model, (), {"pair": pair}, dynamic_shapes=shapes)
         assert program.module()(pair=Pair(torch.ones(5), torch.ones(7))).tolist() == [8.0] * 5
     finally:
         unregister_class_flattening(Pair)
@@ -194,3 +202,201 @@ def test_an_example_above_a_bound_is_refused():
 def test_what_is_no_bound_is_refused(bounds):
     with pytest.raises(InvalidArgumentError, match="expected sizes of 2 or more for 'batch' and 'length'"):
         dynamic_shapes({"x": torch.ones(5, 3)}, bounds=bounds)
+
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+def test_paths_are_python():
+    tree = {"a": [1, (2,)], "p": Point(3, 4), "d": Dense(5, 6)}
+    assert [(leaf.path, leaf.value) for leaf in leaves(tree, name="batch")] == [
+        ("batch['a'][0]", 1),
+        ("batch['a'][1][0]", 2),
+        ("batch['p'].x", 3),
+        ("batch['p'].y", 4),
+        ("batch['d'].weights", 5),
+        ("batch['d'].bias", 6),
+    ]
+
+
+def test_the_leaves_are_those_of_torch_in_its_order():
+    tree = {"b": 1, "a": [None, {"x": 2}], "c": ()}
+    assert [leaf.value for leaf in leaves(tree)] == pytree.tree_leaves(tree)
+
+
+def test_a_leaf_alone_has_the_name_of_the_tree():
+    assert [tuple(leaf) for leaf in leaves(3, name="label")] == [("label", 3, None)]
+
+
+def test_a_cache_says_what_its_axes_mean():
+    cache = make_dynamic_cache([(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))])
+    with register_flattening_functions(patch_transformers=True):
+        both = make_encoder_decoder_cache(
+            cache, make_dynamic_cache([(torch.zeros(2, 1, 5, 4), torch.zeros(2, 1, 5, 4))])
+        )
+        found = {leaf.path: leaf.axes for leaf in leaves({"x": torch.zeros(2), "cache": both})}
+    assert found.pop("tree['x']") is None
+    assert list(found.values()) == [{0: "batch", 2: "length"}] * 4
+
+
+def test_a_cache_that_is_not_registered_is_a_leaf():
+    """What would be is no matter: the answer fits what torch does now."""
+    cache = make_dynamic_cache([(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))])
+    assert [leaf.value for leaf in leaves([cache])] == [cache]
+
+
+class TimeMajor:
+    def __init__(self, steps, mask):
+        self.steps, self.mask = steps, mask
+
+
+@pytest.mark.parametrize("with_keys", [True, False])
+def test_a_registration_declares_axes(with_keys):
+
+    def keyed(obj):
+        return [(pytree.GetAttrKey("steps"), obj.steps), (pytree.GetAttrKey("mask"), obj.mask)], None
+
+    register_class_flattening(
+        TimeMajor,
+        lambda obj: ([obj.steps, obj.mask], None),
+        lambda children, _: TimeMajor(*children),
+        keyed if with_keys else None,
+        axes={"steps" if with_keys else "0": {1: "batch"}},
+    )
+    try:
+        found = [leaf.axes for leaf in leaves(TimeMajor(torch.zeros(7, 4), torch.zeros(4)))]
+    finally:
+        unregister_class_flattening(TimeMajor)
+    assert found == [{1: "batch"}, None]
+
+
+def test_what_holds_itself_is_refused_with_its_place():
+    twice = [1]
+    assert [leaf.path for leaf in leaves([twice, twice, [], []])] == ["tree[0][0]", "tree[1][0]"]
+    tree = {"a": [1]}
+    tree["a"].append(tree)
+    with pytest.raises(InvalidArgumentError, match=r"^batch\['a'\]\[1\] is batch itself(.|\n)*\n    batch"):
+        leaves(tree, name="batch")
+
+
+@dataclasses.dataclass
+class Linked:
+    x: Any
+    parent: Any = None
+
+
+@pytest.fixture
+def linked():
+    register_class_flattening(
+        Linked,
+        lambda obj: ([obj.x, obj.parent], None),
+        lambda children, static: Linked(*children),
+        lambda obj: (
+            [(torch.utils._pytree.GetAttrKey("x"), obj.x), (torch.utils._pytree.GetAttrKey("parent"), obj.parent)],
+            None,
+        ),
+    )
+    yield
+    unregister_class_flattening(Linked)
+
+
+def _cyclic() -> Linked:
+    node = Linked([torch.ones(2), Linked(torch.zeros(2))])
+    node.x[1].parent = node
+    return node
+
+
+Adds = module_class("Adds", lambda self, node: node.x[0] + 1)
+
+
+def test_an_object_that_stands_in_two_places_is_no_cycle():
+    shared = [1, [2]]
+    assert find_cycle([shared, {"again": shared}, shared[1]]) is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda node: dynamic_shapes({"node": node}),
+        lambda node: check_dynamic_shapes({"node": node}, {"node": [[{0: "n"}, None], None]}),
+        lambda node: export_program(Adds(), (node,)),
+        lambda node: export_program(Adds(), kwargs={"node": node}, dynamic_shapes=None),
+    ],
+)
+def test_an_object_that_holds_itself_is_refused_by_path(linked, call):
+    with pytest.raises(InvalidArgumentError, match=r"(?s)node.*\.x\[1\]\.parent is .*node.* itself.*\.parent = None"):
+        call(_cyclic())
+
+
+def test_recorded_calls_refuse_an_object_that_holds_itself(linked):
+    module = Adds()
+    with pytest.raises(InvalidArgumentError, match=r"\.x\[1\]\.parent is .* itself"), record_calls(module):
+        module(_cyclic())
+
+
+def test_check_inputs_lists_an_object_that_holds_itself(linked):
+    (finding,) = check_inputs(Adds(), (_cyclic(),)).errors
+    assert finding.path == "node.x[1].parent"
+    assert "node.x[1].parent is node itself" in finding.message
+
+
+def test_inputs_of_a_decoder_have_the_names_of_onnx_generation_tools():
+    kwargs = decode_inputs(make_model("mistral"), DecodeSizes())
+    assert leaf_names(kwargs) == [
+        "input_ids", "attention_mask", "past_key_values.0.key", "past_key_values.0.value", "past_key_values.1.key",
+        "past_key_values.1.value", "past_key_values.length",
+    ]  # fmt: skip
+
+
+def test_outputs_are_called_present():
+    with torch.no_grad():
+        outputs = make_model("llama")(input_ids=torch.ones(1, 3, dtype=torch.int64))
+    names = output_names(outputs)
+    assert names == ["logits", "present.0.key", "present.0.value", "present.1.key", "present.1.value"]
+
+
+def test_an_encoder_decoder_cache_says_whose_keys_they_are():
+    names = leaf_names({WORD: start("t5").cache})
+    assert names[:2] == ["past_key_values.0.decoder.key", "past_key_values.0.decoder.value"]
+    assert names[-1] == "past_key_values.1.encoder.value"
+
+
+def test_names_are_unique_and_as_many_as_leaves():
+    trees = [
+        {"a": [1, {"b": None}], "c": (2, 3)},
+        {WORD: start("gemma3", static=True).cache},
+        {WORD: start("bart").cache, "x": torch.zeros(1)},
+    ]
+    with register_flattening_functions(patch_transformers=True):
+        for tree in trees:
+            names = leaf_names(tree)
+            assert len(names) == len(set(names)) == len(torch.utils._pytree.tree_leaves(tree))
+
+
+@pytest.mark.parametrize(
+    ("graph", "spellings", "expected"),
+    [
+        (["a", "b"], [["b"], ["a"]], {"a": 1, "b": 0}),
+        (["past_key_w8_0"], [["past.0.key", "past.key_W8_0"]], {"past_key_w8_0": 0}),
+        (["a"], [["b"], ["a"], ["c"]], {"a": 1}),
+        (["linear", "cat"], [["logits"], ["present.0"]], {"linear": 0, "cat": 1}),
+        (["logits", "cat"], [["logits"], ["present.0"]], {"logits": 0}),
+        (["x", "y"], [["x"], ["1"]], {"x": 0, "y": 1}),
+        (["cat", "logits"], [["logits"], ["present.0"]], {"logits": 0}),
+        (["a", "z"], [["a"], ["b"], ["c"]], {"a": 0}),
+        (["a.b", "a_b"], [["a_b"], ["a.b"]], {"a.b": 1, "a_b": 0}),
+        ([], [["a"]], {}),
+    ],
+)  # fmt: skip
+def test_names_come_first_then_the_order(graph, spellings, expected):
+    assert match(graph, spellings) == expected
+
+
+def test_keys_alone_are_what_torch_export_uses():
+    """`past_key_values_key_0` once dots are underscores."""
+    import torch
+
+    cache = make_dynamic_cache([(torch.zeros(1, 1, 2, 1), torch.ones(1, 1, 2, 1))])
+    inputs = {"input_ids": torch.zeros(1), "past_key_values": cache}
+    assert plain_names(inputs) == ["input_ids", "past_key_values.key_0", "past_key_values.value_0"]
+    assert [leaf.sum().item() for leaf in leaves_of(inputs)] == [0, 0, 2]

@@ -50,7 +50,6 @@ def run_action(environment, workspace, **inputs):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """An environment without this package; it finds the libraries that are installed here, so none is downloaded."""
     place = tmp_path_factory.mktemp("environment")
     venv.create(place, with_pip=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)}))

@@ -80,7 +80,6 @@ def renamed(proto, names):
 
 
 def read_through(proto, name, *nodes):
-    """Let all who read an input read what nodes make of it, whose last output is ``changed``."""
     for node in proto.graph.node:
         node.input[:] = ["changed" if given == name else given for given in node.input]
     for place, node in enumerate(nodes):
@@ -88,7 +87,6 @@ def read_through(proto, name, *nodes):
 
 
 def returned_through(proto, name, *nodes):
-    """Return what nodes make of an output, which they read as ``unchanged``."""
     for node in proto.graph.node:
         node.input[:] = ["unchanged" if given == name else given for given in node.input]
         node.output[:] = ["unchanged" if made == name else made for made in node.output]
@@ -190,7 +188,6 @@ def test_conventions_of_names_are_known(convention, right, model, tmp_path):
 
 @pytest.mark.parametrize("turned", [1, -1])
 def test_a_file_of_encoder_and_decoder_has_the_tokens_of_both(turned):
-    """A file of the decoder alone may call its tokens either name; next to the tokens of the encoder it may not."""
     names = ["input_ids", "attention_mask", "decoder_input_ids"]
     assert matched(names, names[::turned], names[::turned], {}, by_order=False) == dict(zip(names, names, strict=True))
     alone = ["input_ids"]
@@ -232,7 +229,6 @@ def test_unknown_names_need_a_mapping(right, model, tmp_path):
 
 
 def test_a_file_that_runs_in_no_case_is_not_called_wrong(right, model, tmp_path):
-    """onnxruntime opens the file and fails at each call: nothing was compared, and the reason is stated."""
     proto = copied(right)
     nodes = [constant("shape", [7919, -1, 64]), helper.make_node("Reshape", ["unchanged", "shape"], ["logits"])]
     returned_through(proto, "logits", *nodes)

@@ -1,4 +1,4 @@
-"""How many tokens sliding layers have seen: a tensor among the leaves, a number in layers, found again when lost."""
+"""How many tokens sliding layers have seen: the tensor that states it, and the names of the leaves of a cache."""
 
 import pytest
 import torch
@@ -6,13 +6,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.export.graph_signature import SymIntArgument
 from torch.utils import _pytree as pytree
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, cache_utils
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from roundpipe_runtime.batch.splitting import split
-from tests.flatten.huggingface.caches.cache_cases import made, round_trip
+from tests.flatten.huggingface.caches.cache_cases import HAS_POSITION, made, round_trip
 from tests.models import WINDOW, continued_alike, start
-from yobx_flatten.errors import CacheStructureError
+from tests.modules import module_class
+from yobx_flatten import flatten_static_cache, register_flattening_functions, unflatten_static_cache
+from yobx_flatten.errors import CacheStructureError, UnsupportedLayerError
 from yobx_flatten.huggingface.caches import layouts
 from yobx_flatten.huggingface.caches.functions import flatten_dynamic_cache, unflatten_dynamic_cache
 
@@ -37,7 +39,6 @@ def test_layers_count_in_a_number_again(block):
 
 
 def test_leaves_of_earlier_versions_are_integers():
-    """As stored inputs have them."""
     leaves, names = flatten_dynamic_cache(made("WW", length=12))
     assert seen(unflatten_dynamic_cache([*leaves[:-1], 12], names)) == [12, 12]
 
@@ -72,13 +73,10 @@ def test_a_batch_that_is_split_leaves_the_length_whole(block):
     assert [part.kwargs["past"].layers[0].keys.shape[0] for part in parts] == [2, 2]
 
 
-class TimesSeen(torch.nn.Module):
-    def forward(self, x, cache):
-        return x * cache.get_seq_length()
+TimesSeen = module_class("TimesSeen", lambda self, x, cache: x * cache.get_seq_length())
 
 
 def program_of(monkeypatch, *, earlier):
-    """A program for a cache that has seen 9 tokens; of an earlier version, which flattened the number as it was."""
     with monkeypatch.context() as patched:
         if earlier:
             patched.setattr(layouts, "length_leaf", lambda seen: seen)
@@ -102,7 +100,6 @@ def test_a_program_of_an_earlier_version_is_loaded(block, monkeypatch, tmp_path)
 
 
 def made_by_hand(kinds, counts, length=3):
-    """Layers D and W that hold `length` keys, and what each says that it has seen."""
     cache = DynamicCache()
     cache.layers = [DynamicLayer() if kind == "D" else DynamicSlidingWindowLayer(8) for kind in kinds]
     for layer, count in zip(cache.layers, counts, strict=True):
@@ -142,7 +139,6 @@ def test_it_goes_on_as_a_model_that_filled_it(name):
 
 
 def test_more_keys_than_a_full_layer_holds_are_refused():
-    """Nothing could have filled it so."""
     cache = made_by_hand("DW", (None, 0))
     cache.layers[1].keys = cache.layers[1].values = torch.ones(1, 2, 5, 4)
     with pytest.raises(CacheStructureError, match=r"seen different numbers of tokens: 3 and, in layers\[1\] \(W8\), 0"):
@@ -154,3 +150,188 @@ def test_a_layer_that_holds_no_keys_has_seen_none():
     cache.layers[0].keys = cache.layers[0].values = torch.ones(1, 2, 0, 4)
     leaves, names = flatten_dynamic_cache(cache)
     assert (leaves[-1], names[-1]) == (0, "length")
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("DDD", ["key_0", "value_0", "key_1", "value_1", "key_2", "value_2"]),
+        ("DWD", ["key_D_0", "value_D_0", "key_W8_1", "value_W8_1", "key_D_2", "value_D_2"]),
+    ],
+)
+def test_names_state_the_kinds_of_layers_where_there_are_several(layout, expected):
+    leaves, names = flatten_dynamic_cache(made(layout))
+    assert names == expected
+    assert len(leaves) == 6
+
+
+def test_a_cache_of_sliding_layers_ends_in_its_length():
+    """No leaf's shape tells how many tokens were seen, so one integer leaf does."""
+    leaves, names = flatten_dynamic_cache(made("WW", length=12))
+    assert names == ["key_W8_0", "value_W8_0", "key_W8_1", "value_W8_1", "length"]
+    assert leaves[-1] == 12
+    assert [tuple(leaf.shape) for leaf in leaves[:-1]] == [(2, 2, 7, 4)] * 4
+
+
+def test_static_layers_list_the_tensor_they_count_with():
+    leaves, names = flatten_static_cache(made("SX", length=12))
+    if HAS_POSITION:
+        assert names == [
+            *("key_S16_0", "value_S16_0", "position_S16_0"),
+            *("key_X8_1", "value_X8_1", "position_X8_1", "length"),
+        ]
+        assert [int(leaves[2]), leaves[-1]] == [12, 12]
+    else:
+        assert names == ["key_S16_0", "value_S16_0", "key_X8_1", "value_X8_1", "length"]
+        assert leaves[-1] == 12
+
+
+def test_a_cache_of_full_static_layers_has_no_length():
+    names = flatten_static_cache(made("SS"))[1]
+    assert "length" not in names
+    assert [name for name in names if name.startswith("key")] == ["key_S16_0", "key_S16_1"]
+
+
+def test_layers_that_hold_nothing_keep_their_place():
+    """Left out, they would shift every later layer to another layer's tensors."""
+    cache = made("WDW")
+    cache.layers[0] = cache_utils.DynamicSlidingWindowLayer(WINDOW)
+    cache.layers[2] = cache_utils.DynamicSlidingWindowLayer(WINDOW)
+    leaves, names = flatten_dynamic_cache(cache)
+    assert names == ["none_W8_0", "key_D_1", "value_D_1", "none_W8_2"]
+    rebuilt = unflatten_dynamic_cache(leaves, names)
+    assert [layer.keys for layer in rebuilt.layers] == [None, leaves[0], None]
+    assert [type(layer).__name__ for layer in rebuilt.layers] == [type(x).__name__ for x in cache.layers]
+
+
+def keys(*lengths):
+    return [torch.randn(1, 2, length, 4) for length in lengths]
+
+
+def test_the_window_of_a_layer_is_that_of_its_keys():
+    leaves = keys(6, 6, 5, 5)
+    cache = unflatten_dynamic_cache(iter(leaves), ["key_D_0", "value_D_0", "key_W_1", "value_W_1"])
+    assert [type(layer) for layer in cache.layers] == [DynamicLayer, DynamicSlidingWindowLayer]
+    assert cache.layers[1].sliding_window == 5
+    assert [cache.layers[1].keys is leaves[2], cache.layers[1].values is leaves[3]] == [True, True]
+    assert flatten_dynamic_cache(cache)[1][:4] == ["key_D_0", "value_D_0", "key_W5_1", "value_W5_1"]
+
+
+def test_a_static_layer_has_room_for_its_keys():
+    cache = unflatten_static_cache(keys(7, 7), ["key_S_0", "value_S_0"])
+    assert (type(cache.layers[0]), cache.layers[0].max_cache_len) == (StaticLayer, 7)
+
+
+def test_placeholders_without_a_size_are_refused():
+    with pytest.raises(UnsupportedLayerError, match="'W' names no kind of cache layer"):
+        unflatten_dynamic_cache([object(), object()], ["key_W_0", "value_W_0"])
+
+
+HAS_WINDOW_TENSOR = "_sliding_window_tensor" in vars(DynamicSlidingWindowLayer(8))
+has_window_tensor = pytest.mark.skipif(
+    not HAS_WINDOW_TENSOR, reason="transformers < 5.0 keeps no tensor beside a window"
+)
+
+
+def states():
+    return torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4)
+
+
+def fresh(window):
+    return [*states(), 3], [f"key_W{window}_0", f"value_W{window}_0", "length"]
+
+
+def windows(cache):
+    return [None if window is None else window.item() for _, _, window in cache]
+
+
+@has_window_tensor
+def test_a_window_that_nobody_has_seen_is_among_what_a_cache_gathers():
+    """DDP gathers a cache by its items and makes another of them: of sliding layers, not of full ones."""
+    cache = unflatten_dynamic_cache(*fresh(1009))
+    assert windows(cache) == [1009]
+    own = DynamicCache()
+    own.layers = [DynamicSlidingWindowLayer(1009)]
+    own.update(*states(), 0)
+    try:
+        DynamicCache(list(own))
+    except IndexError:
+        pytest.skip("5.0 gathers no sliding layers, its own neither: it takes the first item of a tensor without axes")
+    gathered = DynamicCache(list(cache))
+    assert [(type(layer), layer.sliding_window) for layer in gathered.layers] == [(DynamicSlidingWindowLayer, 1009)]
+
+
+@has_window_tensor
+def test_one_tensor_serves_all_layers_of_a_window():
+    leaves = [*states(), *states()]
+    names = [f"{part}_W1013_{layer}" for layer in range(2) for part in ("key", "value")]
+    for _ in range(2):
+        layers = unflatten_dynamic_cache([*leaves, 3], [*names, "length"]).layers
+    assert layers[0]._sliding_window_tensor is layers[1]._sliding_window_tensor
+    on_meta = unflatten_dynamic_cache([leaf.to("meta") for leaf in leaves] + [3], [*names, "length"]).layers
+    assert on_meta[0]._sliding_window_tensor.device.type == "meta"
+
+
+@has_window_tensor
+def test_a_tensor_made_in_inference_mode_is_an_ordinary_one():
+    """It is kept for later, where an inference tensor would be refused by autograd."""
+    with torch.inference_mode():
+        cache = unflatten_dynamic_cache(*fresh(1019))
+    assert not cache.layers[0]._sliding_window_tensor.is_inference()
+
+
+class MakesItsCache(torch.nn.Module):
+    def forward(self, x):
+        cache = DynamicCache()
+        cache.layers = [DynamicSlidingWindowLayer(1021)]
+        cache.update(x, x, 0)
+        return cache
+
+
+class TakesACache(torch.nn.Module):
+    def forward(self, x, cache):
+        cache.update(x, x, 0)
+        return cache
+
+
+@has_window_tensor
+def test_a_cache_that_a_program_makes_has_the_tensor_and_the_program_has_none():
+    """Made by unflatten when the program is called; in the trace it would become a constant."""
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(MakesItsCache(), (torch.ones(2, 2, 3, 4),))
+        cache = program.module()(torch.ones(2, 2, 3, 4))
+    assert windows(cache) == [1021]
+    assert not program.constants
+
+
+@has_window_tensor
+def test_a_cache_that_is_put_together_in_a_trace_leaves_no_constant():
+    """The example's layer is the only one of its window that had a tensor, and it was never taken apart before."""
+    names = fresh(1031)[1]
+    example = unflatten_dynamic_cache([*states(), 3], names)
+    with register_flattening_functions(patch_transformers=True):
+        program = torch.export.export(TakesACache(), (torch.ones(2, 2, 3, 4), example))
+        cache = program.module()(torch.ones(2, 2, 3, 4), example)
+    assert not program.constants
+    assert windows(cache) == [1031]
+
+
+@has_window_tensor
+@pytest.mark.parametrize("around", [FakeTensorMode, torch.func.vmap], ids=["fake", "vmap"])
+def test_nothing_is_made_where_it_would_not_be_a_tensor_of_its_own(around):
+    window = 1033 if around is FakeTensorMode else 1039
+    leaves, names = fresh(window)
+    seen = []
+
+    def rebuild(keys):
+        cache = unflatten_dynamic_cache([keys, keys, 3], names)
+        seen.append(hasattr(cache.layers[0], "_sliding_window_tensor"))
+        return flatten_dynamic_cache(cache)[0][0]
+
+    if around is FakeTensorMode:
+        with FakeTensorMode() as mode:
+            rebuild(mode.from_tensor(leaves[0]))
+    else:
+        torch.func.vmap(rebuild)(leaves[0])
+    assert seen == [False]
+    assert windows(unflatten_dynamic_cache(leaves, names)) == [window]

@@ -259,7 +259,6 @@ def test_theirs_come_back_by_identity(library, backend, name):
 
 @pytest.mark.parametrize("names", [("first", "second", "third"), (None, None, None)], ids=["named", "unnamed"])
 def test_classes_restored_out_of_order_keep_their_places(library, backend, names):
-    """Two classes of others are taken, and given back first in, first out. Unnamed classes share one key in torch."""
     for cls, name in zip((Pair, Other, Point), names, strict=True):
         library.register(cls, name)
     before, found = registry_snapshot.take(), [backend.read(Pair), backend.read(Other)]
@@ -272,7 +271,6 @@ def test_classes_restored_out_of_order_keep_their_places(library, backend, names
 
 
 def test_theirs_keep_their_place_when_an_earlier_class_left_meanwhile(library, backend):
-    """A class that stood before ours and was taken out meanwhile does not move ours behind the next one."""
     first, second = recipe_for(Other, "tests:Other"), recipe_for()
     backend.write(first)
     library.register(Pair, "second")
@@ -291,7 +289,6 @@ class LibraryRefusedError(Exception):
 
 
 def raise_for_ours(function):
-    """The library's own function, which refuses our recipe and nothing else."""
 
     def refusing(cls, flatten_function, *args, **kwargs):
         if flatten_function not in (their_flatten, their_fx_rule):
@@ -337,7 +334,6 @@ def test_what_others_registered_after_us_is_left_alone(library, backend):
 
 
 def test_a_constant_of_torch_comes_back_as_such(backend):
-    """`register_constant` puts a class into a table of its own; it leaves and returns."""
     pytree.register_constant(Setting)
     before, found = registry_snapshot.take(), backend.read(Setting)
     recipe = recipe_for(Setting, "tests:Setting")
@@ -348,7 +344,6 @@ def test_a_constant_of_torch_comes_back_as_such(backend):
 
 
 def test_a_dataclass_of_torch_comes_back_as_such(backend):
-    """`register_dataclass` never reaches the C++ side, and does not afterwards."""
     pytree.register_dataclass(Point, serialized_type_name="tests.Point")
     before, found = registry_snapshot.take(), backend.read(Point)
     recipe = recipe_for(Point, "tests:Point")

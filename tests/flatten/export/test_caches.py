@@ -1,0 +1,439 @@
+"""Caches of exported files: in one piece of memory, flat, or in 8-bit floats; and scores of the last tokens alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import transformers
+from transformers import cache_utils
+
+from tests.cache_words import WORD, cache_of
+from tests.models import make_model
+from tests.transformers_versions import needs_transformers
+from yobx_flatten import (
+    DecodeSizes,
+    InvalidArgumentError,
+    ReplayError,
+    decode_inputs,
+    dynamic_shapes,
+    export_folder,
+    export_onnx,
+    export_program,
+    open_generator,
+    open_model,
+)
+from yobx_flatten.export.proof.eager_runs import Case
+from yobx_flatten.export.proof.replay import check_last_scores
+from yobx_flatten.huggingface.cache_names import argument_of
+from yobx_flatten.huggingface.cases import why_not_resizable
+from yobx_flatten.model_folder.source.configuration import small_model
+from yobx_flatten.runners import in_place
+from yobx_flatten.runners.open import open_runner
+from yobx_flatten.runners.ports import KEPT_SCORES
+
+NAMES = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    model, path = small_model("llama"), tmp_path_factory.mktemp("shared") / "model.onnx"
+    return model, path, export_onnx(model, (), decode_inputs(model, DecodeSizes()), path, optimize="onnxruntime").report
+
+
+@needs_transformers("5.23", "frequencies of positions are one product more")
+def test_each_layer_has_the_attention_of_onnxruntime_and_one_product_before_it(llama):
+    _, path, report = llama
+    assert report.operators["GroupQueryAttention"] == 2
+    nodes = [node.op_type for node in onnx.load(path).graph.node]
+    assert nodes.count("MatMul") + nodes.count("Gemm") == 2 * 5 + 1
+    assert "Attention" not in nodes
+
+
+def test_it_is_replayed_in_both_forms(llama):
+    _, _, report = llama
+    assert report.ok
+    runtimes = [case.runtime for case in report.cases]
+    assert runtimes.count("onnxruntime") == runtimes.count("onnxruntime, shared cache") == 4
+    assert any("for one row only" in remark for remark in report.remarks)
+
+
+def test_steps_write_into_the_same_memory(llama, monkeypatch):
+    monkeypatch.setattr(in_place, "_LEAST", 16)
+    model, path, _ = llama
+    runner = open_runner(path)
+    tokens = torch.randint(4, 259, (3, 20), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    cache = runner.cache({name: torch.zeros(3, 2, 0, 16) for name in NAMES})
+    past, places = None, []
+    for start, end in ((0, 5), *((place, place + 1) for place in range(5, 20))):
+        feeds = {"input_ids": tokens[:, start:end], "attention_mask": mask[:, :end]}
+        found, cache = runner.step(feeds, cache)
+        with torch.no_grad():
+            wanted = model(**feeds, **{WORD: past}, use_cache=True)
+        past = cache_of(wanted)
+        torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-4, rtol=0)
+        places.append((cache[NAMES[0]].shape[2], *(cache[name].data_ptr() for name in NAMES)))
+    assert [capacity for capacity, *_ in places] == [16] * 11 + [32] * 5
+    assert len(set(places)) == 2
+
+
+@pytest.mark.parametrize("form", ["run", "step"])
+def test_several_tokens_of_several_rows_after_others_are_read_in_several_calls(llama, form):
+    """The operator refuses such a call: it is made row by row, in a loop token by token. The numbers are the same."""
+    model, path, _ = llama
+    runner = open_runner(path)
+    inputs = decode_inputs(model, DecodeSizes(batch=3, past=5, new=4, padding=2))
+    leaves = [leaf.clone() for layer in cache_of(inputs).layers for leaf in (layer.keys, layer.values)]
+    cache = dict(zip(NAMES, leaves, strict=True))
+    feeds = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    if form == "run":
+        found = runner.run({**feeds, **cache})
+    else:
+        found, cache = runner.step(feeds, runner.cache(cache))
+        found |= {f"present.{name[16:]}": torch.from_numpy(cache[name].numpy())[:, :, :9] for name in NAMES}
+    with torch.no_grad():
+        wanted = model(**inputs)
+    torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found["present.1.key"], cache_of(wanted).layers[1].keys, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_layers_that_slide_keep_their_cache_and_the_others_share(tmp_path):
+    model = small_model("gemma3_text")
+    export_onnx(model, (), decode_inputs(model, DecodeSizes()), tmp_path / "a.onnx", optimize="onnxruntime")
+    kinds = model.config.layer_types
+    assert list(open_runner(tmp_path / "a.onnx").shared) == [
+        f"past_key_values.{layer}.{part}"
+        for layer, kind in enumerate(kinds)
+        if kind == "full_attention"
+        for part in ("key", "value")
+    ]
+
+
+def test_a_model_without_attention_stays_as_it_is(tmp_path):
+    report = export_onnx(torch.nn.Linear(3, 2), (torch.ones(2, 3),), path=tmp_path / "a.onnx", optimize="onnxruntime")
+    assert report.report.operators == {}
+
+
+def test_there_is_one_runtime_to_optimize_for(tmp_path):
+    with pytest.raises(InvalidArgumentError, match='optimize must be "onnxruntime" or None'):
+        export_onnx(torch.nn.Linear(3, 2), (torch.ones(2, 3),), path=tmp_path / "a.onnx", optimize="tensorrt")
+
+
+@pytest.fixture(scope="module")
+def placed(tmp_path_factory):
+    model, path = small_model("llama"), tmp_path_factory.mktemp("placed") / "model.onnx"
+    inputs = decode_inputs(model, DecodeSizes(past=5, new=2))
+    inputs["position_ids"] = torch.arange(5, 7)[None].repeat(inputs["input_ids"].shape[0], 1)
+    report = export_onnx(model, (), inputs, path, optimize="onnxruntime").report
+    assert report.ok
+    return model, path, report.operators
+
+
+def test_rotations_and_norms_are_one_operator_each_and_the_mask_is_read_as_it_is(placed):
+    model, path, operators = placed
+    assert operators["RMSNormalization"] == 2 * model.config.num_hidden_layers + 1
+    assert operators["RotaryEmbedding"] == 2 * model.config.num_hidden_layers
+    assert "GatherND" not in {node.op_type for node in onnx.load(path).graph.node}
+
+
+@pytest.mark.parametrize("past", [0, 7])
+@pytest.mark.parametrize("first", [0, 900])
+def test_positions_are_those_of_the_caller_in_each_row(placed, past, first):
+    """Also in the prompt, where onnxruntime's own rotation would take those of the first row for all."""
+    model, path, _ = placed
+    if past:
+        inputs = decode_inputs(model, DecodeSizes(batch=2, past=past, new=1, padding=3))
+        leaves = [leaf.clone() for layer in cache_of(inputs).layers for leaf in (layer.keys, layer.values)]
+    else:
+        inputs = {"input_ids": torch.arange(8, 18).reshape(2, 5), "attention_mask": torch.ones(2, 5, dtype=torch.int64)}
+        leaves = [torch.zeros(2, 2, 0, 16) for _ in range(4)]
+    columns = torch.arange(inputs["input_ids"].shape[1])
+    inputs["position_ids"] = torch.stack([columns + first, columns + first + 11])
+    feeds = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    names = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
+    found = open_runner(path).run({**feeds, **dict(zip(names, leaves, strict=True))})
+    with torch.no_grad():
+        wanted = model(**inputs, use_cache=True)
+    torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found["present.0.key"], cache_of(wanted).layers[0].keys, atol=1e-5, rtol=0)
+
+
+LAYERS, HEADS, SIZE = 2, 2, 8
+
+
+def _model(family):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=HEADS,
+        head_dim=SIZE,
+        initializer_range=0.3,
+    )
+    return getattr(transformers, f"{family}ForCausalLM")(config).eval()
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.word = model, argument_of(model.forward)
+
+    def called(self, input_ids, pairs):
+        cache = transformers.DynamicCache(ddp_cache_data=pairs)
+        out = self.model(input_ids=input_ids, use_cache=True, **{self.word: cache})
+        return out.logits, [(layer.keys, layer.values) for layer in cache_of(out).layers]
+
+
+class Flat(Wrapper):
+    def forward(self, input_ids, key_0, value_0, key_1, value_1):
+        logits, pairs = self.called(input_ids, [(key_0, value_0), (key_1, value_1)])
+        return (logits, *[tensor for pair in pairs for tensor in pair])
+
+
+class Legacy(Wrapper):
+    def forward(self, input_ids, past):
+        logits, pairs = self.called(input_ids, list(past))
+        return logits, tuple(pairs)
+
+
+class Stacked(Wrapper):
+    def forward(self, input_ids, past):
+        logits, pairs = self.called(input_ids, [(past[i, 0], past[i, 1]) for i in range(LAYERS)])
+        return logits, torch.stack([torch.stack(pair) for pair in pairs])
+
+
+def _example(kind):
+    past = [torch.randn(2, HEADS, 5, SIZE) for _ in range(2 * LAYERS)]
+    ids = torch.randint(0, 64, (2, 3))
+    if kind is Flat:
+        return (ids, *past)
+    if kind is Legacy:
+        return ids, tuple(zip(past[::2], past[1::2], strict=True))
+    return ids, torch.stack(past).reshape(LAYERS, 2, 2, HEADS, 5, SIZE)
+
+
+@pytest.mark.parametrize(("kind", "family"), [(Flat, "Qwen3"), (Legacy, "Llama"), (Stacked, "Llama")])
+def test_a_text_in_pieces_gives_the_scores_of_the_whole(kind, family, tmp_path):
+    model = _model(family)
+    report = export_onnx(kind(model).eval(), _example(kind), path=tmp_path / "flat.onnx").report
+    assert not [remark for remark in report.remarks if "fixed as in the example" in remark]
+    session = onnxruntime.InferenceSession(tmp_path / "flat.onnx")
+    names = [one.name for one in session.get_inputs()]
+    for rows in (1, 2):
+        ids = torch.randint(0, 64, (rows, 12))
+        with torch.no_grad():
+            whole = model(ids, use_cache=True)
+        past = [np.zeros((rows, HEADS, 0, SIZE), np.float32)] * (2 * LAYERS)
+        if kind is Stacked:
+            past = [np.zeros((LAYERS, 2, rows, HEADS, 0, SIZE), np.float32)]
+        first = 0
+        for new in (7, 1, 1, 3):
+            given = ids[:, first : first + new].numpy()
+            logits, *past = session.run(None, dict(zip(names, [given, *past], strict=True)))
+            np.testing.assert_allclose(logits, whole.logits[:, first : first + new], atol=1e-4)
+            first += new
+        kept = [tensor for layer in cache_of(whole).layers for tensor in (layer.keys, layer.values)]
+        found = past[0].reshape(2 * LAYERS, *past[0].shape[2:]) if kind is Stacked else past
+        for one, other in zip(found, kept, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+FAMILIES = ["llama", "gemma3_text", "gpt2"]
+
+
+def _session(path):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # of an input with a value it says that it is no constant
+    return onnxruntime.InferenceSession(path, options)
+
+
+def _prompt():
+    tokens = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    return tokens, mask
+
+
+def _watched(monkeypatch, decoder):
+    seen, step = [], decoder.step
+
+    def watched(*args, **options):
+        found = step(*args, **options)
+        seen.append(found[0]["logits"].shape[1])
+        return found
+
+    monkeypatch.setattr(decoder, "step", watched)
+    return seen
+
+
+@pytest.mark.parametrize("optimize", [None, "onnxruntime"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_returns_the_scores_of_as_many_last_tokens_as_are_asked_for(tmp_path, family, optimize):
+    model = small_model(family)
+    export_folder(model, tmp_path / "folder", optimize=optimize)
+    session = _session(tmp_path / "folder" / "model.onnx")
+    assert [one.name for one in session.get_overridable_initializers()] == [KEPT_SCORES]
+    tokens, mask = _prompt()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        wanted = model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
+    feeds = {"input_ids": tokens.numpy(), "attention_mask": mask.numpy(), "position_ids": positions.numpy()}
+    given = {}
+    for port in session.get_inputs():
+        sizes = [2 if axis == 0 else size if isinstance(size, int) else 0 for axis, size in enumerate(port.shape)]
+        given[port.name] = feeds[port.name] if port.name in feeds else torch.zeros(sizes).numpy()
+    for count in (None, 0, 1, 3):
+        more = {} if count is None else {KEPT_SCORES: torch.tensor(count).numpy()}
+        found = torch.from_numpy(session.run(["logits"], {**given, **more})[0])
+        expected = wanted[:, -(count or 7) :]
+        assert found.shape == expected.shape
+        real = mask.bool()[:, -(count or 7) :]
+        torch.testing.assert_close(found[real], expected[real], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{"quantize": "int8"}, {"quantize": "int4", "optimize": "onnxruntime"}])
+def test_a_quantised_file_has_the_input_too(tmp_path, options):
+    export_folder(small_model("llama"), tmp_path / "folder", **options)
+    runner = open_runner(tmp_path / "folder" / "model.onnx")
+    assert runner.has_kept_scores
+    tokens, mask = _prompt()
+    feeds = {"input_ids": tokens, "attention_mask": mask}
+    if "position_ids" in runner.ports:
+        feeds["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    empty = {slot.port.name: torch.zeros(2, slot.port.shape[1], 0, slot.port.shape[3]) for slot in runner.slots}
+    every, _ = runner.step(feeds, runner.cache(empty))
+    last, _ = runner.step(feeds, runner.cache(empty), last_scores=True)
+    torch.testing.assert_close(last["logits"], every["logits"][:, -1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("optimize", [None, "onnxruntime"])
+def test_a_binding_does_not_remember_what_the_call_before_asked_for(tmp_path, optimize):
+    model, path = small_model("llama"), tmp_path / "model.onnx"
+    export_onnx(model, (), decode_inputs(model, DecodeSizes()), path, optimize=optimize)
+    runner = open_runner(path)
+    tokens = _prompt()[0][:1]
+    cache = runner.cache({slot.port.name: torch.zeros(1, 2, 0, 16) for slot in runner.slots})
+    first, cache = runner.step(
+        {"input_ids": tokens[:, :5], "attention_mask": torch.ones(1, 5, dtype=torch.int64)}, cache, last_scores=True
+    )
+    then, _ = runner.step({"input_ids": tokens[:, 5:], "attention_mask": torch.ones(1, 7, dtype=torch.int64)}, cache)
+    with torch.no_grad():
+        wanted = model(input_ids=tokens).logits
+    found = torch.cat([first["logits"], then["logits"]], dim=1)
+    torch.testing.assert_close(found, wanted[:, -3:], atol=2e-4, rtol=1e-3)
+
+
+def test_the_loop_asks_for_the_last_scores_and_generates_the_tokens_of_the_model(tmp_path, monkeypatch):
+    model = small_model("llama")
+    export_folder(model, tmp_path / "folder", optimize="onnxruntime")
+    generator = open_generator(tmp_path / "folder")
+    seen = _watched(monkeypatch, generator.parts.decoder)
+    tokens, mask = _prompt()
+    found = generator.generate(tokens, mask, max_new_tokens=8)
+    wanted = model.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert torch.equal(found, wanted)
+    assert set(seen) == {1}
+
+
+def test_a_decoder_with_an_encoder_has_no_such_input(tmp_path):
+    export_folder(small_model("bart"), tmp_path / "folder")
+    for path in (tmp_path / "folder").glob("*.onnx"):
+        names = [value.name for value in onnx.load(path, load_external_data=False).graph.input]
+        assert KEPT_SCORES not in names
+
+
+def test_a_file_that_returns_other_scores_is_refused():
+
+    class Wrong:
+        name, has_kept_scores, slots = "model.onnx", True, ()
+        shared, ports = None, ("input_ids",)
+
+        def cache(self, tensors):
+            return {}
+
+        def step(self, feeds, cache, *, last_scores=False):
+            scores = torch.arange(12.0).reshape(1, 3, 4)
+            return {"logits": scores[:, :1] if last_scores else scores}, {}
+
+    case = Case("a text", (), {"input_ids": torch.ones(1, 3, dtype=torch.int64)})
+    with pytest.raises(ReplayError, match=r"model.onnx returns scores of the last token that differ by 8\.0e\+00"):
+        check_last_scores(Wrong(), ["input_ids"], [case])
+
+
+def test_the_loops_of_transformers_ask_for_the_last_scores_too(tmp_path, monkeypatch):
+    model = small_model("llama")
+    export_folder(model, tmp_path / "folder")
+    opened, (tokens, mask) = open_model(tmp_path / "folder"), _prompt()
+    with torch.no_grad():
+        wanted = model(input_ids=tokens, attention_mask=mask).logits
+    for kept in (0, 1, 3, torch.tensor([2, 6])):
+        found = opened(input_ids=tokens, attention_mask=mask, logits_to_keep=kept).logits
+        places = kept if isinstance(kept, torch.Tensor) else slice(-kept or None, None)
+        torch.testing.assert_close(found[1], wanted[:, places][1], atol=2e-4, rtol=1e-3)
+    seen = _watched(monkeypatch, opened.steps.parts.decoder)
+    given = {"max_new_tokens": 8, "do_sample": False}
+    plain = model.generate(tokens, attention_mask=mask, **given)
+    assert torch.equal(opened.generate(tokens, attention_mask=mask, repetition_penalty=1.0, **given), plain)
+    assert set(seen) == {1}
+    drafted = opened.generate(tokens[1:], prompt_lookup_num_tokens=3, **given)
+    assert torch.equal(drafted, model.generate(tokens[1:], **given))
+    assert max(seen) > 1
+
+
+has_fp8_layers = pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="the layer class of 5.23")
+
+
+def _inputs(model, rows: int, past: int, new: int) -> dict[str, object]:
+    ids = torch.randint(3, 90, (rows, past + new), generator=torch.Generator().manual_seed(rows))
+    cache = cache_utils.QuantizedCache("fp8", model.config)
+    with torch.no_grad():
+        model(input_ids=ids[:, :past], **{WORD: cache})
+    mask = torch.ones(rows, past + new, dtype=torch.int64)
+    return {"input_ids": ids[:, past:].contiguous(), "attention_mask": mask, WORD: cache}
+
+
+@pytest.mark.slow
+@has_fp8_layers
+def test_one_program_serves_all_lengths_of_an_fp8_cache():
+    model = make_model("llama")
+    exported = export_program(model, (), _inputs(model, 2, 5, 3), steps=2)
+    assert exported.report.max_difference == 0.0
+    assert len(exported.report.cases) == 4
+    with torch.no_grad():
+        found, expected = exported(**_inputs(model, 3, 11, 2)), model(**_inputs(model, 3, 11, 2))
+    torch.testing.assert_close(found.logits, expected.logits)
+    keys = cache_of(found).layers[0]._quantized_keys[0]
+    assert keys.dtype is torch.float8_e4m3fn
+    assert keys.shape[-2] == 13
+
+
+@pytest.mark.slow
+@has_fp8_layers
+def test_what_is_not_of_the_shape_that_its_name_says_stays_as_it_is():
+    """A scale has no axes, and the empty tensor in place of the keys has one."""
+    model = make_model("llama")
+    shapes = dynamic_shapes(_inputs(model, 2, 5, 3))[WORD]
+    assert [sorted(entry) for entry in shapes[:6]] == [[], [], [0, 2], [], [0, 2], []]
+
+
+@pytest.mark.slow
+@has_fp8_layers
+def test_another_quantisation_is_not_made_up():
+    """The replay in other sizes would be one with another cache; the report says that there is none."""
+
+    class Layer:
+        pass
+
+    model = make_model("llama")
+    cache = cache_utils.QuantizedCache("fp8", model.config)
+    cache.layers = [Layer()]
+    kwargs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), WORD: cache}
+    assert "quantized cache" in why_not_resizable(model, kwargs, WORD)

@@ -43,8 +43,8 @@ onnxruntime-genai itself, which allocates the cache for the largest length.
 
 To test whether `verify_file` misses faults, we put sixteen faults into ONNX files of five of these exporters: for
 example a wrong axis, a missing sliding window, permuted heads, an old mask, an old cache, or a rounded weight.
-`verify_file` finds all sixteen faults (`tests/flatten/verify/test_written_files.py`), and reports the unchanged files as
-right.
+`verify_file` finds all sixteen faults (`tests/flatten/verify/test_written_files.py`), and reports the unchanged files
+as right.
 
 {small}
 

@@ -24,7 +24,7 @@ class Lora:
     """Settings of low-rank adapters, LoRA (Hu et al., 2021, arXiv 2106.09685).
 
     Attributes:
-        rank: rank of the two matrices.
+        rank: rank of the two matrices of an adapter.
         alpha: numerator of the scale of an adapter, which is ``alpha / rank``.
         targets: suffixes of the names of modules that get an adapter; empty for all linear layers except the head.
     """
@@ -35,7 +35,7 @@ class Lora:
 
     @classmethod
     def parse(cls, text: str) -> Lora:
-        """Read ``rank[,alpha[,target,...]]``; alpha is twice the rank unless alpha is given.
+        """Read LoRA settings from a text ``rank[,alpha[,target,...]]``; by default, alpha is twice the rank.
 
         Raises:
             FineTuneError: the text does not have the form ``rank[,alpha[,target,...]]``.
@@ -64,11 +64,11 @@ def add_lora(model: nn.Module, lora: Lora, *, seed: int = 0) -> nn.Module:
         seed: seed of the adapters' initial weights.
 
     Returns:
-        PEFT's model.
+        PEFT's wrapper of the model.
 
     Raises:
         MissingDependencyError: PEFT is not installed.
-        FineTuneError: no module has a name that a target matches.
+        FineTuneError: the model has no module whose name ends with a target.
     """
     require("peft", purpose="add_lora", extra="lora")
     import peft
@@ -194,7 +194,7 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
 
     Raises:
         ConfigError: ``kind`` is unknown, a weight is not in float32, or no layer has a multiple of 32 inputs.
-        FineTuneError: no module has a name that a target of the adapters matches.
+        FineTuneError: the model has no module whose name ends with a target of ``lora``.
     """
     if kind not in get_args(AwareBits):
         raise ConfigError(f"quantize_aware: kind must be int4 or int8, found {kind!r}.")

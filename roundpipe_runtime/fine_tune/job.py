@@ -1,4 +1,4 @@
-"""The processes that run one training together, alone or started by torchrun, and the signals that end it."""
+"""The processes of one training (a single one, or several started by torchrun), and the signals that end a training."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ class Job:
         """Return the values of all processes, in rank order (all-gather).
 
         Args:
-            value: the value of this process.
+            value: object of this process, which all processes get.
         """
         return self._ranks.exchange(value)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Call ``work`` in each process and return its result; if it fails in one process, raise an error in all.
+        """Call ``work`` and return its result; if ``work`` fails in one process, raise an error in all processes.
 
         Args:
-            work: work of this process, without collective calls.
+            work: function that each process calls, without collective calls.
 
         Raises:
             FineTuneError: one of the processes failed with an error of these packages or an ``OSError``.
@@ -84,7 +84,7 @@ class Job:
         return cast(T, result)
 
     def claim(self, what: str) -> bool:
-        """Report whether this process is the first one that claims ``what``, without waiting for other processes.
+        """Report whether this process is the first process that claims ``what``, without waiting for other processes.
 
         Args:
             what: name of the claimed task, equal in all processes.
@@ -104,7 +104,7 @@ class Job:
             stated: settings and other values of this process, by name.
 
         Raises:
-            DistributedError: a process has a different value.
+            DistributedError: a value differs between processes.
         """
         if error := ranks_disagree(self.exchange(stated)):
             raise error
@@ -117,7 +117,7 @@ class Job:
 
 
 def named_error(rank: int, error: Exception) -> Exception:
-    """Return an error whose message names its rank and place; errors of this package are returned unchanged.
+    """Return an error whose message names the rank that failed; errors of this package are returned unchanged.
 
     Args:
         rank: rank of this process.
@@ -130,7 +130,7 @@ def named_error(rank: int, error: Exception) -> Exception:
 
 
 def _described(error: Exception | None) -> tuple[bool, str] | None:
-    """Return whether an error is an ``OSError`` or of these packages, and its text; ``None`` without an error."""
+    """Return the text of an error, and whether it is an ``OSError`` or of these packages; ``None`` without error."""
     if error is None:
         return None
     is_request = isinstance(error, (FlattenError, RoundPipeError, OSError))

@@ -33,11 +33,11 @@ class ModelSource:
 
     Attributes:
         name: name of the model, as the user passed it.
-        config: configuration of transformers.
+        config: configuration of the model, an object of transformers.
         folder: folder of the tokenizer and the weights; ``None`` for a GGUF file or a configuration.
         has_weights: whether the folder or GGUF file contains weights; otherwise the weights are random.
-        unmatched_weights: ``"refuse"`` raises if the weights do not match the model; ``"unused"`` ignores weights
-            that the model does not have; ``"random"`` also initializes weights that the folder lacks.
+        unmatched_weights: ``"refuse"`` raises an error if stored weights do not match the model, ``"unused"`` ignores
+            stored weights that the model does not have, and ``"random"`` also initializes missing weights randomly.
         gguf: GGUF file of the tokenizer and the weights; ``None`` for any other source.
     """
 
@@ -50,7 +50,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, config: Any, name: str) -> ModelSource:
-        """Return the source of a model that has this configuration and random weights.
+        """Return the source of a model with the given configuration and random weights.
 
         Args:
             config: configuration of transformers.
@@ -90,9 +90,9 @@ class ModelSource:
                 underflow in float16; float32 for random weights and for weights of a GGUF file.
             seed: seed of random weights.
             quantize: quantization of the linear layers, as for :func:`quantize_frozen`. Weights in safetensors files
-                are read one after the other; weights in other files are all loaded before quantization.
+                are read one after the other; weights in other formats are all loaded before quantization.
             host: ``"disk:DIR"`` reads weights into a scratch file of a folder, one after the other, so that memory
-                never contains all weights; random weights and weights in other files are created in memory first.
+                never contains all weights. Random weights, and weights in other formats, are first in memory.
 
         Returns:
             The model, on the host.
@@ -203,7 +203,7 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
     has_weights = folder is not None and bytes_of_weights(folder, failure=FineTuneError) > 0
     if folder is not None and not has_weights and (held := sorted(folder.glob(f"*{GGUF}"))):
         first = held[0]
-        raise FineTuneError(f"{name} contains {first.name}. Name that file: {first}")
+        raise FineTuneError(f"{name} contains {first.name}. Name the file instead of its folder: {first}")
     if path.is_dir() and not file.is_file():
         if (path / "adapter_config.json").is_file():
             raise FineTuneError(f"{name} contains adapters but no model. Merge the adapters into a model first.")

@@ -1,4 +1,4 @@
-"""Write the results of a training: metrics, the model, its card and a plot of losses; check the paths before.
+"""Write the results of a training (metrics, model, model card, plot of losses), and check all paths before it.
 
 ::
 
@@ -51,9 +51,9 @@ class StepRecord:
         tokens: number of tokens of the step.
         tokens_per_s: tokens per second of this step, including copies and optimizer.
         lr: learning rate.
-        grad_norm: norm of all gradients, before clipping; ``None`` with ``update="in_backward"``.
+        grad_norm: total norm of all gradients before clipping; ``None`` with ``update="in_backward"``.
         seconds: duration of the step.
-        process_bytes: memory of the process, after the step.
+        process_bytes: bytes of memory that the process holds after the step.
         device_bytes: peak bytes of tensors on one accelerator so far; ``None`` without accelerators.
     """
 
@@ -188,7 +188,7 @@ def check_place(path: str | os.PathLike[str], option: str, *, in_parent: bool = 
 def check_disk(
     model: nn.Module, settings: Settings, output: pathlib.Path, checkpoints: pathlib.Path, kept: int
 ) -> None:
-    """Refuse a training whose results would not fit on the disk.
+    """Raise an error if the results of a training would not fit on the disk.
 
     Args:
         model: model that is trained.
@@ -244,7 +244,7 @@ def save_model(
     Args:
         model: Hugging Face model, or PEFT's wrapper of a model, of which only the adapters are saved.
         tokenizer: tokenizer, saved with the model.
-        folder: new folder, which appears only if the model loaded from its files is bitwise identical.
+        folder: new folder, which appears only if the model loaded from its files is bitwise identical to ``model``.
         source: source of the base model, into which the saved adapters are loaded for the check.
         overwrite: whether to replace an existing folder.
         card: text of ``README.md``. Default: no card, or for adapters the card that PEFT writes.
@@ -331,7 +331,7 @@ def model_card(
 
     Args:
         source: source of the model.
-        records: records of the training.
+        records: records of the steps and evaluations of the training.
         data: description of the training data.
         options: options of the training by name; options with the value ``None`` are omitted.
         is_adapter: whether only adapters were saved.
@@ -375,11 +375,11 @@ def _versions() -> dict[str, str]:
 
 
 def replace_card(folder: pathlib.Path, text: str) -> None:
-    """Rewrite the card of a saved model atomically.
+    """Replace the model card (``README.md``) of a saved model atomically.
 
     Args:
         folder: folder of the model.
-        text: card.
+        text: new text of the card.
     """
     write_text(folder.absolute() / CARD, text)
 
@@ -403,7 +403,7 @@ def save_curve(records: Sequence[StepRecord | EvalRecord], path: str | os.PathLi
     """Plot the losses of steps and evaluations into an image file.
 
     Args:
-        records: records of a training, as :func:`run` passes them to ``show``.
+        records: records of the steps and evaluations of a training, as :func:`run` passes them to ``show``.
         path: path of the image; its suffix determines the format: ``.png``, ``.svg``, ``.pdf``.
 
     Raises:

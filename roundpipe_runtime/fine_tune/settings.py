@@ -21,32 +21,32 @@ class Settings:
     """All settings of a training: batches, learning, devices, dtypes, memory and evaluation.
 
     Attributes:
-        batch: number of rows per batch, of all processes together.
+        batch: number of rows per batch, summed over all processes.
         microbatches: number of microbatches per batch, or per group if ``replicas`` splits batches into groups
             (default: number of devices + 1, but at most the number of rows).
         replicas: number of groups into which a batch is split; process ``g % N`` of ``N`` processes trains group ``g``,
             and results do not depend on ``N``. Default: the number of processes; a single process does not split
             batches.
-        accumulate: number of batches per step; their gradients are averaged.
-        steps: number of steps; ``None`` to use ``epochs``.
+        accumulate: number of batches per optimizer step, whose gradients are averaged.
+        steps: number of optimizer steps; ``None`` to use ``epochs``.
         epochs: number of passes over all rows, if ``steps`` is not given.
         lr: peak learning rate.
         warmup: number of steps until the learning rate reaches its peak. Default: a tenth of all steps, at most 100.
-        schedule: learning rate after the warmup: decay to zero along half a cosine or a line, or constant.
-        weight_decay: weight decay of AdamW, for parameters with two axes or more.
-        clip: largest norm of the gradients, to which they are scaled down; 0 for no clipping.
+        schedule: learning rate after the warmup: ``"cosine"`` or ``"linear"`` decay to zero, or ``"constant"``.
+        weight_decay: weight decay of AdamW, which applies to parameters with two axes or more.
+        clip: largest total norm of the gradients; larger gradients are scaled down. 0: no clipping.
         seed: seed of the order of rows, and of dropout.
-        devices: devices, as for :class:`RoundPipe`.
+        devices: devices that train the model, as for :class:`RoundPipe`.
         optim_dtype: dtype of gradients, moments and master weights. Default: float32.
-        keep_parameters: parameters that stay on devices between steps, as in :class:`RoundPipeRunConfig`; results do
-            not depend on this setting.
+        keep_parameters: GB of parameters that stay on each device between steps, or ``"auto"``, as in
+            :class:`RoundPipeRunConfig`; results do not depend on this setting.
         large_tables: how large embedding and head matrices are copied, as in :class:`RoundPipe`.
         host: where parameters, gradients, master weights and moments live: ``"memory"``, or ``"disk:DIR"``, as for
             :class:`RoundPipe`; results do not depend on this setting.
         update: which weights the optimizer updates, and when, as in :class:`RoundPipe`; results do not depend on this
             setting.
         eval_every: number of steps between two evaluations; ``None`` evaluates only at the end.
-        check: whether to compare the model cut into layers with the original model before the training.
+        check: whether to compare the split model with the original model before the training.
         report_to: additional targets of the Trainer's logs: ``"tensorboard"``, ``"wandb"``, ``"mlflow"`` and others.
 
     Raises:

@@ -118,8 +118,8 @@ def _pictures_per_row(
     if each is None:
         patches = int(grid.prod(-1).sum())
         raise SplitError(
-            f"kwargs['{name}']: {patches} patches do not fit the {tokens_of_rows} image tokens of the rows. Pass what "
-            "the model's processor returns."
+            f"kwargs['{name}']: {patches} patches do not fit the {tokens_of_rows} image tokens of the rows. Pass the "
+            "arguments that the model's processor returns."
         )
     counts, number = [], 0
     for left in places:
@@ -128,8 +128,8 @@ def _pictures_per_row(
             left, number = left - each[number], number + 1
         if left:
             raise SplitError(
-                f"kwargs['{name}']: a picture has image tokens in two rows, so rows cannot be split. Pass what the "
-                "model's processor returns."
+                f"kwargs['{name}']: a picture has image tokens in two rows, so rows cannot be split. Pass the "
+                "arguments that the model's processor returns."
             )
         counts.append(number - start)
     return counts
@@ -389,7 +389,7 @@ def loss_fn_with_weight(
     is_share: bool = False,
     is_proven: bool = True,
 ) -> Callable[[Any, Any], Any]:
-    """Wrap ``loss_fn`` so that it takes ``(output, items, rows)`` of a microbatch, and returns a weighted loss."""
+    """Wrap ``loss_fn`` so that it takes ``(output, label count, rows)`` of a microbatch and returns a weighted loss."""
     # batch: function that returns the rows of the batch; `None` for models that compute no loss
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:

@@ -156,11 +156,11 @@ class CutModel(RoundPipe):
             self._rp_warn_of_loss(NONLINEAR, rows_of_call(args, kwargs))
             return "joined"
         found: LossWay = "joined" if piece == last and last > 0 else "whole"
-        how = "this part runs once for the whole batch" if found == "joined" else "such batches run in one microbatch"
+        how = "this module runs once for the whole batch" if found == "joined" else "such batches run in one microbatch"
         kind = type(self.cut.model).__name__
         self._rp_warn_once(
             "rows",
-            f"{kind}: {title} computes different values or gradients for a whole batch than for its parts. So {how}.",
+            f"{kind}: {title} computes different values or gradients for a batch than for microbatches. So {how}.",
         )
         return found
 
@@ -241,7 +241,7 @@ class CutModel(RoundPipe):
         """Return the arguments and configuration of a call with a KV cache, which stays in CPU memory."""
         if config.resolved(1).requires_grad:
             raise ConfigError(
-                "A cache works without gradients only, because recomputed layers would write to the cache twice:\n"
+                "A KV cache works without gradients only, because recomputed layers would write to the cache twice:\n"
                 "    with torch.no_grad(): model(..., use_cache=True)"
             )
         name, cache = name_in(kwargs) or cache_argument(self.cut.model), cache_of(kwargs)
@@ -250,12 +250,12 @@ class CutModel(RoundPipe):
         if name is None or cache is None or not has_layers(cache) or not callable(merge):
             made = "" if name is None else f"    model(..., {name}=DynamicCache(config=model.config))\n"
             raise ConfigError(
-                "A pipeline can use a cache only if outputs are joined and the cache has a list of layers. Pass "
-                f"a cache with layers, or no cache:\n{made}    model(..., use_cache=False)"
+                "A pipeline can use a KV cache only if outputs are joined and the cache has a list of layers. "
+                f"Pass a cache with layers, or no cache:\n{made}    model(..., use_cache=False)"
             )
         joined = functools.partial(batches.merge_with_cache, cache, merge)
         cut = config.split_input
         if cut is not None and not callable(cut):
-            raise ConfigError("With a cache, split_input must be a function, which also splits the cache.")
+            raise ConfigError("With a KV cache, split_input must be a function of args, kwargs and a count.")
         config = dataclasses.replace(config, merge_output=joined, split_input=split_held(cut))
         return {**kwargs, name: HeldCache(cache)}, config

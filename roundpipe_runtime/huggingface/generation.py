@@ -43,10 +43,10 @@ def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
     """Return the reason why a model cannot generate through its pipeline; ``None`` if a trial gives equal logits."""
     inner = model_inside(cut.model)
     if cut.report.is_whole:
-        return "it runs in one piece"
+        return "it could not be split into layers"
     cache = home(inner)
     if cache is None:
-        return "its caches are of an unknown kind"
+        return "it has no cache of a known class"
     # a model may raise any error for a cache
     with torch.no_grad(), evaluating(cut.model):
         return result_or(

@@ -126,10 +126,10 @@ def wrap_model_to_roundpipe(
             kind = made.report.model
             if use_sequential_preset is True:
                 raise CutError(reason, f"{kind} cannot be split: {message}")
-            warn(f"{kind} runs in one piece, as it cannot be split ({reason}): {message}", CutRefusedWarning)
+            warn(f"{kind} runs as one module, as it cannot be split ({reason}): {message}", CutRefusedWarning)
     if roundpipe_kwargs.get("compile") and made.report.is_whole:
         raise ConfigError(
-            f"{made.report.model} runs in one piece, so it has no layers to compile. Split the model with "
+            f"{made.report.model} runs as one module, so it has no layers to compile. Split the model with "
             "lower_threshold=0, or leave compile out."
         )
     return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
@@ -265,8 +265,8 @@ class WrappedModel(CutModel):
     ) -> Any:
         """Run forward, loss and backward, and return the loss.
 
-        A model with labels among ``input_kwargs`` computes its own loss. If ``loss_fn`` returns the model's loss, or a
-        multiple of it, loss and gradient are those of the whole batch.
+        If ``input_kwargs`` contain labels, the model computes its own loss. If ``loss_fn`` returns the model's loss, or
+        a multiple of it, loss and gradient are those of the whole batch.
 
         Args:
             input_args: positional arguments of the model.

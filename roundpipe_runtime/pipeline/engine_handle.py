@@ -112,7 +112,7 @@ def as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     if type(model) is nn.Sequential or isinstance(model, (nn.ModuleList, list, tuple)):
         layers = list(model)
         others = [type(layer).__qualname__ for layer in layers if not isinstance(layer, nn.Module)]
-        found += f" with {others[0]}" if others else " of 0"
+        found += f" with {others[0]}" if others else " of no layers"
         if layers and not others:
             return model if type(model) is nn.Sequential else nn.Sequential(*layers)
     elif isinstance(model, nn.Module):
@@ -262,7 +262,7 @@ class PipelineOptions:
         check_large_tables(self.large_tables)
         if disk_folder(self.host) is not None and self.has_groups:
             raise ConfigError(
-                f'host="{self.host}" trains in one process without groups, but mesh= or replicas= asks for several. '
+                f'host="{self.host}" trains in one process without groups, and mesh= or replicas= makes groups. '
                 'Leave mesh= and replicas= out, or train in memory:\n    RoundPipe(model, mesh=mesh, host="memory")'
             )
         if self.update not in ("masters", "in_place", "in_backward"):

@@ -1,8 +1,8 @@
 """Detect changes of the wrapped model: before each call, its modules are compared with the modules of earlier calls.
 
-The comparison covers modules, their classes and their ``forward`` functions. For modules outside the layers, of which
-the pipeline runs copies, attributes and parameter names are also compared. Objects are compared by identity. The record
-of a model references the objects, so that a new object cannot have the address of an old object.
+Modules, their classes and their ``forward`` functions are compared by identity. For modules outside the layers, of
+which the pipeline runs copies, attributes and parameter names are also compared. The record of a model references the
+objects, so that a new object cannot have the address of an old object.
 """
 
 from __future__ import annotations

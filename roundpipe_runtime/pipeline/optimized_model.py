@@ -70,7 +70,7 @@ class OptimizedModel(EngineHandle):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield names and modules of the model.
 
-        An outer module that contains the pipeline calls this method with ``memo`` to find parameters. Inside
+        An outer module that contains the pipeline calls ``named_modules`` with ``memo`` to find parameters. Inside
         :class:`OptimizerCtx`, the outer module finds the parameters that the optimizer updates.
 
         Args:
@@ -113,7 +113,7 @@ class OptimizedModel(EngineHandle):
         store = self._rp_engine.store
         if not isinstance(store, InBackwardStore):
             raise ConfigError(
-                "step_with is for a pipeline that steps in forward_backward:\n"
+                "step_with needs a pipeline that updates parameters in forward_backward:\n"
                 '    RoundPipe(model, optim_dtype=torch.float32, update="in_backward")'
             )
         store.use(optimizers)
@@ -126,7 +126,7 @@ class OptimizedModel(EngineHandle):
         Args:
             step_fn: function that runs the step: ``lambda: (optimizer.step(), optimizer.zero_grad())``.
             is_async: when the step runs (default: before this method returns). ``"exact"``: in the background; a layer
-                waits for its update before it runs again, so results are unchanged. ``True``: in the background, while
+                waits for its update before it runs again, so results are unchanged. ``True``: in the background, and
                 the next forward and backward use the parameters from before the step.
             *args: arguments of ``step_fn``.
             **kwargs: keyword arguments of ``step_fn``.
@@ -207,7 +207,7 @@ class SavedModel(EngineHandle):
         """Return the training state of the pipeline that is not in its state dict.
 
         Returns:
-            The number of completed runs, the master weights, the gradients and the number of groups, as references.
+            The master weights, the gradients, and the numbers of runs and of groups of the pipeline, as references.
         """
         return dataclasses.replace(self._rp_engine.progress(), replicas=self.replicas)
 
@@ -215,9 +215,9 @@ class SavedModel(EngineHandle):
         """Load the result of :meth:`progress`, after the parameters have been loaded, and discard existing gradients.
 
         Args:
-            progress: progress of a pipeline whose parameters have the same names. Master weights are ignored if this
-                pipeline has none. Batches are split into the stored number of groups, unless this pipeline was created
-                with ``replicas``.
+            progress: result of :meth:`progress`, from a pipeline whose parameters have the same names. Master weights
+                are ignored if this pipeline has none. Batches are split into the stored number of groups, unless this
+                pipeline was created with ``replicas``.
         """
         self._rp_engine.load_progress(progress)
         self._rp_keep_replicas(progress.replicas or 1)

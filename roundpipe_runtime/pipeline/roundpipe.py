@@ -385,7 +385,7 @@ class RoundPipe(OptimizedModel, SavedModel):
     def _rp_config(self, config: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
         if not isinstance(config, RoundPipeRunConfig | None):
             raise ConfigError(
-                f"A run configuration must be a RoundPipeRunConfig, found {type(config).__qualname__}. One of:\n"
+                f"A run configuration must be a RoundPipeRunConfig, found {type(config).__qualname__}. Write:\n"
                 "    forward_backward(..., run_config=RoundPipeRunConfig(num_microbatch=4))\n"
                 "    model(..., roundpipe_run_config=RoundPipeRunConfig(num_microbatch=4))"
             )

@@ -82,7 +82,7 @@ class CallSpec:
         return [leaf for leaf in self.arguments.leaves if isinstance(leaf, BoxUse)]
 
     def caches(self) -> list[EmptyCache | MadeCache]:
-        """Return the KV caches among the arguments that the model itself created."""
+        """Return the KV caches among the arguments of a layer call that the model, not the caller, created."""
         return [leaf for leaf in self.arguments.leaves if isinstance(leaf, (EmptyCache, MadeCache))]
 
 

@@ -149,7 +149,7 @@ def hook_layers(model: nn.Module) -> None:
 
 
 def collect_on_copy(copied: nn.Module) -> None:
-    """Replace each forward that ``check_model_inputs`` wraps in a copied model by one that captures outputs."""
+    """Replace each forward that ``check_model_inputs`` wraps in a copied model by a forward that captures outputs."""
     if is_old():
         for part in _decorated(copied):
             part.__dict__["forward"] = functools.partial(_forward, part)
@@ -203,7 +203,7 @@ def _decorated(model: nn.Module) -> list[nn.Module]:
 
 
 def _wrapper(function: Any) -> Callable[..., Any] | None:
-    """Return the wrapper made by ``check_model_inputs``: ``function``, or a function that ``function`` wraps."""
+    """Return the wrapper that transformers' ``check_model_inputs`` made: ``function``, or a function inside it."""
     while function is not None:
         if getattr(function, "__code__", None) and function.__code__.co_qualname.startswith("check_model_inputs."):
             return function  # type: ignore[no-any-return] # a function has a code

@@ -66,7 +66,7 @@ def check_equivalence(
         raise CutError(
             "values",
             f"after the split, outputs differ by {worst_output:.1e} and gradients by {worst:.1e} ({name or 'none'}); "
-            f"at most {limit:.0e} and {of_gradients:.0e} are rounding",
+            f"at most {limit:.0e} and {of_gradients:.0e} are allowed",
         )
     return result
 

@@ -162,8 +162,8 @@ def cut(
     Args:
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``. A model on ``meta`` is
             split without a comparison.
-        example: keyword arguments of the model's forward. Two rows are enough, but they must take the same path through
-            the model as later batches: include images if batches have images. Default: a few tokens, with one row
+        example: keyword arguments of the model's forward. Two rows are enough, but the model must run the same code for
+            them as for later batches: include images if batches have images. Default: a few tokens, with one row
             padded.
         check: whether to compare the split and the original model, by a forward and backward of each on the host.
         skip_modules: modules, such as lists of layers, in which the model is not split.
@@ -229,7 +229,7 @@ def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> lis
         return CutError(
             "example",
             f"{type(model).__name__} does not run on the example ({', '.join(kwargs)}): {type(error).__name__}: {error}"
-            "\nGive it one:\n    cut(model, example=batch)",
+            "\nGive cut a batch of the model:\n    cut(model, example=batch)",
         )
 
     with raised_as(refused), torch.no_grad():  # a model may raise any error for an unsupported example

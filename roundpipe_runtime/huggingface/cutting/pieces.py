@@ -205,7 +205,7 @@ class LayerCall(nn.Module):
         return self.observe(state)[0]
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
-        """Call the layer; return the new state, and the layers that were read in KV caches which the model created."""
+        """Call the layer; return the new state, and which entries it read from KV caches that the model created."""
         spec = state.call_log.calls.get(self.place)
         if spec is None:
             return state, frozenset()

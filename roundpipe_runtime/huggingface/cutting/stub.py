@@ -116,7 +116,7 @@ def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embedding
 
 
 def _shared(module: nn.Module) -> Iterator[Any]:
-    """Yield the objects that a copy of a module shares with the module."""
+    """Yield the objects that a copy of a module shares with the original module."""
     yield from (tensor for held in (module._parameters, module._buffers) for tensor in held.values())
     yield from tensors_held(module)
     # the dictionaries of hooks are shared, so hooks that are registered or removed later also apply to the copy

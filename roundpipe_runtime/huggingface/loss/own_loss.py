@@ -138,7 +138,7 @@ def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
 
 
 def _possible_labels(names: list[str], kwargs: Kwargs, outputs: PyTree) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield labels to try: tokens, classes and numbers, for all names at once and then for "labels" alone."""
+    """Yield possible labels (tokens, classes, numbers) for all label arguments together, then for ``labels`` alone."""
     tokens = [value for name in ("decoder_input_ids", "input_ids", "inputs") if (value := kwargs.get(name)) is not None]
     if not tokens:
         return
@@ -204,7 +204,7 @@ def own_loss(outputs: PyTree, labels: Any) -> Any:
 
 
 def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether a call returns router logits, from which an auxiliary loss is computed."""
+    """Report whether the model returns router logits, from which an auxiliary loss is computed."""
     asked = kwargs.get("output_router_logits")
     config = getattr(model, "config", None)
     asked = getattr(config, "output_router_logits", False) if asked is None else asked

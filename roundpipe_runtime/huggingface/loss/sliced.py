@@ -215,8 +215,8 @@ def chunked_cross_entropy(
         weight: weight of the head, ``(vocabulary, width)``.
         labels: labels, with the shape of ``hidden`` without its last axis; row i predicts label i, without a shift.
         bias: bias of the head, ``(vocabulary,)``.
-        transform: function of the logits of any number of rows before the loss, such as a soft cap. The function must
-            be elementwise, and must not depend on a parameter.
+        transform: function that is applied to the logits of some rows before the loss, such as a soft cap. The function
+            must be elementwise, and must not depend on a parameter.
         reduction: ``"mean"`` over the labels that are not ignored, or ``"sum"``.
         ignore_index: label that is ignored.
         label_smoothing: amount of smoothing, as for :func:`torch.nn.functional.cross_entropy`.

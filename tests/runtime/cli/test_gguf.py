@@ -103,7 +103,7 @@ def test_a_folder_with_the_file_alone_names_it(here):
     """Its configuration must not be taken for one of random weights."""
     read_by_transformers(write(here / "m.gguf")).config.save_pretrained(here)
     for _ in range(2):
-        with pytest.raises(FineTuneError, match=r"contains m\.gguf\. Name that file: .*m\.gguf"):
+        with pytest.raises(FineTuneError, match=r"contains m\.gguf\. Name the file instead of its folder: .*m\.gguf"):
             model_source(here)
         (here / "config.json").unlink(missing_ok=True)
 

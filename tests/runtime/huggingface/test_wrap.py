@@ -224,7 +224,7 @@ class Uncuttable(nn.Module):
 
 def test_a_model_that_cannot_be_cut_warns_and_runs_whole():
     example = {"x": torch.ones(2, 64)}
-    with pytest.warns(CutRefusedWarning, match="Uncuttable runs in one piece, as it cannot be split"):
+    with pytest.warns(CutRefusedWarning, match="Uncuttable runs as one module, as it cannot be split"):
         pipeline = wrap_model_to_roundpipe(Uncuttable(), lower_threshold=0, example=example, devices="virtual:1")
     assert pipeline(torch.ones(3, 64)).shape == (3, 64)
     pipeline.close()

@@ -46,9 +46,9 @@ def test_what_can_be_wrapped(wrap, make):
     ("arguments", "message"),
     [
         ((3,), "wraps an nn.Module"),
-        (([],), "found list of 0"),
-        ((nn.Sequential(),), r"found Sequential of 0. Give RoundPipe layers:\n    RoundPipe\(nn.Sequential\(nn.Linear"),
-        ((nn.ModuleList(),), "found ModuleList of 0"),
+        (([],), "found list of no layers"),
+        ((nn.Sequential(),), r"found Sequential of no layers. Give RoundPipe layers:\n    RoundPipe\(nn.Seq"),
+        ((nn.ModuleList(),), "found ModuleList of no layers"),
         (([nn.Linear(2, 2), len],), "found list with builtin_function_or_method"),
         ((nn.Linear,), "found the class Linear"),
         ((nn.Linear(2, 2, device="meta"),), "weight is on the meta device, and has no values"),

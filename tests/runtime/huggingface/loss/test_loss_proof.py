@@ -331,6 +331,6 @@ def test_a_penalty_without_labels_in_the_example_is_seen():
             return outputs
 
     model, batch = made(kind=Regularised)
-    with pytest.warns(RoundPipeWarning, match="in one piece"):
+    with pytest.warns(RoundPipeWarning, match="as one module"):
         pipeline = wrapped(model)
     assert_like_plain(model, batch, call=THREE, pipeline=pipeline)

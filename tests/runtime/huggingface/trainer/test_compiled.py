@@ -68,5 +68,5 @@ def test_hidden_states_and_attentions_of_compiled_layers_are_handed_out():
 
 def test_a_model_in_one_piece_is_refused():
     """It has no layers that could be compiled, and would run as it is."""
-    with pytest.raises(ConfigError, match="runs in one piece, so it has no layers to compile"):
+    with pytest.raises(ConfigError, match="runs as one module, so it has no layers to compile"):
         wrap_model_to_roundpipe(make_model("llama"), use_sequential_preset=False, compile=True)

@@ -193,7 +193,7 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
         The model itself.
 
     Raises:
-        ConfigError: ``kind`` is unknown, a weight is not in float32, or no layer has a multiple of 32 inputs.
+        ConfigError: ``kind`` is unknown, a weight is not in float32, or no layer has a multiple of 32 input features.
         FineTuneError: the model has no module whose name ends with a target of ``lora``.
     """
     if kind not in get_args(AwareBits):

@@ -172,7 +172,7 @@ class WrappedModel(CutModel):
             *args: positional arguments of the model.
             roundpipe_run_config: settings of this call, which override the settings of the pipeline.
             **kwargs: keyword arguments of the model. ``use_cache`` is ``False`` by default. A KV cache is split into
-                one cache per microbatch; after the call, it has the entries that all microbatches wrote.
+                one cache per microbatch; after the call, it has the new keys and values of all microbatches.
 
         Returns:
             The output of the whole batch.

@@ -136,8 +136,8 @@ class RoundPipe(OptimizedModel, SavedModel):
         optim_dtype: dtype of the optimizer's parameters and of gradients (default: the dtype of each parameter).
         name: name in errors, timelines and the seeds of layers such as dropout (default: ``"file:line"`` of the call).
         model_run_config: default settings for all calls of the pipeline.
-        pin_model: how parameters are pinned in host memory if there is an accelerator. ``"alloc"`` (default): moved to
-            pinned memory; ``"register"``: pinned in place (CUDA only); ``"off"``: not pinned.
+        pin_model: how parameters are pinned in host memory if there is an accelerator. ``"alloc"`` (default) moves
+            parameters to pinned memory, ``"register"`` pins parameters in place (CUDA only), ``"off"`` pins nothing.
         devices: ``"virtual:N"``, a list of torch devices or of :class:`Device` objects, or ``None``: all accelerators,
             else ``"virtual:2"``.
         mesh: mesh of the processes that train the model, such as ``init_device_mesh("cpu", (N,))`` (default: this
@@ -145,7 +145,7 @@ class RoundPipe(OptimizedModel, SavedModel):
             part of the batch to ``forward_backward``. In a mesh with two axes, the optimizer state is replicated along
             the first axis, so with shape ``(N, 1)`` each process has all of it.
         replicas: number of groups that the rows of a batch are split into (default: number of ranks N). Group g runs on
-            rank g modulo N, and results for one number of groups do not depend on N.
+            rank g modulo N; with the same ``replicas``, results do not depend on N.
         reduce_dtype: dtype in which gradients are sent between ranks (default: the dtype of their sums).
         gradient_dtype: dtype in which gradients of master weights are stored until the optimizer step (default:
             ``optim_dtype``). A backward still sums gradients in ``optim_dtype``.
@@ -154,7 +154,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         large_tables: how embeddings and heads of at least 16 MiB are copied to a device. ``"auto"``: of an embedding,
             only the rows that a microbatch reads; the head of a transformers model in slices if it does not fit into a
             stage. ``"slices"``: a head is always copied in slices; the loss then differs by rounding. ``"whole"``:
-            tables are copied like every other parameter.
+            embeddings and heads are copied like every other parameter.
         host: with ``"disk:DIR"``, parameters, gradients, master weights and optimizer state are in a scratch file in
             this folder, and only a few layers are in memory at a time (default: ``"memory"``). Results are unchanged.
         update: what the optimizer updates (default: ``"masters"``). ``"masters"``: master weights of dtype

@@ -51,8 +51,8 @@ def partition(
     """Partition the layers of one or more models, which run one after the other, into stages of similar times.
 
     Args:
-        run_type: ``"infer"``, ``"train"`` or ``"fused"`` for the last model. With ``"fused"``, all models before the
-            last one get stages for ``"train"``.
+        run_type: ``"infer"``, ``"train"`` or ``"fused"``, as in :meth:`ModelExecutePlan.auto`. With ``"fused"``, all
+            models except the last one get stages for ``"train"``.
         models: the costs of the layers of each model.
         min_stages: smallest number of stages of an iteration, for all models together; also the number of devices for
             which times of plans are simulated. A model with fewer layers gets fewer stages.

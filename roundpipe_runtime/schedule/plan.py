@@ -69,8 +69,7 @@ class ModelExecutePlan:
         ``num_layers`` and ``run_type`` can be given in any order, or by name.
 
         Args:
-            *given: ``num_layers``, the number of layers of the model, and ``run_type``, ``"infer"``, ``"train"`` or
-                ``"fused"``.
+            *given: ``num_layers``, the number of layers of the model, and ``run_type``, see :meth:`auto`.
             **named: ``num_layers`` and ``run_type``, if given by name.
 
         Raises:
@@ -108,7 +107,7 @@ class ModelExecutePlan:
         """Check the plan, and return its stages in the order in which they are dispatched to devices.
 
         Args:
-            run_type: ``"infer"``, ``"train"`` or ``"fused"``.
+            run_type: ``"infer"``, ``"train"`` or ``"fused"``, see :meth:`auto`.
             num_layers: number of layers of the model.
             most_copies: largest number of devices that can run the fused stage (default: no limit).
 
@@ -137,8 +136,9 @@ class ModelExecutePlan:
         """Compute a plan from the cost of each layer, which is estimated until the model has run, and then measured.
 
         Args:
-            run_type: ``"infer"``, ``"train"`` or ``"fused"``. With ``"fused"`` and several models, the last model gets
-                a fused plan, and all other models get plans for ``"train"``.
+            run_type: ``"infer"`` (forward only), ``"train"`` (forward, later backward) or ``"fused"`` (forward and
+                backward of each microbatch). With ``"fused"``, all models except the last one get plans for
+                ``"train"``.
             *models: pipelines, ``nn.Sequential`` modules, or lists of :class:`LayerCost`.
             min_stages: smallest number of stages (default: the number of devices).
             upper_threshold: largest ratio of the time of a stage to the time of the slowest layer.

@@ -45,7 +45,7 @@ _RUNNING = _Running()
 
 @contextlib.contextmanager
 def running(session: Session) -> Iterator[None]:
-    """Context manager in which ``session`` answers this thread's calls of stubs, which replace layers."""
+    """Context manager in which ``session`` computes the results of stubs (replaced layers) that this thread calls."""
     before, _RUNNING.session = _RUNNING.session, session
     try:
         yield

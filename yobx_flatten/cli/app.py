@@ -92,7 +92,8 @@ def repository(what: str) -> pathlib.Path:
 def matrix(arguments: typer.Context) -> int:
     """Export a small model of every model type in transformers, and check each step of the export.
 
-    The command needs a clone of the repository. Its arguments, such as --sample 8, are passed to `python -m matrix`.
+    The command needs a clone of the repository. All arguments of the command, such as --sample 8, are passed to the
+    program `python -m matrix` of the clone.
     """
     root = repository("the matrix")
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,14 +1,13 @@
 """``yobx-flatten demo``: export small models of real architectures, and print one line of results for each.
 
-.. code-block:: text
-
-    Zen of Python --> bytes --> example, cases --+
-                                                 +--> export_onnx --> replay --> one row of the table
-    configuration --> model, random weights -----+
-
-The models have random weights, and compute the KV caches of the test cases. The cases have left padding, and fewer, as
-many or more cached tokens than the attention window. Each decoding step gets the KV cache of the previous step.
+The models have random weights, and compute the KV caches of the test inputs. Some test inputs have left padding. The
+number of cached tokens is below, at or above the size of the attention window. Each decoding step gets the KV cache of
+the previous step.
 """
+
+# Zen of Python --> bytes --> example, cases --+
+#                                              +--> export_onnx --> replay --> one row of the table
+# configuration --> model, random weights -----+
 
 from __future__ import annotations
 

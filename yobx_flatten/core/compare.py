@@ -1,26 +1,25 @@
-"""Compare computed values with expected values, and decide whether rounding explains the difference.
+"""Compare computed values with expected values, and decide whether rounding explains the difference."""
 
-The table lists the tolerances of yobx_flatten and roundpipe_runtime. A *rounding* is the machine epsilon of the dtype.
-
-=============  ==========================================  ==================  ===========  ===========  ======
-kind           measure                                     float32, float64    float16      bfloat16     reason
-=============  ==========================================  ==================  ===========  ===========  ======
-``file``       largest difference                          1e-4                6e-2         2e-1         1
-``layers``     norm of the difference / norm of expected   1e-6 at least       4 roundings  4 roundings  2
-``gradients``  as ``layers``                               10 times as much    the same     the same     3
-``sums``       each difference / size of its element       1e-4                3e-2         1e-1         4
-``kernels``    largest difference / largest expected       64 roundings        the same     the same     5
-``rows``       largest difference / largest expected       1e-3                3e-2         1.5e-1       6
-=============  ==========================================  ==================  ===========  ===========  ======
-
-1. Different kernels compute in a different order, and each layer adds rounding errors. For 316 model types with random
-   weights, outputs of exported files and models differ by less than the tolerance.
-2. The same kernels run in a different program, such as a split model; 1e-6 is about 8 roundings of float32.
-3. If a parameter is used several times, the terms of its gradient are added in a different order.
-4. The same terms are added in a different order and grouping, such as the losses of the microbatches of a batch.
-5. The same kernels run on the same numbers in one ONNX file.
-6. The rows of a batch are computed in one batch or in smaller batches: kernels differ, and layers amplify rounding.
-"""
+# The table lists the tolerances of both packages. A rounding is the machine epsilon of the dtype.
+#
+# =========  ==========================================  ==================  ===========  ===========  ======
+# kind       measure                                     float32, float64    float16      bfloat16     reason
+# =========  ==========================================  ==================  ===========  ===========  ======
+# file       largest difference                          1e-4                6e-2         2e-1         1
+# layers     norm of the difference / norm of expected   1e-6 at least       4 roundings  4 roundings  2
+# gradients  as layers                                   10 times as much    the same     the same     3
+# sums       each difference / size of its element       1e-4                3e-2         1e-1         4
+# kernels    largest difference / largest expected       64 roundings        the same     the same     5
+# rows       largest difference / largest expected       1e-3                3e-2         1.5e-1       6
+# =========  ==========================================  ==================  ===========  ===========  ======
+#
+# 1. Different kernels compute in a different order, and each layer adds rounding errors. For 316 model types with
+#    random weights, outputs of exported files and models differ by less than the tolerance.
+# 2. The same kernels run in a different program, such as a split model; 1e-6 is about 8 roundings of float32.
+# 3. If a parameter is used several times, the terms of its gradient are added in a different order.
+# 4. The same terms are added in a different order and grouping, such as the losses of the microbatches of a batch.
+# 5. The same kernels run on the same numbers in one ONNX file.
+# 6. The rows of a batch are computed in one batch or in smaller batches: kernels differ, and layers amplify rounding.
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """List the contents of an object without running code of its class, and copy values that can be written in place.
 
 Attributes are read from the ``__dict__`` and the slots of an instance, and items with the methods of the built-in
-container. ``getattr``, ``isinstance``, ``len`` and ``iter`` are not used, since they can run code of the class::
-
-    class Layer(Base):                  state.layers          a list            list.__iter__
-        __slots__ = ("keys",)           state.layers[0]       a Layer
-        name = "a"                      state.layers[0].keys  a slot            member descriptor
-        @property
-        def size(self): ...             never called
+container. ``getattr``, ``isinstance``, ``len`` and ``iter`` are not used, since they can run code of the class.
 
 The contents of classes, Python modules, functions, methods, weak references, generators and frames are not listed.
 """
+
+# class Layer(Base):                  state.layers          a list            list.__iter__
+#     __slots__ = ("keys",)           state.layers[0]       a Layer
+#     name = "a"                      state.layers[0].keys  a slot            member descriptor
+#     @property
+#     def size(self): ...             never called
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Layout(NamedTuple):
 
 
 class Layouts:
-    """Cache of :class:`Layout` objects by the id of their class, used during one traversal of nested objects."""
+    """Cache of the :class:`Layout` of each class that is found during one traversal of nested objects."""
 
     def __init__(self) -> None:
         self._by_id: dict[int, Layout] = {}
@@ -202,7 +202,7 @@ REMEMBERING = type(functools.cache(len))
 
 
 def reader_of(kind: type) -> Reader | None:
-    """Return a function that fingerprints an instance to detect writes; ``None`` for a type without values."""
+    """Return a function that fingerprints a tensor, array or random generator to detect writes, or ``None``."""
     if issubclass(kind, torch.Tensor):
         return mark_of_tensor
     if issubclass(kind, torch.Generator):

@@ -9,9 +9,9 @@ A call can write a tensor in place, extend a list, set an attribute or rebind a 
 
 :func:`undisturbed` copies the values that a call can write, and restores the values after the call.
 
-A snapshot contains, in breadth-first order, all objects that a call can reach: containers, attributes and slots,
-modules, partials and bound methods, closure variables and defaults of functions, and the globals and classes that code
-outside of installed libraries reads. Snapshots omit the state of optimizers, since it is twice as large as the model,
+A snapshot contains all objects that a call can reach, in breadth-first order. A call reaches the items of containers,
+the attributes of objects, and the closure variables and defaults of functions. A call also reaches classes and globals
+of code outside of installed libraries. Snapshots omit the state of optimizers, since it is twice as large as the model,
 and another thread may write it. A snapshot runs no code of a user, and names each object by the first path found.
 """
 
@@ -272,7 +272,7 @@ _VALUES = (dict, list, set, tuple, collections.deque, torch.Tensor)
 
 
 def _is_own_code(module: object) -> bool:
-    """Return whether a Python module belongs to no library, so that a call may change its globals and classes."""
+    """Return whether a Python module is ``__main__`` or is outside of the installed libraries."""
     return isinstance(module, str) and (module == "__main__" or _is_outside_of_libraries(module))
 
 

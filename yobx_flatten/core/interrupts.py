@@ -80,7 +80,7 @@ class Undoing:
     Enter the context manager twice: if Ctrl-C arrives before the first line of the inner exit, the outer exit calls the
     undo function::
 
-        with (undoing := Undoing(restore)), undoing:
+        with (undoing := Undoing(restore)), undoing:  # the same object is entered twice
             change()
     """
 

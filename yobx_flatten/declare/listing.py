@@ -21,13 +21,13 @@ class FlatteningRow:
     Attributes:
         kind: what the class is: ``"layer"`` (of a KV cache), ``"cache"``, ``"output"`` or ``"container"``.
         cls: module and name of the class.
-        code: for a layer, letters that stand for its class; for any other class, the class name in saved programs.
+        code: short name of the class in saved programs, such as ``"D"`` for ``DynamicLayer``, or ``"-"``.
         leaves: names of the leaves or children that the class is flattened into.
         counters: names of the leaves or attributes that count the tokens in a cache.
         static: static data of the class; an exported program accepts only the static data of its example inputs.
         registered_by: the library that registers the class: ``"yobx_flatten"`` (in the context manager) or
             ``"transformers"``; ``"-"`` for a layer, which is flattened with its cache.
-        tables: names of the registration tables that contain the class; empty for layers.
+        tables: names of the pytree registries that contain the class; empty for a layer, which is not registered.
         since: the first tested version of transformers (4.56, 4.57, 5.0, 5.17, 5.23) that has the class; empty if the
             class belongs to a single model.
     """

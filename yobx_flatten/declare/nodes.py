@@ -1,7 +1,7 @@
 """Register a class as a pytree node with decorators in the style of JAX, or copy a registration between libraries.
 
-The decorators register a class with torch (Python pytree, C++ pytree and ``torch.fx``), optree and JAX. This package
-imports neither optree nor JAX: a class is registered with them when the program imports them.
+The decorators register a class with torch (Python pytree, C++ pytree and ``torch.fx``), optree and JAX. A class is
+registered with optree or JAX only when the program imports that library, since this package imports neither.
 
 The static part of a flattened object is called *aux* in JAX and *context* in torch. JAX calls the unflatten function as
 ``unflatten(aux, children)``, with the static part first.
@@ -382,7 +382,7 @@ def _claim(
     caller: str,
     backends: Backends,
 ) -> bool:
-    """Register a class with the flatten functions that ``make(cls, *written)`` returns, unless already registered."""
+    """Register a class with flatten functions from ``make``; return ``False`` if it has the same functions already."""
     libraries = REGISTRY.libraries(backends, caller)
     source = (make, written)
     for library in libraries:
@@ -432,7 +432,7 @@ def mirror(
         InvalidArgumentError: when a library is unknown, or ``to`` contains ``source``.
         MissingDependencyError: when a library is not installed.
         NotRegisteredError: when the class is not registered with ``source``.
-        AlreadyRegisteredError: when a library of ``to`` has different functions that this package registered.
+        AlreadyRegisteredError: when this package registered the class with a library of ``to`` with other functions.
         RoundTripError: when the instance of ``f_check`` differs after flatten and unflatten.
 
     >>> import optree, torch, yobx_flatten

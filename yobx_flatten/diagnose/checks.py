@@ -64,7 +64,7 @@ class Findings(tuple[Finding, ...]):
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The problems that make the export fail or the program return wrong values, without warnings."""
+        """The problems of severity ``"error"``: the export fails, or the exported program returns wrong values."""
         return tuple(finding for finding in self if finding.severity == "error")
 
     def raise_errors(self) -> None:
@@ -102,10 +102,10 @@ def check_inputs(
             ``dynamic_shapes=None``, the default, makes every size static.
 
     Returns:
-        The errors, followed by the warnings. Possible problems are arguments that ``forward`` does not accept, name or
-        read; objects of unregistered classes; ``dynamic_shapes`` that do not fit the arguments; offloaded weights;
-        inputs on another device; one tensor passed twice; slices of larger tensors; dynamic axes of size 0 or 1, or of
-        equal sizes. If an object contains itself, nothing else is checked.
+        The errors, followed by the warnings. Errors are, for example, arguments that ``forward`` does not accept,
+        objects of unregistered classes, and one tensor passed twice. Warnings are, for example, arguments that
+        ``forward`` never reads, slices of larger tensors, and dynamic axes of size 0 or 1. If an argument contains
+        itself, the result has this error only.
 
     >>> class Adds(torch.nn.Module):
     ...     def forward(self, x, y):

@@ -204,7 +204,7 @@ def _merged(parts: list[_Part]) -> list[_Part]:
 
 
 def _best_repetition(patterns: list[tuple[str, _Part]], start: int) -> tuple[int, int]:
-    """Return the period and the number of repetitions of siblings from ``start``; ``(1, 1)`` without repetitions."""
+    """Return length and count of the repeated group of siblings from ``start``; ``(1, 1)`` if nothing repeats."""
     best = (1, 1)
     for period in range(1, _LONGEST_PERIOD + 1):
         end = start + period

@@ -44,7 +44,7 @@ def _tensors(failure: Failure) -> list[tuple[str, torch.Tensor]]:
 
 
 def _fixed(text: str, line: str, paths: tuple[str, ...] = ()) -> Callable[[Failure, re.Match[str]], Explanation]:
-    """Return a function that makes an explanation with a fixed text; the last matched group replaces ``FOUND``."""
+    """Return a function that explains an error with ``text``; a part of the error replaces ``FOUND`` in the text."""
     return lambda failure, found: Explanation(text.replace("FOUND", found[found.lastindex or 0]), paths, line)
 
 
@@ -213,7 +213,7 @@ def explain_error(
     Args:
         error: the exception that was raised, or its text from a log.
         module: the module that was exported, or the program that was called; its parameters give the inputs their
-            names. If torch refused an output, the module is called once more.
+            names. If an output has an unregistered class, the module is called to find the output.
         args: positional arguments of the export or the call; none by default.
         kwargs: keyword arguments of the export or the call; none by default.
         dynamic_shapes: as passed to ``torch.export.export``.

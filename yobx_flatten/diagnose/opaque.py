@@ -1,13 +1,10 @@
-"""Find objects with tensors that torch does not flatten, and the line of code that registers each class.
+"""Find objects with tensors that torch does not flatten, and the line of code that registers each class."""
 
-::
-
-    {"state": State(caches=[DynamicCache, DynamicCache]), "x": tensor}
-
-    torch sees      a dict -> State, a leaf          -> tensor
-    we look inside           State -> list -> two DynamicCache -> 8 tensors
-    found           tree['state'], and in it tree['state'].caches[0] and tree['state'].caches[1]
-"""
+# {"state": State(caches=[DynamicCache, DynamicCache]), "x": tensor}
+#
+# torch sees      a dict -> State, a leaf          -> tensor
+# we look inside           State -> list -> two DynamicCache -> 8 tensors
+# found           tree['state'], and in it tree['state'].caches[0] and tree['state'].caches[1]
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Unregistered:
             that the object contains twice counts twice.
         nbytes: total size of the tensors in bytes.
         remedy: line of code that makes torch flatten the object.
-        advice: what the line of code does, in words.
+        advice: a sentence that introduces ``remedy``, such as ``"Register it first"``.
         inside: path of the leaf that contains the object; ``None`` if the object is a leaf itself. An object inside a
             leaf becomes a leaf when the class of the outer leaf is registered.
     """
@@ -269,7 +266,7 @@ def _own(cls: type, obj: object, layouts: Layouts) -> str:
 
 
 def _block(cls: type) -> str | None:
-    """Return the ``with`` block that registers a transformers or diffusers class, or a class derived from it."""
+    """Return the code of a ``with`` statement that registers a transformers or diffusers class, or ``None``."""
     remedy = REGISTRY.remedy(cls)
     if remedy is not None and remedy.startswith("with "):
         return remedy
@@ -286,7 +283,7 @@ def _block(cls: type) -> str | None:
 
 
 def _by_attributes(name: str, obj: object, layouts: Layouts) -> str:
-    """Return the line that registers a class other than a dataclass or dict, from the attributes of one instance."""
+    """Return a line of code that registers the class of ``obj``, with the attributes of ``obj`` as children."""
     cls = type(obj)
     layout = layouts(cls)
     attributes = [(key, value) for key, value in layout.names(obj) if type(key) is str and key.isidentifier()]
@@ -300,7 +297,7 @@ def _by_attributes(name: str, obj: object, layouts: Layouts) -> str:
 
 
 def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:
-    """Return whether a value may contain tensors: a tensor, ``None``, an empty container, a container with tensors."""
+    """Return whether a value contains a tensor, or may contain one in another call (``None``, an empty container)."""
     # tensors that the value reaches only through its owner do not count
     if value is None or (type(value) in (list, tuple, dict) and not value):
         return True

@@ -42,9 +42,9 @@ class FlattenError(Exception):
 
 
 class ReplacedFunctionWarning(UserWarning):
-    """A trace runs a library function that it usually replaces, because the function has unexpected parameters.
+    """A library function that is usually replaced during a trace was not replaced: its parameters are unexpected.
 
-    A comparison of the exported program with the model shows whether the missing replacement changes results.
+    A comparison of the exported program with the model shows whether the library function changes the results.
     """
 
 
@@ -121,7 +121,7 @@ class DamagedFileError(StoredFileError):
 
 
 class ForeignFileError(StoredFileError):
-    """A file was written by another program or by a newer version of this package, or contains other data."""
+    """A file was written by another program or a newer version of this package, or has a different kind of data."""
 
 
 class UntrustedFileError(StoredFileError):

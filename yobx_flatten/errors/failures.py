@@ -1,6 +1,6 @@
 """Catch errors of any class from code of users and other libraries; format and log them.
 
-The package uses the functions of this file instead of ``except Exception``; a comment justifies each exception.
+Only the functions of this file catch all errors; any other ``except Exception`` has a comment with the reason.
 """
 
 from __future__ import annotations

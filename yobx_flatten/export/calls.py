@@ -163,12 +163,12 @@ def export_program(
             half precision, five times the rounding error of the module, measured on the same test case.
         proof: what is compared with the module: ``"full"`` compares program and file on all test cases; ``"standard"``
             compares a file, but not its program; ``"sample"`` compares the example and the largest test case, two calls
-            each; ``"none"`` compares nothing, as the report states. ``"auto"``, the default, is ``"full"`` for weights
-            of less than 100 MB, ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
+            each; ``"none"`` compares nothing, as the report states. ``proof="auto"``, the default, compares as with
+            ``"full"`` for weights of less than 100 MB, ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
         loop: whether each call gets the cache of the previous call; ``True`` by default. With ``loop=True``, the
             program also returns the arguments that ``forward`` changes but does not return, such as an extended cache.
-            A call of the exported model then changes its arguments as ``forward`` does. Pass ``loop=False`` for a
-            module that is called once, such as a module that reads a cache to compute a score.
+            The exported model writes these changes to the arguments of its call. Pass ``loop=False`` for a module that
+            is called once, such as a module that reads a cache to compute a score.
 
     Returns:
         The exported program with the report of the comparison; callable outside ``register_flattening_functions``.

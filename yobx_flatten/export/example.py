@@ -308,7 +308,7 @@ def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 def sizes_of(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache_is: str
 ) -> tuple[str, list[str]]:
-    """Return why test inputs of other sizes cannot be made (``""`` if they can), and a note on a missing input."""
+    """Return why test inputs cannot be resized (or ``""``), and a list: a warning if ``token_type_ids`` is missing."""
     if not options_in_use()["patch_transformers"]:
         return "there are positional arguments" if args else "transformers is not imported", []
     from ..huggingface.cases import ambiguous_without, why_not_resizable

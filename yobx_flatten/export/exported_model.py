@@ -132,8 +132,8 @@ class ExportedModel:
     def to_transformers(self) -> Any:
         """Return the program as an object of ``transformers.exporters``, which can call, save and load programs.
 
-        Use the object inside ``register_flattening_functions``: transformers writes and reads caches with the
-        registered functions, and registers its own functions permanently if none are registered.
+        Use the object inside ``register_flattening_functions``, whose functions write and read caches. Outside of this
+        context manager, transformers registers its own functions for caches permanently.
 
         Returns:
             A ``transformers.exporters.ExportedModel`` with this program as its only component, ``"model"``, and the
@@ -206,14 +206,14 @@ class ExportedModel:
 
         Args:
             path: the file to write, with the suffix ``.pt2``. The file is created only if its outputs are right.
-            cache: ``"returned"`` for a package that takes and returns keys and values; ``"in_place"``, the default, for
-                a package that writes keys and values into buffers (``"returned"`` if its outputs are wrong).
+            cache: with ``cache="returned"``, the package takes and returns keys and values. With ``cache="in_place"``,
+                the default, the package writes keys and values into buffers, if outputs are then right.
 
         Returns:
             The report of the comparison with the module: one result per test case.
 
         Raises:
-            InvalidArgumentError: when ``path`` does not end with ``.pt2``, or an input is a number that varies.
+            InvalidArgumentError: when ``path`` does not end with ``.pt2``, or a Python number is a dynamic input.
             MissingDependencyError: when there is no C++ compiler.
             NoRoomError: when disk or memory is too small.
             ReplayError: when a test case fails, or outputs differ by more than the export tolerance; no file is left.
@@ -241,15 +241,15 @@ class ExportedModel:
             quantize: ``"int8"`` or ``"int4"`` to store the weights of linear layers in 8 or 4 bits with torchao. Only
                 XNNPACK has kernels for quantized weights, which round activations to 8 bits. The quantization error is
                 measured as by :func:`export_onnx`. ``quantize=None``, the default, keeps float weights.
-            cache: ``"returned"`` for a file that takes and returns keys and values of a batch; ``"in_place"``, the
-                default, for a file with batch size 1 that writes keys and values into buffers of its caller. If a file
-                with buffers is impossible or wrong, ``"returned"`` is used.
+            cache: with ``cache="returned"``, the file takes and returns keys and values of a batch. With
+                ``cache="in_place"``, the default, the file has batch size 1, and writes keys and values into buffers
+                of its caller. If such a file cannot be written or has wrong outputs, keys and values are returned.
 
         Returns:
             The report of the comparison with the module, and the memory that ExecuTorch plans for activations.
 
         Raises:
-            InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
+            InvalidArgumentError: when an argument is invalid, or a Python number is a dynamic input.
             DynamicShapesError: when a dynamic size has no upper bound.
             MissingDependencyError: when ExecuTorch is not installed, or does not fit the installed torch.
             NoRoomError: when disk or memory is too small.
@@ -274,14 +274,14 @@ class ExportedModel:
                 created only if their outputs are right.
             quantize: ``"int8"`` or ``"int4"`` to store the weights in 8 or 4 bits with NNCF. The quantization error is
                 measured as by :func:`export_onnx`. ``quantize=None``, the default, keeps float weights.
-            cache: ``"returned"`` for keys and values as inputs and outputs; ``"in_place"``, the default, for OpenVINO
-                state variables. If OpenVINO would copy the state or outputs are wrong, ``"returned"`` is used.
+            cache: with ``cache="returned"``, keys and values are inputs and outputs. With ``cache="in_place"``, the
+                default, they are OpenVINO state variables, if OpenVINO then copies no cache and the outputs are right.
 
         Returns:
             The report of the comparison with the module: one result per test case.
 
         Raises:
-            InvalidArgumentError: when an argument is invalid, or an input is a number that varies.
+            InvalidArgumentError: when an argument is invalid, or a Python number is a dynamic input.
             MissingDependencyError: when openvino, onnx, onnxscript or (for ``quantize``) NNCF is not installed.
             NoRoomError: when disk or memory is too small.
             ReplayError: when a test case fails, or outputs differ by more than the export tolerance; no file is left.

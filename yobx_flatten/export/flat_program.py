@@ -158,7 +158,7 @@ _SAME_AXES = ("to", "pad", "alias", "detach", "contiguous", "clone")
 
 
 def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[str, int], Size]:
-    """Return ``n`` for each input axis that the graph indexes with ``arange(n)``, by name of the input and axis."""
+    """Return, by input and axis, the ``n`` of input axes that the program indexes with ``arange(n)``."""
     # A mask is indexed with the row numbers of the tokens. With too few rows torch fails, but OpenVINO returns values.
     found: dict[tuple[str, int], Size] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):
@@ -303,7 +303,7 @@ def _converted(
     table: Mapping[Any, Callable[..., Any]],
     is_kept: Callable[[Any], bool],
 ) -> Any:
-    """Add an fx node, decomposed if necessary, to the new graph; return ``None`` if the program must be traced."""
+    """Copy or decompose an fx node into the new graph; return ``None`` if the node cannot be decomposed alone."""
     target = node.target
     if target in _CASTS:
         given, found = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr] # the tensor, a node

@@ -75,9 +75,9 @@ class Quantization:
             activations in blocks. ``"split"`` quantizes small activations, and multiplies large activations separately,
             in float or in 8 bits. ``"float"`` does not quantize activations, and needs up to twice the time per token.
             ``"token"``, the fastest for encoders, has one scale for each token and one for each output of a matrix, and
-            requires ``weights="int8"`` and a float32 module. ``"auto"``, the default, chooses ``"int8"`` unless it adds
-            more error to a language model than quantized weights do; otherwise ``"split"`` if accurate enough, else
-            ``"float"``. For an encoder with a ``calibration`` text, ``"auto"`` chooses ``"token"`` if accurate enough.
+            requires ``weights="int8"`` and a float32 module. ``activations="auto"``, the default, first tries
+            ``"token"`` for an encoder with a ``calibration`` text, and ``"int8"`` for other models. If that adds more
+            error than quantized weights do, it tries ``"split"``, and last uses ``"float"``.
 
     Raises:
         InvalidArgumentError: when the value of an argument is not allowed.
@@ -139,7 +139,7 @@ class Quantization:
 
     @property
     def may_be_by_token(self) -> bool:
-        """Whether ``activations="auto"`` may choose ``"token"``: only for int8 weights with a ``calibration`` text."""
+        """Whether ``activations="auto"`` may mean ``"token"``: requires int8 weights and a ``calibration`` text."""
         is_open = self.activations == "auto" and self.weights == "int8" and self.block_size == _BLOCK
         return is_open and self.tokens is None and self.calibration is not None
 
@@ -243,7 +243,7 @@ def nothing_kept(module: str) -> InvalidArgumentError:
 
 
 def remark_of_kept(counts: Mapping[int, int]) -> str:
-    """Return a note that counts, by bits, the weights that are stored as the integers of the checkpoint."""
+    """Return a note with the number of weights that are stored as the checkpoint's integers, for 4 and for 8 bits."""
     listed = " and ".join(f"{count / 1e6:.3g} million in {bits} bits" for bits, count in sorted(counts.items()))
     return f"already integers with scales, stored without rounding again: {listed}."
 
@@ -343,7 +343,7 @@ def from_the_start(
 
 
 def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch.Tensor | None) -> torch.Tensor:
-    """Return a file's logits for a text without its first token, which is read from the cache or in the same call."""
+    """Return a file's logits for each token of a text after the first, which is in the cache or in the same call."""
     # feeds: inputs by name, with the first token in the cache
     given = {name: feeds[name] for name in runner.ports}
     whole = None
@@ -371,7 +371,7 @@ def reads_once(kwargs: Mapping[str, Any]) -> bool:
 def rounding_calls(
     example: Example, quantization: Quantization, at_most: tuple[int | None, int | None] = (None, None)
 ) -> tuple[Sequence[Case], torch.Tensor] | None:
-    """Return model calls that read a calibration text, and the tokens (texts, length); ``None`` without a text."""
+    """Return test cases that read a calibration text, and its tokens (texts, length); ``None`` without a text."""
     # at_most: the largest number of texts, and of tokens of each text; `None` for all
     tokens = quantization.tokens if quantization.calibration is None else quantization.calibration
     if tokens is None:
@@ -387,7 +387,7 @@ def rounding_calls(
 
 
 def text_cases(module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch.Tensor) -> list[Case]:
-    """Return calls that read a text: the first token is in the cache, and all other tokens are ``input_ids``."""
+    """Return test cases that read a text: the first token is in the cache, all other tokens are ``input_ids``."""
     # kwargs: the example inputs; each call has as many rows
     decoder = module if isinstance(module, SlidingDecoder) else None
     like = None if decoder else kwargs
@@ -437,7 +437,7 @@ class Budget:
         self._roles, self._first, self._measure = roles, bits, measure
 
     def find(self) -> tuple[Bits, Quality]:
-        """Raise bits of roles until the perplexity ratio is allowed, if possible; return the bits and the quality."""
+        """Give weight matrices more bits until the perplexity ratio is allowed; return the bits and the quality."""
         bits, width = self.first(self._roles, self._first), self._first
         quality = self._measure(bits)
         wide = bits | self._wide_heads(self._roles, width)
@@ -462,7 +462,7 @@ class Budget:
 
     @classmethod
     def first(cls, roles: Mapping[str, Role], bits: int) -> dict[str, int]:
-        """Return the bits of each role to try first; the LM head gets more bits if no weight is then rounded."""
+        """Return the bits of each group of matrices to try first; the LM head gets more if this avoids all rounding."""
         found = dict.fromkeys(roles, bits)
         wide = found | cls._wide_heads(roles, bits)
         return wide if cls.is_exact(wide, roles) else found
@@ -488,7 +488,7 @@ class Budget:
         return sum(size for name, size in sizes.items() if bits[name] == 32) / sum(sizes.values())
 
     def _order(self, bits: Bits, wider: int, before: float) -> Iterator[str]:
-        """Yield roles that may get more bits: the LM head, then by quality gained per weight, largest gain first."""
+        """Yield groups of matrices that may get more bits: the LM head, then the group that gains most per weight."""
         lossy = [role for role in self._roles.values() if role.exact > bits[role.name]]
         rest = [role for role in lossy if not role.is_last]
         yield from (role.name for role in lossy if role.is_last)

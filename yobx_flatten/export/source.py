@@ -1,9 +1,6 @@
-"""Check a program on test cases, and return a ``Source``, from which the files of all runtimes are written.
+"""Check a program on test cases, and return a ``Source``, from which the files of all runtimes are written."""
 
-.. code-block:: text
-
-    arguments ──> example ──> traced ──> cases ──> replay ──> Source ──> a file for each runtime
-"""
+# arguments ──> example ──> traced ──> cases ──> replay ──> Source ──> a file for each runtime
 
 from __future__ import annotations
 
@@ -130,7 +127,8 @@ def prove(
     only_fitting: bool = False,
     runs: bool = True,
 ) -> Source:
-    """Compare a program with the module and return a :class:`Source`, inside ``register_flattening_functions``."""
+    """Compare a program with the module; return all that is needed to write the program's files."""
+    # called inside `register_flattening_functions`
     # only_fitting: whether generated cases whose sizes the program refuses are left out
     # runs: whether the program is replayed, in addition to a file
     report.runs = example.runs

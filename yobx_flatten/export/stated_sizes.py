@@ -71,7 +71,7 @@ def names_of(rows: Sequence[tuple[str, Any, Any]], stated: Stated) -> dict[tuple
 
 
 def relations_of(leaves: Sequence[str], stated: Stated) -> tuple[Relation, ...]:
-    """Return the relations between sizes in ``dynamic_shapes``: equal size variables, values and assumptions."""
+    """Return relations between sizes in ``dynamic_shapes``: equal sizes, ranges of number inputs, assumptions."""
     places: dict[str, Place] = {}
     found: list[Expression] = []
     # the name of a variable means the size of its first axis; the sizes of all other axes are compared with this size
@@ -199,7 +199,7 @@ def relations_in_program(program: ExportedProgram, sizes: Collection[str]) -> tu
 
 
 def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
-    """Split an expression into comparisons that must all hold; ``a or b`` becomes one equation."""
+    """Split an expression into conditions that must all hold; ``a or b`` is the condition that a product is 0."""
     kind = type(expression).__name__
     if kind == "And":
         for part in expression.args:
@@ -243,7 +243,7 @@ def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
 
 
 def _is_of_sizes(expression: sympy.Basic) -> bool:
-    """Return whether comparisons, joined by *or*, *and* or *not*, contain only sizes, so that torch asserts them."""
+    """Return whether all comparisons in an expression with *or*, *and* or *not* compare only sizes."""
     if type(expression).__name__ in ("Or", "And", "Not"):
         return all(map(_is_of_sizes, expression.args))
     return as_expression(expression) is not None

@@ -158,7 +158,7 @@ def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[st
 
 
 def _largest(program: ExportedProgram, example: Example) -> dict[tuple[str, int], int]:
-    """Return upper bounds of input sizes that do not come from dynamic shapes, embeddings or buffers, by input axis."""
+    """Return upper bounds of input sizes from the program's code, not from dynamic shapes, embeddings or buffers."""
     # a model itself refuses positions that its table lacks
     tables = [owner for owner in example.module.modules() if isinstance(owner, torch.nn.Embedding)]
     stated = {getattr(leaf, "max", None) for leaf in pytree.tree_leaves(example.shapes)}
@@ -316,7 +316,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
 
 
 def _in_graph(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return names of inputs (or outputs) that are nodes of the graph; return values of constants by name."""
+    """Split the names of inputs (or outputs): the names in the graph, and the values of constants by name."""
     if len(names) != len(arguments):
         raise FlattenError(f"The program's signature has {len(arguments)} entries for {len(names)} leaves: {names}.")
     rows = list(zip(names, arguments, strict=True))

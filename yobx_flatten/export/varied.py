@@ -1,13 +1,10 @@
-"""Make test cases with other sizes and values for any module, by calling the module to find accepted inputs.
+"""Make test cases with other sizes and values for any module, by calling the module to find accepted inputs."""
 
-.. code-block:: text
-
-    dynamic sizes ──> larger sizes that meet the assertions of the program ──┐
-                                                                             v
-    values ──> other signs         ──> does the module accept them? ──> a case, else milder values, else a remark
-           ──> zeros, False, lowest integers, rows with an empty mask
-           ──> large and small values, highest integers
-"""
+# dynamic sizes ──> larger sizes that meet the assertions of the program ──┐
+#                                                                          v
+# values ──> other signs         ──> does the module accept them? ──> a case, else milder values, else a remark
+#        ──> zeros, False, lowest integers, rows with an empty mask
+#        ──> large and small values, highest integers
 
 from __future__ import annotations
 
@@ -98,7 +95,8 @@ def resized_leaves(example: Example, signature: Signature, sizes: Mapping[str, i
 
 
 def arguments_with(example: Example, made: Mapping[str, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the example arguments with tensors replaced by ``made``, inside ``register_flattening_functions``."""
+    """Return the example arguments, with the tensors of ``made`` (by leaf name) instead of the example's tensors."""
+    # called inside `register_flattening_functions`
     own = example.leaves
     by_id = {id(own[name]): tensor for name, tensor in made.items()}
 
@@ -158,7 +156,7 @@ def _largest(leaf: object) -> float:
 
 
 def _range_of(leaf: object, difference: float) -> float:
-    """Return the allowed difference of an output: ``difference``, or, if integers differ, the range of their values."""
+    """Return the allowed difference of an output; if integers may differ, the range of the output is allowed."""
     if difference and isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and not leaf.is_complex():
         return max(difference, float(leaf.max() - leaf.min()) if leaf.dtype != torch.bool else 1.0)
     return difference
@@ -201,7 +199,7 @@ class _Maker:
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
     def _resized(self) -> tuple[Case | None, _Leaves, list[str]]:
-        """Return a test case with other sizes and signs, the example inputs resized to its sizes, and notes."""
+        """Return a test case with other input sizes, the example inputs in these sizes, and notes on refused sizes."""
         if self._example.shapes is None or not place_of_sizes(self._signature):
             case, _ = self._accepted("other values", self._leaves, _signed)
             return case, self._leaves, []
@@ -318,7 +316,7 @@ def _places(like: torch.Tensor) -> torch.Tensor:
 
 
 def _cycled(values: Sequence[float], like: torch.Tensor, number: int) -> torch.Tensor:
-    """Fill a tensor cyclically with values; later inputs (``number``) change more slowly, for all combinations."""
+    """Fill a tensor with ``values`` in turn; inputs with a larger ``number`` repeat each value more often."""
     places = _places(like) // len(values) ** number if like.numel() > len(values) ** number else _places(like)
     return torch.tensor(values, dtype=like.dtype, device=like.device)[places % len(values)]
 

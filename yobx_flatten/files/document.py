@@ -154,7 +154,7 @@ def own_files(folder: pathlib.Path, patterns: Iterable[str], failure: type[Excep
 
 
 def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]) -> None:
-    """Refuse a link from an untrusted folder to a file outside of the folder, which an export could publish."""
+    """Raise ``failure`` if a link in an untrusted folder leads out of it: an export could copy the linked file."""
     if path.is_symlink() and not path.exists():
         raise failure(f"{path} is a link that leads to no file. Remove it.")
     check_regular(path, failure, _LARGEST)
@@ -257,7 +257,7 @@ def read_onnx(path: pathlib.Path, *, failure: type[Exception]) -> onnx.ModelProt
 
 
 def data_files_of(path: pathlib.Path) -> set[str]:
-    """Return the names of an ONNX file's external data files, without names that :func:`.data_path` cannot return."""
+    """Return the names of an ONNX file's external data files, if the names have the form that this package writes."""
     # a missing file, or a file that is not ONNX, refers to no files
     if not path.is_file():
         return set()

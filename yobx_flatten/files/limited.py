@@ -1,14 +1,12 @@
 """Run code from a file (a chat template, a regular expression) in a process with limits on time and memory.
 
-::
-
-    caller                         forked at the first call
-      | ---- arguments ----------->  |   at most 3 CPU seconds a call, and 1 GB more memory than the caller has
-      | <--- result, or its error -  |
-      x  object deleted              x   the pipe is closed
-
 On a system without ``fork`` (Windows), the code runs without limits in the calling process.
 """
+
+# caller                         forked at the first call
+#   | ---- arguments ----------->  |   at most 3 CPU seconds a call, and 1 GB more memory than the caller has
+#   | <--- result, or its error -  |
+#  the object is deleted           exits, since the pipe is closed
 
 from __future__ import annotations
 

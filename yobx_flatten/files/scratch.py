@@ -1,18 +1,16 @@
 """Write a file or folder under a hidden name, and rename it when it is complete.
 
-::
-
-    runs/model.onnx                          always complete
-    runs/.model.onnx.writing-x7_k2/          what one process writes
-        lock/held                            locked until the process ends
-        new/                                 the new files
-        others                               names of files that are moved next to the target, before the target
-        stale                                names of files that the new target no longer refers to
-        old/                                 the former folder, during the two renames that replace it
-
-A killed process leaves an unlocked hidden folder. The next process that writes or opens the same target moves the new
-files into place if they are complete, and removes the hidden folder.
+If a process is killed while it writes, its hidden folder remains, without a lock. The next process that writes or opens
+the same target moves the new files into place if they are complete, and removes the hidden folder.
 """
+
+# runs/model.onnx                          always complete
+# runs/.model.onnx.writing-x7_k2/          what one process writes
+#     lock/held                            locked until the process ends
+#     new/                                 the new files
+#     others                               names of files that are moved next to the target, before the target
+#     stale                                names of files that the new target no longer refers to
+#     old/                                 the former folder, during the two renames that replace it
 
 from __future__ import annotations
 
@@ -95,7 +93,7 @@ def data_path(written: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
 
 
 def is_data_of(name: str, target: pathlib.Path) -> bool:
-    """Return whether :func:`data_path` can return the name for ``target``."""
+    """Return whether a name is one that :func:`data_path` gives to the external data of ``target``."""
     return re.fullmatch(re.escape(target.name) + r"(\.[0-9a-f]{8})?\.data", name) is not None
 
 
@@ -213,7 +211,7 @@ def settle(target: pathlib.Path) -> None:
 
 
 def is_folder(path: pathlib.Path) -> bool:
-    """Return whether a folder exists; first restore a folder that a killed process was about to replace."""
+    """Return whether a folder exists, after restoring the folder if a process was killed while replacing it."""
     if not path.exists() and path.name:
         reason = ""
         try:
@@ -309,7 +307,7 @@ def flush_folder(folder: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def opened_folder(folder: pathlib.Path) -> Iterator[Callable[[], None]]:
-    """Yield a function that flushes a folder's list of file names to the disk, even if no more files can be opened."""
+    """Yield a function that flushes a folder's list of file names to the disk, and needs no new file descriptor."""
     if os.name == "nt":  # Windows opens no folders
         yield lambda: None
         return

@@ -1,4 +1,4 @@
-"""Private names of torch. A name in a module that imports dynamo, sympy or inductor is imported on first use."""
+"""Private names of torch. torch modules that import dynamo, sympy or inductor are imported on first use."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cxx_pytree_exists() -> bool:
 
 
 def cxx_pytree_is_imported() -> bool:
-    """Return whether torch has imported its C++ pytree; if not, :func:`cxx_pytree_pending` has registrations."""
+    """Return whether torch has imported its C++ pytree; registrations before that are in ``cxx_pytree_pending()``."""
     return bool(pytree._cxx_pytree_imported)
 
 
@@ -113,7 +113,7 @@ def clipping_functions() -> list[tuple[Any, str]]:
 
 
 def norm_and_scaling() -> tuple[Any, str, str] | None:
-    """Return the module and names of the two functions in ``clip_grad_norm_``; ``None`` if either is missing."""
+    """Return torch functions (module, names) that compute a norm and scale gradients; ``None`` if one is missing."""
     inner, names = torch.nn.utils.clip_grad, ("_get_total_norm", "_clip_grads_with_norm_")
     return (inner, *names) if all(hasattr(inner, name) for name in names) else None
 

@@ -1,11 +1,8 @@
-"""Compare two ONNX files node by node, in execution order, and find the first node whose output differs.
+"""Compare two ONNX files node by node, in execution order, and find the first node whose output differs."""
 
-.. code-block:: text
-
-    right file    MatMul ── Add ── Mul ── ...      both files return the values of their nodes as further outputs,
-    other file    MatMul ── Add ── Mul ── ...      some values at a time, for the same inputs
-                             ^ the first node that differs; its weights and its operator are compared
-"""
+# right file    MatMul ── Add ── Mul ── ...      both files return the values of their nodes as further outputs,
+# other file    MatMul ── Add ── Mul ── ...      some values at a time, for the same inputs
+#                          ^ the first node that differs; its weights and its operator are compared
 
 from __future__ import annotations
 
@@ -124,7 +121,7 @@ class _Values:
 
 
 def _difference(found: Any, expected: Any) -> tuple[tuple[int, ...], str, str] | None:
-    """Return the largest difference's index and both elements there; ``None`` if rounding explains all differences."""
+    """Return index and values of the largest difference of two tensors, or ``None`` if rounding explains it."""
     if not isinstance(found, torch.Tensor) or not isinstance(expected, torch.Tensor):
         return None  # a text, which is an input
     if found.shape != expected.shape or found.dtype != expected.dtype:
@@ -156,7 +153,7 @@ def _described(
 
 
 def _uncompared(file: _Values, node: onnx.NodeProto, compared: set[str]) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes that directly or indirectly compute a node's inputs, except nodes that were compared."""
+    """Yield the nodes on which a node's inputs depend, if their outputs were not compared between the two files."""
     waiting, seen = list(node.input), set(compared)
     while waiting:
         name = waiting.pop()

@@ -143,7 +143,7 @@ class UnprovenFile:
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def replace_by(self, model: ir.Model) -> int:
-        """Write another model, which may read the current file's weights, and replace the file; return the new size."""
+        """Replace the file by a model whose weights may still be read from the file; return the new size in bytes."""
         old = [file for file in self.folder.iterdir() if file.is_file()]
         other = UnprovenFile(self.target, self.folder / "replacement")
         other.folder.mkdir()

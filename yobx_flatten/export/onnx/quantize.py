@@ -1,10 +1,7 @@
-"""Store the weights of linear layers in 8 or 4 bits: blocks of integers with a scale and a zero point each.
+"""Store the weights of linear layers in 8 or 4 bits: blocks of integers with a scale and a zero point each."""
 
-.. code-block:: text
-
-    x ── MatMul(x, W) ──> y      becomes      x ── MatMulNBits(x, bits of W, scales, zero points) ──> y
-         4 bytes per weight                        block of 32 in 8 bits: 1.16, in 4 bits: 0.64 bytes per weight
-"""
+# x ── MatMul(x, W) ──> y      becomes      x ── MatMulNBits(x, bits of W, scales, zero points) ──> y
+# 4 bytes per weight become, in blocks of 32 weights, 1.16 bytes per weight with 8 bits, and 0.64 with 4 bits
 
 from __future__ import annotations
 
@@ -370,7 +367,7 @@ class Products:
         replace_product(node, product, made)
 
     def _rows_of(self, value: Any, transposed: bool, channels: Sequence[int]) -> Any:
-        """Add the rows of a float matrix (inputs, outputs) that belong to the given input channels to the graph."""
+        """Add a constant to the graph: the rows of a float matrix (inputs, outputs) for the given input channels."""
         import onnx_ir as ir
 
         key = value.name, transposed, channels  # layers may share a matrix, and have different large channels

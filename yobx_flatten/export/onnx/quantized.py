@@ -1,10 +1,7 @@
-"""Quantize a checked ONNX file, and measure the difference between the file's outputs and the model's outputs.
+"""Quantize a checked ONNX file, and measure the difference between the file's outputs and the model's outputs."""
 
-.. code-block:: text
-
-    file in float ──> replay: the structure is right ──> quantize one weight after the other ──> file
-                                                                     model ──> distance <── replay
-"""
+# file in float ──> replay: the structure is right ──> quantize one weight after the other ──> file
+#                                                                  model ──> distance <── replay
 
 from __future__ import annotations
 
@@ -111,7 +108,7 @@ def quantize_file(
 
 
 def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
-    """Return whether a file reads a text in one call, and has only float32 weights that must be rounded."""
+    """Return whether a file reads a text in one call without a cache, and int8 would round each of its matrices."""
     import onnx_ir as ir
 
     if not source.cases or not reads_once(source.example.kwargs):
@@ -357,7 +354,7 @@ def _constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
 
 
 def _divided(node: Any, channels: torch.Tensor, graph: ir.Graph, known: dict[Any, Any]) -> list[ir.Node]:
-    """Return nodes that quantize activations with one scale per token; no nodes if ``known`` has the result."""
+    """Return nodes that quantize a product's input with one scale per token; no nodes if another product has them."""
     import onnx_ir as ir
 
     x = node.inputs[0]

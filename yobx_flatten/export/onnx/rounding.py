@@ -1,14 +1,12 @@
 """Quantize a matrix with error feedback (GPTQ, Frantar et al. 2022): weights compensate the errors of earlier weights.
 
-.. code-block:: text
-
-    input 0   rounded ── its error, times its correlation with each later input ──┐
-    input 1   minus this, rounded ── ...                                          │
-    input 2   minus both, rounded        <────────────────────────────────────────┘
-
 Correlations between inputs are measured as second moments on a calibration text. onnxruntime's ``gptq`` is not used,
 because it returns weights without scales, and a second rounding to other scales loses most of the gain.
 """
+
+# input 0   rounded ── its error, times its correlation with each later input ──┐
+# input 1   minus this, rounded ── ...                                          │
+# input 2   minus both, rounded        <────────────────────────────────────────┘
 
 from __future__ import annotations
 
@@ -135,7 +133,7 @@ def round_with_feedback(
 
 
 def _following(moments: torch.Tensor) -> torch.Tensor:
-    """Return an upper triangular matrix with the shares of an input's rounding error that later inputs compensate."""
+    """Return an upper triangular matrix: row i has the factors by which later inputs compensate errors of input i."""
     if not moments.isfinite().all():
         return torch.eye(len(moments))  # rounds weights to nearest
     damping = float(_DAMPING * moments.diagonal().mean()) or 1.0
@@ -152,7 +150,7 @@ def _following(moments: torch.Tensor) -> torch.Tensor:
 
 
 def _form_of(weights: torch.Tensor, costs: torch.Tensor, size: int, bits: int, dtype: torch.dtype) -> _Form:
-    """Return how integers represent weights: 4-bit blocks store a lowest weight if it reduces the error enough."""
+    """Return the integer format of weights; 4-bit blocks store their lowest weight if this reduces the error enough."""
     if bits == 7:
         return _Form(bits, False, dtype, is_even=True)
     whole, lowest = (_Form(bits, is_lowest, dtype) for is_lowest in (False, True))
@@ -234,7 +232,7 @@ _SMALLEST = 1e-30
 def input_moments(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and second moments of values of an ONNX file on a text; nothing if the file cannot read the text."""
+    """Run an ONNX file on a text; yield names and second moments of intermediate values, nothing if the file fails."""
     # sizes: size of the last axis of each value, by name of the value
     # calls: calls that read the text, with its first token in the cache
     # names: names of the leaves of the inputs, in order
@@ -258,7 +256,7 @@ def input_moments(
 def read_inputs(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield, for each call, the named values of a file as float32 tensors of shape (tokens, size)."""
+    """Run a file on each call; yield the intermediate values named in ``sizes`` as float32 tensors (tokens, size)."""
     import onnx_ir as ir
 
     model = ir.load(file.path)
@@ -322,7 +320,7 @@ _SHARE, _MOST = 48, 32
 def input_splits(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source
 ) -> InputSplits:
-    """Return how inputs of products are split into small and large values; empty if the file cannot read the text."""
+    """Return how to quantize small and large values of products' inputs separately; empty if the file cannot run."""
     # products: see `products_of`
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:
@@ -347,7 +345,7 @@ def input_splits(
 
 
 def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
-    """Return the split of an input into small and large values with the least error; ``None`` if most values are 0."""
+    """Return the limit or channels that separate small from large values with least error; ``None`` if most are 0."""
     rows = rows[:: -(-len(rows) // _ROWS)]
     sizes = rows.abs().flatten().sort().values
     tried = {float(sizes[int(part * (len(sizes) - 1))]) for part in _PARTS} - {0.0}

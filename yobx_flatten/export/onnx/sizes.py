@@ -1,15 +1,13 @@
 """Make an ONNX file, which cannot contain assertions, fail for input sizes that its ``ExportedProgram`` refuses.
 
-.. code-block:: text
-
-    asserted: 14 * (x.shape[2] // 14) == 70
-
-    size = Shape(x)[2]                  not = Not(Equal(14 * (size // 14), 70))
-    one = Gather([1], Cast(not))        fails if `not` is 1: [1] has no second entry
-    x = Reshape(x, Shape(x) * one)      the graph reads this value instead of the input
-
 If an asserted relation uses an operator that ONNX lacks, the file declares the sizes of the example as fixed.
 """
+
+# asserted: 14 * (x.shape[2] // 14) == 70
+#
+# size = Shape(x)[2]                  not = Not(Equal(14 * (size // 14), 70))
+# one = Gather([1], Cast(not))        fails if `not` is 1: [1] has no second entry
+# x = Reshape(x, Shape(x) * one)      the graph reads this value instead of the input
 
 from __future__ import annotations
 

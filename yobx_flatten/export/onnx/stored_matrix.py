@@ -91,7 +91,7 @@ def reshaped(value: Any, rank: int, sizes: Sequence[int]) -> list[Any]:
 
 
 def plus(value: Any, offset: Any, stored: StoredMatrix) -> list[Any]:
-    """Return nodes that add float32 offsets to a value, after a cast to the value's type."""
+    """Return nodes that add float32 offsets to a value; if the value is float16, the offsets are cast to float16."""
     import onnx_ir as ir
 
     cast = [ir.node("Cast", [offset], {"to": ir.DataType.FLOAT16.value})] if stored.is_half else []
@@ -200,7 +200,7 @@ def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class InputSplit:
-    """How an input of a quantized matrix product is split: a limit for small values, or channels kept in float."""
+    """How large values in the input of a quantized matrix product are separated: by size, or by channel."""
 
     limit: float = math.inf  # largest absolute value of the small part; infinite if the input is not split
     channels: tuple[int, ...] = ()  # channels that are large for all tokens, and are multiplied in float
@@ -221,11 +221,11 @@ class SplitInputs:
         self._large: dict[tuple[ir.Graph, ir.Value], tuple[ir.Value, ir.Value]] = {}
 
     def of(self, x: ir.Value) -> InputSplit | None:
-        """Return how to split an input, as measured on the calibration text; ``None`` without a measurement."""
+        """Return how to separate small and large values of ``x``, or ``None`` if ``x`` was not measured on a text."""
         return self._splits.get(str(x.name))
 
     def rows(self, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> tuple[list[ir.Node], ir.Value]:
-        """Return the added nodes, and a value with the small and the large part of an input, joined on axis 0."""
+        """Return the added nodes, and a value with the small values of ``x`` and, below on axis 0, the large values."""
         import onnx_ir as ir
 
         key, split = (graph, x, stored.block_size), self.of(x)
@@ -258,7 +258,7 @@ class SplitInputs:
 
     @staticmethod
     def joined(product: ir.Value) -> list[ir.Node]:
-        """Return nodes that add the two halves of a product on axis 0 (from small and from large inputs)."""
+        """Return nodes that add the first and the second half of a product on axis 0 (of small and of large values)."""
         import onnx_ir as ir
 
         parts = ir.node("Split", [product], {"axis": 0, "num_outputs": 2}, num_outputs=2)

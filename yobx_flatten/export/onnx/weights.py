@@ -31,7 +31,7 @@ _PAGE = 4096
 
 
 def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
-    """Make a converted ONNX graph read the data of a missing weight only when the weight is written."""
+    """Let a converted ONNX graph without weight data read each weight from its file when the graph is saved."""
     import onnx_ir as ir
 
     from ...private_names.of_torch import is_fake
@@ -233,7 +233,7 @@ def _sample(matrix: Floats, size: int) -> Floats:
 
 
 def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | None:
-    """Represent all blocks of a matrix as integers and scales found by ``form``; ``None`` if a block does not fit."""
+    """Represent each block of a matrix as integers and a scale with ``form``; ``None`` if it fails for a block."""
     blocks, made = matrix.reshape(-1, size), []
     for start in range(0, len(blocks), _CHUNK):
         parts = form(blocks[start : start + _CHUNK], bits)
@@ -271,7 +271,7 @@ def _gives_back(grid: WeightGrid, matrix: Floats) -> bool:
 
 
 def _allowed(blocks: Floats) -> Floats:
-    """Return the allowed error of a weight in each block: the rounding error of one product and one sum."""
+    """Return how far rounding can move a weight that was computed as integer times scale plus offset, by block."""
     last = 2.0**-10 if blocks.dtype == numpy.float16 else 2.0**-21
     largest: Floats = numpy.abs(blocks).max(1).astype(numpy.float64)
     return last * largest
@@ -307,7 +307,7 @@ def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
 def _search(
     blocks: Floats, extent: Floats, counts: Iterable[int], *, within: tuple[int, int], start: Floats | None = None
 ) -> tuple[Floats, Floats] | None:
-    """Find for each block a scale at which all weights are integers; try ``extent / count`` for each of ``counts``."""
+    """Find for each block a scale that makes all weights integers: the range ``extent`` divided by a count."""
     above = blocks.astype(numpy.float64)
     if start is not None:
         above -= start[:, None]

@@ -119,7 +119,7 @@ def eager_steps(
 
 
 def _exchanges(module: torch.nn.Module, before: Snapshot) -> bool:
-    """Return whether a module replaced attributes other than buffers and parameters, which a program cannot do."""
+    """Return whether a call replaced attributes other than buffers and parameters; exported programs cannot do so."""
     hooks = ("module._forward_hooks", "module._forward_pre_hooks")  # `returning_left` registers hooks
     state = {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
     changes = before.changes()
@@ -136,7 +136,7 @@ Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], 
 class EagerRuns:
     """Runs test cases with the eager module; caches small outputs, with which several files are compared.
 
-    For a module with an active LoRA adapter, pass copies of the test cases: the ``id`` of a case is the cache key.
+    Outputs are cached by the ``id`` of a test case. When a LoRA adapter is activated, pass copies of the test cases.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -330,7 +330,7 @@ def note_on_lost(lost: Mapping[str, str]) -> list[str]:
 
 
 def with_present(kwargs: Mapping[str, Any], outputs: PyTree) -> dict[str, Any] | None:
-    """Return the next call's arguments: ``kwargs`` with the changes in ``outputs``; ``None`` if they do not fit."""
+    """Return ``kwargs`` with changed values from ``outputs`` for the next call; ``None`` if names or shapes differ."""
     left = outputs.get(PRESENT) if isinstance(outputs, Mapping) else None
     leaves, spec = pytree.tree_flatten(dict(kwargs))
     names = [_after_present(name) for name in leaf_names(dict(kwargs))]

@@ -70,7 +70,8 @@ class Quality:
     def perplexity_ratio(self) -> float | None:
         """Perplexity of the file, divided by the perplexity of the model; ``None`` if the file returns no logits.
 
-        Without a text, the exponential of the divergence estimates the ratio for text that the model would generate.
+        Without a text, the ratio of the perplexities is estimated as the exponential of ``divergence``, for text that
+        the model would generate.
         """
         if self.perplexity is not None and self.model_perplexity is not None:
             return self.perplexity / self.model_perplexity
@@ -152,7 +153,7 @@ class Distance:
                 self._compare(tensor.detach().float().flatten(), found[name].detach().float().flatten())
 
     def add_text(self, model: Mapping[str, torch.Tensor], file: Mapping[str, torch.Tensor]) -> None:
-        """Add the results of :func:`text_losses` for the model and for the file."""
+        """Add losses and greedy tokens of a text, from :func:`text_losses`, to the totals of the model and the file."""
         self._text += model["losses"].numel()
         self._losses["model"] += float(model["losses"].double().sum())
         self._losses["file"] += float(file["losses"].double().sum())

@@ -45,8 +45,8 @@ class CaseResult:
         seconds: duration of all calls of the program or file, in seconds.
         error: the message of the error that stopped the test case; ``None`` without an error.
         left_out: names of outputs with padded positions; the padded positions were not compared.
-        nan: share of elements that are NaN in the eager model, by output name, averaged over all calls; 1.0 if no
-            element is finite.
+        nan: share of NaN elements in each output of the eager model, by output name, averaged over all calls; an output
+            without finite elements counts as 1.0.
         allowed: largest allowed difference of each output whose rounding error was measured; for all other outputs, the
             report's tolerance applies.
         cause: the reason why outputs differ; ``""`` if the reason is unknown.
@@ -120,7 +120,7 @@ class Side(Protocol):
 
 
 class Nested:
-    """An exported program that is called like the module; classes and static data of outputs are also compared."""
+    """Calls an exported program like the module, and compares all outputs, including classes and static data."""
 
     keeps_state = True
 
@@ -332,7 +332,7 @@ _FAR = 1e-3
 
 
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
-    """Check that a file which can return only the last token's logits returns the same logits as a full call."""
+    """Check that a file's logits of the last token are the same if all logits or only the last are requested."""
     if not runner.has_kept_scores:
         return
     for case in cases:
@@ -362,7 +362,7 @@ _LARGEST = 2**28
 def first_difference(
     path: pathlib.Path, program: ExportedProgram, case: Case, inputs: Sequence[str], tolerance: float
 ) -> list[str]:
-    """Return a note on the first value of an ONNX file that differs from its program; an empty list if none differs."""
+    """Return a list with a note on the first node whose value differs between ONNX file and program, or no notes."""
     if path.stat().st_size > _LARGEST or any(path.parent.glob("*.data")):
         return []
     import onnx

@@ -48,10 +48,10 @@ class ExportReport(Report):
         module: name of the exported class.
         input_names: names of the program's inputs, in order.
         output_names: names of the program's outputs, in order.
-        seconds: the duration of each step, in seconds, by name of the step: ``"trace"`` (``torch.export``),
-            ``"replay"`` (all calls of the module, the program and the file), for an ONNX file ``"convert"``, ``"save"``
-            and ``"load"``, and for the first file of a folder ``"inputs"``, ``"store cases"`` and ``"generate"``.
-        runtime: the library that runs the file of ``to_executorch`` or a similar method; ``""`` without such a file.
+        seconds: duration of each step of the export, in seconds, by name of the step. ``"trace"`` is ``torch.export``;
+            ``"replay"`` is all calls of the module, the program and the file with test inputs. Each ONNX file also has
+            ``"convert"``, ``"save"`` and ``"load"``; the first file of a folder also has the steps of the folder.
+        runtime: library for the file of ``to_executorch``, ``to_openvino`` or ``to_aotinductor``; ``""`` if not called.
         file_bytes: size in bytes of the file for ``runtime``, including separate weights; ``None`` without a file.
         planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, without the weights, in bytes;
             ``None`` for other libraries.
@@ -199,11 +199,11 @@ class ExportReport(Report):
         return found
 
     def by_float64(self, found: CaseResult, case: Case) -> CaseResult:
-        """Return a test result that also allows the model's float32 rounding error, if outputs exceed the tolerance.
+        """Return the test result; if outputs exceed the tolerance, the model's float32 rounding error is allowed.
 
         Args:
-            found: result of the test case.
-            case: the test case of ``found``.
+            found: the result of a comparison of the test case with the model.
+            case: the test case. If outputs exceed the tolerance, the model runs the test case in float64.
         """
         if found.error is not None or found.within(self.tolerance):
             return found
@@ -298,7 +298,7 @@ PART_OF_FLOAT32 = 1e-5
 def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> float:
     """Return the largest output difference that rounding can explain, limited to a share of the output's range.
 
-    For outputs that are not in half precision, the returned difference is at least the tolerance of a float32 model.
+    The smallest returned difference for outputs in float32 or float64 is 1e-4, the default tolerance of an export.
 
     >>> explained(100.0, torch.tensor([-1.0, 1.0], dtype=torch.float16))
     0.2

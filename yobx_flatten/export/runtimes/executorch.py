@@ -122,7 +122,7 @@ def _without_kernel(operators: str) -> str:
 
 @functools.cache
 def states_of_the_call() -> AttributePatch:
-    """Return a context manager in which emitted programs set output sizes of copies and stacks in every call."""
+    """Return a context manager for writing ExecuTorch programs in which copies and stacks resize their outputs."""
     managers: Any = importlib.import_module("executorch.exir.program._program")
     emit = managers.emit_program
 

@@ -1,14 +1,14 @@
 """Make ExecuTorch programs write keys and values into the caller's buffers, and compute attention on the buffers.
 
-.. code-block:: text
-
-    past ──> cat ──> present              keys, values: (heads, room, 1, size) <── new tokens, after earlier ones
-     new ─────┘  └──> attention           attention over them, in one operator; nothing is returned or copied
-
 ExecuTorch has no views of slices of a tensor. ExecuTorch's operator ``llama::sdpa_with_kv_cache`` updates the cache and
 computes attention without a copy. The operator takes one mask for a whole batch, so programs with buffers accept only
-batch size 1; key heads are passed as the operator's batch axis.
+batch size 1. The operator's batch axis is used for the key heads.
 """
+
+# before:  past ──> cat ──> present
+#           new ─────┘  └──> attention
+#
+# after:   new tokens ──> buffers of keys and values (heads, room, 1, size) ──> attention, in the same operator
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def _operator() -> Any:
-    """Define a placeholder, without writes, of ExecuTorch's attention operator, so that a trace returns no buffers."""
+    """Define a stand-in for ExecuTorch's attention that writes no buffers: a trace would return written buffers."""
     library = torch.library.Library("yobx_flatten", "FRAGMENT")
     library.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, SymInt seen, SymInt new, "
@@ -109,7 +109,7 @@ class _Attention:
 
 
 def _attention(node: torch.fx.Node, cats: Mapping[torch.fx.Node, str], last: torch.fx.Node) -> _Attention | None:
-    """Return the :class:`_Attention` of a node that is the only reader of its keys and values; else ``None``."""
+    """Return the inputs of an attention node if no other node reads its keys and values; ``None`` for other nodes."""
     if node.target is not aten.scaled_dot_product_attention.default:
         return None
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -148,7 +148,7 @@ def _attend_in_place(
 
 
 def _mask_of_room(mask: torch.Tensor, keys: torch.Tensor, repeats: int) -> torch.Tensor:
-    """Convert an attention mask (1, 1, new, total) to an additive mask (repeats * new, length of the buffer)."""
+    """Convert a mask to an additive mask as long as the buffer, repeated for all query heads of a key head."""
     # finite, since a padded token that attends to no position would be NaN
     lowest = torch.finfo(torch.float32).min / 2
     added = mask.reshape(mask.shape[2], mask.shape[3])

@@ -253,8 +253,8 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
 
 @without_spinning()
 def write_file(source: Source, options: FileOptions, file: UnprovenFile, report: ExportReport) -> None:
-    """Write the file of a runtime, check its outputs, and publish it, inside ``register_flattening_functions``."""
-    # options: options that were checked
+    """Write a file for a runtime, check its outputs, and move the file to ``options.path`` if they are right."""
+    # called inside `register_flattening_functions`, with checked options
     # no tool passes the token counter, so the file computes the number of earlier tokens from the mask
     fed = source if options.counter_input else without_counter(source, report)
     report.runs = fed.example.runs
@@ -461,7 +461,7 @@ _WRITERS: Mapping[str, Callable[[_Job], None]] = {
 
 
 def without_counter(source: Source, report: ExportReport) -> Source:
-    """Remove the input that counts tokens, which no tool passes, from a model with only sliding-window layers."""
+    """Remove the cache's token counter from the inputs of a model with only sliding-window layers, if possible."""
     left = source.traced.left  # `SlidingDecoder` does not return changed arguments
     example = None if source.is_given or left is not None else _without_counter(source.example, source.traced, report)
     if example is None:
@@ -473,7 +473,7 @@ def without_counter(source: Source, report: ExportReport) -> Source:
 
 
 def _without_counter(example: Example, traced: Traced, report: ExportReport) -> Example | None:
-    """Return the example without the input that counts tokens; ``None`` without this input, or if it is needed."""
+    """Return the example without the cache's token counter; ``None`` if there is none, or if the model needs it."""
     module, kwargs = example.module, example.kwargs
     if not counts_by_itself(kwargs.get(example.cache_is)):
         return None

@@ -1,23 +1,20 @@
 """Replace each attention subgraph by one ``Attention`` operator (opset 23) with the KV cache as input.
 
-.. code-block:: text
-
-    past ── Concat ── Attention                past ── Attention ── present
-     new ────┘  └─── present                    new ─────┘
-
-* ``Attention`` appends new keys and values to the KV cache itself, while each head is in the processor's cache.
+* ``Attention`` appends new keys and values to the KV cache itself, one head at a time.
 * Attention in separate nodes (``attn_implementation="eager"``, Gemma 2's soft cap) becomes one operator, and the
   repetition of keys and values for every query head (``repeat_kv``) is removed.
 * A mask with one row for all queries is expanded, since onnxruntime requires one row per query.
 
-Transposes of queries, keys and values are removed: ``RotaryEmbedding`` and ``Attention`` also accept tokens first.
-
-.. code-block:: text
-
-    MatMul ── Reshape ── Transpose ── RotaryEmbedding ── Attention ── Transpose ── Reshape        heads first
-
-    MatMul ── RotaryEmbedding ── Attention                                                        tokens first
+Transposes of queries, keys and values are removed, since ``RotaryEmbedding`` and ``Attention`` also accept the shape
+(batch, tokens, heads * size).
 """
+
+# past ── Concat ── Attention                past ── Attention ── present
+#  new ────┘  └─── present                    new ─────┘
+#
+# MatMul ── Reshape ── Transpose ── RotaryEmbedding ── Attention ── Transpose ── Reshape   (batch, heads, tokens, size)
+#
+# MatMul ── RotaryEmbedding ── Attention                                                   (batch, tokens, heads * size)
 
 from __future__ import annotations
 
@@ -284,7 +281,7 @@ def heads_of(value: ir.Value | None) -> tuple[int, int] | None:
 
 
 def tokens_first(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | None:
-    """Return ``value`` in the shape (batch, tokens, heads * size); ``None`` if ``value`` is not transposed."""
+    """Return the input of a transpose, as (batch, tokens, heads * size); ``None`` if ``value`` was not transposed."""
     # value: its number of heads is known
     # make: adds a node with an operator, inputs and attributes, and returns its output
     node = value.producer()
@@ -324,7 +321,7 @@ def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | Non
 
 
 def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
-    """Replace ``old`` and its transpose to (batch, tokens, heads * size) by ``new``; return whether possible."""
+    """Let ``new`` replace ``old`` transposed to (batch, tokens, heads * size); return whether ``old`` is transposed."""
     place = old
     while (reader := only_reader(place)) is not None:
         found = reader.outputs[0]

@@ -8,7 +8,7 @@
 
 The time of ``onnxscript.optimizer.optimize_ir`` grows with the square of the number of layers: it tries 47 rules at
 each node, and a rule with two outputs lists all nodes of the graph each time. A rewrite rule can match only at the last
-operator of its pattern. Each rule is tried only at nodes with this operator, which gives the same graph.
+operator of its pattern. Each rule is tried only at nodes with the last operator of the rule's pattern.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ def join_projections(model: ir.Model) -> None:
 
 
 def _product(value: ir.Value | None) -> ir.Node | None:
-    """Return the ``MatMul`` with a weight that computes a (reshaped) value; ``None`` for other values."""
+    """Return the ``MatMul`` with a weight whose (reshaped) output is ``value``, or ``None``."""
     node = None if value is None else value.producer()
     while node is not None and node.op_type in _BETWEEN:
         node = input_of(node, 0).producer()

@@ -290,7 +290,7 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
 
 
 def _reads_each_key(node: ir.Node, padded: ir.Node, mask: ir.Value, new: ir.Value, past: ir.Value) -> bool:
-    """Return whether a ``GatherND`` reads, for each row of a padded mask, all columns in order."""
+    """Return whether a ``GatherND`` reads whole rows of a padded mask: all columns, in order."""
     places, given = producer(node.inputs[1], "Concat"), producer(padded.inputs[0], "Cast")
     if given is None or given.inputs[0] is not mask or places is None or len(places.inputs) != 2:
         return False

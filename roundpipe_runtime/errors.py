@@ -194,7 +194,7 @@ class BatchStructureError(VersionDependentError, RoundPipeError, RuntimeError):
 
 
 class MissingEmbeddingError(BatchStructureError):
-    """After its layers, a model uses an embedding for this batch, but not for the example with which it was split."""
+    """After its layers, a model reads an embedding that it did not read for the example of its wrapping."""
 
     def __init__(self, name: str) -> None:
         super().__init__(

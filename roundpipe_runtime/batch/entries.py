@@ -304,7 +304,7 @@ def rows_of_parts(
     """Return the row count of each microbatch that a user's split function returned; ``None`` for all if ambiguous.
 
     Rows are counted along the batch axes of split tensors; a tensor that is the same object in all microbatches is
-    ignored. If tensors have different row counts, only counts that add up to the unsplit size are used.
+    ignored. If tensors have different row counts, those of a tensor must add up to its size before the split.
 
     >>> import torch
     >>> table = torch.zeros(5, 6)
@@ -326,7 +326,7 @@ def rows_of_parts(
 
 
 def _columns(parts: Sequence[Mapping[str, Any]]) -> tuple[set[Rows], dict[Rows, list[str]]]:
-    """Return row counts along known batch axes, and a mapping from sizes of axis 0 to the other tensors' key paths."""
+    # returns: row counts of tensors with a known batch axis; for tensors without, key paths by the sizes of axis 0
     tables = [{entry.path: entry for entry in entries_of(part, {})} for part in parts]
     known: set[Rows] = set()
     seen: dict[Rows, list[str]] = {}

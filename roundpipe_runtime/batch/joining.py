@@ -26,8 +26,8 @@ def join(
     """Join the outputs of all microbatches of a batch into the output of the whole batch.
 
     Tensors are concatenated along axis 0, or along the batch axis that the registration of their container class
-    declares. A tensor is returned unchanged if it is equal in all microbatches and the size of axis 0 is not their
-    number of rows. Scalar tensors are averaged with ``weights``. All other values must be equal in all microbatches.
+    declares. Scalar tensors are averaged with ``weights``. Tensors whose size of axis 0 is not the number of rows of
+    their microbatch, and values other than tensors, must be equal in all microbatches, and are returned once.
 
     Args:
         outputs: list with the output of each microbatch, any nested object.

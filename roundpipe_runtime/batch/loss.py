@@ -1,23 +1,23 @@
 """Compute the exact loss and gradient of a batch from its microbatches.
 
-::
+The backward of a microbatch starts with an initial gradient: the gradient of the batch's loss with respect to the loss
+of the microbatch. For a sum or a mean, the initial gradient is known before the backward, so the gradients of the
+parameters need no scaling. If a loss function returns pairs ``(sum, weight)``, the total weight of the batch is unknown
+when the first backward starts. The initial gradient of a pair is therefore 1 / c, where c is the power of two nearest
+to the number of rows, and the gradients of the parameters are multiplied by c / total weight after the last microbatch.
+Until then, the gradients of this call are stored apart from those of earlier calls.
 
-    loss_fn returns        total loss                       seed of microbatch i     scale of the gradient afterwards
-    tensor(s), "sum"       sum of values                    1                        1
-    tensor(s), "mean"      sum of rows_i / rows * value_i   rows_i / rows            1
-    tensor, "items"        as of the pair (value_i * items_i, items_i)
-      in 16 bits           the same                         rows_i / c               c / rows
-    (sum, weight)          sum of sums / sum of weights     1 / c                    c / sum of weights
-
-The seed is the initial gradient of a microbatch's backward. For a sum or a mean, the seed is known before the backward,
-so the gradient needs no scaling. For pairs ``(sum, weight)``, the total weight is unknown when the first backward
-starts. The seed of a pair is therefore 1 / c, where c is the power of two nearest to the number of rows, and the
-gradient is scaled after the last microbatch. Unscaled gradients are stored apart from those of earlier calls.
-
-Seeds of 1 / c keep sums over long batches in the range of half precision, and multiplication by a power of two does not
-round. A mean of 16-bit losses is scaled after the last microbatch, because the 16-bit value of a seed such as 1 / 3 is
-wrong by up to 0.4 %.
+Initial gradients of 1 / c keep the gradients of long batches in the range of half precision, and multiplication by a
+power of two does not round. For a mean of 16-bit losses, the gradients are also scaled after the last microbatch,
+because an initial gradient such as 1 / 3, rounded to 16 bits, is wrong by up to 0.4 %.
 """
+
+# loss_fn returns        total loss                       initial gradient, microbatch i   later scale of the gradient
+# tensor(s), "sum"       sum of values                    1                                1
+# tensor(s), "mean"      sum of rows_i / rows * value_i   rows_i / rows                    1
+# tensor, "items"        as of the pair (value_i * items_i, items_i)
+#   in 16 bits           the same                         rows_i / c                       c / rows
+# (sum, weight)          sum of sums / sum of weights     1 / c                            c / sum of weights
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def read_loss(value: Any) -> LossValue:
 
     A list of tensors is read as several losses. A plain tuple is read as a pair ``(sum, weight)`` if its second item is
     a number or an integer tensor, or if only its first item requires grad. A plain tuple of tensors that require grad
-    is read as several losses. A plain tuple of two floating-point tensors without grad raises an error, because it is
-    ambiguous.
+    is read as several losses. A plain tuple of two floating-point tensors without grad raises an error, because the
+    tuple may be two losses, or a sum and its weight.
 
     Args:
         value: value that ``loss_fn(outputs, labels)`` returned.
@@ -136,7 +136,8 @@ class LossContract:
     for each microbatch; afterwards, any thread may call the other methods.
 
     Args:
-        reduction: ``"sum"``, or weighting of losses by rows (``"mean"``, ``"rows"``) or ``"items"``; unused for pairs.
+        reduction: ``"sum"``, or weighted by rows (``"mean"``, ``"rows"``) or ``"items"``; unused for
+            :class:`WeightedLoss`.
         rows: number of rows of each microbatch; ``None`` for an unknown number.
 
     >>> contract = LossContract("mean", [2, 1])
@@ -167,8 +168,8 @@ class LossContract:
             items: number of averaged items, for each mean that ``loss_fn`` computed. Default: unknown.
 
         Returns:
-            The losses that require grad, each with its initial gradient. The list is empty if the weight of the
-            microbatch is 0, because its gradient is zero even if its loss is NaN.
+            The losses that require grad, each with its initial gradient. The returned list is empty if the weight of
+            the microbatch is 0, because the microbatch then has a gradient of zero, even if its loss is NaN.
 
         Raises:
             LossError: ``value`` is not a loss, or not the kind of loss that other microbatches returned; or reduction
@@ -218,7 +219,7 @@ class LossContract:
 
         Args:
             index: index of the microbatch.
-            read: parsed loss of the microbatch, with detached tensors.
+            read: loss of the microbatch as returned by :func:`read_loss`, with detached tensors.
 
         Raises:
             LossError: the loss function returned another kind of loss for another microbatch.
@@ -338,7 +339,7 @@ def terms_of_batch(value: Any) -> tuple[torch.Tensor | list[torch.Tensor], list[
 def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
     """Warn if microbatches differ in size, because the mean of their mean losses is not the mean of the batch.
 
-    Return whether a warning was given. Only ``loss_reduction="sum"`` without pairs ``(sum, weight)`` needs this check.
+    Return whether a warning was given. Weighted losses, unlike those of ``loss_reduction="sum"``, need no warning.
     """
     if len(set(rows)) <= 1 and len(rows) == num_microbatch:
         return False

@@ -1,15 +1,15 @@
 """Find the weights with which losses of microbatches add up to the batch's loss, by tests on a few rows.
 
-The loss function is called with a few rows of the batch, and with two uneven subsets of these rows::
-
-    rows 0 to 2       loss 0.93     gradients at rows 0, 1, 2, and at what the loss trains
-    rows 0 and 1      loss 0.90     rows: (2 * 0.90 + 1 * 0.99) / 3 = 0.93, and every gradient alike
-    row 2             loss 0.99
-
-A subset's weight may be its number of rows, the number of items that torch's loss functions average over, or 1. Weights
-are accepted if the weighted sum has the loss and gradients of all rows, also with changed labels and outputs. No
-weights fit a loss that compares rows with each other, or selects rows by their values.
+The loss function is called with a few rows of the batch, and with two uneven subsets of these rows. The weight of a
+subset may be its number of rows, the number of items that torch's loss functions average over, or 1. Weights are
+accepted if the weighted sum of the subsets' losses equals the loss of all rows, in value and gradients, also with
+changed labels and outputs. If a loss compares rows with each other, or selects rows by their values, no weights of
+subsets are accepted.
 """
+
+# rows 0 to 2       loss 0.93     gradients at the outputs for rows 0, 1 and 2, and at parameters of the loss
+# rows 0 and 1      loss 0.90     weighted by rows: (2 * 0.90 + 1 * 0.99) / 3 = 0.93, and the same for each gradient
+# row 2             loss 0.99
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ Values: TypeAlias = Sequence[torch.Tensor]
 def prove(
     evaluate: Callable[[Values], Evaluation], changes: Iterable[Values], ways: Sequence[Way], *, as_stated: bool = False
 ) -> Proof:
-    """Find weights with which losses of subsets of rows add up to the loss of all rows, for all given values."""
+    """Find weights with which the losses of row subsets add up to the loss of all rows, for all given tensor values."""
     # changes: values of the columns, first those of the batch
     # as_stated: whether values with different numbers of items per row are skipped, because the caller stated a mean
     # over rows, and each microbatch checks the items
@@ -155,7 +155,7 @@ class _Difference:
         self.is_of_zeros = not any(self._expected) and not any(bool(loss.any()) for loss in losses)
 
     def is_none(self, way: Way) -> bool:
-        """Return whether the weighted sum of the subsets' losses has the loss and the gradients of all rows."""
+        """Return whether weighted losses and gradients of row subsets add up to the loss and gradients of all rows."""
         shares = self._shares(way)
         if shares is None:
             return False
@@ -222,7 +222,7 @@ class Column:
 
 
 def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Iterator[list[torch.Tensor]]:
-    """Yield the columns' tensors, first unchanged, then with scaled outputs and with changed labels and masks."""
+    """Yield outputs, labels and masks of a few rows: first unchanged, then scaled outputs, changed labels and masks."""
     # ignored: labels that losses ignore
     yield [one.value for one in columns]
     draw = torch.Generator().manual_seed(5)
@@ -277,7 +277,7 @@ def _without_mask(column: Column) -> Column:
 
 
 def _cleared(column: Column, filling: int, keeps: int) -> torch.Tensor:
-    """Return a copy of a column whose last row is padding, except the last ``keeps`` positions of that row."""
+    # copies the labels or the mask, and fills the last row with padding, except the last `keeps` positions of this row
     value = column.value.clone()
     last = value.select(column.axis, value.shape[column.axis] - 1)
     is_whole = value.is_floating_point() or value.dtype == torch.bool

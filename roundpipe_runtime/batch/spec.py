@@ -14,8 +14,8 @@ from ..errors import ConfigError, RoundPipeError, SplitError
 class RoundPipePackedData(list[Any]):
     """The output of a pipeline called with ``merge_output=False``: a list with the output of each microbatch.
 
-    A pipeline that gets this list as an input uses entry i as the input of microbatch i, without joining or splitting
-    entries. A call with this list does not wait until its entries are computed.
+    A pipeline call that gets a ``RoundPipePackedData`` uses entry i as the input of microbatch i, without joining or
+    splitting entries, and without waiting until they are computed.
 
     Args:
         values: list entries, one per microbatch.
@@ -65,7 +65,7 @@ class TensorChunkSpec:
 
     @property
     def split_dim(self) -> int:
-        """The axis, under the attribute name that ``torch.distributed.pipelining`` uses."""
+        """The axis along which a tensor is split, under the name that ``torch.distributed.pipelining`` uses."""
         return self.dim
 
 

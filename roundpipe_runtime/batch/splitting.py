@@ -88,7 +88,7 @@ def split(
             arguments and labels to rules, as in ``{"kwargs['mask']": Replicate}``; or a function ``(args, kwargs,
             num_microbatch) -> (list of args, list of kwargs)``. Rules are trees of :class:`TensorChunkSpec` and
             :class:`Replicate`; a rule applies to all values below it.
-        split_label: ``None``, a tree of rules as above, or a function ``(label, num_microbatch) -> list of labels``.
+        split_label: ``None``, rules as in ``split_input``, or a function ``(label, num_microbatch) -> list of labels``.
 
     Returns:
         The microbatches, in the order of the rows.
@@ -385,7 +385,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
 
 
 def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]:
-    """Map the batch size of ``RoundPipePackedData`` to its key paths; of several sizes, take the size in ``others``."""
+    # returns: batch size of `RoundPipePackedData` inputs, with their key paths; of several sizes, the one in `others`
     found: dict[int, list[str]] = {}
     for entry in entries:
         if entry.counted:
@@ -397,7 +397,7 @@ def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]
 
 
 def _batch_size_by_axis_0(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) -> int | None:
-    """Return the batch size: the size of axis 0 in all tensors, or the only size that inputs and labels share."""
+    """Return the batch size: the only size of axis 0 except 1, or the only size that inputs and labels share."""
     both = {size: [*of_inputs.get(size, []), *of_labels.get(size, [])] for size in {**of_inputs, **of_labels}}
     candidates = {size: paths for size, paths in both.items() if size != 1}
     shared = [size for size in candidates if size in of_inputs and size in of_labels]

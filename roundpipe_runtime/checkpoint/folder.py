@@ -8,7 +8,8 @@
     runs/.checkpoint-00000005.leaving/       being deleted
     runs/.writing/                           locked by the process that writes a checkpoint
 
-Checkpoints of the Hugging Face Trainer use the same layout, with the optimizer step as number.
+Checkpoints of the Hugging Face Trainer have such names also while they are written or deleted, with the optimizer step
+as their number.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def appearing(
     """Yield a hidden folder that is renamed to ``path`` at the end of the with block, or removed on an exception.
 
     All files are flushed to the disk before the folder is renamed, so a crash never leaves a partial folder at
-    ``path``. An older folder at ``path`` is removed after the rename.
+    ``path``. If there is an older folder at ``path``, it is removed after the new folder is at ``path``.
     """
     # half: path before the rename, on the same disk. Default: `.{name}.writing` in the same folder.
     half = half or writing_path(path)

@@ -1,12 +1,11 @@
 """Write and read tensors that are sharded over processes (``DTensor``), and coordinate the processes of a checkpoint.
 
-::
-
-    shards/shard-00001-model-00001-of-00001.safetensors     rows of the first rank, with their places
-    shards/shard-00002-model-00001-of-00001.safetensors     rows of the second
-
-Shards are stored in the safetensors format of ``torch.distributed.checkpoint``, without pickle.
+Each process (rank) writes its shards to a file in the safetensors format of ``torch.distributed.checkpoint``, without
+pickle.
 """
+
+# shards/shard-00001-model-00001-of-00001.safetensors     rows of the first rank, and their positions in the tensors
+# shards/shard-00002-model-00001-of-00001.safetensors     rows of the second rank
 
 from __future__ import annotations
 

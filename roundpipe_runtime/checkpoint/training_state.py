@@ -1,12 +1,9 @@
-"""Collect the state of a training, write it to the files of a checkpoint, and read it back.
+"""Collect the state of a training, write it to the files of a checkpoint, and read it back."""
 
-::
-
-    model.safetensors       parameters and buffers, by the model's own names      config.json, for transformers
-    training.safetensors    other tensors: moments, master weights, gradients, states of random generators
-    training.json           other values: hyperparameters, counters, position in the training data
-    shards/                 tensors that are sharded over several processes
-"""
+# model.safetensors       parameters and buffers, by the model's own names      config.json, for transformers
+# training.safetensors    other tensors: moments, master weights, gradients, states of random generators
+# training.json           values that are not tensors: hyperparameters, counters, position in the training data
+# shards/                 tensors that are sharded over several processes
 
 from __future__ import annotations
 

@@ -1,19 +1,17 @@
 """Parse the argument ``devices=``, and run work of an accelerator in five streams, so that copies overlap compute.
 
-::
-
-    # host         u u u | F F F             | u u u | F F F ...      submits work without waiting
-    # parameters   ████████                    ████████               of the next stage, during a stage
-    # activations     ▪    ▪    ▪                 ▪   ▪    ▪          between the pieces of parameters
-    # compute              ███████████████             ████████████
-    # downloads                 ▪    ▪    ▪                 ▪   ▪
-    # gradients                          ██████████                   of one stage, while the next one computes
-
 ``Tensor.record_stream`` notifies the allocator which streams read a tensor, so the tensor's memory is reused only after
 the reads. Torch's allocator does not reuse pinned host memory before copies from it are complete. The host may change
 the source of a copy, such as a parameter, only after :meth:`synchronize`, which every forward and backward calls at its
 end.
 """
+
+# host         u u u | F F F             | u u u | F F F ...      submits work without waiting
+# parameters   ████████                    ████████               of the next stage, during a stage
+# activations     ▪    ▪    ▪                 ▪   ▪    ▪          between the pieces of parameters
+# compute              ███████████████             ████████████
+# downloads                 ▪    ▪    ▪                 ▪   ▪
+# gradients                          ██████████                   of one stage, while the next one computes
 
 from __future__ import annotations
 
@@ -242,8 +240,9 @@ class AcceleratorDevice:
         """Wait until the device has memory for one more pipeline stage, and run the with block on the compute stream.
 
         Two stages of the largest size, and a small stage between them, such as an output head, may be on the device at
-        once. Without memory for the small stage, the upload of the stage after it would wait until the stage before it
-        has ended. Gradients of a completed stage may still be copied, because a new stage allocates gradients later.
+        once. If only two stages could be on the device, the stage after a small stage would be uploaded only after the
+        end of the stage before the small stage. The with block may begin while the gradients of one completed stage are
+        still copied to the host, because a stage allocates memory for its gradients later than for its parameters.
         """
         # nbytes: bytes of the parameters and gradients of the stage
         # yields: function that returns whether the device has room for so many bytes of the following stage now

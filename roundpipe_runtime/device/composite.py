@@ -1,16 +1,14 @@
 """Find the tensors in quantized weights, such as 4-bit values and their scales, and rebuild weights from copies.
 
-::
-
-    a wrapper subclass   weight ── __tensor_flatten__ ──> qdata, scale ──> copies ── __tensor_unflatten__ ──> weight
-    with attributes      weight ──> its numbers, and the tensors in quant_state ──> copies ──> a weight with a new state
-    state of its module  module.state ──> CB, in the memory of the numbers ──> the copy that is there already
-
 A quantized weight is recognized by its method ``__tensor_flatten__`` or by tensors in its attributes, not by its
 library. Only frozen weights are rebuilt, since integers have no gradients. :func:`check_copyable` rebuilds one weight
 of each class as a test. The copied tensors must be equal, the copy must not refer to tensors of the original, and the
 layer must compute bitwise equal outputs with the copy.
 """
+
+# a wrapper subclass   weight ── __tensor_flatten__ ──> qdata, scale ──> copies ── __tensor_unflatten__ ──> weight
+# with attributes      weight ──> its numbers, and the tensors in quant_state ──> copies ──> a weight with a new state
+# state of its module  module.state ──> CB, in the memory of the numbers ──> the copy that is there already
 
 from __future__ import annotations
 

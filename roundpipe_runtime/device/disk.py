@@ -1,14 +1,12 @@
 """Store tensors in a memory-mapped file on a disk, whose pages are in memory only while the tensors are used.
 
-::
-
-    tensor ──> pages of this process ──> page cache ──> file
-               fetch: read ahead, in a separate thread
-               leave: release the pages at once; another thread writes them and drops them from the page cache
-
 Tensors on a disk are ordinary CPU tensors, which can be read and written at any time. Access to a tensor without
 :meth:`DiskMemory.fetch` is slower, and keeps the tensor in memory until :meth:`DiskMemory.leave`.
 """
+
+# tensor ──> pages of this process ──> page cache ──> file
+#            `fetch`: a separate thread reads the pages from the file before they are used
+#            `leave`: unmaps the pages at once; another thread writes them to the file and frees the page cache
 
 from __future__ import annotations
 

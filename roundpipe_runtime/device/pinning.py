@@ -180,7 +180,7 @@ def plan_slabs(sizes: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
 
 
 def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, dict[int, int]]]:
-    """Return memory blocks (slabs) of at most ``limit`` bytes for all sizes; a larger tensor gets a larger slab."""
+    """Return memory blocks for tensors of the given sizes: of at most ``limit`` bytes, or for one larger tensor."""
     waiting = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     total = left = sum(sizes)
     slabs = []

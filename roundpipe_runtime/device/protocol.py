@@ -71,8 +71,8 @@ class Device(Protocol):
             target: device memory into which the rows are copied.
             source: host tensor from which the rows are copied.
             runs: ranges of rows to copy, as pairs ``(start, stop)``.
-            after_compute: whether the copy waits for all earlier computations on the device, because they wrote the
-                rows (default: ``False``).
+            after_compute: whether the copy waits for all earlier computations on the device, which is needed if these
+                have written to ``target`` (default: ``False``).
         """
 
     def copy_rows_out(
@@ -176,7 +176,7 @@ class Clock(Protocol):
         """Whether times are known only after the device has completed its asynchronous work."""
 
     def now(self, kind: str) -> float | torch.Event:
-        """Return the current time in the work of the device, or an event whose time is known later."""
+        """Return the time when the device has done its work so far, or an event whose time is known later."""
         # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
 
     def seconds(self, moment: float | torch.Event) -> float:

@@ -116,7 +116,7 @@ class HostValue:
     ready: list[Event | None]  # event of each tensor, after which its copy is complete
 
     def rebuild(self) -> Any:
-        """Return the nested value, whose tensors are complete after the sending device was synchronized."""
+        """Return the nested value; synchronize the device that copied its tensors to the host before reading them."""
         return self.structure.rebuild(self.tensors)
 
 

@@ -205,7 +205,7 @@ class VirtualDevice:
         return tensor.detach().clone(), NOW
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: a virtual device computes on the CPU, which is always current."""
+        """Do nothing: a virtual device computes on the CPU, which has no streams to choose from."""
         return _ALWAYS
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[None]:

@@ -225,14 +225,14 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 class Uninterrupted:
     """A context manager that defers ``KeyboardInterrupt`` to the end of the with block.
 
-    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread.
-    ``Uninterrupted`` installs another handler until the end of the with block. In threads other than the main thread,
-    and if SIGINT has no Python handler, ``Uninterrupted`` has no effect.
+    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread. Until the end
+    of the with block, ``Uninterrupted`` installs a SIGINT handler that does not raise ``KeyboardInterrupt``. In threads
+    other than the main thread, and if SIGINT has no Python handler, ``Uninterrupted`` has no effect.
 
-    ::
+    In this example, the parameters get all gradients or none::
 
         with Uninterrupted():
-            for parameter, gradient in found:  # all or none
+            for parameter, gradient in gradients.items():
                 parameter.grad = gradient
     """
 

@@ -1,12 +1,9 @@
-"""Keep whole parameters on every rank, but master weights and optimizer state in shards; compute gradient norms.
+"""Keep whole parameters on every rank, but master weights and optimizer state in shards; compute gradient norms."""
 
-::
-
-    parameter       every rank has the whole parameter: layers run as in one process
-    target          DTensor that the optimizer updates: Shard(0) of a matrix, all of a vector; in optim_dtype, or a view
-    target.grad     DTensor with the gradients summed over all ranks, for the rows of the target
-    after a step    each rank sends its updated rows to the other ranks, layer by layer
-"""
+# parameter       every rank has the whole parameter: layers run as in one process
+# target          DTensor that the optimizer updates: Shard(0) of a matrix, all of a vector; in optim_dtype, or a view
+# target.grad     DTensor with the gradients summed over all ranks, for the rows of the target
+# after a step    each rank sends its updated rows to the other ranks, layer by layer
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ class RankStore(ParameterStore):
         return self.gradient_dtype(parameter)
 
     def start_publication(self) -> None:
-        """Mark all layers as outdated after an optimizer step on all ranks, so that each layer is updated once."""
+        """After an optimizer step of all ranks, let :meth:`refresh` exchange the new weights of each layer once."""
 
 
 class ShardedStore(RankStore):
@@ -191,8 +188,9 @@ class ShardedStore(RankStore):
 class Target:
     """The tensor that the optimizer updates for a parameter on this rank: a view of the parameter, or a master weight.
 
-    If the optimizer works in the dtype of the parameter, the target is a view of the parameter's rows. Otherwise the
-    target is a master weight, or, for a frozen parameter, an expanded NaN, which takes no memory.
+    If the optimizer works in the dtype of the parameter, it updates a view of the parameter's rows. If the optimizer
+    works in another dtype, it updates a master weight; a frozen parameter has an expanded NaN, which takes no memory,
+    instead of a master weight.
     """
 
     def __init__(self, store: ShardedStore, parameter: nn.Parameter) -> None:
@@ -219,7 +217,7 @@ class Target:
             self.tensor.requires_grad_(parameter.requires_grad)
 
     def adopt(self, parameter: nn.Parameter) -> None:
-        """Update this target from the parameter's rows if other code has changed the parameter."""
+        """If other code has changed the parameter, copy its rows to the tensor that the optimizer updates."""
         if self._state(parameter) != self._agreed:
             if self.is_master:
                 self.set(parameter, self._rows(parameter))
@@ -297,7 +295,7 @@ class RankSteps(StepRunner):
         self.run(step)
 
     def run_ended(self) -> None:
-        """Allow the exchange of new weights, after the backward in parallel with the optimizer step has succeeded."""
+        """After a successful pipeline call, exchange the weights of an optimizer step that ran in parallel with it."""
         if self._unpublished:
             self.wait_update()
             self._start_publication()
@@ -418,7 +416,7 @@ def shards(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int) -> list[torch.Tensor]:
-    """Split a gradient into one view per rank: the rows that the rank sums over all groups.
+    """Return a view of a gradient per rank: the rows that this rank sums over all groups of the batch.
 
     >>> [part.shape[0] for part in pieces(torch.zeros(7, 2), 2, 2)]
     [2, 2, 2, 1]
@@ -474,7 +472,7 @@ def _in_turn(gradients: list[torch.Tensor], *, written: bool) -> Iterator[torch.
 
 
 def _row_sums(ranks: Ranks, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Return the sum of powers (maximum for ``inf``) of each gradient row, gathered from all shards."""
+    """Return sums of ``abs(value) ** norm_type`` (for ``inf``: maxima) over each row of each gradient, on all ranks."""
     found, parts = [], []
     for gradient in _in_turn(gradients, written=False):
         local = local_of(gradient)

@@ -25,23 +25,23 @@ class RoundPipeRunConfig:
         output_device: device of the outputs (default: the CPU).
         preserve_rng_state: whether a recomputation draws the same dropout masks as the forward (default: ``True``).
         recompute_grain: whether the backward recomputes a ``"stage"`` (several layers) or one ``"layer"`` at a time
-            (default: ``"stage"``). ``"layer"`` needs less memory on the device.
+            (default: ``"stage"``). ``recompute_grain="layer"`` needs less memory on the device than ``"stage"``.
         num_microbatch: number of microbatches per batch (default: number of devices + 1).
         split_input: rule for splitting arguments, see :func:`roundpipe_runtime.batch.split` (default: along the batch).
         split_label: rule for splitting labels (default: along the batch).
         merge_output: rule for joining outputs, see :func:`roundpipe_runtime.batch.join` (default: ``True``, which
-            concatenates outputs along the batch). With ``False``, outputs are not joined, and each output tensor is
-            replaced by a :class:`RoundPipePackedData`.
+            concatenates outputs along the batch). With ``merge_output=False``, outputs are not joined, and each output
+            tensor is replaced by a :class:`RoundPipePackedData`.
         execute_plan: layers of each pipeline stage (default: planned automatically from measured times).
         loss_reduction: how the losses of microbatches are combined to the loss of the batch (default: ``"auto"``).
-            ``"auto"``: loss and gradients are as without a pipeline. A test with a few rows finds the weights of
-            microbatch losses; if no weights fit, the loss is computed as for ``"joined"``. ``"mean"``: the loss of a
-            microbatch is a mean over rows, and the loss of the batch is the mean over all rows. ``"sum"``: losses are
-            added, for a script that divides by the number of microbatches. ``"joined"``: the loss is computed once,
-            from the joined outputs of all microbatches.
+            ``"auto"``: loss and gradients are as without a pipeline. A test with a few rows finds weights with which
+            the losses of microbatches add up to the loss of the batch; if there are none, the loss is computed once
+            from the joined outputs. ``"mean"``: the loss of a microbatch is a mean over rows, and the loss of the batch
+            is the mean over all rows. ``"sum"``: losses are added, for a script that divides by the number of
+            microbatches. ``"joined"``: the loss is computed once, from the joined outputs of all microbatches.
         last_stage_copies: number of devices that compute the last layer and the loss in ``forward_backward``, each for
-            a share of the microbatches, if ``execute_plan`` is automatic (default: 1). ``"auto"``: a simulation chooses
-            the number. All numbers of devices give bitwise identical results.
+            a share of the microbatches, if ``execute_plan`` is automatic (default: 1). ``last_stage_copies="auto"``: a
+            simulation chooses the number of devices. All numbers of devices give bitwise identical results.
         keep_parameters: GB of each device's memory for parameters that stay there after use, frozen parameters first,
             so that only changed parameters are uploaded again (default: 0). ``"auto"``: all parameters stay if
             parameters and gradients fit, else as many as fit in addition to the stages. Call
@@ -49,7 +49,7 @@ class RoundPipeRunConfig:
             sampling.
         upload_experts: which experts of a mixture-of-experts layer are copied to a device (default: ``"routed"``).
             ``"routed"``: only the experts that get tokens are copied, unless batches of this size need most experts.
-            ``"all"``: all experts are copied before the layer runs. Both settings give identical results.
+            ``"all"``: all experts are copied before the layer runs. ``"routed"`` and ``"all"`` give identical results.
 
     Raises:
         ConfigError: a field has an invalid value.

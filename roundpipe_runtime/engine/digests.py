@@ -3,10 +3,11 @@
 The gradients of a model take as much memory as the model, so large gradients are not stored. Each projection is a
 weighted sum of the gradient's values with random factors, which are the same for all gradients of one size. The mean
 square of the differences between the projections of two gradients estimates the squared norm of the gradients'
-difference (Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996). The factors
-are uniform random numbers here, not signs as in that article, so that two different values do not cancel. With sixteen
-projections, the estimated norm is rarely wrong by 50 %. An estimate that is too small by a factor of 25, which could
-treat a mistake as rounding, has a probability of 10**-15.
+difference (Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996). The random
+factors are uniform numbers, not signs (1 or -1) as in the article, so that errors in two elements cannot cancel
+exactly. With sixteen projections, the estimated norm is rarely wrong by 50 %. With a probability of 10**-15, the
+estimated norm of the difference is too small by a factor of 25, so that a wrong gradient could look like a rounding
+error.
 
 Projections are linear: for a parameter that several layers share, projections of the layers' gradients are added.
 """
@@ -41,7 +42,7 @@ class Digest:
     odd: Digest | None = None
 
     def divided(self, factor: float) -> Digest:
-        """Return the digest of the gradient divided by a positive number."""
+        """Divide the stored values or projections, and the norm of the gradient, by a positive number."""
         return dataclasses.replace(self, values=self.values / factor, norm=self.norm / factor)
 
     def __add__(self, other: Digest) -> Digest:
@@ -114,7 +115,7 @@ def _are_odd_apart(one: Digest | None, other: Digest | None) -> bool:
 
 
 def _sum_of_odd(one: Digest | None, other: Digest | None) -> Digest | None:
-    """Return a digest that marks the non-finite values in the sum of two gradients; inf minus inf becomes NaN."""
+    # the marks of non-finite values (`Digest.odd`) for the sum of two gradients: inf - inf is NaN
     if one is None or other is None:
         return other if one is None else one
     a, b = one.values, other.values

@@ -84,7 +84,7 @@ class Draws:
         self.end()
 
     def end(self) -> None:
-        """Record that this pipeline call has ended; a later call from the same generator state gets equal seeds."""
+        """End this pipeline call, so that a later call that starts from the same generator state may use its seeds."""
         with _LOCK:
             _UNDER_WAY.discard(self)
 
@@ -425,7 +425,7 @@ def _as_generator(value: object) -> Generator | None:
 
 @dataclasses.dataclass(slots=True)
 class LayerTraits:
-    """Observed behaviour of a layer or a loss function, by value of ``module.training``; empty until observed."""
+    """Observed properties of a layer in training and evaluation mode, such as whether it draws random numbers."""
 
     mutates_inputs: dict[bool, bool] = dataclasses.field(default_factory=dict)  # whether it writes inputs in place
     draws: dict[bool, bool] = dataclasses.field(default_factory=dict)  # whether it draws from the CPU's generator
@@ -440,10 +440,11 @@ _TRAITS: weakref.WeakKeyDictionary[Any, LayerTraits] = weakref.WeakKeyDictionary
 
 
 def traits_of(code: Any) -> LayerTraits:
-    """Return the :class:`LayerTraits` of a layer or a loss function; repeated calls return the same object.
+    """Return what is known about a layer or a loss function, such as whether it draws random numbers.
 
-    For an object that cannot be weakly referenced, such as a tuple, every call returns a new object, which assumes that
-    the backward calls forward code again, as activation checkpointing does.
+    Repeated calls return the same object. For an object that cannot be weakly referenced, such as a tuple, each call
+    returns a new :class:`LayerTraits`, whose ``reenters`` is true: it assumes activation checkpointing, in which the
+    backward calls forward code again.
 
     >>> from torch import nn
     >>> layer = nn.Linear(1, 1)

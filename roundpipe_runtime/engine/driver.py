@@ -90,12 +90,7 @@ class Engine(RunLifecycle):
         config: RoundPipeRunConfig,
         join: Callable[[list[PyTree]], PyTree],
     ) -> PyTree:
-        """Run the last layer once for all rows, and all other layers for each microbatch.
-
-        ::
-
-            # layers 0 to n-2    m0  m1  m2 --join--> layer n-1    with gradients, two nodes of the caller's graph
-        """
+        """Run the last layer once for all rows, and all other layers for each microbatch."""
         # join: function that joins the outputs of the layer before the last one
         self.check_can_run()
         config = in_two_passes(config)
@@ -169,7 +164,7 @@ class Engine(RunLifecycle):
 
     @contextlib.contextmanager
     def _leaving_no_trace(self) -> Iterator[None]:
-        """Suppress warnings in the with block; then restore the gradient mode and the index of the next device."""
+        """Suppress warnings in the with block; then restore the gradient mode and the device of the next stage."""
         with warnings.catch_warnings(), self.lock, gradient_mode_kept():
             warnings.simplefilter("ignore")  # warnings about single rows or missing gradients do not concern the user
             cursor = self.round_robin.cursor

@@ -102,7 +102,7 @@ def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None]
 def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return the leaves in the autograd graph of losses, except the model outputs in ``entries``.
 
-    The returned leaves are parameters of the loss, or parameters in a penalty term.
+    The returned tensors are parameters of the loss function, or model parameters that a penalty term reads.
 
     >>> weight, output = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     >>> other_leaves([(weight * output).sum()], [output])
@@ -166,7 +166,7 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     """Run a backward, with the CPU's random generator locked if the backward recomputes a forward (checkpointing).
 
     A profiler looks for checkpointing in the first call of each layer only, so checkpointing that starts later is
-    missed. If the thread already has a profiler, every backward locks the generator.
+    missed. If the thread has a profiler, checkpointing is not detected, so every backward locks the CPU's generator.
     """
     if traits_of(code).reenters.get(_mode(code)) is False:
         return call()

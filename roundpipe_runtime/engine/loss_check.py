@@ -1,12 +1,13 @@
 """Check on a few rows how the losses of microbatches add up, before a pipeline call computes gradients.
 
-The layers run on a few rows of the batch, first together and then in two parts, or on a microbatch. `batch/loss_proof`
-calls the loss function with these outputs, and all effects of the calls are undone::
-
-    loss_reduction="auto"    use matching weights of microbatches; if there are none, compute the loss of joined outputs
-    loss_reduction="mean"    raise an error unless the loss is a mean over rows
-    loss_reduction="sum"     raise an error unless the loss is a sum, or a mean that the script divides by itself
+The layers compute outputs for a few rows of the batch, and again for two parts of these rows; if the loss of these rows
+decides nothing, the layers compute the outputs of one microbatch. `batch/loss_proof` calls the loss function with these
+outputs, together and in parts. All effects of these calls on the loss function and on random generators are undone.
 """
+
+# loss_reduction="auto"    use matching weights of microbatches; if there are none, compute the loss of joined outputs
+# loss_reduction="mean"    raise an error unless the loss is a mean over rows
+# loss_reduction="sum"     raise an error unless the loss is a sum, or a mean (the script divides by the microbatches)
 
 from __future__ import annotations
 
@@ -159,7 +160,7 @@ class Sample:
         return found[0], found[1:], [*own, *other_leaves([one for part in found for one in part.losses], trained)]
 
     def widened(self) -> Sample:
-        """Return the sample in 32-bit dtypes, because 16-bit rounding may hide wrong weights or look like an error."""
+        """Return outputs and labels in 32-bit dtypes: 16-bit rounding may hide wrong weights or look like an error."""
         if all(in_32_bits(leaf) is leaf for leaf in self.leaves[0]):
             return self
         others = {place: in_32_bits(one) for place, one in self.others.items()}
@@ -181,7 +182,8 @@ class Sample:
 
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
-    """Undo changes of the with block to ``called`` and random generators; yield a function to run before each call."""
+    """After calls of a loss function in the with block, restore the object ``called`` and the random generators."""
+    # yields: function to run before each call of the loss function, which gets the number of the part of the rows
     # no other thread draws meanwhile; 16-bit rounding by autocast would hide wrong weights; warnings about single rows
     # do not concern the user
     with (
@@ -222,7 +224,7 @@ class LossChecks:
         self._unclear: str | None = None  # why this call could not be checked
 
     def find(self, kind: Hashable, code: object, show: Callable[[LossProof | None], LossProof]) -> LossProof:
-        """Return how microbatch losses add up in calls like this one: a stored result, or a new one if it is due."""
+        """Return how microbatch losses add up in calls of a ``kind``: the stored result, or that of a new check."""
         # show: function that returns a new proof, given an earlier proof whose weights must match again
         known, is_due = self.proofs.get(kind), self.repeats.is_due(kind, code)
         # a loss that was not a weighted sum once is never treated as a weighted sum later

@@ -35,7 +35,7 @@ from .run import Run
 
 
 class GroupEngine(Protocol):
-    """The methods of an engine that :class:`OneGroup` calls to run one group of rows and commit the results."""
+    """The interface of an object that runs a group of batch rows through all layers, and commits the results."""
 
     def forward_here(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any: ...
 
@@ -163,7 +163,7 @@ class Call:
     land: Callable[[int, int, Gradients], None] | None = None
 
     def losses(self, turn: int) -> LossContract:
-        """Return the :class:`LossContract` that collects the losses of this process's group of rows number ``turn``."""
+        """Return the object that collects the microbatch losses of group ``turn`` of this process's batch rows."""
         return self.contract
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:

@@ -111,7 +111,7 @@ class Planner:
         return plan
 
     def prefers_one_thread(self, kind: RunType) -> bool:
-        """Return whether one thread should run all (CPU) devices, because short layers take most of the time."""
+        """Return whether one thread should run all devices: if they are on the CPU and mostly run short layers."""
         on_cpu = all(device.torch_device.type == "cpu" for device in self._devices)
         return on_cpu and self.measured(kind).share_below(_BRIEF) > 0.5
 
@@ -221,7 +221,7 @@ class Timer:
             self._timeline.add_parameters(uploaded, skipped)
 
     def finish(self) -> None:
-        """Record the times measured by events of accelerators, after all work has finished, and drop the clocks."""
+        """After all work has finished, record the times that events of accelerators measured, and delete the clocks."""
         for span, end in self._late:
             self._add(span, end)
         self._late.clear()

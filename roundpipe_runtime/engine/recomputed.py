@@ -131,7 +131,7 @@ def _seeded(
 ) -> tuple[T, set[int] | None]:
     """Return the result of ``call()`` and the keys of the random generators that the call used.
 
-    The keys are ``None`` if the call has used a generator of Python or NumPy that was not among ``generators``.
+    Instead of keys, ``None`` is returned if the call has used a generator of Python or NumPy not in ``generators``.
     """
     outside = torch.get_rng_state()
     found = [(one, one.get()) for one in generators]
@@ -305,7 +305,7 @@ def get_recompute_data() -> tuple[Any, ...]:
     """Return what :func:`save_for_recompute` saved in the first forward of this layer call.
 
     Returns:
-        The data, as a tuple.
+        The arguments of :func:`save_for_recompute`, as a tuple.
 
     Raises:
         StageError: no recomputation is under way, or the layer saved nothing.

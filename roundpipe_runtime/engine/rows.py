@@ -2,23 +2,22 @@
 
 A layer that normalizes over the batch, sorts, rolls or adds up rows, or expects the sequence on axis 0, would compute
 different values for each split. Therefore layers run on three rows together, and again on two uneven parts of these
-rows::
-
-    layers    [a b c] -> [a' b' c']    [a b] -> [a' b']    [c] -> [c']
-
-During the check, dropout is off, and torch's random functions return a constant. If a layer draws from another random
-source, some rows are replaced instead, and all calls draw the same numbers::
-
-    layers    [a b c] -> [a' b' c']    [a b b] -> [a' b' .]    [c b c] -> [. b' c']
+rows. During the check, dropout is off, and torch's random functions return a constant. If a layer draws random numbers
+from another source than torch, the layers run on three rows each time, so that all calls draw the same numbers, and one
+of the rows is replaced by a copy of another row.
 
 A backward may also mix rows: it may scale gradients by how often an id occurs in the batch, or divide gradients by the
-number of rows. Therefore the gradients of the parameters are also compared::
-
-    gradients    of a, b and c together  =  of a and b  +  of c
+number of rows. Therefore the parameters' gradients for three rows together are compared with the sum of the parameters'
+gradients for the two parts.
 
 Before an error is raised, other rows of the batch are tried, because rounding can change a choice near a tie, such as
 the expert of a token.
 """
+
+# rows a, b, c; their outputs a', b', c'
+# layers          [a b c] -> [a' b' c']    [a b] -> [a' b']        [c] -> [c']
+# random layers   [a b c] -> [a' b' c']    [a b b] -> [a' b' .]    [c b c] -> [. b' c']
+# gradients       of [a b c] = of [a b] + of [c]
 
 from __future__ import annotations
 
@@ -184,7 +183,7 @@ class RowCheck:
         self._repeats.end()
 
     def _note(self, kind: Hashable, reason: str) -> None:
-        """Warn if a pipeline call could not be checked, at the second call with similar inputs."""
+        """Warn, at the second call with similar inputs, that it could not be checked whether layers mix rows."""
         self._failures[kind] += kind not in self._shown
         if self._failures[kind] == 2:
             self._shown.add(kind)
@@ -340,7 +339,7 @@ class _Comparison:
         self.restart: Callable[[], None] = lambda: None
 
     def mixing(self, trial: RowTrial, number: int) -> int | None:
-        """Return the first layer whose results for the trial's rows depend on other rows; ``None`` if there is none."""
+        """Return the first layer whose results for some rows depend on other rows; ``None`` if no layer mixes rows."""
         trial.is_equal = not self._differs(trial, number, together=True)
         if trial.is_equal:
             return None
@@ -417,7 +416,8 @@ def few_rows(
 
 
 def with_shared(cut: list[Any], some: Sequence[Any], of_batch: Sequence[Any]) -> list[Any]:
-    """Return the tensors ``cut`` of one part, except tensors that all rows share, which are taken from ``some``."""
+    """Return the tensors of one part of the rows; a tensor that all rows share is returned uncut."""
+    # cut: tensors of the part; some: tensors of the rows before the cut; of_batch: tensors of all rows
     # A leaf is shared if its shape is that of the leaf of the whole batch. If all shapes are equal, no leaf is shared.
     same = [getattr(a, "shape", None) == getattr(b, "shape", 0) for a, b in zip(some, of_batch, strict=False)]
     is_known = any(hasattr(one, "shape") and not kept for one, kept in zip(some, same, strict=False))
@@ -458,7 +458,7 @@ def set_apart(layers: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
 
 
 def _is_of_library(hook: _Hook) -> bool:
-    """Return whether a hook belongs to torch, which computes weights, or to transformers, which collects outputs."""
+    """Return whether a hook is part of torch (weight normalization) or of transformers (collection of outputs)."""
     function: Any = hook.func if isinstance(hook, functools.partial) else hook
     is_of_transformers = str(getattr(function, "__module__", "")).startswith("transformers.")
     return is_of_transformers or type(hook).__module__.partition(".")[0] == "torch"

@@ -369,7 +369,7 @@ class LayersAtHand:
 
     @contextlib.contextmanager
     def __call__(self, layer: int) -> Iterator[None]:
-        """Keep the tensors of a layer in memory in the with block, which several devices may run in parallel."""
+        """Keep a layer's tensors in memory in the with block; threads of several devices may call this in parallel."""
         with self._lock:
             left = self._places.get(layer)
             place = left.popleft() if left else None

@@ -1,15 +1,13 @@
 """Step each layer of a model as soon as its gradient is complete, while the backward of earlier layers still runs.
 
-::
-
-    devices      L3 backward | L2 backward | L1 backward | L0 backward
-    gradients            g3 --->      g2 --->       g1 --->      g0      float32, two layers at a time
-    this thread             step L3    |  step L2    |  step L1    | step L0
-
 Only the gradients of a few layers are in memory at one time. No parameter of a layer is read after the layer's
 backward, so the results equal those of an optimizer step after the whole backward. A parameter that several layers
 share is updated after the backward of all layers that use the parameter.
 """
+
+# devices          L3 backward | L2 backward | L1 backward | L0 backward
+# gradients                g3 --->      g2 --->       g1 --->      g0      float32, two layers at a time
+# update thread               step L3    |  step L2    |  step L1    | step L0
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ class InBackwardStore(ParameterStore):
         return self._current is not None
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Return why gradients of the parameters cannot be clipped; ``None`` for parameters of other models."""
+        """Return why gradients of the parameters cannot be clipped; ``None`` if no optimizer of this model has them."""
         held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         if held.isdisjoint(map(id, parameters)):
             return None

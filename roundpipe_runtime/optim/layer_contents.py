@@ -6,8 +6,8 @@
     head        copies slices of the vocabulary one after the other, and their gradients back
 
 Copying only the needed rows of an embedding changes no bit of a result, so large embeddings always copy rows. Products
-with slices of an output head are summed in another order than with the whole head. Slices are therefore used only if
-the head does not fit on a device, or on request.
+with slices of an output head are summed in another order than with the whole head. Therefore an output head is
+multiplied in slices only if the whole head does not fit on a device, or on request.
 """
 
 from __future__ import annotations

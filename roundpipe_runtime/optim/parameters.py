@@ -161,7 +161,7 @@ class ParameterStore:
             self._adopt(compares_all=True)
 
     def _adopt(self, *, compares_all: bool) -> bool:
-        """Copy changed parameters into master weights; return whether torch did not count one of the changes."""
+        """Copy changed parameters to master weights; return whether a change has not incremented ``_version``."""
         compares_all &= self.has_numbers_at_hand
         changes = [self._masters[name].adopt(p, compares_all=compares_all) for name, p in self._with_master()]
         return "uncounted" in changes
@@ -193,11 +193,11 @@ class ParameterStore:
     # -- other stores have another memory, or another time of the step ----------------------------------------------
 
     def at_hand(self, contents: Sequence[LayerContents], order: Sequence[int]) -> AtHand:
-        """Return a function from a layer to a context manager in which the parameters of the layer are in memory."""
+        """Return a function that, given a layer index, returns a context manager that keeps the layer in memory."""
         return lambda layer: nullcontext()
 
     def updating(self, contents: Sequence[LayerContents]) -> AtHand:
-        """Return a function from a layer to a context manager in which the optimizer can update the layer in memory."""
+        """Return a function that, given a layer index, returns a context manager in which the layer can be updated."""
         return lambda layer: nullcontext()
 
     def hold_state(self, target: torch.Tensor, state: dict[str, Any]) -> None:
@@ -218,10 +218,10 @@ class ParameterStore:
         """Prepare this store for the gradients of a backward; raise an error if the store cannot take gradients."""
 
     def note_failed(self, error: BaseException) -> None:
-        """Handle a failed backward, some of whose gradients may already be in this store."""
+        """Called after a failed backward: a subclass stops updates of layers, and adds a note to the error."""
 
     def end_run(self) -> None:
-        """Handle the end of a successful backward."""
+        """Called after a successful backward: a subclass completes the optimizer step that it began."""
 
     def check_whole(self) -> None:
         """Raise an error if an earlier backward failed after updating some of the layers."""
@@ -376,7 +376,7 @@ class _Master:
             parameter.grad, self.shown[parameter] = shown, (None if copies else self._key, shown)
 
     def take(self, parameter: nn.Parameter, *, adds: bool = False) -> bool:
-        """Move changes of ``parameter.grad`` to the master weight; return whether :meth:`show` had set ``grad``."""
+        """Move a changed ``parameter.grad`` to the master weight; return whether this object had set ``grad``."""
         # adds: whether a gradient that the caller has set is added
         owner, shown = self.shown.get(parameter, (None, None))
         found, is_mine = parameter.grad if parameter.is_leaf else None, owner is self._key

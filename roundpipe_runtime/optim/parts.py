@@ -1,8 +1,8 @@
 """Run an optimizer step for a few parameters at a time, bitwise identical to one step for all parameters.
 
 Most optimizers update each parameter from its value, its gradient and its own state only, so updating a few parameters
-at a time, in any order, equals one step for all parameters. A temporary optimizer of the same class, with the same
-options and state, runs each of these updates.
+at a time, in any order, equals one step for all parameters. Each of these few parameters is updated by a temporary
+optimizer of the same class, with the same options and state.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class OptimizerParts:
         self.parameters: list[torch.Tensor] = list(dict.fromkeys(itertools.chain.from_iterable(self._gradients)))
 
     def give(self, gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Add gradients that were computed after the optimizer step had begun."""
+        """Use these gradients, which were computed after the optimizer step had begun, in later updates."""
         for group, known in zip(self._optimizer.param_groups, self._gradients, strict=True):
             known.update({p: (gradients[p], gradients[p]._version) for p in group["params"] if p in gradients})
 
@@ -75,7 +75,7 @@ class OptimizerParts:
         self._attributes_after = _attributes(part)
 
     def finish(self) -> Optimizer:
-        """Write changed options and attributes back to the optimizer; return an optimizer whose step does nothing."""
+        """Write changed options and attributes to the original optimizer; return an optimizer without parameters."""
         for group, before, after in zip(self._optimizer.param_groups, self._before, self._after, strict=False):
             group.update(_changed(before, after))
         self._optimizer.__dict__.update(_changed(self._attributes, self._attributes_after))
@@ -142,7 +142,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 
 def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-    """Step with gradients converted to the dtypes of the parameters; return an optimizer that completes the step."""
+    """If gradient dtypes differ from parameters, step with converted gradients; return an optimizer for the rest."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if all(dtype_of_gradient(p) == p.dtype for p in held):
         return optimizer
@@ -174,8 +174,8 @@ _FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKey
 def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Report whether updating parameters one by one equals a whole step bitwise, by a trial on small tensors.
 
-    The small tensors have the options and the states of the optimizer's parameters. An update that depends on several
-    parameters, on their order, or on random numbers, gives other bits if parameters are updated one by one.
+    The trial's small tensors have the options and the optimizer state of some parameters. An update that depends on
+    several parameters, on their order, or on random numbers, gives other bits if parameters are updated one by one.
     """
     found = _FOUND.get(optimizer)
     if found is None or found[0] != len(optimizer.param_groups):
@@ -303,7 +303,7 @@ class LandingQueue:
         self._lock = threading.Lock()
 
     def submit(self, task: Callable[..., None], *args: Any) -> Future[None]:
-        """Start a task, and wait for the tasks of earlier layers; raise the error of a failed task."""
+        """Start a task for the gradients of a layer; if too many tasks are unfinished, wait for the earliest tasks."""
         with self._lock:
             started = self._worker.submit(task, *args)
             self._left.append(started)

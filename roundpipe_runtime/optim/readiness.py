@@ -1,14 +1,13 @@
 """Decide when pipeline stages may read a layer's parameters, and when an optimizer step may replace them.
 
-:class:`LayerReadiness` has the rules, without threads, so that a test can try every order of events.
+:class:`LayerReadiness` decides this for one layer, without threads, so that a test can try every order of events.
 :class:`ReadinessTable` has one :class:`LayerReadiness` per layer, and adds a lock and waiting.
-
-::
-
-    # run t         run t+1        optimizer, step t
-    # reads v0      reads v0       update          publish v1, layer by layer, after the last read of run t+1
-    # ............. held ......... | ............. v1 v1 v1 |     run t+2 waits for v1 of one layer at a time
 """
+
+# v0, v1: versions of the parameters
+# run t         run t+1        optimizer, step t
+# reads v0      reads v0       update          publish v1, layer by layer, after the last read of run t+1
+# ............. held ......... | ............. v1 v1 v1 |     run t+2 waits for v1 of one layer at a time
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ class ReadinessTable:
         return self._latest
 
     def advance(self) -> int:
-        """Increment the latest version, for which all later pipeline calls wait, and return the version."""
+        """Increment and return the latest version of the parameters, for which all later pipeline calls wait."""
         with self._changed:
             self._failure = None
             self._latest += 1

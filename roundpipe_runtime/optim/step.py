@@ -1,13 +1,10 @@
-"""Optimizer steps: which parameters the optimizer gets, when its step runs, and the gradient scaler.
+"""Optimizer steps: which parameters the optimizer gets, when its step runs, and the gradient scaler."""
 
-::
-
-    # exact (default)   run t | step t | run t+1 ...            the step runs in the caller's thread
-    # is_async="exact"  run t | run t+1 ...                     a thread, layer by layer: run t+1 waits for each
-    #                         | step t   |                      layer's update, with results as by default
-    # is_async=True     run t | run t+1       | run t+2 ...     a thread next to the runs; run t+1 reads the
-    #                         | step t   |pub.| step t+1        parameters before step t
-"""
+# exact (default)   run t | step t | run t+1 ...            the step runs in the caller's thread
+# is_async="exact"  run t | run t+1 ...                     a thread, layer by layer: run t+1 waits for each
+#                         | step t   |                      layer's update, with results as by default
+# is_async=True     run t | run t+1       | run t+2 ...     a thread next to the runs; run t+1 reads the
+#                         | step t   |pub.| step t+1        parameters before step t
 
 from __future__ import annotations
 
@@ -227,7 +224,7 @@ class StepRunner:
                 self._unpublished = False
 
     def wait_cleared(self) -> None:
-        """Wait for an optimizer step in parallel with this pipeline call, because it may clear gradients at its end."""
+        """Wait for the end of an optimizer step in another thread, because the step may clear gradients at its end."""
         ahead = self._ahead
         if ahead is not None and ahead.is_ahead:
             ahead.ended.wait()
@@ -418,7 +415,7 @@ class LayerSteps:
             self._table.fail(error)
 
     def release_all(self) -> None:
-        """Let the next pipeline call read the remaining layers, with their current parameters."""
+        """Let the next pipeline call read the layers that this step has not updated, with their current parameters."""
         for contents in self._contents:
             if self._table.version(contents.index) < self._table.latest:
                 self._release(contents, lambda: None)

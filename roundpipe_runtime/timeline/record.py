@@ -124,7 +124,7 @@ class Timeline:
         ``.`` for no work.
 
         Args:
-            width: number of columns for the time.
+            width: number of characters that show the time from the first to the last record.
 
         Returns:
             The drawing, one line per device.
@@ -154,7 +154,7 @@ class Timeline:
         """Return the timeline in the format of ``chrome://tracing``: a row per device, times in microseconds.
 
         The key ``otherData`` contains the bytes of copied parameters, and the time of day of the first record, which
-        aligns timelines of several processes. A timeline that was not used as a context manager has no ``otherData``.
+        aligns timelines of several processes. ``otherData`` is missing unless ``with timeline:`` was used.
         """
         devices = sorted({record.device for record in self.records})
         first = _span(self.records)[0] if self.records else 0.0

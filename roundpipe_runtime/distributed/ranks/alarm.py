@@ -6,8 +6,8 @@ checks that the other ranks on its machine exist, since a killed process cannot 
 
 A gloo collective waits until the job's timeout for a process that a signal (SIGSTOP) has stopped. Therefore a watchdog
 thread kills stopped processes on its machine after ``Alarm.patience`` seconds. If a process on another machine sends no
-heartbeat for ``Alarm.patience`` seconds, the watchdog closes all connections. The watchdog does not wait for the store,
-because the process that runs the store may also be stopped.
+heartbeat for ``Alarm.patience`` seconds, the watchdog closes all connections. The watchdog thread does not wait for
+answers of ``torch.distributed``'s store, because the process that runs the store may also be stopped.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ _ALARMS: weakref.WeakSet[Alarm] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End the alarm threads before the interpreter exits, since a thread in the store's code would crash the exit."""
+    # a thread in the C++ code of the store of `torch.distributed` would crash the exit of the interpreter
     for alarm in list(_ALARMS):
         alarm.close()
         alarm._thread.join(1.0)

@@ -1,16 +1,15 @@
-"""Exchange data between the processes that train one model, except the tokens of long rows.
+"""Exchange data between the processes (ranks) that train one model.
 
-Only this file, `long_rows` and `checkpoint` call collectives of ``torch.distributed``.
-
-There are four gloo process groups. One thread at a time uses each group, so that all ranks call in the same order:
-
-::
-
-    control    arguments, losses and errors of a call; used by the caller's thread
-    data       gradients; used by the thread that sums gradients, in parallel with the backward
-    weights    weights after an optimizer step; used by a background thread, in parallel with the next forward
-    step       gradient norms, and whether a step has succeeded; used by the thread that runs the optimizer step
+Only this file, `long_rows` (tokens of long rows) and `checkpoint` call collectives of ``torch.distributed``. There are
+four gloo process groups. Only one thread at a time uses a process group, so that all ranks call its collectives in the
+same order.
 """
+
+# process group
+# control         arguments, losses and errors of a call; used by the caller's thread
+# data            gradients; used by the thread that sums gradients, in parallel with the backward
+# weights         weights after an optimizer step; used by a background thread, in parallel with the next forward
+# step            gradient norms, and whether a step has succeeded; used by the thread that runs the optimizer step
 
 from __future__ import annotations
 

@@ -1,13 +1,9 @@
 """Create the default process group of a torchrun job, also after torchrun has restarted the processes.
 
-::
-
-    torchrun --max-restarts=3 ...    the store outlives the processes, and still has the addresses of ended processes
-    join_job()                       running processes agree on a new prefix, under which the store has no keys
-
-After a restart, torchrun gives the new processes the old store, in which gloo would find the addresses of ended
-processes: https://github.com/pytorch/pytorch/issues/167288. The number of restarts cannot be a prefix of store keys,
-since each machine counts only its own restarts: https://github.com/pytorch/pytorch/issues/135712.
+After a restart with ``--max-restarts``, torchrun gives the new processes the same store, in which gloo would find the
+addresses of ended processes (https://github.com/pytorch/pytorch/issues/167288). Therefore the running processes agree
+on a new prefix of store keys. The number of restarts cannot be this prefix, since each machine counts only its own
+restarts: https://github.com/pytorch/pytorch/issues/135712.
 """
 
 from __future__ import annotations
@@ -47,13 +43,9 @@ def join_job(backend: str = "gloo") -> bool:
 
 
 def _agree_on_prefix(store: Store, rank: int, size: int) -> str:
-    """Return a prefix of store keys that all running processes share, and that no process before a restart used.
-
-    ::
-
-        rank 0      offer a new name; wait for a token of each rank under the name; publish all tokens under the name
-        others      read a name, maybe an old one; put a new token under it; use the name once the token is published
-    """
+    """Return a prefix of store keys that all running processes share, and that no process before a restart used."""
+    # Rank 0 offers a new prefix, waits for a token of each other rank under it, and publishes these tokens under it.
+    # Another rank may read an old prefix, so it uses a prefix only after its own token has been published there.
     if rank == 0:
         name = f"roundpipe/{uuid.uuid4().hex}"
         store.set("roundpipe/start", name)

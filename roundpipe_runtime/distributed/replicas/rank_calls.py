@@ -1,12 +1,10 @@
-"""Run forward and backward for one rank's rows of a batch; write gradients when all ranks have succeeded.
+"""Run forward and backward for one rank's rows of a batch; write gradients when all ranks have succeeded."""
 
-::
-
-    opening     ranks exchange the row counts of their groups and the seed of rank 0, and check that their calls agree
-    runs        each rank runs its groups; gradients of a layer are summed over all ranks as soon as they are complete
-    verdict     ranks exchange the losses and weights of their microbatches, or their errors
-    commit      ranks compute the loss of the batch, and write scaled gradient sums and the first group's buffers
-"""
+# opening     ranks exchange the row counts of their groups of rows and the random seed of rank 0, and check that their
+#             calls agree
+# runs        each rank runs its groups; gradients of a layer are summed over all ranks as soon as they are complete
+# verdict     ranks exchange the losses and weights of their microbatches, or their errors
+# commit      ranks compute the loss of the batch, and write scaled gradient sums and the first group's buffers
 
 from __future__ import annotations
 
@@ -316,7 +314,7 @@ class RankCalls(OneGroup[Engine]):
     def _judge(
         self, call: RankCall, reduction: Reduction, summed: Future[None] | None, failure: BaseException | None
     ) -> list[Verdict]:
-        """Return the :class:`Verdict` of each rank if all ranks have succeeded; otherwise raise an error."""
+        """Exchange losses or errors with all ranks; return them if all ranks have succeeded, else raise an error."""
         is_own = failure is not None and not isinstance(failure, errors.StoppedByRankError)
         if is_own:
             # The other ranks exchange verdicts only after their work. The alarm stops the work.

@@ -44,7 +44,7 @@ class BatchLoss(Protocol):
 
 
 class RankGroups(RankCalls):
-    """Runs this rank's rows like :class:`RankCalls`; forward and backward may also be separate calls."""
+    """Runs this rank's rows of a batch: forward and backward in one call, or in separate calls."""
 
     _forwarded = (0, 0)
 

@@ -1,13 +1,10 @@
 """Sum gradients over groups of batch rows, layer by layer, in the same order for any number of ranks.
 
-::
-
-    layer by layer, last first     the gradients of a group arrive in the CPU memory of the rank that runs the group
-    all_to_all                     each rank gets the rows that it sums, from all ranks that have a group in this turn
-    fold                           each rank adds up its rows of the gradients in ascending order of the groups
-
-In each turn, a rank exchanges the gradients of one of its groups; a rank without another group sends nothing. Turns and
-layers have the same order on all ranks. A failed rank sends zeros until all ranks have stopped, so that no rank waits.
+A rank runs its groups of batch rows one after the other, each in one turn. The gradients of a group arrive in the CPU
+memory of its rank, the last layer first. In each turn and for each layer, a rank sends the gradients of its group,
+divided by rows, to the ranks that sum these rows (all-to-all); a rank without a group in this turn sends nothing. Each
+rank adds up the received rows in ascending order of the groups. All ranks exchange turns and layers in the same order.
+A failed rank sends zeros until all ranks have stopped, so that no rank waits.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ class ReductionPlan:
             self.buckets += [Bucket(layer.index, tuple(parameters), dtype) for dtype, parameters in found.items()]
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype in which ranks send the gradients of a bucket; with one group, the dtype of the sums."""
+        """Return the dtype in which ranks send gradients; if the batch is one group of rows, the dtype of the sums."""
         if self.reduce_dtype is None or self.replicas == 1 or not bucket.dtype.is_floating_point:
             return bucket.dtype
         return self.reduce_dtype
@@ -78,7 +75,7 @@ class Reduction:
     # -- what the runs of groups give --------------------------------------------------------------------------------
 
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
-        """Accept a layer's gradients for one group of rows; sent gradients are removed from the mapping."""
+        """Store a layer's gradients for one group of batch rows; :meth:`run` removes each gradient that it sends."""
         with self._changed:
             # setdefault: an empty mapping for a layer must not replace gradients that have arrived
             self._landed.setdefault((turn, layer), gradients)
@@ -92,7 +89,7 @@ class Reduction:
             return self._begun
 
     def finish(self, begun: int) -> None:
-        """End a stopped reduction: send zeros in gradient exchanges in which other ranks wait for this rank."""
+        """Let :meth:`run` end after it has sent zeros in the gradient exchanges that other ranks have begun."""
         with self._changed:
             self._limit = begun
             self._changed.notify_all()
@@ -114,7 +111,7 @@ class Reduction:
         self._memory.clear()
 
     def _may_begin(self, step: int, turn: int, layer: int) -> bool:
-        """Wait for this rank's gradients of the layer; return ``False`` if no rank takes part in the exchange."""
+        """Wait until this rank has computed the layer's gradients; return ``False`` if all ranks have stopped."""
         is_giver = turn < len(self._own)
         with self._changed:
             self._changed.wait_for(
@@ -181,7 +178,7 @@ class Reduction:
 
     @torch.no_grad()
     def _target_rows(self, bucket: Bucket, total: torch.Tensor) -> list[torch.Tensor]:
-        """Return the summed gradients that this rank's optimizer needs; ranks with the same shard exchange rows."""
+        """Return the gradient sums of this rank's shard; each rank with this shard sums and sends some of its rows."""
         ranks = self._ranks
         rows, gathered = [], []
         at = 0
@@ -242,7 +239,8 @@ def groups_of(rank: int, size: int, replicas: int) -> range:
 def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
     """Return the indices of the rows of a global batch that one rank trains, group after group.
 
-    Splitting the returned rows with ``torch.tensor_split`` into the rank's number of groups gives these groups.
+    To get the rows of each group, split the returned indices with ``torch.tensor_split`` into the rank's number of
+    groups.
 
     >>> rows_of_rank(7, 1, 2, 4)
     [2, 3, 6]

@@ -1,12 +1,9 @@
-"""Choose the rows of each global batch that a rank trains, independent of the number of ranks.
+"""Choose the rows of each global batch that a rank trains, independent of the number of ranks."""
 
-::
-
-    global batch   rows 5 2 9 0 7 | 4 1 8 3 6        the same draw on all ranks, from one seed
-    4 groups       5 2 | 9 | 0 | 7                   groups of rows, whatever the number of ranks
-    2 ranks        rank 0: 5 2 0     rank 1: 9 7     groups 0 and 2; groups 1 and 3
-    1 rank         5 2 9 0 7
-"""
+# global batch   rows 5 2 9 0 7 | 4 1 8 3 6        the same draw on all ranks, from one seed
+# 4 groups       5 2 | 9 | 0 | 7                   groups of rows, whatever the number of ranks
+# 2 ranks        rank 0: 5 2 0     rank 1: 9 7     groups 0 and 2; groups 1 and 3
+# 1 rank         5 2 9 0 7
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         batches: for each global batch, a list of indices of data set rows, equal on all ranks; a ``BatchSampler``, or
             any iterable that can be iterated several times.
         model: pipeline with a mesh, from which ``replicas``, ``rank`` and ``size`` are read.
-        replicas: number of groups per batch.
+        replicas: number of groups of rows into which each global batch is split.
         rank: rank of this process.
         size: number of ranks.
 

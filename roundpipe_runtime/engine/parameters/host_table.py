@@ -1,8 +1,8 @@
 """Keep a large embedding or head matrix (a table) on the host, and copy rows or slices when a layer needs them.
 
 A :class:`HostTable` replaces the parameter: a tensor with the parameter's shape and no memory. Operations that need
-only some rows or slices of the table copy these parts to the device (`on_tables`). All other operations first copy the
-whole table to the device.
+only some rows or slices of the table copy these parts to the device (`on_tables`). An operation for which no
+replacement is registered first copies the whole embedding or head matrix to the device.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class _Product(torch.autograd.Function):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which sums over slices of a table are computed."""
+    """Return the dtype for sums over slices of an embedding or head matrix: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -368,7 +368,7 @@ class LayerTables:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """The device copies of tables that the layer's code needed as a whole, which get gradients from autograd."""
+        """Device copies of whole embedding and head matrices, for code that reads all rows; autograd sets ``grad``."""
         return [leaf for table in self._tables.values() for leaf in table.leaves]
 
     def whole_of(self, parameter: nn.Parameter) -> nn.Parameter | None:

@@ -1,9 +1,9 @@
 """Keep copies of parameters on a device, and reuse the copies in later pipeline stages and training steps.
 
 A pipeline stage copies the parameters of its layers to the device. A copy can be reused until its parameter changes, so
-some copies stay on a device with free memory. Copies of frozen parameters have priority, because an optimizer step
-changes trained parameters. The copies that stay are chosen in advance, not by their last use: a device runs all layers
-in turn, so the least recently used copy is needed next.
+some copies stay on a device with free memory. Copies of frozen parameters stay first, because trained parameters must
+be copied again after each optimizer step. The copies that stay are chosen in advance, not by their last use: a device
+runs all layers in turn, so the least recently used copy is needed next.
 """
 
 from __future__ import annotations
@@ -173,8 +173,9 @@ class KeptParameters:
 class GradientMemory:
     """Pinned memory with an address range for the gradient of each parameter of each layer.
 
-    A gradient becomes the parameter's ``grad``, so its address range is in use until the gradient is cleared. When
-    gradients accumulate over several backwards, the next backward gets a second set of address ranges.
+    A gradient becomes the parameter's ``grad``, so its address range is in use until the gradient is cleared. If
+    gradients are kept for several backwards, each of these backwards writes its gradients to other addresses of pinned
+    memory.
     """
 
     def __init__(self) -> None:
@@ -187,7 +188,7 @@ class GradientMemory:
         return sum(places.nbytes for places in self._sets)
 
     def prepare(self, contents: Sequence[LayerContents], dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
-        """Set the size of each gradient's address range for the next backward, and free ranges that are not used."""
+        """Set the bytes of pinned memory for each gradient of the next backward; free pinned memory not in use."""
         sizes: dict[Hashable, int] = {
             (layer.index, id(parameter)): parameter.numel() * dtype(parameter).itemsize
             for layer in contents
@@ -200,7 +201,7 @@ class GradientMemory:
             self._sets = [places for number, places in enumerate(self._sets) if number == 0 or places.is_held]
 
     def take(self, layer: int, parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return pinned memory for a gradient; ``None`` if no range fits, for example for a sparse gradient."""
+        """Return pinned memory for a gradient; ``None`` if it is sparse, or its size is not as expected."""
         key = layer, id(parameter)
         if gradient.layout != torch.strided or self._sizes.get(key) != gradient.nbytes:
             return None

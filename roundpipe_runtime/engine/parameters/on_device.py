@@ -54,7 +54,7 @@ def check_not_kept(leaf: torch.Tensor) -> None:
 
 
 def _is_there(found: torch.Tensor | None, copy: nn.Parameter) -> bool:
-    """Return whether the tensor in a module is the parameter's copy, or the placeholder for the copy's rows."""
+    # a module contains the device copy of a parameter, or a placeholder that copies rows when they are read
     return found is copy or (type(found) is RowsOnDemand and found._stands_for[0] is copy)
 
 
@@ -411,7 +411,7 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Convert a gradient to the dtype of a sum; a narrower gradient is returned unchanged, to save memory."""
+    # to save memory, only a gradient that the sum's dtype cannot represent exactly is converted before it is added
     is_wider = gradient.layout == torch.strided and torch.promote_types(gradient.dtype, dtype) == dtype
     return gradient if is_wider else gradient.to(dtype)
 

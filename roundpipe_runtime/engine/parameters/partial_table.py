@@ -186,7 +186,7 @@ NOTHING_PARTIAL = PartialPlan({}, False, lambda tables: None)
 
 
 class RoutedParameters:
-    """Records which share of each parameter group was read, to decide which groups are copied on demand next."""
+    """Records the share of expert weights that runs have read, to decide which weights later runs copy on demand."""
 
     def __init__(self) -> None:
         self._shares: dict[tuple[Group, Hashable], float] = {}
@@ -246,7 +246,7 @@ class RoutedParameters:
 def find_groups(layer: LayerContents) -> dict[str, Members]:
     """Return the parameters of a layer that may be read in part, by name: stacked experts, or lists of expert modules.
 
-    In names of parameters in a list, ``*`` replaces the index. Keys of an expert that is a ``ModuleDict`` are kept.
+    Names have ``*`` instead of an index in a list. If an expert itself is a ``ModuleDict``, the names contain its keys.
     """
     names = dict(_names(layer.module, ""))
     times = collections.Counter(id(slot.parameter) for slot in layer.slots)

@@ -109,7 +109,7 @@ def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_
 
 
 def _run(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-    """Copy the rows that an operation reads, and call the operation with the parameters themselves."""
+    """Copy the rows that an operation reads, and run it on device copies of the parameters instead of placeholders."""
     name = _name_of(func)
     call, arguments = pytree.tree_map_only(
         RowsOnDemand, lambda stand: stand._stands_for[0], (tuple(args), dict(kwargs))
@@ -147,7 +147,7 @@ def _name_of(func: Any) -> str:
 
 
 def _view(stand: RowsOnDemand, view: Any) -> Any:
-    """Return a placeholder if the view keeps the parameter's rows; otherwise copy all rows, and return the view."""
+    """Return a placeholder for a view with the same rows as the parameter; for any other view, copy all rows."""
     tensor, table, known, is_proved = stand._stands_for
     if view is tensor:
         return stand
@@ -197,7 +197,7 @@ def _distinct(indices: torch.Tensor) -> list[int]:
 
 
 def _is_equal_without(func: Any, args: Arguments, kwargs: Mapping[str, Any], table: TableReader) -> bool:
-    """Return whether a product and its backward are bitwise equal with NaN in unused rows and with all rows copied."""
+    """Return whether NaN in unused rows leaves the results of a grouped product and its backward bitwise unchanged."""
     table.table.poison()
     without = _product_alone(func, args, kwargs)
     table.complete()
@@ -205,7 +205,7 @@ def _is_equal_without(func: Any, args: Arguments, kwargs: Mapping[str, Any], tab
 
 
 def _product_alone(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return a product of detached tensors, and the gradient of its first operand if gradients are enabled."""
+    """Return the result of a grouped product, and, if gradients are enabled, the gradient of its first operand."""
     given = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
     if not (torch.is_grad_enabled() and given[0].is_floating_point()):
         return [func(*given, **kwargs)]
@@ -236,7 +236,7 @@ class PartialLayer:
         return id(parameter) in self._tables
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
-        """Record reads of a parameter that is copied on demand; copy the missing rows of any other parameter."""
+        """Register a parameter for copies on demand; if this run copies it as a whole, copy its missing rows now."""
         # copy: the tensor that layers compute with, which shares the memory of `uploaded`
         found = table_of(uploaded)
         if found is None:

@@ -136,8 +136,7 @@ class LossContract:
     for each microbatch; afterwards, any thread may call the other methods.
 
     Args:
-        reduction: ``"sum"``, or weighted by rows (``"mean"``, ``"rows"``) or ``"items"``; unused for
-            :class:`WeightedLoss`.
+        reduction: ``"sum"``, or weights: rows (``"mean"``, ``"rows"``) or ``"items"``; unused for ``WeightedLoss``.
         rows: number of rows of each microbatch; ``None`` for an unknown number.
 
     >>> contract = LossContract("mean", [2, 1])

@@ -3,8 +3,7 @@
 The loss function is called with a few rows of the batch, and with two uneven subsets of these rows. The weight of a
 subset may be its number of rows, the number of items that torch's loss functions average over, or 1. Weights are
 accepted if the weighted sum of the subsets' losses equals the loss of all rows, in value and gradients, also with
-changed labels and outputs. If a loss compares rows with each other, or selects rows by their values, no weights of
-subsets are accepted.
+changed labels and outputs. A loss that compares or selects rows has no weights for which this sum is equal.
 """
 
 # rows 0 to 2       loss 0.93     gradients at the outputs for rows 0, 1 and 2, and at parameters of the loss

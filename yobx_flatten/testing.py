@@ -1,6 +1,6 @@
 """Make pytest tests of registered classes, and compare exported files with their model.
 
-::
+``recipe_tests`` makes tests from a sample of each registered class, here of the classes ``Memory`` and ``State``::
 
     from yobx_flatten.testing import recipe_tests
 

@@ -217,7 +217,7 @@ class FileModel(ModelWithoutWeights):
         return self.steps.scores(self.steps.begin(two, None, {}, None, ()))
 
     def _with_pictures(self, inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments with all pictures in one object, since ``generate`` would repeat patches like batch rows."""
+        """Put all pictures into one object, since ``generate`` would repeat a tensor of patches for each beam."""
         if kwargs.get("assistant_model") is not None:  # an assisted loop has one row and repeats none
             return kwargs
         pictures = self._pictures({name: kwargs.pop(name, None) for name in _OF_PICTURES})

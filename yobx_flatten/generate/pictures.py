@@ -139,7 +139,7 @@ class _Left:
         self.sizes = collections.deque(zip(sizes, spacing, strict=True))
 
     def next(self, count: int) -> tuple[torch.Tensor, int]:
-        """Return the M-RoPE positions, from 0, of the next picture's tokens, and that of the text token after them."""
+        """Return M-RoPE positions, from 0, of the next picture's tokens, and the position of the next text token."""
         (time, height, width), spacing = self.sizes.popleft() if self.sizes else ([0, 0, 0], 1)
         if self.word == "video" and count == height * width and time > 1:
             # Qwen3-VL writes the time of each frame as text
@@ -214,7 +214,7 @@ class Tiles:
         )
 
     def count(self, sizes: torch.Tensor) -> int:
-        """Return the total number of tiles of pictures of the given sizes, each of them alone in its prompt."""
+        """Return how many tiles pictures of the given sizes have in total, if each prompt contains one picture."""
         return sum(self._counts(sizes, None))
 
     def packed(self, features: Sequence[torch.Tensor], newline: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

@@ -231,7 +231,7 @@ class GenerationSettings:
         return Pictures("video", pixel_values, sizes, self.video_token_id, spacing)
 
     def token_types(self, prompt: torch.Tensor) -> torch.Tensor:
-        """Return ``token_type_ids``: 1 for image tokens and 0 for text; only 0 if prompt tokens attend to each other.
+        """Return ``token_type_ids``: 1 for image tokens and 0 for text; if ``sees_prompt`` is set, 0 for all tokens.
 
         Args:
             prompt: token ids of shape (batch, length).

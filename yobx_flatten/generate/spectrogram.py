@@ -55,7 +55,7 @@ def speak(
 
 
 def drawn_masks(config: Any, length: int, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return dropout masks (layers, width) of the last frame, after as many random draws as in the eager model."""
+    """Draw dropout masks of all frames, as the eager model does; return those of the last frame (layers, width)."""
     like = torch.zeros(length, config.speech_decoder_prenet_units, dtype=dtype)
     every = range(config.speech_decoder_prenet_layers)
     return torch.stack([torch.bernoulli(like, p=config.speech_decoder_prenet_dropout)[-1] for _ in every])
@@ -104,7 +104,7 @@ class _Frames:
         return BaseModelOutput(last_hidden_state=torch.zeros(*self.mask.shape, 1, dtype=self.dtype))
 
     def read(self, frames: torch.Tensor, speaker: torch.Tensor) -> torch.Tensor:
-        """Set the inputs of the decoder's file, with the last of the frames that transformers' speech loop passes."""
+        """Store the inputs of the decoder's file: the last spectrogram frame, the speaker and dropout masks."""
         config, length = self.config, frames.shape[1]
         if length > config.max_speech_positions:
             raise InvalidArgumentError(

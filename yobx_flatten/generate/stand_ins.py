@@ -279,7 +279,7 @@ class FileCache(Cache):  # type: ignore[misc] # transformers is untyped
         return made
 
     def __copy__(self) -> Self:
-        """Return a deep copy, since two caches with a shared state would miss each other's tokens."""
+        """Return a deep copy, so that generation with the copied cache does not change this cache."""
         return self.__deepcopy__({})
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -219,7 +219,7 @@ class Steps:
         return context, len(source)
 
     def _empty_cache(self, rows: int, context: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return a KV cache without decoder tokens, and with the encoder's keys and values in ``context``."""
+        """Return a KV cache without decoder tokens; the encoder's keys and values are taken from ``context``."""
         decoder, made = self.parts.decoder, dict[str, torch.Tensor]()
         if self.parts.encoder is not None:
             kept = {slot.port.name: present_of(slot.port.name) or "" for slot in decoder.slots if slot.present is None}
@@ -234,7 +234,7 @@ class Steps:
         return decoder.cache({**empty, **made})
 
     def pass_switch(self, sequence: TextState) -> None:
-        """Make the next call recompute the KV cache from all tokens, if the model does so at the text's length."""
+        """Empty the KV cache if the text just reached the length at which the model reads all tokens again."""
         switch = self.settings.switch
         total = sequence.mask.shape[1]
         if switch is None or not any(map(switch.passed_at, range(total - sequence.new.shape[1] + 1, total + 1))):

@@ -22,8 +22,8 @@ def make_dynamic_cache(
     """Make a ``DynamicCache`` from the given tensors, without copies.
 
     Args:
-        key_value_pairs: one (keys, values) pair per layer, or one flat list of keys and values; each tensor of shape
-            (batch, heads, length, head size); placeholders may have two or three axes.
+        key_value_pairs: one (keys, values) pair per layer, or one flat list of keys and values. The tensors have the
+            shape (batch, heads, length, head size), but tensors with two or three axes are also accepted.
         cls_layers: class of the cache layers (or its name), or a list with a class per layer; default ``DynamicLayer``.
         cls_kwargs: constructor arguments of the layers, a dict or a list with a dict per layer, such as
             ``{"sliding_window": 8}``. By default, the sliding window is the length of the keys.

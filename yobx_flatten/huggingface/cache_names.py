@@ -144,7 +144,7 @@ def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[s
 
 
 def named_as(names: Collection[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments with the KV cache renamed to that name of a KV cache which ``names`` contains.
+    """Return keyword arguments with the KV cache under the name of a cache argument that occurs in ``names``.
 
     >>> named_as(["input_ids", "past_key_values"], {"input_ids": 1, "cache": [{"key": 2, "value": 3}]})
     {'input_ids': 1, 'past_key_values': [{'key': 2, 'value': 3}]}

@@ -278,7 +278,7 @@ def _new_inputs(
 
 
 def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any] | None:
-    """Make the inputs of the next decode call: the returned cache, as many random new tokens, a longer mask."""
+    """Make the next decode call's inputs: the returned cache, random tokens as many as before, a longer mask."""
     cache_is, cache = name_in(kwargs), cache_of(outputs)
     if cache_is is None or cache is None or kwargs[cache_is] is None:
         return None

@@ -1,4 +1,4 @@
-"""Wrap decoders to take the inputs that generation tools pass, and find where rotary angles change.
+"""Wrap decoders to take the inputs that generation tools pass, and find the text length at which rotary angles change.
 
 A decoder is wrapped if its KV cache has only sliding layers, or only recurrent states.
 The wrapper computes the number of tokens seen as the length of the mask minus the number of new tokens.
@@ -33,7 +33,7 @@ _FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
 
 
 def counts_by_itself(cache: TransformersCache) -> bool:
-    """Return whether a flattened cache has a token counter, since all of its layers are filled sliding layers."""
+    """Return whether a flattened cache has a token counter: if all of its layers are sliding layers with keys."""
     layers: Any = getattr(cache, "layers", None)
     return (
         type(cache).__name__ == "DynamicCache"
@@ -60,7 +60,7 @@ def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any], cache_is:
 
 
 def with_returned(kwargs: Mapping[str, Any], present: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return arguments in which the KV cache has the tensors that a call returned; it keeps its other tensors."""
+    """Return arguments in which tensors that a call returned replace those of the KV cache; other tensors stay."""
     kept = [{**before, **layer} for before, layer in zip(kwargs["cache"], present, strict=True)]
     return {**kwargs, "cache": kept}
 
@@ -277,7 +277,7 @@ _DROPPED = ["the next", "all", "the next"]
 
 
 def _reads(model: TransformersModel, length: int) -> str:
-    """Return which tokens ``generate`` passes to a model, if the KV cache has all tokens but the last."""
+    """Return whether ``generate`` passes one token or all to a model whose KV cache lacks only the last token."""
     from transformers import GenerationMixin
     from transformers.cache_utils import DynamicCache
 

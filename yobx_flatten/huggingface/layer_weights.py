@@ -1,6 +1,6 @@
 """Load the weights of each layer when the layer is called, and drop them after the call.
 
-Between calls, a weight is on the device ``meta``. A reader is a function that loads a weight from a file or hook.
+Between calls, a weight is on the device ``meta``. A *reader* is a function that reads and returns one weight.
 """
 
 # checkpoint ── reader ──> layer 0: bring, forward, drop ──> layer 1: bring, forward, drop ──> ...

@@ -5,7 +5,7 @@ fields set have different structures. In a plain dataclass, a field that is ``No
 
 *Dropped data*: a flattened ``BatchEncoding`` omits the ``Encoding`` objects of fast tokenizers, which contain the text
 of one batch and cannot be stored, and ``n_sequences``, which is only used to read the ``Encoding`` objects. No model
-reads the dropped data, so one program accepts a batch from any tokenizer, or a batch built by hand. A rebuilt
+reads ``Encoding`` objects, so one program accepts a batch from any tokenizer, or a batch built by hand. A rebuilt
 ``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to words; the original object still can.
 
 Numbers and texts in a ``BatchFeature`` are leaves, like its tensors. Since ``torch.export`` makes numbers and strings
@@ -14,8 +14,8 @@ part of the program, and refuses NumPy arrays, pass ``return_tensors="pt"`` to t
 transformers registers every ``ModelOutput`` class with torch once, when the class is created, so a removed registration
 would be lost for the rest of the process. This package keeps a registration that contains the names of the fields.
 transformers before 5.17 registers no names of fields, which :mod:`.support` adds inside the ``with`` block. With
-transformers before 5.17, this package registers ``BaseModelOutput`` only: a new process that loads a program could not
-find another output class by the name of its registration.
+transformers before 5.17, this package registers ``BaseModelOutput`` only, because a new process could not load a
+program with any other output class.
 """
 
 # class                 children                 keys                     static

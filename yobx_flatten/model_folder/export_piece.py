@@ -188,7 +188,7 @@ class FolderOptions:
 
     @property
     def name(self) -> str:
-        """The file format for the manifest: ``"onnx"``, ``"program"``, or a runtime such as ``"openvino"``."""
+        """The format of the files, which the folder's manifest records, such as ``"onnx"`` or ``"program"``."""
         return {"onnxruntime": "onnx", "torch": "program"}.get(self.runtime, self.runtime)
 
     @property
@@ -197,7 +197,7 @@ class FolderOptions:
 
     @functools.cached_property
     def largest(self) -> Bounds | None:
-        """The largest sizes that files must accept, from ``bounds=``, with batch size 4 by default; or ``None``."""
+        """Largest sizes that files must accept, from ``bounds=`` (default batch size 4); ``None`` without bounds."""
         if self.bounds is None:
             return None
         found = Bounds.of({"batch": self.batch or 4, **self.bounds})

@@ -1,4 +1,4 @@
-"""Compare an exported folder with its model again, to find where values differ or to add a LoRA adapter."""
+"""Find the node at which an exported folder differs from its model; add a LoRA adapter to an exported folder."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def explain_folder(
 ) -> FolderExplanation:
     """Find the first node in each file of an exported folder whose value differs from the value in the model.
 
-    The model is exported again to temporary files, whose outputs are compared with the model's. The folder's files and
-    the temporary files then run on the stored test cases, and the values of nodes are compared.
+    The model is exported again to temporary files, whose outputs are compared with the model's. For each stored test
+    case, the value of each node in a file of the folder is compared with its value in the temporary file.
 
     Args:
         folder: a folder of ONNX files as :func:`export_folder` writes it.
@@ -188,8 +188,8 @@ def add_adapter(
     """Add a LoRA adapter to an exported folder, and check that its files compute the same values as PEFT.
 
     Args:
-        folder: a folder that ``export_folder(..., adapters=...)`` wrote. A new adapter can change the layers that the
-            first adapters change, or all linear layers if ``adapters={}`` was passed.
+        folder: a folder that ``export_folder(..., adapters=...)`` wrote. A new adapter can change the layers that an
+            adapter passed to ``export_folder`` changes, or all linear layers after ``adapters={}``.
         name: name of the adapter, which selects it in ``generate(adapter=NAME)``.
         adapter: the folder of the adapter, which PEFT wrote.
         model: the model that the folder was exported from, or the model's name; by default the adapter's base model.

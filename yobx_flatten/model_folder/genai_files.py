@@ -29,7 +29,7 @@ def write_genai_files(
     shared: Collection[str],
     options: FolderOptions,
 ) -> None:
-    """Write configuration files of onnxruntime-genai if it can run the exported files; else refuse its layout."""
+    """Write configuration files if onnxruntime-genai can run the files; else refuse ``layout="genai"``."""
     is_asked, contents = options.layout == "genai", None
     if task == "text-generation":
         contents = decoder_config(model, reports["model.onnx"].input_names, shared=shared)

@@ -53,8 +53,8 @@ class FolderManifest:
         rereads_at_switch: for a model whose rotary angles change at a text length (longrope, dynamic), whether
             ``model.generate`` recomputes the whole text there; ``None`` for other models, or if unknown.
         positions: size of the model's table of position embeddings, in tokens; ``None`` if it has no such table.
-        tolerances: how much rounding to ``dtype`` changes the model's outputs, by file and output; see
-            :func:`export_onnx`. :func:`verify_folder` allows such differences, limited by the output's range.
+        tolerances: the difference that rounding to ``dtype`` can cause, by file and output; see :func:`export_onnx`.
+            :func:`verify_folder` allows this difference, but at most a share of the output's range.
         adapters: the LoRA adapters with which the exported files were checked, by name.
     """
 

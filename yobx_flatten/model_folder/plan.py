@@ -228,7 +228,7 @@ def _checked_prompts(quantization: Quantization | None, options: FolderOptions) 
 
 
 def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
-    """Return the plan with the text and the chat prompts on which the quality of quantized weights is measured."""
+    """Return the plan of an export, with text and chat prompts that measure the quality of quantized weights."""
     quantization, options, model = plan.quantization, plan.options, plan.model
     generates = plan.task == "text-generation"
     if quantization is None or quantization.tokens is not None or not generates or options.logits != "all":
@@ -259,7 +259,7 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
 
 
 def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
-    """Return the plan with calibration text for an encoder's quantized weights, and sentences as a test case."""
+    """Return the plan of an encoder's export, with text that calibrates quantized weights and tests the files."""
     quantization, options, model = plan.quantization, plan.options, plan.model
     is_rounded = quantization is not None and quantization.weights != "keep" and options.runtime == "onnxruntime"
     if quantization is None or not is_rounded or plan.proof == "none" or len(plan.pieces) > 1:

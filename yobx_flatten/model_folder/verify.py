@@ -136,8 +136,8 @@ def verify_folder(
         on_check: a function that is called with the name of each case before the case runs.
         trust: whether the caller trusts the author of the folder, which is needed for ``.pt2`` files only;
             ``False`` by default. See :func:`open_generator`.
-        device: the device of onnxruntime, see :func:`open_generator`; the CPU by default. On other devices, which
-            round differently, the tolerance is ten times larger.
+        device: the device of onnxruntime, see :func:`open_generator`; the CPU by default. On devices other than the
+            CPU, which round differently, the tolerance is ten times larger.
         providers: execution providers in the form that onnxruntime takes, as an alternative to ``device``.
 
     Returns:
@@ -261,7 +261,7 @@ def _check_quality(
 
 
 def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner) -> Quality:
-    """Measure a quantized file on stored test cases; its quality may not fall below the limit in ``stored``."""
+    """Measure a quantized file's quality on stored test cases, with the quality limit of the export."""
     distance = Distance()
     for case in cases:
         if "losses" in case.outputs:
@@ -297,7 +297,7 @@ def _for_device(
 
 
 class _Opened:
-    """Opens the files of a folder one at a time; an empty name closes the file."""
+    """Opens the files of a folder one at a time; a call with the name ``""`` closes the open file."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class _Opened:
 
 
 def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifest, file: str) -> bool:
-    """Return whether an output is within the folder's tolerance, which is limited by the output's range."""
+    """Return whether an output's difference is allowed: by the measured rounding error, or else by the tolerance."""
     stated, expected = manifest.tolerances.get(file, {}).get(found.name), case.outputs.get(found.name)
     allowed = manifest.tolerance
     if stated is not None and isinstance(expected, torch.Tensor) and expected.is_floating_point():
@@ -344,8 +344,8 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
     """Generate with the files of a folder, and count the tokens that differ from the eager model's tokens.
 
     If the model's two best scores for a token are almost equal (a tie), rounding may change their order, and the rest
-    of the sequence may differ. With quantized weights, other scores also change, so only a share of the tokens must
-    agree (``TOKEN_SHARES``).
+    of the sequence may differ. With quantized weights, scores that are not tied also change, so only a share of the
+    tokens must agree (``TOKEN_SHARES``).
     """
     folder, manifest = opened.folder, opened.manifest
     scores = [outputs["logits"] for outputs in manifest.tolerances.values() if "logits" in outputs]
@@ -366,7 +366,7 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
 
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """Counts of generated tokens that differ from the model's, in total and after a tie of two scores."""
+    """Number of generated tokens that differ from the model's, and number of those after almost equal scores."""
 
     tokens: int  # number of new tokens of the model, up to the end of each row
     # number of different tokens; quantized files choose each token after the model's own text, others after their own
@@ -379,7 +379,7 @@ class TokenCount:
 
     @property
     def ok(self) -> bool:
-        """Whether all differences follow a tie; with quantized weights, whether enough of the tokens agree."""
+        """Whether tokens differ only after almost equal scores; for quantized weights, whether enough are equal."""
         if self.agreed is None or self.allowed is None:
             return self.different == self.excused
         return self.agreed >= self.allowed
@@ -450,7 +450,7 @@ def _apart(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor) -> t
 
 
 def _forced(generator: Generator, case: StoredCase, how: dict[str, Any]) -> torch.Tensor:
-    """Return the tokens that the files choose, each after the tokens that the model generated before it."""
+    """Return the token that the files choose at each position, after the eager model's own earlier tokens."""
     expected: torch.Tensor = case.outputs["sequences"]
     chosen = torch.full_like(expected, -1)  # -1 stays if the files end before the model does
 

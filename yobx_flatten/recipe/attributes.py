@@ -61,7 +61,7 @@ def functions_from_fields(
         of an instance of a ``dict``, ``list`` or ``tuple`` subclass are children after the attributes. The keys of an
         instance of a ``dict`` subclass are the last entry of the static part. The flatten function raises
         :class:`~yobx_flatten.errors.StaticDataError` for a value that cannot be static data. Flatten raises
-        :class:`~yobx_flatten.errors.RoundTripError` for an instance with an attribute in neither list of names.
+        :class:`~yobx_flatten.errors.RoundTripError` for an attribute that is in neither ``names`` nor ``static_names``.
 
     Raises:
         InvalidRegistrationError: when ``cls`` is not a class, or a name is invalid or given twice.

@@ -99,7 +99,7 @@ def _jax_functions(cls: Any) -> FlattenFunctions:
 def functions_of_jax(
     cls: type, flatten: JaxFlatten | None, unflatten: JaxUnflatten, flatten_with_keys: JaxFlattenWithKeys | None
 ) -> tuple[Flatten, FlattenWithKeys | None, Unflatten]:
-    """Convert JAX's flatten functions to torch's argument order; either ``flatten...`` function may be ``None``."""
+    """Convert JAX's functions to torch's argument order; ``flatten`` or ``flatten_with_keys`` may be ``None``."""
 
     def torch_flatten(obj: object) -> tuple[list[Any], Any]:
         children, static = flatten(obj)  # type: ignore[misc] # returned only if it is not None
@@ -194,7 +194,7 @@ def is_mapping_like(cls: type) -> bool:
 def is_mapping(cls: type) -> bool:
     """Return whether a class is a mapping that stores all of its content, including dataclass fields, as items.
 
-    A ``ModelOutput`` of transformers is such a mapping. A chex dataclass is not one, since it only has the methods of a
+    A ``ModelOutput`` of transformers stores all of its content as items; a chex dataclass only has the methods of a
     mapping. A dataclass that derives from ``dict`` must store its fields as items.
     """
     if not is_mapping_like(cls):

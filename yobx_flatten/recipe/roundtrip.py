@@ -1,4 +1,4 @@
-"""Check that an object is equal after flatten and unflatten: the checks of ``f_check`` and ``check_recipe``."""
+"""Check that an object is equal after flatten and unflatten, for the option ``f_check`` and for ``check_recipe``."""
 
 from __future__ import annotations
 
@@ -93,10 +93,8 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
 
 
 def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
-    """Raise an error if unflatten creates a tensor, which would become a constant of a traced program.
-
-    torch's ``run_decompositions`` does not find such constants: https://github.com/pytorch/pytorch/issues/179555.
-    """
+    """Raise an error if unflatten creates a tensor, which would become a constant of a traced program."""
+    # torch's `run_decompositions` does not find such a constant: https://github.com/pytorch/pytorch/issues/179555
     children, static = _flatten(recipe, sample)
     recorder = _OperatorLog()
     # `with recorder:` also sets a flag of the process, which stays set if two threads do so at the same time

@@ -1,8 +1,8 @@
 """Find the object that a file names, without importing or calling code that the file chooses.
 
 An untrusted file names enums, dataclasses, configurations and functions as ``module:name``. Names are resolved only in
-imported modules, and in a fixed table of modules in which model libraries define caches, outputs and configurations.
-The object must have the expected type and be defined under its name; most of the standard library is refused.
+imported modules, and in a fixed table of modules in which model libraries define caches, outputs and configurations. A
+named object must have the expected type and be defined under that name; most of the standard library is refused.
 """
 
 from __future__ import annotations

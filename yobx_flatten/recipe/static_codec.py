@@ -298,7 +298,7 @@ _BUILT_IN = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, b
 
 
 def check_spec(text: str) -> None:
-    """Refuse a stored tree spec if torch would import a module that its enum or ``defaultdict`` factory names."""
+    """Refuse a stored tree spec in which an enum or a ``defaultdict`` factory would make torch import a module."""
     for node in _dicts(_parsed(text)):
         context = node.get("context")
         if node.get("type") == "collections.defaultdict" and not _is_built_in(context):

@@ -105,7 +105,7 @@ class _AxisReading:
                 self.axes.names[place] = "past"
 
     def group(self, name: str, sizes: _Sizes) -> str:
-        """Return a name for sizes (one per call) of an axis: that of an axis with equal sizes, or a new one, ``n2``."""
+        """Return the name of a known axis that has the same sizes (one per call), or a new name, such as ``n2``."""
         for number in itertools.count(1):
             numbered = name if number == 1 else f"{name}{number}"
             found = self.axes.sizes.get(numbered)

@@ -59,7 +59,7 @@ class RecordedCalls(Sequence[Call]):
         """Read the calls that ``record_calls(..., to=folder)`` wrote.
 
         Args:
-            folder: the folder with the files of the calls.
+            folder: the folder that was passed to ``record_calls`` as ``to``.
             model: the object whose method was recorded, which only :meth:`module` needs.
             method: the name of the recorded method, see :func:`~yobx_flatten.record_calls`.
 
@@ -167,8 +167,8 @@ class RecordedCalls(Sequence[Call]):
     def example(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
         """Return the inputs of one recorded call, without :meth:`constants`, as example inputs for :meth:`module`.
 
-        The smallest call is chosen among the calls with the most dynamic sizes that differ and are at least 2, because
-        ``torch.export`` treats sizes 0 and 1 as fixed. A batch of size 1 is repeated to size 2.
+        A call with few dynamic sizes of 0 or 1, which ``torch.export`` treats as fixed, is preferred; then a call in
+        which few dynamic sizes are equal; then a small call. A batch of size 1 is repeated to size 2.
 
         Args:
             phase: name of the phase, which can be omitted if all calls are in one phase.
@@ -178,7 +178,7 @@ class RecordedCalls(Sequence[Call]):
             Copies of the keyword arguments, which the caller may change.
 
         Raises:
-            RecordError: when no recorded call is in ``phase``, or no size has a given name.
+            RecordError: when no recorded call is in ``phase``, or a name in ``sizes`` is not the name of an axis.
         """
         part = self._one(phase)
         return choose_example(part._calls, self.axes(), sizes)
@@ -194,7 +194,7 @@ class RecordedCalls(Sequence[Call]):
             The specification for ``torch.export``, by parameter name.
 
         Raises:
-            RecordError: when no recorded call is in ``phase``, or no size has a given name.
+            RecordError: when no recorded call is in ``phase``, or a name in ``sizes`` is not the name of an axis.
         """
         part = self._one(phase)
         return shapes_of(part._calls, self.axes(), sizes)

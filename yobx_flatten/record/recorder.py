@@ -36,11 +36,11 @@ def record_calls(
 ) -> Iterator[RecordedCalls]:
     """Context manager that records copies of the inputs and outputs of all calls of a module or a method.
 
-    Inputs are copied before a call, because the call may fill the KV cache; outputs are copied after the call. The
-    block also registers classes, as :func:`~yobx_flatten.register_flattening_functions` does. The end of the ``with``
-    block restores the original method, also after an exception. ``record_calls`` blocks can be nested, and calls can
-    come from any thread; calls in a torch trace are not recorded. A call that raises an error is stored with its inputs
-    in :attr:`RecordedCalls.failed`, and the error is raised unchanged.
+    Inputs are copied before a call, because the call may fill the KV cache; outputs are copied after the call. Inside
+    the ``with`` block, classes are also registered, as :func:`~yobx_flatten.register_flattening_functions` does. The
+    end of the ``with`` block restores the original method, also after an exception. ``record_calls`` blocks can be
+    nested, and calls can come from any thread; calls in a torch trace are not recorded. A call that raises an error is
+    stored with its inputs in :attr:`RecordedCalls.failed`, and the error is raised unchanged.
 
     Args:
         target: a module (its ``forward`` is recorded), an object with a ``method``, or a bound method.

@@ -1,8 +1,8 @@
 """Store which ``with`` blocks need a class registered; after the last block, restore its earlier registration.
 
-A *library* is torch (three pytree tables), optree or JAX. A *claim* keeps a class registered. The first claim on a
-class stores the class's present entry of each pytree table (*found*), and registers the flatten functions. The release
-of the last claim restores the stored entries. Claims can be released in any order.
+A *library* is torch (three pytree tables), optree or JAX. A *claim* is one ``with`` block's or caller's request to keep
+a class registered. The first request saves the entry that each pytree table has for the class (*found*), and registers
+the flatten functions. The end of the last request restores the saved entries. The ``with`` blocks can end in any order.
 """
 
 # claims on DynamicCache      registered      what happens
@@ -111,7 +111,7 @@ class Registry:
             return claim
 
     def claim_for_user(self, recipe: Recipe, libraries: tuple[str, ...] = TORCH) -> Claim | None:
-        """Register a class for the user, with each of ``libraries`` in which the class is not registered yet."""
+        """Register a class until the user unregisters it, in those of ``libraries`` where it is not registered yet."""
         with self._lock:
             free, refused = [], None
             for library in libraries:
@@ -130,7 +130,7 @@ class Registry:
         raise errors.AlreadyRegisteredError(_registered_twice(refused, recipe))
 
     def release(self, claim: Claim) -> None:
-        """Release a claim if it is still held; the last release of a class restores its earlier registration."""
+        """End a request to keep a class registered; after the last request, restore its earlier registration."""
         with self._lock:
             for library in claim.libraries:
                 self._release(library, claim)
@@ -216,7 +216,7 @@ REGISTRY = Registry({"torch": (TorchPython(), TorchCpp(), TorchFx()), "optree": 
 class Backend(Protocol):
     """The interface through which :class:`Registry` reads and writes a library's table of registered classes.
 
-    A method that raises an error leaves the table unchanged.
+    A method that raises an error leaves the library's table unchanged.
     """
 
     name: str
@@ -228,4 +228,4 @@ class Backend(Protocol):
         """Register a class with the functions in ``recipe``, replacing the class's registration."""
 
     def restore(self, recipe: Recipe, found: Any) -> None:
-        """Unregister the functions in ``recipe``, and restore the registration ``found`` that ``read`` returned."""
+        """Unregister the functions in ``recipe``, and restore ``found``, the class's registration before ``write``."""

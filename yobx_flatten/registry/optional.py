@@ -35,7 +35,7 @@ class Optree:
         self.waiting = Waiting("optree", self._put)
 
     def read(self, cls: type) -> Any:
-        """Return optree's entry of a class, or ``None``; before optree is imported, the ``Recipe`` to be registered."""
+        """Return a class's entry in optree, or the one to add when optree is imported; ``None`` if there is none."""
         with self.waiting.lock:
             return registered(NAMESPACE, cls) if self.waiting.library_is_there() else self.waiting.get(cls)
 
@@ -100,7 +100,7 @@ class _Index(int):
 
 
 def _entry(key: KeyEntry) -> Any:
-    """Convert a torch key to an object whose class states to :func:`_entry_type` if it is a name or an index."""
+    """Convert a torch key to a path entry for optree, whose class distinguishes attributes from indices."""
     if isinstance(key, GetAttrKey):
         return _Attribute(key.name)
     if isinstance(key, SequenceKey):
@@ -147,7 +147,7 @@ class Jax:
         self._nodes: dict[type, _Node] = {}  # entries are never removed, as in JAX
 
     def read(self, cls: type) -> Any:
-        """Return the ``Recipe`` of a class, a text if other code registered the class with JAX, or ``None``."""
+        """Return a class's registered functions; ``_THEIRS`` if other code registered it with JAX; else ``None``."""
         with self.waiting.lock:
             if not self.waiting.library_is_there():
                 return self.waiting.get(cls)
@@ -219,7 +219,7 @@ class _Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Later:
-    """Wrapper of static data made by a class's second or later flatten functions, with the number of the functions."""
+    """Static data that a second or later registration of a class made, and the number of the registration."""
 
     number: int
     static: Any

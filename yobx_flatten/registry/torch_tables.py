@@ -183,12 +183,12 @@ class _Pending(NamedTuple):
 
 
 class TorchCpp:
-    """Registers classes with torch's C++ pytree (optree's namespace ``"torch"``), also before its import."""
+    """Registers classes with torch's C++ pytree (optree's namespace ``"torch"``), also before torch imports optree."""
 
     name = "torch_cpp"
 
     def read(self, cls: type) -> Any:
-        """Return optree's entry of a class, or the pending entry before torch imports optree, or ``None``."""
+        """Return a class's entry in optree, or the one that torch will add when it imports optree; else ``None``."""
         if not of_torch.cxx_pytree_exists():
             return None
         with NODE_REGISTRY_LOCK:
@@ -239,7 +239,7 @@ def _register(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
 
 
 def _drop_pending(cls: type, recipe: Recipe | None) -> int | None:
-    """Remove a class (only its entry of ``recipe``, if given) from torch's pending list; return its first position."""
+    """Remove a class from torch's list of classes to register with optree later; return its first position."""
     pending, place = of_torch.cxx_pytree_pending(), None
     for index in reversed(range(len(pending))):
         waiting, flatten, _ = pending[index][0]

@@ -177,7 +177,7 @@ class StateCache(InPlaceCache):
         self._write({name: leaf[:, :, :kept] for name, leaf in self.tensors().items()})
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select rows of the batch in the KV cache; if their number is unchanged, the next call selects them itself."""
+        """Select rows of the batch in the KV cache; OpenVINO does so in its next call if their number is unchanged."""
         # rows: for each new row the index of an old row
         if len(rows) == len(self.rows):
             self.rows = self.rows[rows]

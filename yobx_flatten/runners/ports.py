@@ -1,6 +1,6 @@
 """Describe an exported file's inputs, and find the output that becomes each KV cache input in the next call.
 
-Each call must return all other KV cache tensors, since otherwise the next call would lose earlier tokens.
+Each call must return every KV cache tensor except the encoder's; otherwise the next call would lose earlier tokens.
 """
 
 # past_key_values.0.key          <-- next time --   present.0.key

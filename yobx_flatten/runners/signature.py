@@ -262,7 +262,7 @@ def holds(relation: Expression, sizes: Mapping[str, int]) -> bool:
 
 
 def bound_by_sums(name: str, relations: Iterable[Expression]) -> int:
-    """Return the least value of the size ``name`` that equations between sizes allow if all other sizes are at least 2.
+    """Return a lower bound of the size ``name`` from equations between sizes; each other size is assumed to be >= 2.
 
     >>> bound_by_sums("total", [("==", ("+", "past", "new"), "total"), ("<=", 9, "total")])
     4
@@ -307,7 +307,7 @@ def decides_by_parts(relation: Expression) -> bool:
 
 
 def is_of_one_size(relation: Expression) -> bool:
-    """Return whether a comparison, such as ``s1 != 6``, only excludes one value, of at least 2, of a size.
+    """Return whether a comparison only excludes one value of a size, such as ``s1 != 6``, and the value is at least 2.
 
     >>> is_of_one_size(("!=", "s1", 6)), is_of_one_size(("!=", "s1", 1))
     (True, False)

@@ -28,8 +28,8 @@ class MiniOnnxBuilder:
     """Builds an ONNX model that has no inputs and returns stored values by name.
 
     Args:
-        target_opset: ONNX opset version. Tensors of some types set a newer version: 19 for 8-bit floats, 24 for
-            ``float8_e8m0fnu``, 21 for 4-bit integers, 23 for 4-bit floats, and 25 for 2-bit integers.
+        target_opset: ONNX opset version; the model gets a newer version for some tensor types: 19 for 8-bit floats, 24
+            for ``float8_e8m0fnu``, 21 for 4-bit integers, 23 for 4-bit floats, and 25 for 2-bit integers.
         ir_version: version of the ONNX file format (IR version).
         sep: separator in the names of a dict's two outputs, ``<name>___keys`` and ``<name>___values``.
 
@@ -81,7 +81,7 @@ class MiniOnnxBuilder:
         The outputs have the names ``<name>___keys`` and ``<name>___values``.
 
         Args:
-            name: prefix of the names of the two outputs.
+            name: prefix of the output names ``<name>___keys`` and ``<name>___values``.
             tensors: a dict of at least one tensor or array, with text keys.
 
         Raises:
@@ -91,7 +91,7 @@ class MiniOnnxBuilder:
         self._put(name, "dict", dict(tensors))
 
     def to_onnx(self) -> Any:
-        """Return the ``onnx.ModelProto``, which :func:`create_input_tensors_from_onnx_model` reads as a dict."""
+        """Return the ``onnx.ModelProto``; :func:`create_input_tensors_from_onnx_model` reads its values as a dict."""
         structure = flatten_tree({name: value for name, (_, value) in self._entries.items()})
         check_size(sum(payload.nbytes for payload in structure.payloads), "MiniOnnxBuilder", "use save_nested")
         writer = OnnxWriter("MiniOnnxBuilder", opset=self._opset, ir_version=self._ir_version)
@@ -174,7 +174,7 @@ def create_input_tensors_from_onnx_model(
         device: device of the tensors; ``"cpu"`` by default.
         engine: how to read the values: ``"onnx"``, the default, reads the initializers; ``"onnxruntime"`` and
             ``"ReferenceEvaluator"`` (``onnx.reference``) run the model and read its outputs.
-        sep: the ``sep`` of the :class:`MiniOnnxBuilder` that made the model, if the engine runs the model.
+        sep: the ``sep`` of the :class:`MiniOnnxBuilder` that made the model; used only by engines that run the model.
 
     Returns:
         The inputs that were passed to :func:`create_onnx_model_from_input_tensors`.

@@ -43,7 +43,7 @@ def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: 
     Raises:
         NotRegisteredError: when ``values`` contains an object of a class that is not registered.
         InvalidArgumentError: when a tensor has no plain data (sparse, nested, on the meta device, quantized), is of a
-            tensor subclass, or when an object contains itself. The error message shows code that converts the value.
+            tensor subclass, or when an object contains itself. The message shows code that converts such a tensor.
         StaticDataError: when static data or a leaf is of a type that cannot be stored.
         MissingDependencyError: when onnx is not installed.
 
@@ -76,7 +76,7 @@ def load_nested(path: str | os.PathLike[str], *, device: Device = "cpu", expecte
         path: the file. The file of external data, ``<path>.data``, must be in the same folder if it exists.
         device: device of the tensors; ``"cpu"`` by default.
         expected: class that the returned object must have, such as ``dict`` or ``dict[str, torch.Tensor]``, whose item
-            types are not checked. ``None``, the default, accepts any object.
+            types are not checked. ``expected=None``, the default, accepts any object.
 
     Returns:
         The nested object, bitwise identical to the stored object.

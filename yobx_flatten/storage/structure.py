@@ -286,7 +286,7 @@ def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where
 
 
 def _array_element(dtype: numpy.dtype[Any]) -> tuple[Element, tuple[int, ...]] | None:
-    """Return the ONNX element type for a NumPy dtype, and the axes to add to the shape; ``None`` if unsupported."""
+    """Return the ONNX type for a NumPy dtype, and sizes to append to the shape (for bytes and text), or ``None``."""
     if dtype.hasobject or dtype.subdtype is not None or dtype.names is not None:
         return None
     if dtype.kind in "mM":

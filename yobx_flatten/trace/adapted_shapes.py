@@ -1,12 +1,13 @@
 """Adapt ``dynamic_shapes`` that were written for another registration of a KV cache to this package's registration.
 
-``torch.export`` requires one entry for each child of a node, so a specification of a cache fits one registration only.
-Specifications in the forms that are listed below, for a cache with n layers, are adapted to the registration of this
-package. Each entry is moved to the tensor that the entry describes. A token counter that is a tensor has no axes; an
-integer token counter is dynamic if an axis of the cache is dynamic. ``Dim.AUTO`` is removed from an axis that never
+``torch.export`` requires one entry of ``dynamic_shapes`` for each tensor into which a cache is flattened, in the same
+order; another registration of the cache class may use another order, or nested lists. Here, the entry for each tensor
+of a cache is moved to the place of that tensor in this package's order. A token counter that is a tensor has no axes;
+an integer token counter is dynamic if an axis of the cache is dynamic. ``Dim.AUTO`` is removed from an axis that never
 varies. A specification in an unknown form is unchanged, and torch reports its errors.
 """
 
+# n layers:
 # [keys 0, values 0, keys 1, ...]                     2n entries: the counter of sliding layers is missing
 # [keys 0, values 0, ..., Dim.AUTO]                   earlier versions of this package: the counter is an integer
 # [[keys 0, ...], [values 0, ...]]                    transformers' executorch registration; also as a dict
@@ -85,7 +86,7 @@ class _Adapting:
         return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
 
     def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
-        """Adapt the ``dynamic_shapes`` of a cache to the registration ``recipe``; return an unknown form unchanged."""
+        """Adapt ``dynamic_shapes`` of a cache to the flatten function in ``recipe``; an unknown form is unchanged."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
             shapes = recipe.flatten(shapes)[0]
@@ -158,7 +159,7 @@ def _varies(entry: DynamicShapes) -> bool:
 
 
 def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
-    """Convert a cache's ``dynamic_shapes``, in a list for keys and one for values, to a dict by ``id`` of tensors."""
+    """Convert ``dynamic_shapes`` of a cache, a list for keys and a list for values, to a dict by ``id`` of tensors."""
     parts = list(shapes.values()) if isinstance(shapes, dict) else shapes
     layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
     if not isinstance(parts, (list, tuple)) or len(parts) != 2:
@@ -175,7 +176,7 @@ def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any]
 
 
 def _by_attributes(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
-    """Convert a cache's ``dynamic_shapes``, in a list with one entry per tensor attribute, to a dict by ``id``."""
+    """Convert ``dynamic_shapes`` of a cache, a list with an entry for each tensor, to a dict by ``id`` of tensors."""
     tensors = list(_tensors_of(cache))
     if not isinstance(shapes, (list, tuple)) or len(shapes) != len(tensors) or not all(map(_fits, tensors, shapes)):
         return None

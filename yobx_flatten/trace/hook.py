@@ -1,17 +1,16 @@
-"""Change ``torch.export`` calls and exported programs inside the ``with`` block of ``register_flattening_functions``.
-
-* Sizes that are equal only in the example stay independent (duck shapes off), and inputs that are slices are copied.
-* Model libraries install their traceable functions (see :mod:`yobx_flatten.huggingface.tracing.support`).
-* ``torch.onnx.export`` translates more operators (see :mod:`yobx_flatten.trace.onnx_operators`).
-* ``torch.nn.TransformerEncoder`` returns zeros at padding, as in eager mode.
-* A package of AOTInductor gets inputs with the strides that it was compiled for (see
-  :mod:`yobx_flatten.trace.program`).
-* A program remembers the classes of its inputs and outputs. If a program is called while such a class is not
-  registered, the error names the class; torch alone raises ``KeyError: <class ...>``. A program refuses a value for an
-  input that was ``None`` in the example.
+"""Make ``torch.export`` trace more models inside the ``with`` block of ``register_flattening_functions``.
 
 Replaced functions are active only in a thread that runs a trace; eager models inside the block are unchanged.
 """
+
+# - Sizes that are equal only in the example stay independent (duck shapes off), and inputs that are slices are copied.
+# - Model libraries install their traceable functions (see `yobx_flatten.huggingface.tracing.support`).
+# - `torch.onnx.export` translates more operators (see `yobx_flatten.trace.onnx_operators`).
+# - `torch.nn.TransformerEncoder` returns zeros at padding, as in eager mode.
+# - A package of AOTInductor gets inputs with the strides that it was compiled for (see `yobx_flatten.trace.program`).
+# - A program remembers the classes of its inputs and outputs. If a class is not registered when the program is called,
+#   the error names the class; torch alone raises `KeyError: <class ...>`.
+# - A program refuses a value for an input that was `None` in the example.
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_TypePromotionInterpreter.run_node``: cast a node's inputs, but do not run a node with a known value."""
+    """Wrap ``_TypePromotionInterpreter.run_node``: if a node's value is known, only cast its inputs."""
     from ..private_names.of_torch import type_promotion_rule
 
     @functools.wraps(original)

@@ -1,13 +1,12 @@
-"""Translate operators to ONNX for which torch's exporter has no translation.
+"""Translate operators to ONNX for which torch's exporter has no translation."""
 
-* ``unsqueeze`` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2).
-* ``_is_all_true`` (the checks of ProphetNet).
-* ``sort(stable=True)`` (the blocks that Qwen 4 chooses).
-* ``scaled_dot_product_attention``, one operator in opset 23 and newer. torch's exporter refuses one key head without
-  ``enable_gqa`` (Falcon) and tensors without four axes, and is wrong for fully masked queries.
-* ``erf_inv`` (``Normal.icdf``, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32.
-* Operators that the exporter lacks, or translates wrongly at some values: :mod:`.onnx_repairs`.
-"""
+# - `unsqueeze` of complex numbers (rotary embeddings of Llama 4 and DeepSeek V2)
+# - `_is_all_true` (the checks of ProphetNet)
+# - `sort(stable=True)` (the blocks that Qwen 4 chooses)
+# - `scaled_dot_product_attention`, one operator in opset 23 and newer. torch's exporter refuses one key head without
+#   `enable_gqa` (Falcon) and tensors without four axes, and is wrong for fully masked queries.
+# - `erf_inv` (`Normal.icdf`, Gemma 3n's sparse activations): a polynomial, exact to the last digits of float32
+# - operators that the exporter lacks, or translates wrongly at some values: `.onnx_repairs`
 
 from __future__ import annotations
 

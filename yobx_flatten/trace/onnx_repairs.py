@@ -1,4 +1,4 @@
-"""Translate to ONNX operators that torch's exporter does not translate, or translates wrongly at some values.
+"""Translate operators that torch's ONNX exporter does not translate, or translates wrongly at some values.
 
 ``make operators`` finds torch's wrong translations, and writes a page that lists them. The cost of ``cumprod``,
 ``cummax`` and ``logcumsumexp`` is quadratic in the length of the axis, since ONNX has no operators for them.
@@ -196,10 +196,8 @@ def _aminmax(x: OnnxValue, dim: int | None = None, keepdim: bool = False) -> tup
 
 
 def _up_to_each(x: OnnxValue, dim: int, empty: float) -> tuple[OnnxValue, OnnxValue, list[int]]:
-    """Repeat an axis of n values n times: copy ``i`` has the values up to position ``i``, and then ``empty``.
-
-    Returns: the copies, with the axis at the end; the positions; the permutation that moves the last axis back.
-    """
+    """Repeat an axis of n values n times: copy ``i`` has the values up to position ``i``, and then ``empty``."""
+    # returns: `x` with the copies as its last two axes; the positions; the permutation that moves the last axis back
     op = _operators()
     rank = len(x.shape)
     dim %= rank

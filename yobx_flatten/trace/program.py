@@ -364,7 +364,7 @@ _HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
 
 
 def importing_classes(read: Callable[..., Any], libraries: Callable[[], Collection[str]]) -> Callable[..., Any]:
-    """Wrap a reader of stored tree specs: before, import the modules of ``libraries`` that define the named classes."""
+    """Wrap a reader of stored tree specs to first import the modules of ``libraries`` that define a spec's classes."""
 
     @functools.wraps(read)
     def json_to_treespec(schema: object) -> Any:

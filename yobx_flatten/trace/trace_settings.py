@@ -24,7 +24,7 @@ _STEPS = DispatchKey.CompositeImplicitAutograd
 
 
 class AttentionSizes:
-    """A context manager in which a trace computes an attention's output size from its inputs, without operators."""
+    """Context manager in which a trace computes only the output size of attention, and does not run its operators."""
 
     # torch runs the twenty operators of the attention on fake tensors. With dynamic sizes this takes two fifths of a
     # trace of Llama. The conditions of these operators on the sizes are also checked here, so that the program has the
@@ -68,7 +68,7 @@ class AttentionSizes:
 
 
 class _PlainAttention:
-    """A context manager: traces give ``scaled_dot_product_attention`` the output strides of its math kernel."""
+    """Context manager in which a traced ``scaled_dot_product_attention`` has the output strides of its math kernel."""
 
     # The attention stays one operator, but a `contiguous` after it is dropped if the strides of the CPU's fused kernel
     # make it redundant. The ONNX exporter then cannot view the result ("Cannot view a tensor with shape", T5 and AFMoE
@@ -128,7 +128,7 @@ def fake_tensor_cache_off() -> contextlib.AbstractContextManager[None]:
 
 
 def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:
-    """Return whether torch accepts the arguments of an attention, and their sizes determine its output size."""
+    """Return whether torch accepts the arguments of attention, and the output size depends on input sizes only."""
     query, key, value, *masks = given
     if any(type(tensor) is not FakeTensor or tensor.device != query.device for tensor in given):
         return False
@@ -145,7 +145,7 @@ def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:
 
 
 def _size(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[int, ...]:
-    """Return the output size of an attention; check the input sizes in the order of torch's attention operators."""
+    """Return the output size of attention; check the input sizes as torch's attention operators check them."""
     heads = query.shape[1]  # also for keys and values: fewer heads are repeated
     width, length = key.shape[3], key.shape[2]
     torch._check(query.shape[3] == width, lambda: f"queries of {query.shape[3]} numbers, and keys of {width}")

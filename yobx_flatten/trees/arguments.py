@@ -19,7 +19,7 @@ _EXAMPLE = '\n    args=(x,), kwargs={"y": y}'
 
 
 def check_arguments(module: object, args: object, kwargs: object) -> None:
-    """Raise an error if ``module`` is not a module, or ``args`` and ``kwargs`` do not fit ``forward`` or an export."""
+    """Raise an error if ``module`` is not a module, or its ``forward`` or ``torch.export`` refuses the arguments."""
     owner = getattr(module, "__self__", None)
     if inspect.ismethod(module) and isinstance(owner, torch.nn.Module):
         name, kind = module.__name__, type(owner).__qualname__

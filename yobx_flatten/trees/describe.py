@@ -1,7 +1,7 @@
 """Describe a nested object in one line: :func:`string_type`.
 
-A table maps class names to functions that describe an object. Since its keys are names instead of classes, NumPy and
-transformers are not imported.
+A table maps class names to functions that describe an object. NumPy and transformers are not imported, since the table
+has names of classes instead of classes.
 """
 
 # C T 1 s2x3 [0.0,5.0:A2.5 N1nans]
@@ -78,8 +78,8 @@ def string_type(
             is set.
         limit: Lists and tuples of this length or longer are cut after their first element.
         verbose: Log the visited classes with the logger ``yobx_flatten``, even if its level is above ``DEBUG``.
-        caches: How to write a cache whose layers are all of one class: by ``"layers"``, like every other cache, or as
-            the two ``"lists"`` ``key_cache`` and ``value_cache``, like onnx-diagnostic.
+        caches: How to write a cache whose layers are all of one class: ``"layers"`` writes each layer, as in every
+            other cache; ``"lists"`` writes the two lists ``key_cache`` and ``value_cache``, as onnx-diagnostic does.
 
     Returns:
         The description, without line breaks.

@@ -1,8 +1,8 @@
 """Convert specifications of ``torch.fx.experimental.dynamic_spec`` to ``dynamic_shapes``.
 
 torch 2.15 itself converts a ``ShapeVar`` to an unbacked size, with which few models can be traced ("Could not guard on
-data-dependent expression u1 > 1"), and accepts no specification for a cache. A model is traced with the converted
-specification and the sizes of the example, and the trace asserts the expressions (see
+data-dependent expression u1 > 1"), and accepts no specification for a cache. Here, a model is traced with
+``dynamic_shapes`` and the sizes of the example, and the program checks expressions such as ``B * 2`` (see
 :mod:`yobx_flatten.export.stated_sizes`).
 """
 

@@ -1,7 +1,7 @@
 """Make ``dynamic_shapes`` for nested inputs, and check ``dynamic_shapes`` before ``torch.export`` is called.
 
-The entries must have the structure of the inputs; an object of a registered class needs a *list* of one entry per
-child. In a KV cache, batch and length are dynamic, heads and head size are fixed. Each axis of a tensor outside of
+``dynamic_shapes`` must have the structure of the inputs; an object of a registered class needs a *list* of one entry
+per child. In a KV cache, batch and length are dynamic, heads and head size are fixed. Each axis of a tensor outside of
 caches gets ``Dim.AUTO``, so that torch decides which axes are dynamic.
 """
 

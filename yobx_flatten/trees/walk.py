@@ -318,8 +318,8 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
     """Match the names of a graph's inputs or outputs with leaves; return the leaf's position by name.
 
     Names are compared exactly and, if none is equal, in lower case with underscores for all characters except letters
-    and digits. Leaves are matched by order if the unmatched leaves have no names (entries of a tuple, or a single
-    value), or if no name of the graph was found (``torch.onnx.export`` names outputs ``linear_14``).
+    and digits. If no name matches (``torch.onnx.export`` names outputs ``linear_14``), or the remaining leaves have no
+    names (entries of a tuple), leaves are matched by order.
 
     >>> match(["x", "cache_key_0"], [["past_key_values.0.key", "cache.key_0"], ["x"]])
     {'x': 1, 'cache_key_0': 0}

@@ -237,7 +237,7 @@ _COUNTED = {"position_ids": "those that the mask counts", "attention_mask": "one
 
 
 def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) -> Iterator[Call]:
-    """Yield the calls of a model that a file may implement, most likely calls first."""
+    """Yield calls of a model, or of a part of it, that have the same inputs as a file; the most likely call first."""
     for what, module, cases in _possible(model, runner):
         for left, counted in _left_out(runner, module, cases[0]):
             given = []
@@ -261,7 +261,7 @@ def fitting(
     stated: Mapping[str, str],
     counted: Sequence[str] = (),
 ) -> Call | None:
-    """Return a :class:`Call` of ``module`` if the file has the same inputs as the test cases; else ``None``."""
+    """Return how to compare a file with ``module`` on test cases; ``None`` if file and cases have different inputs."""
     # counted: inputs that the file computes from other inputs
     inputs = _arguments(module, cases[0])
     names, plain = leaf_names(inputs), plain_names(inputs)
@@ -336,7 +336,7 @@ def _cases_of(piece: Piece, steps: int) -> list[Case]:
 
 
 def _empty_cache(piece: Piece) -> list[Case]:
-    """Return a test case with an empty KV cache, or none if cache layers hold more than all keys and values."""
+    """Return a test case with an empty KV cache; an empty list if a cache layer is not a ``DynamicLayer``."""
     layers = getattr(cache_of(piece.kwargs), "layers", None)
     if layers is None or any(type(layer).__name__ != "DynamicLayer" or layer.keys.dim() != 4 for layer in layers):
         return []
@@ -364,7 +364,7 @@ def _whole_texts(model: TransformersModel) -> list[Case]:
 
 
 def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) -> list[Case]:
-    """Return test cases with an additional argument ``name``: the argument ``reads`` of the cases in ``others``."""
+    """Copy the argument ``reads`` from test cases in ``others`` to those in ``cases``, as the argument ``name``."""
     pairs = zip(cases, others, strict=True)
     return [dataclasses.replace(one, kwargs={**one.kwargs, name: other.kwargs[reads]}) for one, other in pairs]
 
@@ -375,7 +375,7 @@ def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) 
 def _left_out(
     runner: Runner, module: torch.nn.Module, example: Case
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield arguments of ``module`` to leave out, as the file lacks them, and arguments that the file may compute."""
+    """Yield the arguments that the file lacks: those that ``module`` does not need, and those the file may compute."""
     takes = inspect.signature(module.forward).parameters
     read = {name for name in example.kwargs if {name, *ALIASES.get(name, ())} & set(runner.ports)}
     unread = [name for name in _LEFT_OUT if name in example.kwargs and name not in read]

@@ -151,7 +151,7 @@ def verify_file(
     Args:
         path: an ONNX file, an OpenVINO file (``.xml``), a ``.pt2`` or ``.pte`` file, or a folder of such files.
         model: the model from which the file was exported: a module, or any ``model`` that ``export_folder`` accepts.
-        cases: test inputs, the first of the export's sizes; by default, inputs made for a Hugging Face model.
+        cases: test inputs, the first with the sizes of the export; by default, inputs made for a Hugging Face model.
         names: a dict from unknown names of the file's inputs and outputs to the names that files of this package have;
             empty by default.
         trust: whether you trust the file; loading a ``.pt2`` file can run code. ``False`` by default.

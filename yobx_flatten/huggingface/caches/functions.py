@@ -6,8 +6,8 @@ The static part of a cache is the list of its leaves' names. If all layers are `
 
 The static part does not depend on the number of tokens seen, so one exported program serves all lengths. If a cache has
 a full layer, the number of keys in the full layer is also the *length* (number of tokens seen) of the sliding layers,
-since a full layer has keys of all tokens. In a cache without a full layer, the last leaf, ``length``, a 0-d tensor (see
-:mod:`.layouts`), holds the number of tokens seen.
+since a full layer has keys of all tokens. If no layer of a cache stores the keys of all tokens, the last leaf,
+``length``, is the number of tokens seen, as a 0-d tensor (see :mod:`.layouts`).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def unflatten_static_cache(
 
 
 def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[str]]:
-    """Rebuild layers from leaves; sizes that names written by the package yobx lack are read from the keys."""
+    """Rebuild layers from leaves. Leaf names from the package yobx lack the layers' sizes, which the keys show."""
     values = values if isinstance(values, (list, tuple)) else list(values)
     try:
         return unflatten_layers(values, names), names
@@ -150,8 +150,8 @@ def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[st
 def flatten_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[Any], list[str]]:
     """Flatten an ``EncoderDecoderCache`` into its two caches.
 
-    ``is_updated`` of a cache states for each layer whether cross-attention keys are present. If ``is_updated`` differs
-    from the state of the layers, its value is a third name, ``is_updated_<0, 1 or - for each layer>``.
+    ``is_updated`` of a cache states for each layer whether cross-attention keys are present. If ``is_updated``
+    disagrees with the layers, the name ``is_updated_`` with ``0``, ``1`` or ``-`` per layer is added.
 
     Args:
         cache: a ``transformers.EncoderDecoderCache``.

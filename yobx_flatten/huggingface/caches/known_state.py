@@ -1,8 +1,8 @@
 """Reuse the template (description of all attributes) of an earlier cache layer, so that only leaves are read.
 
-Describing each attribute as JSON takes 0.1 ms per layer. So the last templates of each layer index are stored, with the
-types and values that determine a template, by nesting level. If a dict was changed in place, types or values at its
-level differ, so that the layer is described again.
+Describing each attribute as JSON takes 0.1 ms per layer. To avoid this, the last templates of each layer index are
+stored, with the types and values of the described attributes. A new template is made if a type or value differs, also
+inside a nested dict.
 """
 
 # attributes    conv_states, device, has_previous_state
@@ -49,7 +49,7 @@ def read_known_state(place: Hashable, held: dict[str, Any], *, in_cache: bool = 
 
 
 class KnownState:
-    """A template of an object's attributes, and the types and values of other objects that fit the template."""
+    """Describes the attributes of an object, and checks whether the description also fits another object."""
 
     def __init__(self, held: dict[str, Any], template: Template, leaves: list[Any]) -> None:
         self.text, self.paths = json.dumps(template), leaf_paths(template)
@@ -81,7 +81,7 @@ class KnownState:
         self._sized = [(index, leaves[index].dim() > 1) for index in sized]
 
     def leaves_of(self, held: dict[str, Any]) -> list[Any] | None:
-        """Return the leaves of an object's attributes; ``None`` if the attributes may not fit the template."""
+        """Return the leaves of an object's attributes; ``None`` if the attributes need a new description."""
         if list(held) != self._attributes:
             return None
         flat: list[Any] = []
@@ -120,7 +120,7 @@ class KnownState:
 
 
 class _Part(NamedTuple):
-    """A value nested in an object, and how the value of a later object must match it, such as by type."""
+    """A value nested in an object, and how it is compared with the value at the same place in another object."""
 
     value: Any
     kind: Literal["leaf", "same", "plain", "dumped", "any"]

@@ -1,9 +1,9 @@
-"""Describe each class of cache layer: its letter, tensors, token counters and fixed settings.
+"""Describe each class of cache layer: its letter code in leaf names, tensors, token counters and fixed settings.
 
-Cache layers of classes that are not in the table below are flattened by their attributes, with a letter of
-:data:`OTHER_LETTERS` or the name of the class. The leaf ``position`` is the token counter that a layer stores as a
-tensor. The leaf ``length`` is the number of tokens seen, an integer in the layer, since a sliding layer has fewer keys
-than tokens seen. All layers of a cache share one ``length`` (see :mod:`.functions`).
+A cache layer whose class is not in :data:`LETTERS` is flattened by its attributes; the names of its leaves contain a
+letter of :data:`OTHER_LETTERS` or the name of the class. The leaf ``position`` is the token counter that a layer stores
+as a tensor. A sliding layer keeps fewer keys than the tokens that it has seen, so it stores their number as an integer;
+a cache has one leaf ``length`` for this number (see :mod:`.functions`).
 """
 
 # letter  class                    leaves           counter         static (digits after the letter)
@@ -70,7 +70,7 @@ _WINDOW_TENSORS: dict[int, dict[torch.device, torch.Tensor]] = {}
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """The letter and attributes of one class of cache layers in the installed version of transformers."""
+    """The letter code, such as ``D``, and the attributes of a class of cache layers in the installed transformers."""
 
     cls: Any  # the class
     letter: str  # its letter code
@@ -103,7 +103,7 @@ class LayerKind:
         return f"{self.letter}{layer.max_cache_len}{'c' if getattr(layer, '_is_croppable', False) else ''}"
 
     def knows(self, layer: CacheLayer) -> bool:
-        """Return whether all attributes of a cache layer can be rebuilt from its letter, fixed settings and tensors."""
+        """Return whether all attributes of a cache layer are known for its class, so that the layer can be rebuilt."""
         # otherwise a user or an untested version of transformers added one, and all attributes are stored
         known = {"keys", "values", "dtype", "device", "is_initialized", "sliding_window", "record_past"}
         known |= {"max_cache_len", "cumulative_length", "cumulative_length_int", "_is_croppable", *self.derived}
@@ -177,7 +177,7 @@ def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
 
 
 def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
-    """Return a ``_sliding_window_tensor``, stored or new; ``None`` in a trace, or for classes without one."""
+    """Return a tensor with the window size for a layer's ``_sliding_window_tensor``; ``None`` if none is made."""
     # no tensor is made for classes without one, and in a trace, where a new tensor would become a constant
     tensors = window_tensors(window)
     may_be_traced = torch.compiler.is_compiling() or is_jit_tracing()

@@ -124,7 +124,7 @@ def holds_full_only(names: list[str]) -> bool:
 def _read_row(
     kind: LayerKind, layer: CacheLayer, index: int, values: list[Any], names: list[str]
 ) -> tuple[str, list[Any]]:
-    """Flatten a layer with a ``LayerKind``: append to ``values`` and ``names``; return the layer's code and counter."""
+    # appends leaves to `values`; returns the code of the layer in leaf names, such as `W8`, and its token counters
     code = kind.code(layer)
     if not kind.is_filled(layer, index):
         names.append(f"none_{code}_{index}")
@@ -156,7 +156,6 @@ def _key_count(keys: torch.Tensor) -> int:
 
 
 def _read_attributes(layer: CacheLayer, index: int, values: list[Any], names: list[str]) -> tuple[str, list[Any]]:
-    """Flatten a layer without ``LayerKind``: append to ``values`` and ``names``; return its code and counters."""
     held, cls = layer.__dict__, type(layer)
     remember(held)
     template = held.get(PLACEHOLDERS)

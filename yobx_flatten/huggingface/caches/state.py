@@ -132,7 +132,7 @@ def _holds_leaves(values: Iterable[Any], name: str) -> bool:
 
 
 def _read_like(name: str, value: object, leaves: list[Any], paths: list[str]) -> list[Any]:
-    """Return the template entry of a dtype, device or size: a reference to a leaf that has it, or a fixed value."""
+    """Describe a dtype, device or size by a leaf with the same dtype, device or size, or else as a fixed value."""
     if name in SIZES:
         path, axis = SIZES[name]
         index = paths.index(path) if path in paths else None
@@ -151,7 +151,7 @@ def _read_like(name: str, value: object, leaves: list[Any], paths: list[str]) ->
 
 
 def leaf_paths(template: Template) -> list[str]:
-    """Return the names of a template's leaves, such as ``keys`` and ``conv_states.0``."""
+    """Return the names of a cache layer's leaves, such as ``keys`` and ``conv_states.0``, in their order."""
     return [path for path, _ in _leaves_of(template)]
 
 
@@ -218,7 +218,7 @@ class StateBuilder:
                 self._made.append((name, _maker(entry, counter)))
 
     def build(self, leaves: Iterator[Any], length: Length) -> tuple[dict[str, Any], list[Any], bool]:
-        """Rebuild an object's attributes from ``leaves``; also return its leaves, and whether none is a placeholder."""
+        """Rebuild an object from the next leaves; also return the leaves used, and whether all have real values."""
         used = list(itertools.islice(leaves, len(self.leaf_types)))
         held = self._plain.copy()
         for name, index in self._leaves:

@@ -1,14 +1,14 @@
 """Trace methods of transformers cache layers as one graph that serves every number of tokens.
 
-A cache layer branches on the number of tokens that it has seen, and a trace records only one branch. The replacements
-in this file compute the same tensors by arithmetic on lengths:
-
-* In a sliding layer with ``kept`` keys, the attention covers ``kept + query`` keys from position ``seen - kept``. A
-  sliding layer keeps the last ``window - 1`` keys after a call, or all keys if there are fewer.
-* A static sliding layer returns the last ``window - 1`` keys it has seen, the new keys, and its unused capacity.
-* An empty layer starts from a slice of its first keys, since a trace would make a new tensor a constant, which
-  ``run_decompositions`` and the ONNX exporter do not find (https://github.com/pytorch/pytorch/issues/179555).
+A cache layer branches on the number of tokens that it has seen, and a trace records only one branch. The methods in
+this file compute the same keys, values and mask sizes as the original methods, from lengths and without a branch.
 """
+
+# - In a sliding layer that has `kept` keys after `seen` tokens, the attention of `new` tokens covers `kept + new` keys
+#   from position `seen - kept`. The layer then keeps the last `window - 1` keys, or all keys if there are fewer.
+# - A static sliding layer returns the last `window - 1` keys it has seen, the new keys, and its unused capacity.
+# - An empty layer starts from a slice of its first keys, since a trace would make a new tensor a constant, which
+#   `run_decompositions` and the ONNX exporter do not find (https://github.com/pytorch/pytorch/issues/179555).
 
 from __future__ import annotations
 

@@ -308,8 +308,7 @@ POSITIONS = (
 # Trace recurrent models (with a state per token) as one graph, for any number of new tokens.
 
 
-def _caches_have(*methods: str) -> bool:
-    """Return whether ``Cache`` of the installed transformers has ``methods``, which version 5.23 added."""
+def _caches_have(*methods: str) -> bool:  # transformers 5.23 added these methods
     return all(hasattr(sys.modules["transformers.cache_utils"].Cache, name) for name in methods)
 
 

@@ -1,8 +1,8 @@
 """Replace functions of transformers by traceable functions with the signature of the original function.
 
-A traceable version gets the arguments that it has parameters for. An original function is replaced only if it has all
-required parameters of its traceable version, and no unknown parameter, which could change the result. Unknown
-parameters are allowed if the traceable version has the parameters ``again`` and ``others``.
+The traceable version of a function gets only the arguments for which it has parameters. A function is replaced only if
+it has all required parameters of its traceable version and no others, which could change the result. Other parameters
+are allowed if the traceable version has ``again``, which calls the original function, and ``**others``.
 """
 
 # a model calls          forward(hidden, cache_of_its_release=c, attention_mask=m)
@@ -33,7 +33,7 @@ _warned: set[str] = set()
 
 
 def replacement(make: Make) -> Make:
-    """Decorate a function that makes traceable versions: a version gets the signature of its original function."""
+    """Decorate a maker of traceable functions: each gets the signature of the function that it replaces."""
     # make: returns a version for an original, or the original if a release of transformers needs no replacement
     # if the version does not fit, the result returns the original and warns (ReplacedFunctionWarning)
 

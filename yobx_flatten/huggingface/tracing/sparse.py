@@ -1,7 +1,7 @@
 """Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
 DeepSeek V4 compresses a window of keys when it is full, Qwen 4 selects blocks of visible keys per query, Longformer and
-LED attend to a window. The code of such sparse models branches on the number of windows or blocks, or fixes the number.
+LED attend to a window. Models with sparse attention branch on the number of windows or blocks, or fix the number.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _layer_to_go_on(cache: TransformersCache | None, index: int, name: str) -> C
 
 
 def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Return all compressed keys, of shape (batch, windows, width), with the windows that the current call fills."""
+    """Return all compressed keys (batch, windows, width): of earlier calls, then of windows that this call fills."""
     kv = torch.cat([layer.buffer_kv[name], module.kv_proj(hidden_states)], dim=1)
     gate = torch.cat([layer.buffer_gate[name], module.gate_proj(hidden_states)], dim=1)
     batch, count, ratio, size = *kv.shape[:2], module.compress_rate, module.head_dim
@@ -99,7 +99,8 @@ def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.
 def _overlapping(
     before: torch.Tensor, windows: torch.Tensor, size: int, closed: Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add to each window the first ``size`` channels of the previous window; also return those of the last full one."""
+    """Join the first ``size`` channels of the previous window with the other channels of each window."""
+    # also returns the first channels of the last full window, for the next call
     series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
     each = torch.arange(windows.shape[1], device=windows.device)
     last = torch.arange(1, device=windows.device) + closed

@@ -1,8 +1,9 @@
 """Replace functions of transformers, so that one trace of a model serves all numbers of tokens.
 
 transformers branches on the number of tokens seen (is the window full?), on mask lengths and on whether a mask can be
-omitted, but a trace records only the branch of the example. The replacements compute the same values without a branch:
-for cache layers (:mod:`.layers`), for some models (:mod:`.models`), or in this file for masks, positions, attention.
+omitted, but a trace records only the branch of the example. Traceable functions compute the same values without a
+branch: for cache layers in :mod:`.layers`, for models in :mod:`.models`, for masks, positions and attention in this
+file.
 
 The replacements are active only in a thread that runs a trace, and call the original for unsupported arguments.
 """

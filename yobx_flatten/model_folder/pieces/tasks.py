@@ -1,4 +1,4 @@
-"""Choose by task how a model is split into files; define the file of a model that runs in one call."""
+"""Choose by task how a model is split into exported files; describe the file of a model that needs only one."""
 
 from __future__ import annotations
 

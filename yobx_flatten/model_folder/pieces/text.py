@@ -78,7 +78,7 @@ def pieces_of_calls(
     shapes: Mapping[str, Mapping[str, Any]],
     steps: int = 1,
 ) -> list[Piece]:
-    """Return one file to export for each module; ``example`` and ``others`` list the inputs of the modules in order."""
+    """Describe a file for each module, with export inputs from ``example`` and test inputs from ``others``."""
     # shapes: dynamic shapes of single inputs, by file; steps: number of calls of the last module in each case
     pieces = []
     for place, (stem, module) in enumerate(modules.items()):

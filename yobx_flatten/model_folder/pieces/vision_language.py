@@ -42,7 +42,7 @@ class GridVisionEncoder(torch.nn.Module):
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
-        """Return whether this class can run a model's vision encoder, and exported decoders accept its features."""
+        """Return whether this class can run the vision encoder, and exported decoders accept the encoder's features."""
         inside: Any = getattr(model, "model", None)
         if not all(hasattr(inside, name) for name in ("visual", "language_model", "get_rope_index")):
             return False
@@ -97,7 +97,7 @@ class GridVisionEncoder(torch.nn.Module):
         }
 
     def _windows(self, count: Any, wide: Any) -> dict[str, Any]:
-        """Return the order of tokens by attention window, and the ends of windows; in a trace, one end per token."""
+        """Return the token order by attention window, and where windows end; a trace repeats the end for each token."""
         if type(self.visual).__name__ not in _WITH_WINDOWS:
             return {}
         merge = self.visual.spatial_merge_size
@@ -166,7 +166,7 @@ class TiledVisionEncoder(torch.nn.Module):
         self.has_class_token = model.config.vision_feature_select_strategy == "default"
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
-        """Return features of tiles (tiles, tokens, hidden size) and of the ends of patch rows (tiles, hidden size)."""
+        """Return features (tiles, tokens, hidden size) and the embedding that ends a patch row (tiles, hidden size)."""
         seen = self.vision_tower(pixel_values, output_hidden_states=True, return_dict=True).hidden_states
         found = torch.cat([seen[layer] for layer in self.layers], dim=-1)
         features = self.projector(found[:, 1:] if self.has_class_token else found)
@@ -189,7 +189,7 @@ class TiledVisionEncoder(torch.nn.Module):
 
 
 def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Tensor]:
-    """Make a random picture, cut into the model's tiles: wide if ``number`` is even, high if it is odd."""
+    """Make a random picture, cut into the model's tiles; an even seed ``number`` makes it wide, an odd one high."""
     # returns: `pixel_values` of shape (1, tiles, channels, height, width), and `image_sizes` of shape (1, 2)
     config = model.config
     side, tiles = config.vision_config.image_size, Tiles(config.to_dict())
@@ -253,7 +253,7 @@ class BlockwiseDecoder(_LanguageModel):
         self.is_whole_prompt = model.config.model_type == "paligemma"
 
     def types(self, batch: int, past: int, new: int) -> torch.Tensor:
-        """Make ``token_type_ids`` with blocks of ones among cached and new tokens, of shape (batch, past + new)."""
+        """Make ``token_type_ids`` for an export, of shape (batch, past + new), with both zeros and ones."""
         found = torch.zeros(batch, past + new, dtype=torch.int64)
         if self.is_whole_prompt:
             found[:, past + new // 2 :] = 1
@@ -477,7 +477,7 @@ def _vision_piece(model: TransformersModel, kind: type[torch.nn.Module]) -> Piec
 
 
 def vision_encoder(model: TransformersModel) -> torch.nn.Module:
-    """Return the module that encodes pictures; check features of tiles and nested pictures against the model's."""
+    """Return the module that encodes pictures; for some kinds of models, compare its features with the model's."""
     encoder = VisionModules.of(model).encoder(model)
     if isinstance(encoder, TiledVisionEncoder):
         encoder.check(model)

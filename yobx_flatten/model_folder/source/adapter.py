@@ -201,7 +201,7 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
 
 
 def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tuple[int, int]]:
-    """Return input and output size of each layer that ``adapters`` change; without adapters, of all but the head."""
+    """Return sizes (in, out) of the layers that ``adapters`` change; if empty, of linear layers except the head."""
     if not adapters:
         from transformers.pytorch_utils import Conv1D
 

@@ -79,7 +79,7 @@ class FoundModel:
         return f"{self.name}: {'a small model' if self.is_small else 'a configuration'} with random weights"
 
     def for_task(self, task: str) -> FoundModel:
-        """Return the found model with its class for a task, which may differ from the class in ``config.json``."""
+        """Return this description with the model class for a task, which may differ from that in ``config.json``."""
         stated = self.config.architectures or ()
         chosen = "" if task == "auto" else architecture_of_task(self.config, task, runs_code=self.runs_code)
         if not chosen or chosen in stated:
@@ -132,7 +132,7 @@ class FoundModel:
         return model, (noted, *remarks, *of_adapter.remarks())
 
     def packing(self) -> Packing | None:
-        """Return how the folder stores quantized weights; ``None`` if none of its weights are dequantized here."""
+        """Return how the folder stores quantized weights, if this package dequantizes them; else ``None``."""
         return packing_of(self.config, self.name) if self.has_weights and self.gguf is None else None
 
     def _load_packed(self, packing: Packing, dtype: str) -> tuple[Any, tuple[str, ...]]:
@@ -315,7 +315,7 @@ def without_peft(model: Any) -> Any:
 
 
 def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
-    """Return the folder from which a model was loaded; if it is unknown or does not fit, ``None`` and the reason."""
+    """Return the folder from which a model was loaded, or ``None`` and why: it is unknown or has a different model."""
     name = getattr(model.config, "name_or_path", "") or getattr(model, "name_or_path", "")
     if not name:
         return None, "the model does not state the folder that it is from"

@@ -135,7 +135,7 @@ def _text(file: BinaryIO, size: int) -> bytes:
 def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     """In a ``with`` block, yield arguments of ``from_pretrained`` for a GGUF file alone in a temporary folder.
 
-    The folder has no other file, because transformers may run Python files next to a GGUF file. Errors are converted.
+    The folder has only the GGUF file, because transformers may run Python files in the folder. Errors are converted.
     """
 
     def failure(error: BaseException) -> ModelSourceError:

@@ -46,7 +46,7 @@ class OpenedModel:
     has_integers: bool = False  # whether the weights were computed from stored integers
 
     def as_a_whole(self, reason: str) -> OpenedModel:
-        """Load a model that is read layer by layer with all weights, and note the reason for the report."""
+        """Load all weights of a model that was opened to be read layer by layer; the report names the ``reason``."""
         assert self.found is not None
         assert self.folder is not None
         dtype, checkpoint = self.model.dtype, open_checkpoint(self.folder)
@@ -170,7 +170,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint | None:
 def unread_model(
     found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Reader], tuple[str, ...]]:
-    """Return a model with parameters on the meta device, functions that read the parameters, and report notes."""
+    """Return a model with parameters on the meta device, functions that read these, and remarks for the report."""
     assert found.folder is not None
     if found.runs_code:
         raise NotStreamableError("the model's class is not part of transformers")

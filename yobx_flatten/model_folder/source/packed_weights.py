@@ -1,7 +1,7 @@
 """Dequantize the weights of 4-bit and 8-bit checkpoints: GPTQ, AWQ, compressed-tensors, torchao.
 
-To load such checkpoints, transformers needs libraries that require a GPU and cannot be installed on every machine. A
-weight is ``(integer - zero point) * scale`` in float32, from which ``quantize="keep"`` computes the integers again.
+To load 4-bit or 8-bit checkpoints, transformers needs libraries that require a GPU and cannot be installed everywhere.
+A weight is ``(integer - zero point) * scale`` in float32, from which ``quantize="keep"`` computes the integers again.
 """
 
 # model.layers.0.mlp.up_proj.qweight, .qzeros, .scales  ──>  model.layers.0.mlp.up_proj.weight, in float32

@@ -21,7 +21,7 @@ class FlatteningRow:
     Attributes:
         kind: what the class is: ``"layer"`` (of a KV cache), ``"cache"``, ``"output"`` or ``"container"``.
         cls: module and name of the class.
-        code: short name of the class in saved programs, such as ``"D"`` for ``DynamicLayer``, or ``"-"``.
+        code: class name in saved programs, ``"D"`` for ``DynamicLayer``; ``"-"`` if transformers registers the class.
         leaves: names of the leaves or children that the class is flattened into.
         counters: names of the leaves or attributes that count the tokens in a cache.
         static: static data of the class; an exported program accepts only the static data of its example inputs.

@@ -103,9 +103,9 @@ def check_inputs(
 
     Returns:
         The errors, followed by the warnings. Errors are, for example, arguments that ``forward`` does not accept,
-        objects of unregistered classes, and one tensor passed twice. Warnings are, for example, arguments that
-        ``forward`` never reads, slices of larger tensors, and dynamic axes of size 0 or 1. If an argument contains
-        itself, the result has this error only.
+        objects of unregistered classes, offloaded weights, and one tensor passed twice. Warnings are, for example,
+        arguments that ``forward`` never reads, slices of larger tensors, and dynamic axes of size 0 or 1. If an
+        argument contains itself, the result has only this error.
 
     >>> class Adds(torch.nn.Module):
     ...     def forward(self, x, y):

@@ -121,7 +121,7 @@ class DamagedFileError(StoredFileError):
 
 
 class ForeignFileError(StoredFileError):
-    """A file was written by another program or a newer version of this package, or has a different kind of data."""
+    """A file was written by another program or a newer version of this package, or contains data of another kind."""
 
 
 class UntrustedFileError(StoredFileError):

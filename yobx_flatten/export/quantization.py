@@ -75,9 +75,9 @@ class Quantization:
             activations in blocks. ``"split"`` quantizes small activations, and multiplies large activations separately,
             in float or in 8 bits. ``"float"`` does not quantize activations, and needs up to twice the time per token.
             ``"token"``, the fastest for encoders, has one scale for each token and one for each output of a matrix, and
-            requires ``weights="int8"`` and a float32 module. ``activations="auto"``, the default, first tries
-            ``"token"`` for an encoder with a ``calibration`` text, and ``"int8"`` for other models. If that adds more
-            error than quantized weights do, it tries ``"split"``, and last uses ``"float"``.
+            requires ``weights="int8"`` and a float32 module. ``activations="auto"``, the default, tries
+            ``"token"`` (for an encoder with a ``calibration`` text), ``"int8"``, ``"split"`` and ``"float"``, in this
+            order, and chooses the first precision that is accurate enough.
 
     Raises:
         InvalidArgumentError: when the value of an argument is not allowed.
@@ -243,7 +243,7 @@ def nothing_kept(module: str) -> InvalidArgumentError:
 
 
 def remark_of_kept(counts: Mapping[int, int]) -> str:
-    """Return a note with the number of weights that are stored as the checkpoint's integers, for 4 and for 8 bits."""
+    """Return a note with the number of weights that are stored as the checkpoint's integers, for each bit width."""
     listed = " and ".join(f"{count / 1e6:.3g} million in {bits} bits" for bits, count in sorted(counts.items()))
     return f"already integers with scales, stored without rounding again: {listed}."
 

@@ -59,7 +59,7 @@ def cxx_pytree_exists() -> bool:
 
 
 def cxx_pytree_is_imported() -> bool:
-    """Return whether torch has imported its C++ pytree; registrations before that are in ``cxx_pytree_pending()``."""
+    """Return whether torch has imported its C++ pytree; before, registrations wait in ``cxx_pytree_pending()``."""
     return bool(pytree._cxx_pytree_imported)
 
 

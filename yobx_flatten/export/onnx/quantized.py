@@ -108,7 +108,7 @@ def quantize_file(
 
 
 def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
-    """Return whether a file reads a text in one call without a cache, and int8 would round each of its matrices."""
+    """Return whether a file reads a text in one call without a cache, and int8 would round all float32 matrices."""
     import onnx_ir as ir
 
     if not source.cases or not reads_once(source.example.kwargs):

@@ -320,7 +320,7 @@ _SHARE, _MOST = 48, 32
 def input_splits(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source
 ) -> InputSplits:
-    """Return how to quantize small and large values of products' inputs separately; empty if the file cannot run."""
+    """Return how to quantize small and large values of products' inputs separately; empty if nothing was measured."""
     # products: see `products_of`
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:

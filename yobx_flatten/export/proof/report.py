@@ -51,7 +51,7 @@ class ExportReport(Report):
         seconds: duration of each step of the export, in seconds, by name of the step. ``"trace"`` is ``torch.export``;
             ``"replay"`` is all calls of the module, the program and the file with test inputs. Each ONNX file also has
             ``"convert"``, ``"save"`` and ``"load"``; the first file of a folder also has the steps of the folder.
-        runtime: library for the file of ``to_executorch``, ``to_openvino`` or ``to_aotinductor``; ``""`` if not called.
+        runtime: library for the file of ``to_executorch``, ``to_openvino`` or ``to_aotinductor``; ``""`` without file.
         file_bytes: size in bytes of the file for ``runtime``, including separate weights; ``None`` without a file.
         planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, without the weights, in bytes;
             ``None`` for other libraries.

@@ -52,7 +52,7 @@ WRITERS = {
     "roundpipe_runtime/checkpoint/tensor_files.py": HIDDEN,
     "roundpipe_runtime/checkpoint/training_state.py": HIDDEN,
     "roundpipe_runtime/cli/app.py": "nothing is kept: os.devnull",
-    "roundpipe_runtime/fine_tune/results.py": f"lines are added to a file that was written whole; {HIDDEN}",
+    "roundpipe_runtime/fine_tune/records.py": f"lines are added to a file that was written whole; {HIDDEN}",
     "roundpipe_runtime/fine_tune/trainer.py": HIDDEN,
     "roundpipe_runtime/huggingface/trainer/pipeline_trainer.py": "a complete, hidden checkpoint gets its name",
     "yobx_flatten/export/exported_model.py": "a program of another library, which is opened in a hidden folder",

@@ -15,10 +15,9 @@ from yobx_flatten.terminal.running import CHECK_FAILED, UserError
 
 from ..device.disk import HOST_IN_MEMORY
 from . import train_options
-from .models import row_length, source_of
 from .option_objects import option, parse_bytes, parse_gigabytes, takes_options
 from .plan_output import as_dict, write_plan
-from .train_options import dtype_named, few_bits
+from .train_options import dtype_named, few_bits, row_length, source_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

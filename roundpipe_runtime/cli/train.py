@@ -26,7 +26,6 @@ from ..distributed.ranks.alarm import Alarm
 from ..errors import PlanError, RoundPipeError
 from ..fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training
 from ..huggingface.quantize import count_weights
-from .models import read_by, row_length, source_of
 from .option_objects import takes_options
 from .train_options import (
     FileOptions,
@@ -37,7 +36,10 @@ from .train_options import (
     dtype_named,
     few_bits,
     format_config,
+    read_by,
+    row_length,
     settings_of,
+    source_of,
 )
 
 

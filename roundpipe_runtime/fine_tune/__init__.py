@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from ..errors import FineTuneError
 from .adapters import Lora, add_lora, quantize_aware
-from .chat_rows import ChatRows, Rows, make_chat_rows, read_chats
-from .chat_tokens import ChatTokens
+from .data.chat_rows import ChatRows, Rows, make_chat_rows, read_chats
+from .data.conversations import ChatTokens
+from .data.text_files import Blocks, make_blocks, read_blocks
 from .job import Job, named_error
 from .models import ByteTokenizer, ModelSource, Tokenizer, load_tokenizer, model_source
-from .results import (
+from .records import (
     EvalRecord,
     StepRecord,
     check_curve,
@@ -33,7 +34,6 @@ from .results import (
     save_model,
 )
 from .settings import Settings
-from .text_files import Blocks, make_blocks, read_blocks
 from .training import Outcome, Training, run, stored_replicas, timeline_of_rank
 
 __all__ = [  # noqa: RUF022 # in the order of use
@@ -55,7 +55,6 @@ __all__ = [  # noqa: RUF022 # in the order of use
     "ChatTokens",
     "make_chat_rows",
     "read_chats",
-    # the training
     "Settings",
     "Training",
     "StepRecord",

@@ -26,9 +26,9 @@ from ..huggingface.loss.call_options import CALL_OPTIONS, CallOptions
 from ..huggingface.trainer.classes import RoundPipeTrainer
 from ..huggingface.wrap import WrappedModel
 from ..timeline.record import Timeline
-from .chat_rows import Rows
+from .data.chat_rows import Rows
 from .job import Interruption, Job
-from .results import EvalRecord, StepRecord, device_peak, process_memory, record_of
+from .records import EvalRecord, StepRecord, device_peak, process_memory, record_of
 from .settings import Settings
 
 _NOTES = "fine_tune.json"  # additional file of a checkpoint

@@ -24,9 +24,9 @@ from ..errors import ConfigError, FineTuneError
 from ..huggingface.cutting.check import evaluating
 from ..huggingface.wrap import WrappedModel, wrap_model_to_roundpipe
 from .adapters import rounded_layers
-from .chat_rows import ChatRows, Rows, check_packing
+from .data.chat_rows import ChatRows, Rows, check_packing
 from .job import Interruption, Job
-from .results import EvalRecord, MetricsFile, StepRecord, check_place, record_of
+from .records import EvalRecord, MetricsFile, StepRecord, check_place, record_of
 from .settings import Settings
 
 if TYPE_CHECKING:  # the import of transformers takes seconds

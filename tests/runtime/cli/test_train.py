@@ -19,7 +19,7 @@ import transformers
 
 from roundpipe_runtime import parse_devices
 from roundpipe_runtime.__main__ import main
-from roundpipe_runtime.cli.models import source_of
+from roundpipe_runtime.cli.train_options import source_of
 from roundpipe_runtime.fine_tune import model_source
 from tests import fresh_process
 from tests.cases import cases

@@ -5,8 +5,9 @@ import tracemalloc
 import pytest
 import torch
 
-from roundpipe_runtime.fine_tune import ByteTokenizer, FineTuneError, make_blocks, read_blocks, text_files
-from roundpipe_runtime.fine_tune.text_files import END, pack
+from roundpipe_runtime.fine_tune import ByteTokenizer, FineTuneError, make_blocks, read_blocks
+from roundpipe_runtime.fine_tune.data import text_files
+from roundpipe_runtime.fine_tune.data.text_files import END, pack
 
 
 class NoEnd(ByteTokenizer):

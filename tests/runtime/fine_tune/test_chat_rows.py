@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from roundpipe_runtime.fine_tune import ByteTokenizer, ChatTokens, FineTuneError, make_chat_rows
-from roundpipe_runtime.fine_tune.chat_rows import check_packing
-from roundpipe_runtime.fine_tune.chat_tokens import Encoder, conversation_of
+from roundpipe_runtime.fine_tune.data.chat_rows import check_packing
+from roundpipe_runtime.fine_tune.data.conversations import Encoder, conversation_of
 from roundpipe_runtime.fine_tune.models import FolderTokenizer
 from roundpipe_runtime.fine_tune.trainer import Order
 from tests.runtime import tiny_training as tiny

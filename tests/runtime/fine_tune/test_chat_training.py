@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from roundpipe_runtime.fine_tune import ChatTokens, FineTuneError, Settings, StepRecord, Training, make_chat_rows
-from roundpipe_runtime.fine_tune.chat_tokens import Encoder, conversation_of
+from roundpipe_runtime.fine_tune.data.conversations import Encoder, conversation_of
 from roundpipe_runtime.fine_tune.models import FolderTokenizer
 from roundpipe_runtime.fine_tune.trainer import Order
 from tests.runtime import tiny_training as tiny

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from roundpipe_runtime.fine_tune import FineTuneError
-from roundpipe_runtime.fine_tune.chat_tokens import conversation_of, read_conversations
-from roundpipe_runtime.fine_tune.text_files import find_texts
+from roundpipe_runtime.fine_tune.data.conversations import conversation_of, read_conversations
+from roundpipe_runtime.fine_tune.data.text_files import find_texts
 
 ASKED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 FORMS = {

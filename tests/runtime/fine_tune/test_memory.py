@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roundpipe_runtime.fine_tune.results import device_peak, process_memory
+from roundpipe_runtime.fine_tune.records import device_peak, process_memory
 
 
 def test_memory_that_is_taken_is_seen():

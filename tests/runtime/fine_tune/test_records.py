@@ -8,7 +8,7 @@ import pathlib
 import pytest
 
 from roundpipe_runtime.fine_tune import EvalRecord, StepRecord
-from roundpipe_runtime.fine_tune.results import MetricsFile
+from roundpipe_runtime.fine_tune.records import MetricsFile
 from tests import fresh_process
 
 
@@ -97,7 +97,7 @@ def test_a_resume_that_is_killed_leaves_the_lines_of_before(tmp_path, call):
     program = (
         "import os, pathlib\n"
         "from yobx_flatten.files import scratch\n"
-        "from roundpipe_runtime.fine_tune.results import MetricsFile\n"
+        "from roundpipe_runtime.fine_tune.records import MetricsFile\n"
         f"left = [{call}]\n"
         "def dies(real):\n"
         "    def called(*args, **options):\n"

@@ -7,8 +7,9 @@ import subprocess
 
 import pytest
 
-from roundpipe_runtime.fine_tune import FineTuneError, text_files
-from roundpipe_runtime.fine_tune.text_files import END, find_texts, read_texts
+from roundpipe_runtime.fine_tune import FineTuneError
+from roundpipe_runtime.fine_tune.data import text_files
+from roundpipe_runtime.fine_tune.data.text_files import END, find_texts, read_texts
 from yobx_flatten import MissingDependencyError
 
 

@@ -27,8 +27,8 @@ from yobx_flatten.errors.dependencies import require
 from yobx_flatten.errors.failures import first_line, raised_as
 from yobx_flatten.files.document import open_regular
 
-from ..errors import FineTuneError
-from .models import Tokenizer
+from ...errors import FineTuneError
+from ..models import Tokenizer
 
 END = None  # after each document
 

@@ -26,8 +26,8 @@ from yobx_flatten.files.document import read_text
 from yobx_flatten.files.limited import Limited, limited
 from yobx_flatten.model_folder.source.find import readable
 
-from ..errors import FineTuneError
-from .models import FolderTokenizer, Tokenizer
+from ...errors import FineTuneError
+from ..models import FolderTokenizer, Tokenizer
 from .text_files import ROW_FILES, is_saved, read_rows, whole_characters
 
 _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")

@@ -22,10 +22,10 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from ..errors import FineTuneError
-from ..huggingface.batches import keeps_texts_apart
-from .chat_tokens import ChatTokens, Encoder, read_conversations
-from .models import Tokenizer
+from ...errors import FineTuneError
+from ...huggingface.batches import keeps_texts_apart
+from ..models import Tokenizer
+from .conversations import ChatTokens, Encoder, read_conversations
 from .text_files import Blocks, check_vocabulary, find_texts, split_rows
 
 _IGNORED = -100  # label that the loss of transformers ignores

@@ -1,15 +1,13 @@
 """``roundpipe demo``: train a transformer larger than its devices on real text, and compare with PyTorch alone.
 
-.. code-block:: text
-
-    help pages of Python --> bytes --> batch --+--> plain, on a device of 4 MB: refused
-                                               +--> plain, on the host -> loss, ms -----+
-                                               |                                        +--> one row of the table
-                                               +--> 2 devices of 4 MB --> loss, ms -----+--> who ran what when, drawn
-
 The pipeline and plain PyTorch start from the same weights and train on the same batches of 10 rows. The pipeline splits
 a batch into microbatches of 4, 3 and 3 rows. Separate steps before the training measure the peak memory of a device.
 """
+
+# help pages of Python --> bytes --> batch --+--> plain, on a device of 4 MB: refused
+#                                            +--> plain, on the host -> loss, ms -----+
+#                                            |                                        +--> one row of the table
+#                                            +--> 2 devices of 4 MB --> loss, ms -----+--> who ran what when, drawn
 
 from __future__ import annotations
 
@@ -54,8 +52,8 @@ def demo(
 ) -> int:
     """Train a transformer that is larger than its devices, compare it with PyTorch alone, and draw a timeline.
 
-    The pipeline runs on two simulated devices; each has less memory than the weights need. PyTorch alone does not fit
-    on the devices, so PyTorch alone trains in CPU memory.
+    The pipeline runs on two simulated devices; each has less memory than the weights need. Plain PyTorch
+    cannot train this model on one of these devices, so plain PyTorch trains the model in CPU memory.
 
     Exit status: 0 the losses are equal up to rounding; 1 they differ; 2 the demo cannot run.
     """

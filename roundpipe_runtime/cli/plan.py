@@ -70,7 +70,7 @@ class MachineOptions:
         }
 
     def hardware(self, dtype: torch.dtype) -> Hardware:
-        """Return the values of the ``--machine`` file, or else measured or assumed ones; options override both."""
+        """Return the hardware of the ``--machine`` file, or of this machine; other options replace single values."""
         from ..estimate.hardware import describe_hardware, device_kind, device_names, load_machine
 
         if self.machine is None:

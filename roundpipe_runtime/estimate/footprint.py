@@ -132,8 +132,7 @@ def _repeated(shape: torch.Size, groups: int) -> tuple[int, ...]:
 
 
 def _product_of_four_bits(args: Any) -> int:
-    """Return the operations of a product of bitsandbytes, to which the shape of the 4-bit matrix is passed."""
-    rows, (outputs, _) = args[0], args[2]
+    rows, (outputs, _) = args[0], args[2]  # args[2]: shape of the 4-bit matrix
     return 2 * int(rows.numel()) * int(outputs)
 
 

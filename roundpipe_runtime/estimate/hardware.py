@@ -81,8 +81,8 @@ def describe_hardware(
     """Describe devices by given values, and measure missing values if the devices are present.
 
     Args:
-        devices: ``"virtual:2"``, or device names separated by commas, such as ``"cuda:0,cuda:1"``, which may be absent
-            here (default: all accelerators of the machine, else ``"virtual:2"``).
+        devices: ``"virtual:2"``, or device names separated by commas, such as ``"cuda:0,cuda:1"``; the named devices
+            may be absent (default: all accelerators of the machine, else ``"virtual:2"``).
         memory: bytes of memory of one device.
         link: bytes per second between host and device.
         flops: operations per second of one device.
@@ -238,7 +238,7 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
 
     ``down`` is the rate from a device to the host if it differs from ``link``; ``call`` is the time of the host per
     layer and microbatch, in seconds; ``disk_read`` and ``disk_write`` are the rates of the disk that stores the
-    training state (``host="disk:DIR"``). A missing ``memory`` or ``host`` is unknown.
+    training state (``host="disk:DIR"``). Without ``memory`` or ``host``, that size counts as unknown.
 
     Args:
         path: JSON file.

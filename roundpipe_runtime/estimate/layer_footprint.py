@@ -45,10 +45,11 @@ class LayerFootprint:
         trained_bytes: size of the trained parameters, which ``param_bytes`` includes (default: 0).
         slice_bytes: size of the slices of large embedding or head matrices (tables) on a device at one time, which
             ``param_bytes`` includes.
-        parts_forward: size of the table rows and slices that are copied to the device for a forward (default: 0).
-        parts_backward: size of the table rows and slices that a backward copies in addition (default: 0).
-        parts_down: size of the gradients of table rows and slices, which are copied to the host (default: 0).
-        table_grad_bytes: size of the gradients of whole tables, which are only on the host (default: 0).
+        parts_forward: size of the embedding rows and head slices that a forward copies to the device (default: 0).
+        parts_backward: size of the embedding rows and head slices that a backward copies to the device, without the
+            recomputed forward (default: 0).
+        parts_down: size of the gradients of embedding rows and head slices, which are copied to the host (default: 0).
+        table_grad_bytes: size of the gradients of whole large embedding or head matrices, which are only on the host.
         expert_bytes: size of the parameters with one matrix per expert, which ``param_bytes`` includes (default: 0).
         experts: number of experts (default: 0).
         routed_rows: number of products of a token with an expert: tokens times the number of experts per token
@@ -224,7 +225,7 @@ def _measure(
 
 
 class Parts:
-    """A device that copies nothing and counts the bytes of table rows and slices that a real device would copy."""
+    """Counts the bytes of embedding rows and head slices that a device would copy, without copying anything."""
 
     torch_device = torch.device("meta")
 

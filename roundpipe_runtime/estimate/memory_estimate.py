@@ -1,19 +1,17 @@
 """Estimate the memory of a run on each device and on the host.
 
-::
-
-    # a device, while stage k computes                       the host
-    #   parameters of stage k                                  parameters and buffers
-    #   parameters that stay from step to step
-    #   sums of their gradients          (backward, fused)     gradients, master weights, optimizer state
-    #   peak of the activations of a microbatch                inputs of backward stages, of all microbatches
-    #   an accelerator also:                                   tensors in transit between stages
-    #     parameters of the next stage, in transit
-    #     copies of other microbatches, in transit
-
 The memory of each layer is measured (:mod:`roundpipe_runtime.estimate.layer_footprint`) and added up in the order in
 which a stage calls the layers.
 """
+
+# a device, while stage k computes                       the host
+#   parameters of stage k                                  parameters and buffers
+#   parameters that stay from step to step
+#   sums of their gradients          (backward, fused)     gradients, master weights, optimizer state
+#   peak of the activations of a microbatch                inputs of backward stages, of all microbatches
+#   an accelerator also:                                   tensors in transit between stages
+#     parameters of the next stage, in transit
+#     copies of other microbatches, in transit
 
 from __future__ import annotations
 
@@ -39,7 +37,8 @@ class DeviceMemory:
     Attributes:
         stage: index of the stage in which the peak is reached.
         parameters: bytes of the stage's parameters, except parameters that stay on the device from step to step.
-        gradients: bytes of the stage's summed gradients; in copies of the last stage, also gradients of microbatches.
+        gradients: bytes of the stage's summed gradients. If several devices run the last stage, they also have
+            gradients of single microbatches, which one of the devices sums.
         activations: bytes of the activations of the current microbatch.
         staying: bytes of layers of earlier stages, which stay on the device until their backward.
         arriving: bytes of the parameters of the next stage, which are already being copied.
@@ -179,11 +178,9 @@ def _moment(
 
 
 def _gradients(stage: Stage, layers: Sequence[LayerFootprint], prefetches: bool) -> int:
-    """Return the bytes of gradient sums, and of gradients that copies of the last stage wait to send or add.
-
-    The last copy of the stage stores the gradients of its own previous microbatch and of another copy. The peak of a
-    backward includes gradients of the current layer, but not of later layers of the stage.
-    """
+    """Return the bytes of gradients on a device during a stage: their sums, and those of single microbatches."""
+    # If several devices run copies of the last stage, the last copy adds the gradients: it holds those of its previous
+    # microbatch and those that another device sent. The peak of a backward has only gradients of the current layer.
     sums = sum(layers[i].grad_bytes for i in stage.layers) if stage.is_last_copy else 0
     waiting = 2 if stage.is_last_copy else int(prefetches)
     return sums + (waiting + (len(stage.layers) > 1)) * share_bytes(stage, layers)

@@ -174,7 +174,7 @@ def _plans(
     last_stage_copies: int | Literal["auto"],
     num_microbatch: int,
 ) -> tuple[list[ModelExecutePlan], str]:
-    """Return a plan per number of copies of the last stage; if none fits, ignore the limit and return the reason."""
+    """Return an execution plan for each number of copies of the last stage, and the error if no plan fits in memory."""
     too_large = ""
     try:
         _plan(costs, hardware, limit, 1, num_microbatch)
@@ -209,7 +209,7 @@ def _fewest_copies(simulated: Sequence[StepSimulation], memory: int | None) -> i
 
 
 def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware) -> float:
-    """Return the tokens of a step whose computation takes as long as its copies.
+    """Return the number of tokens per step for which computing takes as long as copying parameters and gradients.
 
     The compute time of a stage grows with the tokens; the time to copy parameters and gradients does not.
     """

@@ -83,7 +83,7 @@ class StepPlan:
         return share_bytes(stage, self.layers)
 
     def part_bytes(self, stage: Stage) -> tuple[int, int]:
-        """Return the bytes of rows and slices of tables that a microbatch uploads, and of gradients that it downloads.
+        """Return the bytes of embedding rows and head slices that a microbatch uploads, and of downloaded gradients.
 
         Args:
             stage: stage of this plan.
@@ -131,7 +131,7 @@ def step_plan(
     Args:
         plan: execution plan of a ``"fused"`` run, with the layers of each stage.
         layers: memory and operations of each layer on one microbatch, as :func:`measure_layers` returns them.
-        model: model whose parameters are in host memory; the parameters can be on ``meta``.
+        model: model that is trained; its parameters are in host memory or on ``meta``.
         num_microbatch: number of microbatches.
         tokens: number of tokens in all microbatches of a step.
         optim_dtype: dtype in which the optimizer works (default: the dtype of each parameter).
@@ -158,7 +158,7 @@ def step_plan(
 
 
 def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep: float = 0.0) -> list[StageLoad]:
-    """Return the load of each stage; parameters that stay on a device are not copied again."""
+    """Return compute time and copied bytes of each stage; parameters that stay on a device are not copied again."""
     # room_to_keep: bytes of each device for parameters that stay between steps. Default: 0.
     there: set[tuple[int, int]] = set()
     came: set[tuple[int, int]] = set()
@@ -216,7 +216,7 @@ def expected_share(experts: int, per_token: float, tokens: float) -> float:
         tokens: number of tokens.
 
     Returns:
-        The expected share, from 0 to 1.
+        The expected share of the layer's experts, from 0 to 1.
 
     >>> expected_share(8, 2, 1), round(expected_share(8, 2, 4), 2), round(expected_share(128, 8, 16), 2)
     (0.25, 0.68, 0.64)

@@ -1,13 +1,11 @@
 """Simulate a training step: seconds, bubbles, traffic of links and disk, peak memory, and the bottleneck.
 
-::
-
-    a step                forward and backward of all microbatches | optimizer
-    is_async="exact"      optimizer | backward                           or the run alone, whichever is longer
-    a state on a disk     each part takes at least as long as the disk needs for its bytes
-
 :func:`roundpipe_runtime.schedule.simulate` simulates the schedule, with the loads of the stages from this module.
 """
+
+# a step                forward and backward of all microbatches | optimizer
+# is_async="exact"      optimizer | backward                           or the run alone, whichever is longer
+# a state on a disk     each part takes at least as long as the disk needs for its bytes
 
 from __future__ import annotations
 
@@ -76,7 +74,7 @@ class StepSimulation:
     def bubbles(self) -> dict[str, float]:
         """Shares of a step's time in which devices do not compute, by cause, such as ``"transfer"``.
 
-        ``"transfer"`` is the share caused by copies, and ``"optimizer"`` the share caused by the optimizer.
+        ``"transfer"`` is the share of time in which devices wait for copies, ``"optimizer"`` for the optimizer.
         ``"dependency"`` is the filling and draining of the pipeline, and waiting for longer stages.
         """
         whole = self.seconds or 1.0
@@ -101,14 +99,14 @@ def simulate(
     Args:
         plan: training step, from :func:`step_plan`, or ``step`` of a :class:`PlanReport`.
         machine: devices and host, from :func:`describe_hardware` or :func:`load_machine`.
-        is_async: when the optimizer runs, as in ``RoundPipe.step``. ``False``: after the run; ``"exact"``: layer by
-            layer during the next run; ``True``: during the next run, which uses the old weights.
+        is_async: when the optimizer updates the weights, as in ``RoundPipe.step``: after the backward (``False``),
+            layer by layer in the next step (``"exact"``), or in the next step, which uses old weights (``True``).
         stays: whether layers stay on a device from their forward to their backward (default: if the device has enough
             memory).
         keep_parameters: GB of each device for parameters that stay from step to step, as in :class:`RoundPipeRunConfig`
-            (default: 0). Frozen parameters that stay are not copied in the simulated step.
-        host: ``"disk"``: the training state is on a disk with the rates of the machine, as with
-            ``RoundPipe(host="disk:DIR")``, and gradients are clipped to a norm (default: ``"memory"``).
+            (default: 0). Frozen parameters that stay there are not copied in a step.
+        host: where the training state is; ``"disk"`` as with ``RoundPipe(host="disk:DIR")``, including the reads that
+            the clipping of gradients needs (default: ``"memory"``).
 
     Returns:
         The simulated step.
@@ -251,8 +249,8 @@ class DiskUse:
 
         Args:
             machine: devices and host, with the rates of the disk.
-            read: bytes that are read.
-            written: bytes that are written.
+            read: bytes that the disk reads in a step.
+            written: bytes that the disk writes in a step.
         """
         return max(read / (machine.disk_read or math.inf), written / (machine.disk_write or math.inf))
 

@@ -128,7 +128,7 @@ class Grid:
     bits: int
 
     def integers(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return blocks of integers and the scale of each block, both in float32."""
+        """Return the rounded weights in blocks, as whole numbers stored in float32, and the scale of each block."""
         blocks = weight.detach().float().unflatten(1, (-1, _BLOCK))
         half = 2 ** (self.bits - 1)
         scales = blocks.abs().amax(2, keepdim=True).div_(half - 0.5).half().float().clamp_min_(_LEAST)

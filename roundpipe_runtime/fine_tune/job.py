@@ -67,7 +67,7 @@ class Job:
 
         Raises:
             FineTuneError: one of the processes failed with an error of these packages or an ``OSError``.
-            DistributedError: one of the processes failed with any other error.
+            DistributedError: one of the processes failed with an error of another library.
             Exception: all processes failed with the same error.
         """
         if self.size == 1:
@@ -84,10 +84,10 @@ class Job:
         return cast(T, result)
 
     def claim(self, what: str) -> bool:
-        """Report whether this process is the first process that claims ``what``, without waiting for other processes.
+        """Report whether this process is the first that calls this method for a task; do not wait for other processes.
 
         Args:
-            what: name of the claimed task, equal in all processes.
+            what: name of the task, equal in all processes.
         """
         if self.size == 1:
             return True
@@ -117,7 +117,7 @@ class Job:
 
 
 def named_error(rank: int, error: Exception) -> Exception:
-    """Return an error whose message names the rank that failed; errors of this package are returned unchanged.
+    """Return ``error`` if it is from this package, otherwise an error whose message contains rank and traceback.
 
     Args:
         rank: rank of this process.
@@ -130,7 +130,6 @@ def named_error(rank: int, error: Exception) -> Exception:
 
 
 def _described(error: Exception | None) -> tuple[bool, str] | None:
-    """Return the text of an error, and whether it is an ``OSError`` or of these packages; ``None`` without error."""
     if error is None:
         return None
     is_request = isinstance(error, (FlattenError, RoundPipeError, OSError))

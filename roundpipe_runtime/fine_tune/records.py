@@ -173,7 +173,7 @@ def check_place(path: str | os.PathLike[str], option: str, *, in_parent: bool = 
 
     Args:
         path: file or folder.
-        option: command line option for the path, used in the error.
+        option: command line option that sets ``path``, named in the error message.
         in_parent: whether the parent folder must be writable, because the file is written there and renamed at the end.
 
     Raises:

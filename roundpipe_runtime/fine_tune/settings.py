@@ -25,8 +25,8 @@ class Settings:
         microbatches: number of microbatches per batch, or per group if ``replicas`` splits batches into groups
             (default: number of devices + 1, but at most the number of rows).
         replicas: number of groups into which a batch is split; process ``g % N`` of ``N`` processes trains group ``g``,
-            and results do not depend on ``N``. Default: the number of processes; a single process does not split
-            batches.
+            and results do not depend on ``N``. Default: the number of processes; a single process trains
+            each batch as one group.
         accumulate: number of batches per optimizer step, whose gradients are averaged.
         steps: number of optimizer steps; ``None`` to use ``epochs``.
         epochs: number of passes over all rows, if ``steps`` is not given.
@@ -40,7 +40,7 @@ class Settings:
         optim_dtype: dtype of gradients, moments and master weights. Default: float32.
         keep_parameters: GB of parameters that stay on each device between steps, or ``"auto"``, as in
             :class:`RoundPipeRunConfig`; results do not depend on this setting.
-        large_tables: how large embedding and head matrices are copied, as in :class:`RoundPipe`.
+        large_tables: whether large embedding and head matrices are copied whole or in parts, as in :class:`RoundPipe`.
         host: where parameters, gradients, master weights and moments live: ``"memory"``, or ``"disk:DIR"``, as for
             :class:`RoundPipe`; results do not depend on this setting.
         update: which weights the optimizer updates, and when, as in :class:`RoundPipe`; results do not depend on this

@@ -1,12 +1,9 @@
-"""Split and join data whose rows are not along axis 0: packed images, lists per row, outputs and losses of a model.
+"""Split and join data whose rows are not along axis 0: packed images, lists per row, outputs and losses of a model."""
 
-::
-
-    pixel_values     (patches of all images, ...)      split by the images of each row, which image_grid_thw counts
-    image_grid_thw   (images, 3)                       split by the images of each row
-    router_logits    (rows * length, experts)          joined along axis 0, because rows come first
-    image_outputs    a tensor or list per image        joined image by image
-"""
+# pixel_values     (patches of all images, ...)      split by the images of each row, which image_grid_thw counts
+# image_grid_thw   (images, 3)                       split by the images of each row
+# router_logits    (rows * length, experts)          joined along axis 0, because rows come first
+# image_outputs    a tensor or list per image        joined image by image
 
 from __future__ import annotations
 
@@ -136,7 +133,7 @@ def _pictures_per_row(
 
 
 def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> list[int] | None:
-    """Return the number of tokens that stand for each image; ``None`` if no rule gives ``total`` tokens."""
+    """Return the number of tokens per image, computed from its patches; ``None`` if they do not add up to ``total``."""
     # a square of patches becomes one token, and some models add a token after each line of squares
     patches = grid.prod(-1)
     if merge:
@@ -184,7 +181,7 @@ _BY_PICTURE = ("last_hidden_state", "pooler_output")
 
 
 def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], dict[str, Any]]:
-    """Separate image, video and audio encoder outputs from the other outputs of microbatches, and join them."""
+    """Return the outputs of microbatches without those of image, video and audio encoders, and the latter joined."""
     if len(outputs) == 1 or not all(isinstance(output, dict) for output in outputs):
         return outputs, {}
     columns = {name: [output.get(name) for output in outputs] for name in _NAMES}
@@ -200,7 +197,7 @@ def _with_entries(output: Mapping[str, Any], entries: Mapping[str, Any]) -> Any:
 
 
 def _is_taken(column: Sequence[Any]) -> bool:
-    """Return whether an output is a dictionary or list, or a tensor that some microbatches do not have."""
+    # dictionaries, lists, and tensors that only some microbatches have are joined separately
     present = _present(column)
     if not present:
         return False
@@ -318,9 +315,9 @@ def split_lists(
 
 
 def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
-    """Return whether a list argument with as many entries as the batch has rows contains one entry per row.
+    """Return whether entry i of a list argument belongs to row i of the batch, not to all rows.
 
-    If axis 0 of each entry also has the size of the batch, the model's forward must declare the argument as a list.
+    If each tensor in the list also has as many rows as the batch, only labels that the forward declares as a list do.
     """
     held = itertools.chain(*(value.values() if isinstance(value, Mapping) else [value] for value in values))
     tensors = [value for value in held if isinstance(value, torch.Tensor)]

@@ -87,7 +87,7 @@ class CutModel(RoundPipe):
     # -- how a loss is computed ----------------------------------------------------------------------------------------
 
     def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossWay:
-        """Return how the loss of a batch is computed, and store in the options how microbatch losses are weighted."""
+        """Return how microbatch losses are combined, and store in ``CALL_OPTIONS`` what weights each loss has."""
         options: CallOptions = kwargs[CALL_OPTIONS]
         if options.weight_by is not None:  # set by `LongRows`: a check in one process would wait for the others
             return options.weight_by
@@ -117,7 +117,7 @@ class CutModel(RoundPipe):
     def _rp_way_of_function(
         self, args: tuple[Any, ...], kwargs: Kwargs, function: LossOfModel, config: RoundPipeRunConfig, way: LossWay
     ) -> LossWay:
-        """Return how the loss of a batch is computed if the caller's ``loss_fn`` is a function of the model's loss."""
+        """Return how microbatch losses are combined for a caller's ``loss_fn`` of a model that also computes a loss."""
         resolved = self._rp_config(config)
         is_one, has_groups = resolved.num_microbatch == 1, self._rp_options.has_groups
         if way in ("joined", "whole") or (is_one and not has_groups):
@@ -207,7 +207,7 @@ class CutModel(RoundPipe):
     def _rp_prepared(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
     ) -> tuple[Kwargs, RoundPipeRunConfig]:
-        """Return arguments with call options, and a configuration with functions to split inputs and merge outputs."""
+        """Return keyword arguments with `CallOptions`, and a configuration that splits inputs and merges outputs."""
         check_adapters(kwargs)
         batches.check_packed_texts(kwargs)
         model = self.cut.model

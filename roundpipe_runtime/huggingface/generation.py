@@ -126,7 +126,7 @@ class GenerationPath:
 
 
 def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
-    """Return the :class:`GenerationPath` of an encoder and of its encoder-decoder; an empty list for other models."""
+    """Return a pipeline wrapper for an encoder and one for its encoder-decoder; an empty list for other models."""
     inner = model_inside(model)
     find = getattr(inner, "get_encoder", None)
     if find is None or not getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
@@ -138,7 +138,7 @@ def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[Gener
 
 @contextlib.contextmanager
 def use_paths(paths: list[GenerationPath]) -> Iterator[None]:
-    """Context manager in which calls of an encoder or encoder-decoder run through its :class:`GenerationPath`."""
+    """Context manager in which calls of the encoder and the encoder-decoder of ``paths`` run through pipelines."""
     with contextlib.ExitStack() as stack:
         for path in paths:
             stack.enter_context(forward_of(path.model, path))

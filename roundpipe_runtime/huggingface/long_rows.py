@@ -1,14 +1,12 @@
 """Split rows along their tokens over several processes; in attention, each process has all tokens of some heads.
 
-::
-
-    rank 0   tokens 0 to T/2    layers, each token independent ... attention: all tokens, half of the heads ... layers
-    rank 1   tokens T/2 to T    layers, each token independent ... attention: all tokens, half of the heads ... layers
-
 Each rank has a part of the tokens of all rows; their positions are counted from the beginning of the row. The label of
 a rank's last token is the first token of the next rank. The loss is a sum over tokens divided by the number of tokens
 in the batch, so the gradients of all ranks add up to the gradients of unsplit rows.
 """
+
+# rank 0   tokens 0 to T/2    layers, each token independent ... attention: all tokens, half of the heads ... layers
+# rank 1   tokens T/2 to T    layers, each token independent ... attention: all tokens, half of the heads ... layers
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Check on a few rows whether rows influence each other in a module, and how microbatch losses must be weighted.
 
 At calls 1, 2, 4, ... with similar arguments, the code after the last layer runs on a few rows, and on two subsets of
-these rows. If no weights of the two losses give the loss of all rows, the loss is computed once for the whole batch.
+these rows. If the losses of the subsets cannot be weighted to give the loss of all rows, the batch gets a single loss.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PieceRows:
         self._compared: collections.Counter[Hashable] = collections.Counter()
 
     def mixing(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, number: int) -> GradientTrial:
-        """Check whether rows influence each other in the first modules, and whether gradients scale with the loss."""
+        """Check in the first ``number`` modules that rows are independent, and gradients proportional to the loss."""
         kind = self.kind_of(args, kwargs), number, config.requires_grad
         if self._repeats.is_due(kind) or kind not in self._mixing:
             batch = FlatBatch.of(args, kwargs, None)
@@ -119,7 +119,7 @@ class PieceRows:
         return named, tuple(map(kind_of_value, args)), self.made.model.training, asked
 
     def repeated_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
-        """Yield sets of three rows, of which two are equal, split into two subsets that both have the repeated row."""
+        """Yield sets of three rows that contain one row twice, split into two subsets that each contain this row."""
         in_two = dataclasses.replace(config, num_microbatch=2)
         for trial in itertools.islice(self.some_rows(batch, config), 1):
             for one, other in itertools.permutations(range(trial.count), 2):
@@ -130,7 +130,7 @@ class PieceRows:
                     yield RowTrial(whole, found)
 
     def three_at_least(self, batch: FlatBatch, config: RoundPipeRunConfig) -> tuple[FlatBatch, RoundPipeRunConfig]:
-        """Repeat the row of a one-row batch three times; return a batch with more rows, and its settings, unchanged."""
+        """Return a batch with a single row repeated three times, or a larger batch unchanged; and its configuration."""
         if [one.rows for one in self.engine.split(batch, config)] != [1]:
             return batch, config
         kwargs, options = split_options(batch.kwargs.tree)
@@ -164,7 +164,7 @@ class PieceRows:
             raise CannotJoinError("it is not clear how many rows a part of the batch has")
 
     def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """Return the settings for a few rows; replace a split function that depends on the whole batch."""
+        """Return the run configuration for a few rows, with a new split function if it depends on the rows."""
         if not getattr(config.split_input, "is_of_batch", False):
             return config
         kwargs: Kwargs = few.kwargs.tree
@@ -172,7 +172,7 @@ class PieceRows:
         return dataclasses.replace(config, split_input=split_lists(self.made.model, few.args.tree, kwargs, pictures))
 
     def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
-        """Return the outputs of the layers for each subset of a few rows, and for more rows than in the last subset."""
+        """Return the layers' outputs for each subset of the rows, and for a set with more rows than the last subset."""
         with self._trial_engine() as engine:
             # devices have memory for the rows of a microbatch, so no more rows run at once
             shown = [trial.whole] if trial.parts[0].rows == trial.parts[-1].rows else []
@@ -218,7 +218,7 @@ class SomeRows:
 
 @dataclasses.dataclass(frozen=True)
 class LossOfModel:
-    """A caller's ``loss_fn`` for a model that also computes a loss; microbatches have equal weights in both losses."""
+    """A caller's ``loss_fn`` for a model with its own loss; the weights of microbatches are the same in each loss."""
 
     function: Callable[[Any, Any], Any]
     label: Any
@@ -239,7 +239,7 @@ class LossWays:
     def find(
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, function: LossOfModel | None = None
     ) -> LossProof:
-        """Return how the loss of a batch is computed; checked at calls 1, 2, 4, ... with similar arguments."""
+        """Return how microbatch losses are combined; calls 1, 2, 4, ... with arguments of the same kind check this."""
         # function: function of the model's loss, whose weights are already known. Default: the model's own loss.
         kind, code, label = self._rows.kind_of(args, kwargs), None, None
         if function is not None:
@@ -339,7 +339,7 @@ class Tail:
         }
 
     def without_proof(self, rows: SomeRows) -> LossProof | None:
-        """Return how the loss is computed if no comparison is needed (no loss, or random numbers); else ``None``."""
+        """Return the result for a model without a loss or with random numbers after its layers; else ``None``."""
         values = {} if rows.state is None else rows.state.values
         held = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in values.items()}
         with calls_apart(self._piece):

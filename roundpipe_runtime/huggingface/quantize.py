@@ -42,8 +42,8 @@ def quantize_frozen(
         The model itself.
 
     Raises:
-        ConfigError: ``kind`` is unknown, ``weights`` returns a tensor of another shape, the model has no linear layer
-            in a list, or a buffer on ``meta`` is not in the state dict, so that ``weights`` cannot return it.
+        ConfigError: ``kind`` is unknown; a tensor from ``weights`` has a different shape; the model has no linear layer
+            in a list; or a buffer on ``meta`` is not in the state dict.
         MissingDependencyError: bitsandbytes or torchao is not installed.
 
     >>> model = nn.Sequential(nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)]))
@@ -109,7 +109,7 @@ class _Weights:
         self._known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def parameter(self, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        """Return a parameter that stays unquantized; read the values of a parameter on ``meta``."""
+        """Return a parameter that stays unquantized; if it is on ``meta``, ``weights`` returns its values."""
         if parameter is None or not parameter.is_meta or self._read is None:
             return parameter
         if id(parameter) not in self._known:

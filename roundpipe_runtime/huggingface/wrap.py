@@ -404,7 +404,7 @@ class WrappedModel(CutModel):
             The value that the model's ``resize_token_embeddings`` returns.
 
         Raises:
-            ConfigError: the pipeline has master weights, or ``update`` is not ``"masters"``.
+            ConfigError: the pipeline already has master weights, or has ``update="in_place"`` or ``"in_backward"``.
         """
         self.synchronize()
         if (args or kwargs) and (self._rp_engine.store.masters() or self._rp_options.update != "masters"):

@@ -56,7 +56,7 @@ def own_forward(module: nn.Module) -> Any:
 
 @contextlib.contextmanager
 def with_own_forwards(model: nn.Module) -> Iterator[None]:
-    """In the with block, restore each ``forward`` of the user that a pipeline has replaced by its own function."""
+    """Context manager that undoes a pipeline's replacements of the model's ``forward`` functions."""
     held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
     taken = [(own, forward) for own, forward in held if isinstance(forward, OtherForward)]
 

@@ -28,7 +28,7 @@ class OptimizedModel(EngineHandle):
         """Yield each parameter that the optimizer updates, once.
 
         With ``optim_dtype`` and ``update="masters"``, master weights are yielded: copies of the parameters in
-        ``optim_dtype``, which have the gradients. Otherwise, the parameters of the model are yielded.
+        ``optim_dtype``, which have the gradients. Without master weights, parameters of the model are yielded.
         """
         for _, parameter in self.optim_named_parameters():
             yield parameter
@@ -70,8 +70,8 @@ class OptimizedModel(EngineHandle):
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield names and modules of the model.
 
-        An outer module that contains the pipeline calls ``named_modules`` with ``memo`` to find parameters. Inside
-        :class:`OptimizerCtx`, the outer module finds the parameters that the optimizer updates.
+        A module that contains the pipeline calls ``named_modules`` with ``memo`` to find parameters of the pipeline.
+        Inside :class:`OptimizerCtx`, it finds the parameters that the optimizer updates, such as master weights.
 
         Args:
             memo: modules that were yielded already.
@@ -91,7 +91,7 @@ class OptimizedModel(EngineHandle):
         """Set the optimizers with which ``forward_backward`` updates each layer if ``update="in_backward"``.
 
         ``optimizer.step()`` must still be called after each ``forward_backward``, because schedulers expect the call.
-        It updates only parameters outside of the layers, such as parameters of a loss.
+        This call updates only parameters outside of the layers, such as parameters of a loss.
 
         Args:
             *optimizers: optimizers that together update all :meth:`optim_parameters`.
@@ -207,7 +207,7 @@ class SavedModel(EngineHandle):
         """Return the training state of the pipeline that is not in its state dict.
 
         Returns:
-            The master weights, the gradients, and the numbers of runs and of groups of the pipeline, as references.
+            The number of completed runs, the master weights and gradients (not copied), and the number of row groups.
         """
         return dataclasses.replace(self._rp_engine.progress(), replicas=self.replicas)
 
@@ -215,15 +215,15 @@ class SavedModel(EngineHandle):
         """Load the result of :meth:`progress`, after the parameters have been loaded, and discard existing gradients.
 
         Args:
-            progress: result of :meth:`progress`, from a pipeline whose parameters have the same names. Master weights
-                are ignored if this pipeline has none. Batches are split into the stored number of groups, unless this
-                pipeline was created with ``replicas``.
+            progress: training state of a pipeline with the parameter names of this pipeline. The master weights in
+                ``progress`` are ignored if this pipeline does not use master weights. Batches are split into the
+                stored number of groups, unless this pipeline was created with ``replicas``.
         """
         self._rp_engine.load_progress(progress)
         self._rp_keep_replicas(progress.replicas or 1)
 
     def _rp_keep_replicas(self, replicas: int) -> None:
-        """Split batches into ``replicas`` groups, as in a loaded training; warn if this pipeline cannot."""
+        """Split batches into ``replicas`` groups of rows, as the saved training did; warn if this is impossible."""
         if replicas == self.replicas or replicas == 1:
             return
         if self._rp_options.replicas is None and self.mesh is not None and replicas >= self.ranks.size:

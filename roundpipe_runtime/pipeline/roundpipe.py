@@ -132,7 +132,7 @@ class RoundPipe(OptimizedModel, SavedModel):
     of the model. Attributes that a pipeline does not have are read, set and deleted on the model.
 
     Args:
-        model: the layers, as a list or as an ``nn.Sequential``. Any other module is one layer.
+        model: the layers, as a list or as an ``nn.Sequential``. A module of another class is one layer.
         optim_dtype: dtype of the optimizer's parameters and of gradients (default: the dtype of each parameter).
         name: name in errors, timelines and the seeds of layers such as dropout (default: ``"file:line"`` of the call).
         model_run_config: default settings for all calls of the pipeline.
@@ -148,13 +148,13 @@ class RoundPipe(OptimizedModel, SavedModel):
             rank g modulo N; with the same ``replicas``, results do not depend on N.
         reduce_dtype: dtype in which gradients are sent between ranks (default: the dtype of their sums).
         gradient_dtype: dtype in which gradients of master weights are stored until the optimizer step (default:
-            ``optim_dtype``). A backward still sums gradients in ``optim_dtype``.
+            ``optim_dtype``). Within a backward, gradients are summed in ``optim_dtype``.
         compile: ``True``, or keyword arguments of ``torch.compile``, to compile the layers (default: layers are not
             compiled). Without a keyword ``dynamic``, ``dynamic=True`` is used.
-        large_tables: how embeddings and heads of at least 16 MiB are copied to a device. ``"auto"``: of an embedding,
-            only the rows that a microbatch reads; the head of a transformers model in slices if it does not fit into a
-            stage. ``"slices"``: a head is always copied in slices; the loss then differs by rounding. ``"whole"``:
-            embeddings and heads are copied like every other parameter.
+        large_tables: how embeddings and heads of at least 16 MiB are copied to a device. ``"auto"``: only the rows
+            of an embedding that a microbatch reads are copied, and the head of a transformers model is copied in slices
+            if it does not fit into a stage. ``"slices"``: a head is always copied in slices; the loss then differs by
+            rounding. ``"whole"``: embeddings and heads are copied like every other parameter.
         host: with ``"disk:DIR"``, parameters, gradients, master weights and optimizer state are in a scratch file in
             this folder, and only a few layers are in memory at a time (default: ``"memory"``). Results are unchanged.
         update: what the optimizer updates (default: ``"masters"``). ``"masters"``: master weights of dtype
@@ -392,7 +392,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         return (config or RoundPipeRunConfig()).over(self._rp_options.model_run_config).resolved(self.num_devices)
 
     def _rp_check_model(self) -> None:
-        """Check that the model has the wrapped layers; after another change, check again that rows are independent."""
+        """Raise an error if layers were replaced; after other changes, check again that rows are independent."""
         model, layers = self._rp_model, self._rp_engine.layers
         reading = read_model(model, layers)
         if reading.matches(self._rp_reading):

@@ -1,18 +1,16 @@
 """Partition layers into stages: forward and backward independently, under one cap on the time of a stage.
 
-::
-
-    layer       0    1    2    3    4    5   head        a backward with recompute costs three forwards,
-    forward   | 1    1    1  | 1    1 |                  so a forward stage holds about three times the layers
-    backward  | 3 | 3 | 3 | 3 | 3 | 3    1.5 |           the last one is the fused stage: forward, loss, backward
-
 A cap is the longest time that a stage of several layers may take: by default, up to 1.1 times the slowest layer's time.
 
 Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) partitions a sequence of layers into stages of similar costs.
 PipeDream (Harlap et al., 2018, arXiv 1806.03377) partitions layers by measured times. In GPipe and PipeDream, forward
-and backward of a layer belong to the same stage. This module partitions forward and backward independently, and fuses
-the last stage, as in the execution plans of RoundPipe (Luo et al., 2026, arXiv 2604.27085).
+and backward of a layer belong to the same stage. This module partitions forward and backward independently, and runs
+forward and backward of the last layers in one stage, as RoundPipe does (Luo et al., 2026, arXiv 2604.27085).
 """
+
+# layer       0    1    2    3    4    5   head        a backward with recompute costs three forwards,
+# forward   | 1    1    1  | 1    1 |                  so a forward stage holds about three times the layers
+# backward  | 3 | 3 | 3 | 3 | 3 | 3    1.5 |           the last one is the fused stage: forward, loss, backward
 
 from __future__ import annotations
 
@@ -51,11 +49,11 @@ def partition(
     """Partition the layers of one or more models, which run one after the other, into stages of similar times.
 
     Args:
-        run_type: ``"infer"``, ``"train"`` or ``"fused"``, as in :meth:`ModelExecutePlan.auto`. With ``"fused"``, all
-            models except the last one get stages for ``"train"``.
+        run_type: kind of run: ``"infer"``, ``"train"`` or ``"fused"``. A run of kind ``"fused"`` fuses forward and
+            backward of the last model only; models before the last one get stages for ``"train"``.
         models: the costs of the layers of each model.
-        min_stages: smallest number of stages of an iteration, for all models together; also the number of devices for
-            which times of plans are simulated. A model with fewer layers gets fewer stages.
+        min_stages: number of devices, which is also the smallest number of stages of all models together. A
+            model with fewer layers gets fewer stages.
         upper_threshold: largest ratio of the time of a stage to the time of the slowest layer; at least 1.
         bytes_per_stage: largest number of bytes of parameters and gradients in a stage (default: no limit).
         previous: stages in use, which are kept unless the new stages are faster by more than 3 %.
@@ -136,7 +134,7 @@ def _fastest(
     devices: int,
     microbatches: int,
 ) -> tuple[float, list[Stages]]:
-    """Return the simulated time of the fastest plan, and the plan, if ``copies`` devices run its fused stage."""
+    """Return the simulated time of the fastest plan in which ``copies`` devices run the last stage, and the plan."""
     shared = list(models)
     if copies > 1:  # each copy runs a share of the microbatches, so the other stages may only be as long as this share
         head = shared[-1][-1]
@@ -195,7 +193,7 @@ def _thin_out(sums: list[float]) -> list[float]:
 
 
 def _stages(run_type: str, costs: Sequence[LayerCost], cap: float, limit: float, *, alone: bool) -> Stages:
-    """Return the stages of a model for a cap on stage time; with ``alone``, the fused stage has only one layer."""
+    # cap: longest time of a stage of several layers. alone: the last layer alone is the fused stage.
     forward = [(cost.forward, float(cost.param_bytes)) for cost in costs]
     backward = [(cost.backward, float(cost.param_bytes + cost.grad_bytes)) for cost in costs]
     if run_type == "infer":

@@ -36,8 +36,8 @@ class ModelExecutePlan:
     Attributes:
         fwd_plan: layers of each forward stage, as ranges or lists of ascending indices.
         bwd_plan: layers of each backward stage, beginning with the stage of the last layers.
-        last_stage_copies: number n of devices that run the fused stage, each for every n-th microbatch (default: 1). A
-            number above the number of devices or of microbatches is reduced.
+        last_stage_copies: number n of devices that run the fused stage, each for every n-th microbatch (default: 1). If
+            there are fewer devices or microbatches, only that many devices run the stage.
 
     >>> from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
@@ -146,7 +146,7 @@ class ModelExecutePlan:
                 devices, if known). A stage gets half of the limit, because the next stage is loaded at the same time.
             previous: the plan in use, which is kept unless the new plan is clearly faster.
             last_stage_copies: number of devices that have a copy of the last layer (default: 1). Each of n devices runs
-                the last layer for every n-th microbatch. With several copies, the last layer is a separate stage.
+                the last layer for every n-th microbatch. If several devices have it, the layer is a separate stage.
                 ``"auto"`` uses several devices only if the simulated iteration becomes clearly faster.
             num_microbatch: number of microbatches for which times of plans are simulated (default: ``min_stages`` + 1).
 

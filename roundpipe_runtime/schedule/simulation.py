@@ -44,9 +44,9 @@ class StageLoad:
         outputs: bytes of activations that are copied to CPU memory per microbatch.
         working: bytes that exist on the device during the computation of one microbatch.
         copies: number of devices that run the stage, each for every ``copies``-th microbatch (default: 1).
-        copy: index of the copy of the stage that the numbers describe (default: all copies, on consecutive devices).
-        share: bytes of gradients that each copy of the stage sends to the last copy per microbatch, which downloads the
-            sum (default: 0, each copy downloads its own gradients).
+        copy: index, among the devices that run the stage, of the device that is described (default: all of them).
+        share: bytes of the gradients of one microbatch, which the devices that run the stage send to the last of them
+            to be summed there and copied to CPU memory once (default: 0, each device copies its own gradients).
     """
 
     compute: float
@@ -122,8 +122,8 @@ def simulate(
         machine: the devices and their connections.
         num_microbatch: number of microbatches.
         iterations: number of iterations, one after the other.
-        staleness: with 0, an iteration begins after the gradients of the previous iteration are complete. With 1, an
-            iteration begins without waiting, with parameters that lack the latest optimizer step.
+        staleness: with 0, an iteration begins after the gradients of the previous iteration are complete. With
+            ``staleness=1``, an iteration begins earlier, with parameters that lack the latest optimizer step.
         cursor: index of the device of the first stage.
 
     Returns:
@@ -189,7 +189,7 @@ def makespan(times: Sequence[float], num_devices: int, num_microbatch: int) -> f
 
 
 def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, num_microbatch: int) -> float:
-    """Return the time of one iteration without data transfers, if several devices may run the same stage.
+    """Return the time of one iteration in which devices may share the microbatches of a stage; ignore data transfers.
 
     >>> makespan_of_copies([(1.0, 1), (2.0, 2)], 3, 4)
     6.0

@@ -28,9 +28,10 @@ class PassedTensor:
 
     Attributes:
         name: name of the argument of the first layer that takes the tensor, or name of a captured output.
-        kind: where the tensor comes from. ``"hidden"``: the hidden state, passed from layer to layer. ``"side"``:
-            another tensor that the model's code outside of its layers passes to layers. ``"carried"``: another output
-            of a layer that later code reads. ``"captured"``: captured in a layer by hooks for the output of the model.
+        kind: where the tensor comes from. ``"hidden"``: the hidden state, passed from layer to layer. ``"side"``: a
+            tensor, such as a mask, that code outside of the layers passes to layers. ``"carried"``: an output of a
+            layer, except the hidden state, that code after the layer reads. ``"captured"``: captured in a layer by
+            hooks for the output of the model.
         shape: shape of the tensor for the example inputs.
         bytes: number of bytes of the tensor for the example inputs.
         made: index of the module that produces the tensor.
@@ -55,7 +56,7 @@ def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[
         example: keyword arguments of the model, named as in the example for the split. Default: a few tokens.
 
     Returns:
-        The passed tensors; an empty list if the model was not split.
+        The tensors that pass between modules; an empty list if the model was not split.
 
     Raises:
         BatchStructureError: with this example, the model runs other code than with the example for the split.
@@ -116,7 +117,7 @@ def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _StateTensor], CallL
 
 
 def _contents(state: CutState) -> dict[Any, torch.Tensor]:
-    """Return the tensors of a :class:`CutState` by key; for a tensor inside a list or dict, by number and path."""
+    # the key of a tensor inside a list or dictionary: number of the container, and path of the tensor in it
     found: dict[Any, torch.Tensor] = dict(state.values)
     for number, content in state.boxes.items():
         for path, leaf in pytree.tree_flatten_with_path(content)[0]:
@@ -126,8 +127,7 @@ def _contents(state: CutState) -> dict[Any, torch.Tensor]:
 
 
 def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]) -> list[Any]:
-    """Return the keys of the passed tensors that a module reads; a module that runs no layer may read all of them."""
-    if not isinstance(piece, LayerCall):
+    if not isinstance(piece, LayerCall):  # code outside of layers may read any tensor
         return list(held)
     spec = call_log.calls.get(piece.place)
     if spec is None:

@@ -1,14 +1,12 @@
 """KV caches in a pipeline: caches of the caller, which stay in CPU memory, and caches that the model's code creates.
 
-::
-
-    forward     the cache is split by its registration: a HeldCache for each microbatch
-    phase       gets the cache from before this forward, so masks and positions are the same in all phases
-    layer       reads its own entry, which is copied to the device, updated and copied back
-    afterwards  the entries are joined and put into the caller's cache; after an exception the cache is unchanged
-
 The KV cache of an encoder-decoder consists of two caches, and a dictionary of the layers that have read the encoder.
 """
+
+# forward     the cache is split by its registration: a HeldCache for each microbatch
+# phase       gets the cache from before this forward, so masks and positions are the same in all phases
+# layer       reads its own entry, which is copied to the device, updated and copied back
+# afterwards  the entries are joined and put into the caller's cache; after an exception the cache is unchanged
 
 from __future__ import annotations
 
@@ -168,7 +166,7 @@ def cache_argument(model: nn.Module) -> str | None:
 def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
     """Rename a KV cache among keyword arguments to the argument name that the model's forward has.
 
-    If the caller used another name, as in earlier versions of transformers, a `FutureWarning` is given.
+    A cache under the argument name of an earlier version of transformers causes a `FutureWarning`.
     """
     # without this, the model's forward would warn in each phase and microbatch, at a line of this package
     renamed = named_for(model_inside(model).forward, kwargs)

@@ -28,7 +28,7 @@ class Tree:
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
-        """Return the keys of all tensors, including tensors inside lists, dictionaries and KV caches."""
+        """Return the `Key` of each tensor in this tree, including tensors inside lists, dictionaries and KV caches."""
         found = {leaf for leaf in self.leaves if isinstance(leaf, Key)}
         for leaf in self.leaves:
             if isinstance(leaf, BoxUse) and leaf.content is not None:
@@ -116,7 +116,7 @@ class CallLog(Static):
     is_of_others: bool = False
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
-        """Return a copy of the log with new layer calls, and with keys of tensors that later modules need."""
+        """Return a copy of this record of layer calls, with more calls and more tensors that later modules need."""
         last_use = dict(self.last_use)
         for place, call in sorted(calls.items()):
             last_use.update(dict.fromkeys(call.arguments.keys(), place))
@@ -125,7 +125,7 @@ class CallLog(Static):
         )
 
     def made(self, place: int, result: Tree, captured: Tree | None) -> CallLog:
-        """Return a copy of the log with the result of layer call number ``place``."""
+        """Return a copy of this record of layer calls, to which the result of layer call number ``place`` is added."""
         held = self.captured if captured is None else {**self.captured, place: captured}
         return dataclasses.replace(self, results={**self.results, place: result}, captured=held)
 

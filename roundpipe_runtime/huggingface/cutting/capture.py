@@ -1,11 +1,11 @@
 """Collect outputs that transformers captures by hooks in layers: router logits, attentions, hidden states.
 
-A forward that returns captured outputs sets a context variable, the collector ``{name: list}``, and hooks append to its
-lists. In a pipeline, layers run in other threads, later, and more than once, so two kinds of collectors exist::
-
-    phase       the model's collector        completed calls extend it, recorded calls append a placeholder
-    layer       a collector for each call    hooks append to it; its lists pass to later phases like other outputs
+A forward that returns captured outputs sets a context variable to a dictionary of lists, and hooks append to the lists.
+In a pipeline, layers run in other threads, later, and more than once, so each layer call gets its own dictionary.
 """
+
+# phase       the model's dictionary        completed calls extend it, recorded calls append a placeholder
+# layer       a dictionary for each call    hooks append to it; its lists pass to later phases like other outputs
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def collected_so_far() -> tuple[tuple[str, int], ...]:
 def collect_recorded(stand_in: Any) -> None:
     """Append a placeholder to the captured outputs of the running forward, for a layer that is recorded but not run.
 
-    With placeholders, lists of captured outputs have the right lengths. Code that computes with one ends the forward.
+    So lists of captured outputs are as long as after the layer. Computing with a placeholder stops the model's forward.
     """
     for name, found in _collected().items():
         if name != _SELECTION:  # the first layer adds two hidden states: its input and its output
@@ -55,7 +55,7 @@ def collect_recorded(stand_in: Any) -> None:
 
 
 def extend_collected(captured: Mapping[str, list[Any]]) -> None:
-    """Append outputs that hooks captured in a completed layer call to the captured outputs of the running forward."""
+    """Append outputs that hooks captured in a completed layer call to the lists of the model's running forward."""
     held = _collected()
     for name, found in captured.items():
         if name not in held:
@@ -90,7 +90,7 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
 def install_hooks(model: nn.Module) -> None:
     """Install the hooks by which transformers captures outputs on the layers of the model, before any forward.
 
-    Transformers would install the hooks in the first forward, which runs a copy of the model without layers.
+    Transformers itself would install hooks in the first forward, but that runs a copy of the model without layers.
     """
     module = sys.modules.get(_MODULE)
     if module is None:
@@ -132,7 +132,7 @@ _HOOKED = "_rp_hooked_outputs"
 
 
 def is_old() -> bool:
-    """Report whether the imported version of transformers captures outputs without a collector, as 4.56 and 5.0 do."""
+    """Report whether the imported transformers captures outputs without a context variable, as 4.56 and 5.0 do."""
     generic = sys.modules.get("transformers.utils.generic")
     return _MODULE not in sys.modules and hasattr(generic, "_CAN_RECORD_REGISTRY")
 
@@ -203,7 +203,7 @@ def _decorated(model: nn.Module) -> list[nn.Module]:
 
 
 def _wrapper(function: Any) -> Callable[..., Any] | None:
-    """Return the wrapper that transformers' ``check_model_inputs`` made: ``function``, or a function inside it."""
+    # the wrapper that the decorator `check_model_inputs` of transformers made, also below other decorators
     while function is not None:
         if getattr(function, "__code__", None) and function.__code__.co_qualname.startswith("check_model_inputs."):
             return function  # type: ignore[no-any-return] # a function has a code

@@ -72,7 +72,7 @@ def check_equivalence(
 
 
 def engine_on_host(model: nn.Module, pieces: Sequence[nn.Module]) -> contextlib.closing[Engine]:
-    """Return a context manager that yields an engine for ``pieces`` on the host, without copies of parameters."""
+    """Return a context manager that yields an engine, which runs ``pieces`` on the host without copying parameters."""
     return contextlib.closing(Engine(model, pieces, [_Host("check")], EngineOptions(None, "check")))
 
 
@@ -190,7 +190,7 @@ def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
     """Context manager in which each use of a large tied parameter has its own parameter with the same memory.
 
     Autograd would sum the gradients of an embedding and its tied head, which needs three more tensors of the
-    embedding's size. With two parameters, the digests of both gradients are summed instead.
+    embedding's size. With one parameter per use, only digests of the gradients are summed.
     """
     seen: set[int] = set()
     with contextlib.ExitStack() as stack:
@@ -210,7 +210,7 @@ def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
 def _collecting(
     found: Gradients, parameter: nn.Parameter, place: nn.Parameter
 ) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in which gradients of ``place`` are added to the digest of ``parameter``."""
+    # each gradient of `place` is added to the digest of `parameter`, then dropped
     if not (place.requires_grad and place.is_leaf):
         return contextlib.nullcontext()
     handle: RemovableHandle = place.register_post_accumulate_grad_hook(functools.partial(_collect, found, parameter))
@@ -259,7 +259,7 @@ class CutReport:
         bytes: bytes of the parameters of each module of the pipeline.
         equivalence: differences from the original model; ``None`` if they were not checked.
         refused: reason and message for each attempt to split the model that failed.
-        losses: a line for each set of argument names with labels, which states how the loss is computed.
+        losses: text about how the loss is computed, for each set of argument names that includes labels.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut

@@ -57,7 +57,7 @@ class Cut:
     def of(
         cls, model: nn.Module, pieces: Sequence[nn.Module], report: CutReport, layers: Mapping[str, nn.Module]
     ) -> Cut:
-        """Return a ``Cut`` of ``pieces``, which get the model's current training mode, parameters and attributes.
+        """Return a split model; its modules get the model's current training mode, parameters and attributes.
 
         Args:
             model: original model.
@@ -112,7 +112,7 @@ class Cut:
         return made
 
     def _renew(self) -> None:
-        """Copy the model outside of its layers again, after its modules, functions or objects changed."""
+        """Copy the modules outside of the layers again, after modules, functions or objects of the model changed."""
         # It is not known which phases read a new parameter, so all phases get it. Later phases may now compute with the
         # outputs of embeddings, so all phases compute these outputs.
         first = self.pieces[0]
@@ -162,8 +162,8 @@ def cut(
     Args:
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``. A model on ``meta`` is
             split without a comparison.
-        example: keyword arguments of the model's forward. Two rows are enough, but the model must run the same code for
-            them as for later batches: include images if batches have images. Default: a few tokens, with one row
+        example: keyword arguments of the model's forward. Two rows are enough. The model must run the same code for the
+            example as for later batches: include images if batches have images. Default: a few tokens, with one row
             padded.
         check: whether to compare the split and the original model, by a forward and backward of each on the host.
         skip_modules: modules, such as lists of layers, in which the model is not split.

@@ -1,4 +1,4 @@
-"""The plan of a split model, and the values that pass between its modules, per microbatch or joined."""
+"""The plan of a split model, and the values that pass between its modules, for a microbatch or the whole batch."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class CutPlan:
 class CutState:
     """The values that a module of a split model passes to the next module, for one microbatch.
 
-    The engine flattens this state between two modules, to copy its tensors to the next device. A module never changes
-    the state in place, because the engine passes the same state again for recomputation.
+    The engine of the pipeline flattens these values between two modules, to copy tensors to the next device. A module
+    never changes them in place, because the engine passes the same values again for recomputation.
     """
 
     call: tuple[tuple[Any, ...], Kwargs]  # arguments of the model, `(args, kwargs)`
@@ -116,7 +116,7 @@ def device_of(tree: PyTree) -> torch.device:
 
 
 def _generator(call: Any) -> Any:
-    """Return the object that seeds the device of a tree: torch's CPU generator, or a module such as ``torch.cuda``."""
+    """Return the object that seeds a device: torch's CPU generator, or a module such as ``torch.cuda``."""
     device = device_of(call)
     is_host = device.type in ("cpu", "meta")
     return torch.default_generator if is_host else torch.get_device_module(device)
@@ -183,7 +183,7 @@ def state_leaves(state: CutState) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def _are_alike(held: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two lists have tensors at the same positions; a model may omit the mask for some rows."""
+    # not alike: one list has a mask where the other has `None`, because a model omits the mask for unpadded rows
     return all(type(one) is type(other) for one, other in zip(held, others, strict=True))
 
 

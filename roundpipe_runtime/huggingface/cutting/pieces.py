@@ -80,7 +80,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_runs_again(self) -> CutPlan:
-        """A key that all phases share, because they repeat the model's own code and may write the same buffers."""
+        """The plan: a common key of modules that repeat the code outside of layers and may write the same buffers."""
         return self.program
 
     @property
@@ -89,7 +89,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_to_compile(self) -> None:
-        """``None``: code outside of the layers is not compiled, because an exception ends it at the next layer."""
+        """``None``: code outside of layers is not compiled: an exception ends it where a layer must run first."""
         return
 
     @property
@@ -144,7 +144,7 @@ class Phase(nn.Module):
 
 
 class MissingValueError(BatchStructureError):
-    """The model's own code reads an output that is not stored, because the code did not read it for the example."""
+    """The model's code reads a layer output that is not stored, because it was not read when the model was split."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(
@@ -171,7 +171,7 @@ class Whole(nn.Module):
 
     @property
     def _rp_to_compile(self) -> None:
-        """``None``: the model is not compiled, because this module also handles losses and caches."""
+        """``None``: a model that was not split is not compiled, because its wrapper also handles losses and caches."""
         return
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -197,7 +197,7 @@ class LayerCall(nn.Module):
 
     @property
     def _rp_to_compile(self) -> nn.Module:
-        """The layer, which is compiled without the code that reads its arguments from the state."""
+        """The layer: ``torch.compile`` gets the layer, without this module's code that prepares the arguments."""
         return self.layer
 
     def forward(self, state: CutState) -> CutState:
@@ -238,7 +238,7 @@ class LayerCall(nn.Module):
 
 
 def _kept_outputs(call_log: CallLog, program: CutPlan) -> frozenset[Key]:
-    """Return keys of the layer and embedding outputs that the model returns, and of single-token embeddings."""
+    """Return keys of layer and embedding outputs that are kept because the model returns them or may read them."""
     # some models compare the embedding of an image token with the inputs in a later phase
     embedded = frozenset(
         one.key
@@ -279,14 +279,14 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 class PhaseSession:
     """Replaces layers while other code of the model runs: returns results of completed calls, and records new calls.
 
-    The model's forward restarts in every phase, because Python cannot resume a function in the middle::
-
-        phase 1 of 2    embed        placeholder with the shape of phase 0's output
-                        layers.0     replayed: the output that the state holds
-                        layers.1     recorded: arguments by key; placeholders are returned
-                        norm(x)      x is a placeholder: the phase ends
+    The model's forward restarts in every phase, because Python cannot resume a function in the middle.
     """
 
+    # phase 1 of 2    embed        placeholder with the shape of phase 0's output
+    #                 layers.0     replayed: the output that the state holds
+    #                 layers.1     recorded: arguments by key; placeholders are returned
+    #                 norm(x)      x is a placeholder: the phase ends
+    #
     # phase: number of the phase. Calls at position `program.ends[phase]` and later belong to later phases.
 
     def __init__(self, program: CutPlan, state: CutState, phase: int) -> None:
@@ -397,7 +397,7 @@ class PhaseSession:
     # -- new calls ---------------------------------------------------------------------------------------------------
 
     def _next_place(self, layer: str) -> int:
-        """Return the position of a layer's call in the plan; calls that LayerDrop skips are not recorded."""
+        """Return the next position of a call of ``layer`` in the plan; skip calls of layers that LayerDrop dropped."""
         places = range(self._place, self.program.ends[self._phase])
         for place in places:
             if self.program.calls[place].layer == layer:

@@ -1,7 +1,7 @@
 """Copy a model with stubs instead of its layers, and make placeholders for the tensors that layers would return.
 
-A copy shares parameters, buffers and configuration with the model, but has its own module objects. So the copy can have
-parameters on one device while layers and other copies run on other devices.
+A copy shares parameters, buffers and configuration with the model, but has its own module objects. So a copy can have
+parameters on one device while the layers and further copies of the model run on other devices.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any])
 
 
 class Key(NamedTuple):
-    """The key of a tensor: output ``leaf`` of layer call ``call``; with a negative ``call``, not of a layer."""
+    """Names a tensor: output number ``leaf`` of layer call number ``call``, which is negative if no layer made it."""
 
     call: int
     leaf: int
@@ -263,7 +263,7 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer queries about a known shape; raise `NeedsValue` for any other operation."""
+        """Return a known shape, dtype or device of a placeholder; raise `NeedsValue` for other operations."""
         found = first_placeholder([*args, *(kwargs or {}).values()])
         if found is None or func in _ALWAYS or (found.has_form and func in _FORM):
             with DisableTorchFunctionSubclass():
@@ -278,7 +278,7 @@ class Placeholder(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raise `NeedsValue`, because an operator that no torch function covers reads values."""
+        """Raise `NeedsValue`: an operator without a torch function would read the values of a placeholder."""
         found = first_placeholder([*args, *(kwargs or {}).values()])
         raise NeedsValue(found.key if found is not None else Key(-1, -1))
 

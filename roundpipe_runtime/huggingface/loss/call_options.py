@@ -57,11 +57,10 @@ class SmoothedLoss(Static):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check ``factor``, and convert ``num_items_in_batch`` to a float: a `Static` object must contain no tensor."""
         if not 0 <= self.factor <= 1:
             raise LossError(f"SmoothedLoss: the factor must be from 0 to 1, found {self.factor!r}.")
         if self.num_items_in_batch is not None:
-            object.__setattr__(self, "num_items_in_batch", float(self.num_items_in_batch))
+            object.__setattr__(self, "num_items_in_batch", float(self.num_items_in_batch))  # no tensor
 
     def __call__(self, outputs: PyTree, labels: torch.Tensor) -> WeightedLoss | torch.Tensor:
         """Return the loss of outputs that contain logits.
@@ -155,7 +154,7 @@ CALL_OPTIONS = "roundpipe_call_options"
 class CallOptions:
     """How the last module of a pipeline computes and returns the loss of a microbatch.
 
-    With these options, the last module returns ``(output, items, rows)``; see `with_loss_weight`.
+    If a call has `CallOptions`, the last module also returns the number of terms in its mean loss, and of its rows.
     """
 
     loss_only: bool = False  # whether only the loss of the output is used, so that logits are not needed

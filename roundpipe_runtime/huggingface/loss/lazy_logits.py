@@ -2,8 +2,9 @@
 
 The head of the model returns a `LazyLogits`: a tensor with a shape and no memory, which records elementwise operations
 (a scale, a soft cap, a wider dtype) and selections of rows. The `cross_entropy` of a `LazyLogits` is computed in
-chunks. Any other operation computes the real logits. Code that writes into logits, or calls operators instead of torch
-functions, raises `NotLazy`, and the forward is repeated with the real head. Results equal those of the real head.
+chunks. An operation on a `LazyLogits` that is not in this list computes the logits first. Code that writes into logits,
+or calls operators instead of torch functions, raises `NotLazy`, and the forward is repeated without lazy logits. The
+loss is the same with and without lazy logits.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class LazyLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record an elementwise operation, compute a loss in chunks, or compute the real logits for ``func``."""
+        """Record an elementwise operation, or compute a ``cross_entropy``; for other functions, compute the logits."""
         kwargs = kwargs or {}
         if _writes(func, kwargs):
             raise NotLazy
@@ -118,7 +119,7 @@ class LazyLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raise `NotLazy`, because autograd would not record an operator that is called below torch functions."""
+        """Raise `NotLazy`: autograd does not record an operator that is called directly, without a torch function."""
         raise NotLazy
 
 
@@ -166,7 +167,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _rows(logits: LazyLogits, index: Any) -> LazyLogits | None:
-    """Return logits of the rows that slices select; ``None`` if the index selects only some of the vocabulary."""
+    """Return the lazy logits of some rows; ``None`` if ``index`` is not made of slices, or cuts the vocabulary."""
     index = index if isinstance(index, tuple) else (index,)
     whole = slice(None)
     if not all(isinstance(one, slice) or one is Ellipsis for one in index) or index.count(Ellipsis) > 1:

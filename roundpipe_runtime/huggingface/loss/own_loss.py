@@ -2,7 +2,7 @@
 
 The loss of a model may be a mean over rows, over all tokens, or over labels that are not ignored, and its configuration
 does not state which. During a forward, torch's averaging functions are intercepted to count the items of the mean. The
-loss of the batch is the sum of mean x items over microbatches, divided by all items, as `loss_proof` checks.
+loss of the batch is the mean of microbatch losses, weighted by these numbers; `loss_proof` checks this on a few rows.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_weights(items: Sequence[float], *, is_share: bool, is_proven: bool) ->
 
 
 def loss_of_batch(losses: Sequence[torch.Tensor], items: Sequence[float]) -> torch.Tensor:
-    """Return the mean of microbatch losses weighted by ``items``; a loss with -1 items is added with weight 1."""
+    """Return the mean of microbatch losses, weighted by ``items``; a loss with -1 in ``items`` gets weight 1."""
     total = math.fsum(items)
     shares = [1.0 if count < 0 or len(items) == 1 else count / total if total else 0.0 for count in items]
     return torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum()

@@ -1,12 +1,9 @@
-"""``transformers.Trainer`` classes whose models run through pipelines. Loading this file imports transformers.
+"""``transformers.Trainer`` classes whose models run through pipelines. Loading this file imports transformers."""
 
-::
-
-    Trainer          self.model            the model on the host, for names, configuration, saving and generation
-                     self.model_wrapped    the pipeline around the same parameters, which runs
-    per batch        training_step         forward_backward of the pipeline, with gradients on the host
-    per step         clipping, optimizer and scheduler of the Trainer, on the host
-"""
+# Trainer          self.model            the model on the host, for names, configuration, saving and generation
+#                  self.model_wrapped    the pipeline around the same parameters, which runs
+# per batch        training_step         forward_backward of the pipeline, with gradients on the host
+# per step         clipping, optimizer and scheduler of the Trainer, on the host
 
 from __future__ import annotations
 
@@ -145,7 +142,7 @@ class PipelineForward(OtherForward):
             self._is_running = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the original forward for a copy of the model, because the pipeline has the weights of the original."""
+        """Return the forward of the model's class for a copy of the model, which must not run through the pipeline."""
         copied = memo[id(self._trainer.model)]
         return types.MethodType(type(copied).forward, copied)
 
@@ -334,7 +331,7 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
         microbatches: number of microbatches per batch. Default: number of devices + 1.
         keep_parameters: GB of each device for parameters that stay on it, or ``"auto"``, as for
-            :class:`RoundPipeRunConfig`. Values above 0 are useful if only adapters are trained. Default: 0.
+            :class:`RoundPipeRunConfig`. Keeping parameters is useful if only adapters are trained. Default: 0.
         optim_dtype: dtype in which the optimizer works, as for :class:`RoundPipe`. Use ``torch.float32`` for a model in
             16 bits.
         example: example batch with which the model is split, as for :func:`wrap_model_to_roundpipe`. Default: a few
@@ -509,7 +506,7 @@ class RoundPipeSeq2SeqTrainer(RoundPipeTrainer, Seq2SeqTrainer):  # type: ignore
 
 
 class _Shifted:
-    """Label smoother that shifts labels for causal models, which the Trainer does not recognize in a pipeline."""
+    """Label smoother that shifts labels, because the Trainer does not recognize a causal model inside a pipeline."""
 
     def __init__(self, smoother: Any) -> None:
         self.smoother = smoother

@@ -528,7 +528,7 @@ class SavingTrainer(PipelineTrainer):
     def _rp_load_converted(self, folder: str) -> None:
         """Load weights whose names in the checkpoint differ from their names in the model, such as weights of experts.
 
-        The Trainer would only warn about such weights: https://github.com/huggingface/transformers/issues/43701
+        The Trainer only warns if names of weights differ: https://github.com/huggingface/transformers/issues/43701
         """
         if self._rp_is_converted:
             with generator_kept():

@@ -294,7 +294,7 @@ class Training:
         return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
     def _is_fused(self) -> bool:
-        """Whether AdamW can be fused: with ``replicas=``, its results must not depend on how weights are sharded."""
+        """Whether AdamW can be fused: with groups, only if results do not depend on the number of processes."""
         cut = [p for p in self.pipeline.optim_parameters() if p.requires_grad and p.dim() > 1]
         return not self._has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
 
@@ -368,7 +368,7 @@ _RECORDED_STEP = 5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a training: its exit status, checkpoint and timeline step.
+    """The end of a training: exit status, last checkpoint, and number of the step whose timeline was recorded.
 
     Attributes:
         status: exit status: 0 for a complete training, 130 after Ctrl-C, 143 after SIGTERM.
@@ -395,10 +395,11 @@ def run(
 ) -> Outcome:
     """Run all remaining steps of a training.
 
-    After an error, the completed steps are saved in a checkpoint, which a note of the error names, unless the optimizer
-    failed in the middle of its step. After Ctrl-C or SIGTERM, the current step and its evaluation are completed, and a
-    checkpoint is written, from which the training continues bitwise identically; a second signal ends the process at
-    once. Of several processes, the first process writes metrics, and each process writes its own timeline.
+    After an error, the completed steps are saved in a checkpoint, and a note of the error names the checkpoint. After
+    an error in the middle of an optimizer step, no checkpoint is saved. After Ctrl-C or SIGTERM, the current step and
+    its evaluation are completed, and a checkpoint is written, from which the training continues bitwise identically; a
+    second signal ends the process at once. Of several processes, the first process writes metrics, and each process
+    writes its own timeline.
 
     Args:
         training: training to run, which continues from a checkpoint after :meth:`Training.restore`.
@@ -412,7 +413,7 @@ def run(
         save_model: function that saves the model, called in each process right after the last step.
 
     Returns:
-        The exit status, the last checkpoint and the step of the timeline.
+        The exit status, the last checkpoint, and the number of the step whose timeline was recorded.
 
     Raises:
         FineTuneError: the training cannot continue.
@@ -491,7 +492,7 @@ def timeline_of_rank(path: str | os.PathLike[str], rank: int) -> pathlib.Path:
     """Return the file for the timeline of a process.
 
     Args:
-        path: file of the first process.
+        path: file for the timeline of the first process.
         rank: rank of the process.
 
     Returns:

@@ -1,12 +1,9 @@
-"""Put tokenized conversations into rows: one conversation per row, or several in a row of fixed length.
+"""Put tokenized conversations into rows: one conversation per row, or several in a row of fixed length."""
 
-::
-
-    one per row    A A A A A         padded on the right to the longest row of the batch
-                   B B B . .
-    packed         A A A A A B B B   A and B do not attend to each other
-    positions      0 1 2 3 4 0 1 2
-"""
+# one per row    A A A A A         padded on the right to the longest row of the batch
+#                B B B . .
+# packed         A A A A A B B B   A and B do not attend to each other
+# positions      0 1 2 3 4 0 1 2
 
 from __future__ import annotations
 
@@ -120,11 +117,11 @@ def read_chats(
     """Read conversations and return rows of tokens, in which only the tokens of answers count for the loss.
 
     Args:
-        names: files of JSON, Parquet or CSV, folders of such files or saved by the library datasets, and patterns.
+        names: files of JSON, Parquet or CSV, folders of such files, folders saved by datasets, or glob patterns.
         tokenizer: tokenizer of a model with a chat template.
         length: largest number of tokens of a row; longer conversations are cut.
         template: file with a chat template. Default: the tokenizer's chat template.
-        ignored: fields of rows and messages that are ignored. Any other unknown field is an error.
+        ignored: fields of rows and messages that are ignored. A field that is unknown and not ignored is an error.
         packed: whether a row holds as many conversations as fit.
         eval_share: share of the rows that is held out for evaluation, from 0 to 1.
         seed: seed for the choice of the held-out rows.

@@ -5,9 +5,9 @@ r"""Read conversations in four common forms, tokenize them with a chat template,
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
     ...................................................^^^^^^^^^^^^^^^^^ count
 
-A template with ``{% generation %}`` blocks marks the answers itself, and TRL has such a template for many models. With
-any other template, an answer is the text that its message adds to the rendered earlier messages with a generation
-prompt. A conversation is refused if the template leaves out a message or a field of it.
+A template with ``{% generation %}`` blocks marks the answers itself, and TRL has such a template for many models. For a
+template without such marks, the earlier messages are rendered with a generation prompt, and the answer is the text that
+rendering with the answer's message adds. A conversation is refused if the template omits a message or a field of it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Encoder:
         self._variables = variables - {*_OWN, *self._inner.special_tokens_map}
 
     def _training_template(self) -> str | None:
-        """Return TRL's template with marks for the tokenizer's template; ``None`` if TRL has none."""
+        """Return TRL's version of the tokenizer's chat template, which marks answers; ``None`` if TRL has none."""
         if not self._has_template or self._marks_answers:
             return None
         from trl.chat_template_utils import get_training_chat_template
@@ -188,7 +188,7 @@ class Encoder:
 
 
 def _variables(templates: Iterable[str]) -> set[str]:
-    """Return the variables that templates read."""
+    """Return the names of the variables that chat templates read from a message or row."""
     from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -299,7 +299,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _form_of(row: Mapping[str, Any], place: str) -> tuple[Sequence[str], Any, Any]:
-    """Return the names of the fields of a row's conversation, its prompt and its answers: texts, or lists."""
+    """Return which fields of a row hold its conversation, the prompt, and the answers (text, or a list of messages)."""
     for name in _LISTS:
         if isinstance(row.get(name), list):
             return [name], [], row[name]

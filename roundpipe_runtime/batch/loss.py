@@ -120,8 +120,8 @@ def read_loss(value: Any) -> LossValue:
         else type(value).__qualname__
     )
     raise LossError(
-        f"loss_fn must return a tensor, a sequence of tensors or a pair (sum, weight), found {found}. To return a mean "
-        "over tokens that is exact for microbatches:\n    return WeightedLoss(per_token.sum(), number_of_tokens)"
+        f"loss_fn must return a tensor, a sequence of tensors or a pair (sum, weight), found {found}. To average over "
+        "all tokens of all microbatches:\n    return WeightedLoss(per_token.sum(), number_of_tokens)"
     )
 
 
@@ -207,8 +207,8 @@ class LossContract:
             return
         raise LossError(
             f"loss_fn takes the mean over {_format_items(found, rows)} in microbatch {index} of {rows} rows, and over "
-            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. The average of "
-            'such means, weighted by rows (loss_reduction="mean"), is not the loss of the batch. Return sum and '
+            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. The average "
+            'over microbatches by rows (loss_reduction="mean") is not the loss of the batch. Return sum and '
             'divisor:\n    summed = cross_entropy(outputs, labels, reduction="sum")\n'
             "    return WeightedLoss(summed, (labels != -100).sum())"
         )
@@ -366,8 +366,8 @@ def _is_pair(value: Any) -> bool:
     if not isinstance(first, torch.Tensor) or first.requires_grad or not second.is_floating_point():
         return True
     raise LossError(
-        "loss_fn returned a tuple of two tensors, none of which requires grad. The tensors may be two losses, or a sum "
-        "and its weight. Write one of\n"
+        "loss_fn returned a tuple of two tensors, none of which requires grad. Two losses and a sum with "
+        "its weight look the same. Write one of\n"
         "    return WeightedLoss(total, weight)\n"
         "    return [loss, other_loss]"
     )

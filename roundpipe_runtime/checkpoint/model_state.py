@@ -103,7 +103,7 @@ def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
         first, dtype = homeless[0], stored["masters"][homeless[0]].dtype
         raise CheckpointError(
             f"The saved optimizer used {dtype} copies of {len(homeless)} parameters, like {first}; your optimizer does "
-            f"not. Make the pipeline with the same master weights:\n    RoundPipe(model, optim_dtype={dtype})"
+            f"not. Create the pipeline with master weights of this dtype:\n    RoundPipe(model, optim_dtype={dtype})"
         )
 
 

@@ -69,8 +69,8 @@ def train(
     stdout, job = sys.stdout, tuning.Job()
     if step.host != HOST_IN_MEMORY and (job.size > 1 or step.replicas is not None):
         raise UserError(
-            f"--host {step.host} trains in one process, without groups. Start one process and leave --replicas out, or "
-            "use --host memory"
+            f"--host {step.host} works only in one process, without --replicas. Start one process and leave --replicas "
+            "out, or use --host memory"
         )
     if what.json and job.is_first:
         context.with_resource(contextlib.redirect_stdout(sys.stderr))
@@ -269,7 +269,7 @@ def _naming_memory(step: StepOptions) -> Iterator[None]:
             raise
         what = str(error).partition(". Cut the layer")[0]
         raise UserError(
-            f"--memory {step.memory} is too little: {what}. Give more, or see what a model needs: roundpipe plan MODEL"
+            f"--memory {step.memory} is too little: {what}. Raise --memory; see a model's needs: roundpipe plan MODEL"
         ) from error
 
 

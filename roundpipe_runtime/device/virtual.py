@@ -128,7 +128,7 @@ class VirtualDevice:
         """
         if ready is not None and not ready.done():
             if self.check:
-                raise UseAfterReleaseError(f"{self.name}: copy_in reads a {_drawn(tensor)} before its event passed.")
+                raise UseAfterReleaseError(f"{self.name} copies a {_drawn(tensor)} before the event `ready` is done.")
             ready.result()
         if self.check and (found := _LEDGER.read(tensor)) is not None:
             owner, _ = found

@@ -347,7 +347,7 @@ class RankSteps(StepRunner):
         if held & whole:
             raise DistributedError(
                 f"{type(optimizer).__name__} was made from the full parameters of the model, which get no gradient: "
-                "this rank has the gradients of its own rows only. Create the optimizer inside OptimizerCtx:\n"
+                "this rank has the gradients of its shards only. Create the optimizer inside OptimizerCtx:\n"
                 "    with OptimizerCtx():\n"
                 f"        optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
             )
@@ -366,7 +366,7 @@ class RankSteps(StepRunner):
             return
         raise DistributedError(
             f"{type(optimizer).__name__} {problem}. Each rank has one of {self.ranks.num_shards} shards of each "
-            "matrix. Keep whole matrices on each host; the results stay the same:\n"
+            "matrix. Do not shard the optimizer state; the results of training stay the same:\n"
             f'    mesh = init_device_mesh("cpu", ({self.ranks.size}, 1))\n    model = RoundPipe(model, mesh=mesh)'
         )
 

@@ -322,8 +322,8 @@ class Engine(RunLifecycle):
         groups = split(args, kwargs, label, count, split_input=config.split_input, split_label=config.split_label)
         if len(groups) > count:
             raise ConfigError(
-                f"The batch is given in {len(groups)} parts, but this rank has {count} groups of rows (replicas=). "
-                "Give whole tensors, or one part for each group."
+                f"The batch was split into {len(groups)} parts, but replicas= gives this rank {count} groups of rows. "
+                "Pass whole tensors, or one part for each group."
             )
         self._check_rows(batch, [group.rows for group in groups], config)
         parts = [self.split(FlatBatch.of(group.args, group.kwargs, group.label), config) for group in groups]

@@ -395,7 +395,7 @@ def check_curve(path: str | os.PathLike[str]) -> None:
         MissingDependencyError: matplotlib is not installed.
     """
     if pathlib.Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise FineTuneError(f"{path} does not end in .png, .svg or .pdf. Use one of these: --plot losses.svg")
+        raise FineTuneError(f"{path} does not end in .png, .svg or .pdf. Change the ending: --plot losses.svg")
     require("matplotlib", purpose="--plot")
 
 

@@ -61,8 +61,8 @@ def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
     tokens = kwargs.get("input_ids")
     if kwargs.get("cu_seq_lens_q") is not None and isinstance(tokens, torch.Tensor) and len(tokens) > 1:
         raise ConfigError(
-            f"cu_seq_lens_q counts texts across all {len(tokens)} rows, which cannot be split. Give the rows a mask "
-            "instead, or concatenate them to one row:\n    DataCollatorWithFlattening()"
+            f"cu_seq_lens_q has the offsets of the texts of all {len(tokens)} rows, so the rows cannot be split. Pass "
+            "an attention_mask instead, or concatenate the rows to one row:\n    DataCollatorWithFlattening()"
         )
 
 
@@ -329,8 +329,8 @@ def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
         return True
     raise SplitError(
         f"kwargs[{name!r}] is a list of {len(values)} entries, each with {len(values)} rows, and the batch has "
-        f"{len(values)} rows. It is not clear whether entry i belongs to row i of the batch, or row i of every entry "
-        "does. Split the list with a function:\n"
+        f"{len(values)} rows. It is not clear whether each entry is for one row of the batch, or for all rows. "
+        "Split the list with a function:\n"
         "    RoundPipeRunConfig(split_input=lambda args, kwargs, count: (args_of_parts, kwargs_of_parts))"
     )
 

@@ -250,7 +250,7 @@ def _check_heads(model: nn.Module, size: int) -> None:
     if not heads or heads % size or keys % size:
         raise ConfigError(
             f"{type(model).__name__} has {heads} query heads and {keys} key/value heads, which {size} processes cannot "
-            "share. Start a number of processes that divides both numbers."
+            "share. Start a number of processes that divides both numbers of heads."
         )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(

@@ -57,7 +57,7 @@ def quantize_frozen(
     require("torchao" if kind == "int8" else "bitsandbytes", purpose=kind, extra="quantized")
     chosen = dict(linear_layers(model))
     if not chosen:
-        raise ConfigError(f"quantize_frozen: {type(model).__name__} has no linear layer in a list of layers.")
+        raise ConfigError(f"quantize_frozen: {type(model).__name__} has no linear layer in a ModuleList or Sequential.")
     buffers = [(path, one) for path, one in model.named_buffers(remove_duplicate=False) if one.is_meta]
     if weights and (unread := {path for path, _ in buffers}.difference(model.state_dict())):
         raise ConfigError(

@@ -112,7 +112,7 @@ class InBackwardStore(ParameterStore):
             if before or after:
                 raise ConfigError(
                     f'update="in_backward": {name} has hooks around its step, which would see no gradient. Remove '
-                    f"them, or keep the gradients until the step:\n    {_IN_PLACE}"
+                    f"the hooks, or keep the gradients until the step:\n    {_IN_PLACE}"
                 )
             if not can_step_in_parts(optimizer):
                 raise ConfigError(

@@ -262,7 +262,7 @@ class PipelineOptions:
         check_large_tables(self.large_tables)
         if disk_folder(self.host) is not None and self.has_groups:
             raise ConfigError(
-                f'host="{self.host}" trains in one process without groups, and mesh= or replicas= makes groups. '
+                f'host="{self.host}" works only in one process, without mesh= and replicas=. '
                 'Leave mesh= and replicas= out, or train in memory:\n    RoundPipe(model, mesh=mesh, host="memory")'
             )
         if self.update not in ("masters", "in_place", "in_backward"):
@@ -270,8 +270,8 @@ class PipelineOptions:
         if self.update != "masters" and (self.has_groups or disk_folder(self.host) is not None):
             other = "mesh= or replicas=" if self.has_groups else f'host="{self.host}"'
             raise ConfigError(
-                f'update="{self.update}" trains in one process and in memory, which {other} contradicts. Leave {other} '
-                'out, or use the default:\n    RoundPipe(model, update="masters")'
+                f'update="{self.update}" works only in one process and in memory, without {other}. Leave {other} out, '
+                'or use the default update:\n    RoundPipe(model, update="masters")'
             )
         if self.replicas is not None and not (type(self.replicas) is int and self.replicas >= 1):
             raise ConfigError(f"replicas must be a number of at least 1, found {self.replicas!r}.")

@@ -79,7 +79,7 @@ def verify(
     """
     if model is not None:
         if device is not None or explain is not None:
-            raise UserError("--device and --explain are for exported folders. Leave both options out with --model.")
+            raise UserError("--device and --explain are for exported folders, and do not work with --model.")
         return _verify_file(folder, model, names or [], trust=trust, json=json)
     if names or (folder.exists() and not (folder / MANIFEST).exists()):
         why = "--map works only with --model" if names else f"{folder}: yobx-flatten export did not write it"

@@ -88,8 +88,8 @@ def register_class_flattening(
     if isinstance(f_flatten, FlattenFunctions):
         if f_unflatten is not None or f_flatten_with_keys is not None:
             raise InvalidRegistrationError(
-                f"register_class_flattening({cls.__qualname__}): the first argument contains all three functions. "
-                f"Leave out the other functions:\n    register_class_flattening({cls.__qualname__}, functions)"
+                f"register_class_flattening({cls.__qualname__}): FlattenFunctions already has all three functions. "
+                f"Leave the other arguments out:\n    register_class_flattening({cls.__qualname__}, functions)"
             )
         f_flatten, f_flatten_with_keys, f_unflatten = f_flatten
     recipe = Recipe.from_functions(cls, f_flatten, f_unflatten, f_flatten_with_keys)  # type: ignore[arg-type] # refused

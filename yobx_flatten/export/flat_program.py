@@ -115,8 +115,8 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
         value = values[argument]
         if not isinstance(value, torch.Tensor):
             raise InvalidArgumentError(
-                f"{name} is a number that varies, but other runtimes accept only tensors. Pass a 0-d tensor, or fix "
-                "the number in dynamic_shapes."
+                f"The input {name} is a number that varies, but runtimes other than torch accept only tensors. Pass a "
+                "0-d tensor, or fix the number in dynamic_shapes."
             )
         sizes = tuple(counted.get((name, axis), _size(size)) for axis, size in enumerate(value.shape))
         inputs.append((name, value.dtype, sizes))

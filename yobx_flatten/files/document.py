@@ -136,12 +136,12 @@ def inside(folder: pathlib.Path, name: object, failure: type[Exception]) -> path
     parts = pathlib.PurePosixPath(name).parts if isinstance(name, str) else ()
     # on Windows, a backslash or a drive leads to another folder; no file name contains a zero byte
     if not parts or parts[0] == "/" or ".." in parts or any(sign in part for part in parts for sign in "\\:\0"):
-        raise failure(f"A document in {folder} names the file {name!r}, which is not in the folder.")
+        raise failure(f"A JSON file in {folder} names the file {name!r}, which is not in the folder.")
     path = folder.joinpath(*parts)
     try:
         check_regular(path, failure)
     except (FileNotFoundError, NotADirectoryError):
-        raise failure(f"A document in {folder} names the file {name!r}, which does not exist.") from None
+        raise failure(f"A JSON file in {folder} names the file {name!r}, which does not exist.") from None
     return path
 
 

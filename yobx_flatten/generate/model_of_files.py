@@ -173,7 +173,7 @@ class FileModel(ModelWithoutWeights):
         if missing or not wanted:
             raise InvalidArgumentError(
                 f"alignment_heads is {wanted}, but the files return attention weights only of the heads "
-                f"{list(self.steps.heads.values())}. Set these heads, or export again with word_times=True."
+                f"{list(self.steps.heads.values())}. Pass these alignment_heads, or export again with word_times=True."
             )
         return [[layer, places[layer].index(head)] for layer, head in wanted]
 
@@ -336,7 +336,7 @@ class FileModel(ModelWithoutWeights):
         if "encoder_attention_mask" in decoder.ports and mask.shape != hidden.shape[:2]:
             raise InvalidArgumentError(
                 f"attention_mask has shape {tuple(mask.shape)}, but the encoder's input has "
-                f"{tuple(hidden.shape[:2])}. Pass a mask of the shape of the input, without prefill_chunk_size."
+                f"{tuple(hidden.shape[:2])}. Pass a mask of the input's shape, and leave prefill_chunk_size out."
             )
         context = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
         if isinstance(encoder_outputs, Mapping):

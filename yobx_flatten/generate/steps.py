@@ -241,8 +241,8 @@ class Steps:
             return
         if self.parts.embed is not None or self.parts.prefill is not None:
             raise GenerationError(
-                f"This text grew past {switch.length} tokens, where the model reads the whole text again, with its "
-                "pictures or the encoder's input. These files cannot read a text again: ask for fewer new tokens."
+                f"This text grew past {switch.length} tokens, where the model computes the KV cache again from the "
+                "whole text. These files cannot do so with images or an encoder's input: ask for fewer new tokens."
             )
         sequence.new = sequence.tokens
         sequence.cache = self._empty_cache(len(sequence.tokens), sequence.context)
@@ -365,7 +365,7 @@ def tokens_of(name: str, value: Any) -> torch.Tensor:
     lowest = int(tokens.min())
     if lowest < 0:
         raise InvalidArgumentError(
-            f"{name} contains {lowest}, which is not a token. For padding, pass a token and a mask:\n    "
+            f"{name} contains {lowest}, which is not a token. Pad with any valid token, and mask it:\n    "
             f"generate(ids.clamp(min=0), attention_mask=(ids != {lowest}).long())"
         )
     return tokens

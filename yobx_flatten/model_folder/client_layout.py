@@ -67,8 +67,8 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
         )
     if (_STORED.get(bits, bits), dtype) not in _TYPES:
         raise InvalidArgumentError(
-            f"transformers.js has no dtype name for {bits or dtype} weights of a {dtype} model. Its names are "
-            f"{', '.join(name for name, _ in _TYPES.values())}."
+            f"transformers.js has no dtype name for {bits or dtype} weights of a {dtype} model. The dtype names of "
+            f"transformers.js are {', '.join(name for name, _ in _TYPES.values())}."
         )
 
 

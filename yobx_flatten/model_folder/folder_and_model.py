@@ -92,8 +92,8 @@ def explain_folder(
     manifest = read_manifest(path)
     if manifest.runtime != "onnxruntime" or manifest.quality:
         raise InvalidArgumentError(
-            f"{path} is {'quantised' if manifest.quality else f'for {manifest.runtime}'}, but only ONNX files with "
-            "unquantized weights are compared by node. Export without quantize=, and explain that folder."
+            f"{path} is {'quantized' if manifest.quality else f'for {manifest.runtime}'}, but only ONNX files with "
+            "unquantized weights are compared by node. Export to ONNX without quantize=, and pass that folder."
         )
     if not manifest.cases:
         raise InvalidArgumentError(f'{path} contains no test cases: export again without proof="none".')

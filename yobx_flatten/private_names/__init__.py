@@ -36,8 +36,8 @@ def lookup_in(library: str, names: Mapping[str, Private]) -> Callable[[str], Any
         except (ImportError, AttributeError) as error:
             raise ImportError(
                 f"{library} {importlib.metadata.version(library)} has no {private.module}.{private.name}, which this "
-                "project uses. Install a tested version (see yobx-flatten env), or change yobx_flatten/private_names: "
-                f"{private.instead}."
+                f"project uses. Install a {library} version that yobx-flatten env shows as tested, or replace the name "
+                f"in yobx_flatten/private_names: {private.instead}."
             ) from error
         return found
 

@@ -345,6 +345,6 @@ def _hash(value: Static) -> int:
     except TypeError:
         raise StaticDataError(
             f"Static data holds {describe_class(value)}, which is not hashable; JAX uses static data as the key of its "
-            "compiled functions. If the value changes between calls, return it among the children. Store a fixed value "
-            "as a name or numbers, or give its class __hash__ and __eq__ (a frozen dataclass has them)."
+            "compiled functions. Return the value among the children if it changes between calls; otherwise store it "
+            "as strings or numbers, or give its class __hash__ and __eq__ (a frozen dataclass has them)."
         ) from None

@@ -35,8 +35,8 @@ def _check_no_tensors_in_static(recipe: Recipe, sample: object) -> None:
         if isinstance(value, arrays):
             raise RoundTripError(
                 f"{recipe.cls.__qualname__}: its tree spec cannot be stored in a saved program: Static data holds "
-                f"{describe_class(value)}, which cannot be stored with a tree spec. If the value changes between "
-                "calls, return it among the children. Store a fixed value as a name or numbers."
+                f"{describe_class(value)}, which cannot be stored with a tree spec. Return the value among the "
+                "children if it changes between calls; otherwise store it as strings or numbers."
             )
         if isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
             seen.add(id(value))
@@ -88,7 +88,7 @@ def _check_rebuilt(recipe: Recipe, sample: object) -> None:
         if not is_computed_again and not _unchanged(value, found, set()):
             raise RoundTripError(
                 f"{name}: attribute {attribute!r} is not restored, because it is neither a child nor static data. "
-                f"Declare the attribute as a field, or name it:\n    register({name}, children=[..., {attribute!r}])"
+                f"Declare the attribute as a field, or as a child:\n    register({name}, children=[..., {attribute!r}])"
             )
 
 

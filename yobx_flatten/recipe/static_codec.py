@@ -76,8 +76,8 @@ def dump_static(value: Static, *, where: str = "") -> Any:
             "program is fixed, so return the size among the children, as an int."
         )
     raise StaticDataError(
-        f"Static data holds {describe_class(value)}{_at(where)}, which cannot be stored with a tree spec. If the value "
-        "changes between calls, return it among the children. Store a fixed value as a name or numbers."
+        f"Static data holds {describe_class(value)}{_at(where)}, which cannot be stored with a tree spec. Return the "
+        "value among the children if it changes between calls; otherwise store it as strings or numbers."
     )
 
 

@@ -354,6 +354,6 @@ def _resized(leaf: object, sizes: Mapping[int | None, int]) -> object:
 def _check_sizes(sizes: Mapping[str, int], known: set[str]) -> None:
     for name, size in sizes.items():
         if name not in known or name == "total":
-            raise RecordError(f"There is no size {name!r} to choose. Choose among {sorted(known - {'total'})}.")
+            raise RecordError(f"No axis named {name!r} can be resized. Choose among {sorted(known - {'total'})}.")
         if type(size) is not int or size < 1:
             raise RecordError(f"{name}: expected a number of 1 or more, found {size!r}.")

@@ -214,7 +214,7 @@ class RecordedCalls(Sequence[Call]):
         part = self._one(phase)
         if self._callee.owner is None:
             raise RecordError(
-                "The recorded object is not stored in the folder. Pass the object:\n"
+                "The folder stores recorded calls, but not the model that was called. Pass the model:\n"
                 f"    RecordedCalls.load(folder, model)  # {self._callee.label}"
             )
         constants = constants_of(part._calls)

@@ -209,7 +209,7 @@ def choose_providers(device: str | None, providers: Providers | None) -> list[st
     # providers: execution providers, in the form that `onnxruntime.InferenceSession` accepts
     if device is not None and providers is not None:
         raise InvalidArgumentError(
-            f"device={device!r} is a name for a list of providers. Pass device= or providers=, not both."
+            f"device={device!r} and providers= both choose execution providers. Pass device= or providers=, not both."
         )
     if providers is not None:
         chosen = list(providers)

@@ -153,7 +153,7 @@ def _check_called(name: str, node: _Functions, static: Static) -> None:
     of_named_tuples = pytree.SUPPORTED_NODES[collections.namedtuple].unflatten_fn  # type: ignore[index] # its key
     own = f"{getattr(static, '__module__', None)}:{getattr(static, '__qualname__', None)}"
     if node.unflatten is of_named_tuples and own != name:
-        raise DamagedFileError(f"This file would create an object of {name} with the class {static!r} instead.")
+        raise DamagedFileError(f"This file names the class {name}, but would create an object of {static!r}.")
 
 
 def _node_named(name: str) -> _Functions:
@@ -373,7 +373,7 @@ def _read_array(record: Record, source: Source) -> Any:
         return numpy.array(texts, dtype).reshape(shape)
     stored = _array_element(dtype)
     if stored is None:
-        raise DamagedFileError(f"{record['name']!r} is an array of type {record['dtype']!r}, which is never stored.")
+        raise DamagedFileError(f"{record['name']!r} is an array of {record['dtype']!r}, which no such file contains.")
     element, dims = stored[0], _dims(stored[0], (*shape, *stored[1]))
     count = math.prod(shape)
     nbytes = element.nbytes(count, dtype.itemsize)

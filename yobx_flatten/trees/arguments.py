@@ -123,8 +123,8 @@ def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str
     missing = [name for name, value in inputs.items() if name not in shapes and node_of(value) is not None]
     if missing:
         raise DynamicShapesError(
-            f"dynamic_shapes: each input that contains tensors needs an entry. Missing: {missing}. None fixes the "
-            "sizes of an input:\n"
+            f"dynamic_shapes: each input that contains tensors needs an entry. Missing: {missing}. The entry None "
+            "fixes the sizes of an input:\n"
             f"    {missing[0]!r}: None"
         )
     return {**dict.fromkeys(inputs), **shapes}
@@ -137,8 +137,8 @@ def check_no_modules(inputs: Mapping[str, Any]) -> None:
             if isinstance(leaf, torch.nn.Module):
                 cls = type(leaf).__qualname__
                 raise NotRegisteredError(
-                    f"{path} is a module ({class_name(type(leaf))}), which cannot be an input. Make the input a "
-                    "submodule of the module that uses it:\n    self.part = part\nor, if it only holds tensors, "
+                    f"{path} is a module ({class_name(type(leaf))}), which cannot be an input. Assign it to an "
+                    "attribute of the module that uses it:\n    self.part = part\nor, if it only holds tensors, "
                     "register its class by the names of the tensors:\n"
                     f"    register({cls}, children=['x'])"
                 )

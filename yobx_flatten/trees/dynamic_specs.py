@@ -148,7 +148,7 @@ class _Writing:
             if unknown:
                 raise DynamicShapesError(
                     f"{place}: the {type(spec).__name__} has the entries {unknown}, which are not children of "
-                    f"{describe_class(type(obj))}. Its children are {keys}. A child without an entry has a fixed size."
+                    f"{describe_class(type(obj))}. Its children are {keys}; children left out have fixed sizes."
                 )
             return [given.get(key) for key in keys]
         if isinstance(spec, (self.classes.TensorSpec, torch.SymInt)):

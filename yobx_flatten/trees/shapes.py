@@ -63,7 +63,7 @@ def dynamic_shapes(
         if name not in _MEANINGS or type(most) is not int or most < 2:
             raise InvalidArgumentError(
                 f"bounds: expected sizes of 2 or more for 'batch' and 'length', found {name!r}: {most!r}. Set "
-                'bounds of other axes by overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
+                'bounds of any axis by overrides:\n    dynamic_shapes(inputs, {"x": {2: Dim.AUTO(max=64)}})'
             )
     written = _write(inputs, (), None, left, bounds or {})
     if left:
@@ -285,7 +285,7 @@ def _check_leaf(obj: object, shapes: DynamicShapes, path: _Path) -> None:
     if not isinstance(obj, torch.Tensor):
         # type(), since a bool is an int; torch has no dynamic floats
         if type(obj) is not int or not _is_dim(shapes):
-            raise _misfit(path, f"None for {describe_class(obj)}, which is part of the program", shapes)
+            raise _misfit(path, f"None for {describe_class(obj)}, whose value is fixed in the program", shapes)
         return
     if isinstance(shapes, Mapping):
         entries = dict(shapes)

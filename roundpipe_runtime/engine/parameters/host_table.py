@@ -102,8 +102,8 @@ class HostTable(torch.Tensor):
     ) -> Any:
         """Raise an error for operations that bypass ``__torch_function__``, since autograd would not record them."""
         raise StageError(
-            f"{func} reads a large table that stays on the host, in a way that is not supported. Copy the whole "
-            "table to the devices:\n"
+            f"{func} cannot read a large embedding or head matrix that stays in host memory. Copy the whole matrix "
+            "to the devices:\n"
             '    RoundPipe(model, large_tables="whole")'
         )
 

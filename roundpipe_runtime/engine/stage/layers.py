@@ -284,8 +284,8 @@ class LayerCall(CallState):
     def check_repeatable(self, what: str) -> None:
         if not self.is_repeatable():
             raise StageError(
-                f"{self.contents.title} had to {what} for the first time after it had written an input or a buffer in "
-                "place, so the call cannot be repeated. Call the pipeline again."
+                f"{self.contents.title} must be called again to {what}, but has already written an input or a buffer "
+                "in place. Call the pipeline again."
             )
 
     def attempt_with_all(self, *, as_leaves: bool) -> None:

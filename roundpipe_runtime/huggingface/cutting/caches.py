@@ -343,8 +343,8 @@ def check_apart(calls: Sequence[str], read: Mapping[int, frozenset[Entry]]) -> N
             if other != place:
                 raise CutError(
                     "structure",
-                    f"{calls[place]} and {calls[other]} use the same entry of a cache that the model creates. Layers "
-                    "of a pipeline cannot exchange keys and values in a cache.",
+                    f"{calls[place]} and {calls[other]} use the same keys and values of a cache that the model "
+                    "creates, but layers of a pipeline cannot exchange keys and values in a cache.",
                 )
 
 

@@ -101,8 +101,8 @@ class Phase(nn.Module):
         is_finished = isinstance(result, Finished)
         if is_finished != self._is_last:
             raise BatchStructureError(
-                f"This batch runs {'fewer' if is_finished else 'more'} layers or parts of the code between layers than "
-                "the example that the model was split with. Wrap the model with an example like this batch:\n"
+                f"The model runs {'fewer' if is_finished else 'more'} steps (layers, and code between layers) for this "
+                "batch than for the example that it was split with. Wrap the model with an example like this batch:\n"
                 "    wrap_model_to_roundpipe(model, example=batch)"
             )
         return result.output if isinstance(result, Finished) else result.state
@@ -446,8 +446,8 @@ class PhaseSession:
             if not has_layers(leaf):
                 raise CutError(
                     "structure",
-                    f"{layer} gets a {type(leaf).__name__} that the model creates. Layers cannot exchange keys and "
-                    "values in an object of this class, as gradients cannot flow back.",
+                    f"{layer} gets a {type(leaf).__name__} that the model creates, but layers cannot exchange keys "
+                    "and values in an object of this class, as gradients cannot flow back.",
                 )
             reads = self.program.cache_reads
             only = None if reads is None else reads.get(place, frozenset())

@@ -56,7 +56,7 @@ def running(session: Session) -> Iterator[None]:
 def _answer(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     session, layer = _RUNNING.session, self.__dict__["_rp_name"]
     if session is None:
-        raise RuntimeError(f"The placeholder of {layer} was called outside of a forward or backward of the pipeline.")
+        raise RuntimeError(f"The layer {layer} can be called only in a forward or backward of the pipeline.")
     return session.call(layer, args, kwargs)
 
 

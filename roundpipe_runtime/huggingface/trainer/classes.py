@@ -495,8 +495,8 @@ def check_overrides(kind: type[Trainer]) -> None:
         if hidden:
             names = ", ".join(f"{base.__name__}.{name}" for name in hidden)
             raise ConfigError(
-                f"{kind.__name__}: {names} would never be called, because RoundPipeTrainer comes first and replaces "
-                "it. To use your method, derive its class from RoundPipeTrainer:\n"
+                f"{kind.__name__}: {names} would never be called, because RoundPipeTrainer comes first in the base "
+                "classes and has methods of these names. To use yours, derive their class from RoundPipeTrainer:\n"
                 f"    class {base.__name__}(RoundPipeTrainer): ..."
             )
 

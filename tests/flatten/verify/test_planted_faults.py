@@ -284,7 +284,7 @@ def test_the_command_states_its_verdict_and_the_first_node(right, model, tmp_pat
     assert main(["verify", str(tmp_path / "nowhere.onnx"), "--model", str(tmp_path / "mistral")]) == 2
     errors = capsys.readouterr().err
     assert "--map works only with --model" in errors
-    assert "Leave both options out with --model" in errors
+    assert "do not work with --model" in errors
     assert "There is no file and no folder at" in errors
 
 

@@ -181,7 +181,7 @@ def test_what_a_loss_function_may_return(value, kind):
         ([], "found list of []."),
         (("a", 2), "found tuple of ['str', 'int']."),
         ([1.0, 2.0], "found list of ['float', 'float']."),
-        ((torch.tensor(1.0), torch.tensor(2.0)), "The tensors may be two losses, or a sum and its weight."),
+        ((torch.tensor(1.0), torch.tensor(2.0)), "Two losses and a sum with its weight look the same."),
         (
             torch.zeros(3),
             "a loss must be one number. Without loss_fn=, the output of the model is the loss: pass loss_fn=.",

@@ -564,7 +564,7 @@ def test_a_disk_is_for_one_process(here, capsys):
     """Groups are refused in one line, before the model is read, and so is a place that is none."""
     arguments = ["train", "--model", "conf", "texts", "-o", "out", *FEW]
     assert main([*arguments, "--host", "disk:.", "--replicas", "2"]) == 2
-    assert "--host disk:. trains in one process, without groups" in capsys.readouterr().err
+    assert "--host disk:. works only in one process, without --replicas" in capsys.readouterr().err
     assert main([*arguments, "--host", "ssd"]) == 2
     assert "--host is memory or disk:DIR, found 'ssd'" in capsys.readouterr().err
 

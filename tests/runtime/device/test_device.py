@@ -63,7 +63,7 @@ def test_memory_of_another_device_is_refused(device):
 
 def test_a_copy_before_its_event_is_refused(device):
     event = Future()
-    with pytest.raises(UseAfterReleaseError, match="before its event"):
+    with pytest.raises(UseAfterReleaseError, match="before the event"):
         device.copy_in(torch.zeros(2), event)
     patient = VirtualDevice("virtual:9")
     threading.Timer(0.05, event.set_result, [None]).start()

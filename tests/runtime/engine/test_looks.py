@@ -158,7 +158,7 @@ def test_a_loss_kept_on_a_layer_is_refused_when_a_gradient_comes(pipe, microbatc
     F.mse_loss(model(INPUTS, roundpipe_run_config=config), LABELS).backward()
     assert near_gradients(model, plain, atol=1e-6)
     assert model[1].auxiliary_loss.item() > 0
-    with pytest.raises(StageError, match=r"A tensor left layer 1 \(Auxiliary\) as an attribute or in a hook"):
+    with pytest.raises(StageError, match=r"A tensor was taken from layer 1 \(Auxiliary\) by an attribute or a hook"):
         (F.mse_loss(model(INPUTS, roundpipe_run_config=config), LABELS) + model[1].auxiliary_loss).backward()
 
 
@@ -180,7 +180,7 @@ def test_features_of_a_fused_run_are_refused_afterwards(pipe):
     train(model)
     assert model[0].weight.grad is not None
     for feature in features:
-        with pytest.raises(StageError, match="as an attribute or in a hook"):
+        with pytest.raises(StageError, match="by an attribute or a hook"):
             feature.sum().backward()
 
 

@@ -42,5 +42,5 @@ def test_losses_are_drawn(tmp_path, name):
 
 
 def test_another_suffix_is_refused_with_those_there_are(tmp_path):
-    with pytest.raises(FineTuneError, match=r"does not end in \.png, \.svg or \.pdf\. Use one of these: --plot"):
+    with pytest.raises(FineTuneError, match=r"does not end in \.png, \.svg or \.pdf\. Change the ending: --plot"):
         save_curve(records(5), tmp_path / "a.doc")

@@ -224,7 +224,7 @@ def test_as_many_objects_as_rows_are_split_as_the_signature_states():
 
 def test_labels_that_may_be_either_are_an_error():
     """Four labels of four rows each may be those of four heads."""
-    with pytest.raises(SplitError, match="not clear whether entry i belongs to row i"):
+    with pytest.raises(SplitError, match="not clear whether each entry is for one row"):
         parts(labels=[torch.ones(4)] * 4)
 
 

@@ -210,7 +210,7 @@ def test_several_processes_are_refused(folder_on_disk):
     """Groups have sums of their own, which are in memory."""
     mesh = object.__new__(DeviceMesh)  # it is not asked for anything
     for options in ({"mesh": mesh}, {"replicas": 2}):
-        with pytest.raises(ConfigError, match="trains in one process without groups"):
+        with pytest.raises(ConfigError, match="works only in one process, without mesh="):
             RoundPipe(model(), devices="virtual:1", host=f"disk:{folder_on_disk}", **options)
 
 

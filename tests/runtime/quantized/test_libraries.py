@@ -284,7 +284,7 @@ def test_a_plan_counts_the_products_of_four_bits():
 def test_what_cannot_be_quantized_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="kind must be one of nf4, fp4, int8, found 'int3'"):
         quantize_frozen(llama(), "int3")
-    with pytest.raises(ValueError, match="Linear has no linear layer in a list of layers"):
+    with pytest.raises(ValueError, match="Linear has no linear layer in a ModuleList"):
         quantize_frozen(nn.Linear(2, 2))
     model = model_on_meta(CONFIG)
     with pytest.raises(

@@ -46,7 +46,7 @@ def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path
         _save(model, traced, path)
     copied = copied_states(path)
     if copied:
-        raise FlattenError(f"OpenVINO does not recognize the attention of {len(copied)} of {len(kept)} cache tensors.")
+        raise FlattenError(f"OpenVINO would copy {len(copied)} of {len(kept)} cache tensors in each call.")
     return list(kept)
 
 

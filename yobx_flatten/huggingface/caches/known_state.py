@@ -223,7 +223,7 @@ def _check(entry: object, depth: int, counter: Iterator[int]) -> None:
         case ["fixed", value]:
             load_static(value)
         case _:
-            raise _refused(f"it has the entry {str(entry)[:80]}")
+            raise _refused(f"it has the unknown entry {str(entry)[:80]}")
     for one in below:
         _check(one, depth + 1, counter)
 

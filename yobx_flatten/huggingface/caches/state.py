@@ -287,8 +287,8 @@ def layer_class(name: object) -> type:
     of_library = found is not None and found.__module__ == cache_utils.__name__ and found.__name__.endswith("Layer")
     if found is None or not (of_library or issubclass(found, bases)):
         raise CacheStructureError(
-            f"The names of a cache contain {name!r}, which is not a known class of cache layers. If it is a layer, "
-            "import its module first."
+            f"The names of a cache contain {name!r}, which is not a known class of cache layers. "
+            f"If {name!r} is a class of cache layers, import its module first."
         )
     return found
 

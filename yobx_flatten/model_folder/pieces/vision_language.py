@@ -183,8 +183,8 @@ class TiledVisionEncoder(torch.nn.Module):
             packed = tiles.packed([found["image_features"]], found["image_newline"][0], given["image_sizes"])
             if not compare(features, packed, "sums"):
                 raise GenerationError(
-                    f"{type(model).__qualname__} processes images in more modules than its vision tower, projector "
-                    "and packing. Export recorded calls: with record_calls(model) as calls: model.generate(...)"
+                    f"{type(model).__qualname__} processes images in more modules than its vision tower and projector, "
+                    "or packs tiles differently. Export calls: with record_calls(model) as calls: model.generate(...)"
                 )
 
 
@@ -521,8 +521,7 @@ def images_for(model: TransformersModel, count: int) -> torch.Tensor:
     sides = [size, size] if isinstance(size, int) else size
     if not isinstance(sides, (list, tuple)) or len(sides) != 2:
         raise GenerationError(
-            f"{type(model).__qualname__} takes images of several sizes, and the files of a folder take one. "
-            f"{_OTHER_WAYS}"
+            f"{type(model).__qualname__} takes images of several sizes, but exported files take one size. {_OTHER_WAYS}"
         )
     shape = (count, getattr(vision, "num_channels", 3), *sides)
     return _picture(model, shape, count)["pixel_values"]

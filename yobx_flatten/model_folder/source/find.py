@@ -139,8 +139,8 @@ class FoundModel:
         assert self.folder is not None
         if self.adapter is not None:
             raise ModelSourceError(
-                f"{self.name} contains an adapter for a quantized model. Merge the adapter with the library of the "
-                f"quantization and save the full model, or pass {self.folder} to export the model alone."
+                f"{self.name} contains an adapter for a quantized model. Merge the adapter and save the full model "
+                f"with the library that quantized it, or pass {self.folder} to export without the adapter."
             )
         config = copy.deepcopy(self.config)
         del config.quantization_config  # the loaded weights are not quantized
@@ -381,7 +381,7 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
         if (folder / _FAST).exists() and b'"Replace"' in read_bytes(folder / _FAST, failure=failure):
             parts = read_document(folder / _FAST, dict[str, Any], failure=failure, finite=False)
             if max(_growth(parts.get("normalizer")), _growth(parts.get("decoder"))) > _MOST_GROWTH:
-                raise failure(f"its replacements make a text more than {_MOST_GROWTH:,} times as long")
+                raise failure(f"its Replace steps (tokenizer.json) make a text over {_MOST_GROWTH:,} times as long")
     # for some model types, AutoTokenizer ignores that the folder names ByT5Tokenizer
     is_bytes = stated.tokenizer_class == "ByT5Tokenizer"
     kind: Any = transformers.ByT5Tokenizer if is_bytes else transformers.AutoTokenizer

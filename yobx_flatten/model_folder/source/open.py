@@ -64,7 +64,7 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
             f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}, found {weights!r}."
         )
     if weights == "stream" and to != "onnx":
-        raise InvalidArgumentError(f"weights='stream' is for ONNX files; other files contain weights. Found to={to!r}.")
+        raise InvalidArgumentError(f"weights='stream' is for ONNX files, found to={to!r}. Leave weights= out.")
     if weights == "stream" and found.adapter is not None:
         raise InvalidArgumentError(
             f"weights='stream' reads weights as they are stored, but the adapter of {found.name} changes the weights. "

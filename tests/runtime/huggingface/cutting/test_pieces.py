@@ -150,7 +150,7 @@ def test_code_that_the_example_did_not_run_is_an_error():
             return layer(x) * 2 if x.shape[1] == 6 and number == 0 else layer(x)
 
     pipeline = wrapped(Sometimes(), example={"input_ids": tokens(2, 4)})
-    with pytest.raises(BatchStructureError, match="runs more layers or parts of the code between layers"):
+    with pytest.raises(BatchStructureError, match=r"runs more steps \(layers, and code between layers\)"):
         pipeline(tokens())
 
 

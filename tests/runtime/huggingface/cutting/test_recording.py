@@ -321,7 +321,7 @@ def test_stubs_answer_to_the_session_of_their_thread():
         thread.start()
         thread.join()
     assert torch.equal(found, copied.head(copied.embed(tokens()) * 8))
-    assert errors == ["The placeholder of layers.0 was called outside of a forward or backward of the pipeline."]
+    assert errors == ["The layer layers.0 can be called only in a forward or backward of the pipeline."]
 
 
 def test_sync_follows_the_model():

@@ -65,7 +65,7 @@ def test_learned_keys_get_the_gradients_of_the_layers():
 def test_a_layer_that_reads_what_another_has_written_is_refused():
     report = cut(Prefixed((None, None, 0)), {"input_ids": tokens(2)}, check=False).report
     assert report.is_whole
-    assert "layers.2 and layers.0 use the same entry of a cache" in str(report)
+    assert "layers.2 and layers.0 use the same keys and values" in str(report)
 
 
 def test_a_layer_gets_the_entries_that_it_read_before():
@@ -94,7 +94,7 @@ def test_a_layer_gets_the_entries_that_it_read_before():
 
 def test_entries_of_two_calls_must_be_apart():
     check_apart(["a", "b"], {0: frozenset({(0, 0)}), 1: frozenset({(0, 1), (1, 0)})})
-    with pytest.raises(CutError, match="b and a use the same entry of a cache") as caught:
+    with pytest.raises(CutError, match="b and a use the same keys and values") as caught:
         check_apart(["a", "b"], {0: frozenset({(0, 0)}), 1: frozenset({(0, 0)})})
     assert isinstance(caught.value, RoundPipeError)
 

@@ -261,7 +261,7 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
 
     less = past.producer()
     if less is None:
-        raise ValueError(f"{past.name} must be computed as the difference of two numbers of tokens")
+        raise ValueError(f"{past.name} must be the length of the mask minus the number of new tokens")
     new = input_of(less, 1)
     for node in list(graph):
         if node.domain != "":

@@ -169,7 +169,7 @@ def test_a_row_that_has_ended_is_padded_and_the_others_go_on(mistral):
         ),
         (
             {"input_ids": torch.ones(1, 3).long(), "second_per_grid_ts": [1.0]},
-            "second_per_grid_ts has 1 numbers, but video_grid_thw 0 rows",
+            "second_per_grid_ts has 1 numbers, but video_grid_thw has 0 rows",
         ),
     ],
 )

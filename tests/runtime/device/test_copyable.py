@@ -63,7 +63,7 @@ def test_tensors_next_to_numbers_that_train_are_refused(name):
 def test_a_class_without_copies_is_refused_where_it_trains():
     weight = nn.Parameter(Sealed(torch.ones(2, 2), torch.ones(2, 2)))
     with pytest.raises(
-        ConfigError, match=r"does not copy it \(NotImplementedError: unimplemented operator\), and it tr"
+        ConfigError, match=r"does not copy it \(NotImplementedError: unimplemented operator\), and it is tr"
     ):
         check_copyable(model_with(weight))
     check_copyable(model_with(weight.requires_grad_(False)))

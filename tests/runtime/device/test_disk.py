@@ -132,7 +132,7 @@ def test_a_full_disk_is_one_line(folder_on_disk, monkeypatch):
 
     memory = DiskMemory(folder_on_disk)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"No space left on device\): it takes 4\.\d+ MB more .*\n.*disk:DIR"):
+    with pytest.raises(ConfigError, match=r"No space left on device\): 4\.\d+ MB more are needed.*\n.*disk:DIR"):
         memory.copy(("a",), torch.ones(MIB))
     memory.close()
 

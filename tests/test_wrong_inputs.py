@@ -120,10 +120,10 @@ WRONG_SETTINGS = [
     ({"sequence_bias": {(100_000,): 1.0}}, r"refuses this call: .*vocabulary size is .*100000"),
     ({"num_beams": 0}, "num_beams.* the int 0"),
     ({"max_new_tokens": "3"}, "max_new_tokens.* the str '3'"),
-    ({"eos_token_id": "</s>"}, "cannot use an argument .*eos_token_id: the str '</s>'"),
-    ({"forced_eos_token_id": 100_000}, "cannot use an argument .*out of bounds.*forced_eos_token_id: the int 100000"),
-    ({"streamer": True}, "cannot use an argument .*streamer: the bool True"),
-    ({"logits_processor": torch.sigmoid}, "cannot use an argument .*logits_processor"),
+    ({"eos_token_id": "</s>"}, "one of its arguments .*eos_token_id: the str '</s>'"),
+    ({"forced_eos_token_id": 100_000}, "one of its arguments .*out of bounds.*forced_eos_token_id: the int 100000"),
+    ({"streamer": True}, "one of its arguments .*streamer: the bool True"),
+    ({"logits_processor": torch.sigmoid}, "one of its arguments .*logits_processor"),
 ]
 
 

@@ -116,8 +116,8 @@ def _join_leaf(
 def _join_by_rows(path: str, tensors: Sequence[torch.Tensor], rows: Sequence[float | None]) -> Any:
     if None in rows and all(_equal(t, tensors[0]) for t in tensors):
         raise JoinError(
-            f"{path} is the same in all microbatches, so it may have one value per row, or one for the whole batch. "
-            "Choose one:\n"
+            f"{path} is the same in all microbatches, so RoundPipe cannot see whether to concatenate it (one value per "
+            "row) or to keep it once (one value for the whole batch). Choose one:\n"
             f"    RoundPipeRunConfig(merge_output={{{path!r}: TensorChunkSpec(0)}})\n"
             f"    RoundPipeRunConfig(merge_output={{{path!r}: Replicate}})"
         )

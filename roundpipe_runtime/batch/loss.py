@@ -181,8 +181,8 @@ class LossContract:
         if read.kind == "tensor" and self.reduction == "items":  # a mean over items becomes their sum and number
             if len(set(items)) != 1:
                 raise LossError(
-                    f"loss_fn takes {len(items)} means, over {_format_items(items, 1)}, but only the loss for a single "
-                    "mean was checked. Return the sum and the number of items, or compute the loss once for the whole "
+                    f"loss_fn computes {len(items)} means, over {_format_items(items, 1)}, but RoundPipe combines "
+                    "only one mean. Return the sum and the number of items, or compute the loss once for the whole "
                     'batch:\n    return WeightedLoss(total, number)\n    RoundPipeRunConfig(loss_reduction="joined")'
                 )
             read = LossValue("pair", (read.tensors[0] * items[0],), items[0])

@@ -313,8 +313,8 @@ def _entry_by_entry(
             return value
         if len(value) != count:
             raise SplitError(
-                f"The split function made {count} microbatches, but the packed data has {len(value)}. Make as many "
-                "microbatches, or return one entry of the packed data for each microbatch."
+                f"The split function made {count} microbatches, but the packed data has {len(value)}. Make "
+                f"{len(value)} microbatches, or return RoundPipePackedData with {count} entries."
             )
         return value[index]
 
@@ -365,8 +365,8 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
         without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
         raise SplitError(
             f"Tensors with a batch axis have different numbers of rows: {_format_sizes(known)}. Slice or repeat these "
-            "tensors to the same number of rows before the call. To split tensors by their own sizes, also give a rule "
-            f"to each of {', '.join(without)}."
+            "tensors to the same number of rows before the call. To split each tensor by its own number of "
+            f"rows, also pass rules (TensorChunkSpec) for {', '.join(without)}."
         )
     of_inputs = _sizes([e for e in inputs if not e.is_known])
     of_labels = _sizes([e for e in labels if not e.is_known])
@@ -482,7 +482,7 @@ def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
             )
         if rule.reduce is not None:
             raise SplitError(
-                f"{path}: found a reducing rule, which is for outputs only. Use one of these for an input:\n"
+                f"{path}: split_input has a rule that reduces outputs, but this is an input. Use one of these rules:\n"
                 "    TensorChunkSpec(dim)\n"
                 "    Replicate"
             )

@@ -306,8 +306,8 @@ def check_optimizer(
         differing = sorted(set(there) ^ set(here))
         if differing:
             raise CheckpointError(
-                f"Group {number} of the optimizer has {len(here)} parameters, but {len(there)} in the checkpoint. Only "
-                f"one of the two groups has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
+                f"Group {number} has {len(here)} parameters in the optimizer, {len(there)} in the checkpoint. Only "
+                f"the optimizer or the checkpoint has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
             )
 
 

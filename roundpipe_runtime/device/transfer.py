@@ -205,8 +205,8 @@ def widen(parameters: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
             continue
         if type(parameter.data) is not torch.Tensor or parameter.layout != torch.strided:
             raise ConfigError(
-                f"A trainable {type(parameter.data).__name__} {tuple(parameter.shape)} cannot have the dtype of the "
-                'optimizer. Freeze the parameter, or use master weights:\n    RoundPipe(model, update="masters")'
+                f"A trainable {type(parameter.data).__name__} {tuple(parameter.shape)} cannot be converted to the "
+                "optimizer's dtype. Freeze it, or use master weights:\n    RoundPipe(model, update='masters')"
             )
         parameter.__dict__.setdefault(_SENT_AS, parameter.dtype)
         parameter.data = parameter.data.to(dtype)

@@ -246,8 +246,8 @@ def check_leaves(
         what = f"reads {names[0]}, which requires a gradient" if names else "reads a tensor that requires a gradient"
         raise StageError(
             f"{layer.title} {what}, of shape {tuple(leaf.shape)}, which is neither an input nor a parameter of the "
-            "layer. The gradient would be wrong, because each layer call has its own backward. Pass the tensor to "
-            "the model, or make it a parameter:\n    model(x, delta)\n    layer.delta = torch.nn.Parameter(delta)"
+            "layer. Its gradient would be wrong, because the backward of a layer reaches only inputs and parameters. "
+            "Make it an input or a parameter:\n    model(x, delta)\n    layer.delta = torch.nn.Parameter(delta)"
         )
 
 

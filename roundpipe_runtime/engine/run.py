@@ -296,8 +296,8 @@ class WrittenBuffers:
             ):
                 raise StageError(
                     f"{self._contents[writer].title} and {self._contents[layer].title} are the same module, or share a "
-                    f"module, and both write its buffer {self._contents[layer].buffers[number].name!r}. Stages run one "
-                    "microbatch apart, so both layers would read old values. Give each layer its own module."
+                    f"module, and both write its buffer {self._contents[layer].buffers[number].name!r}. The layers "
+                    "run at the same time, so each would miss the other's writes. Give each layer its own module."
                 )
 
     def _written(self) -> Iterator[tuple[int, int, int]]:
@@ -393,8 +393,8 @@ def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:
         if other is not None:
             raise StageError(
                 f"{title} writes in place to its input number {number}, of shape {tuple(shared[number].shape)}. "
-                f"{shared[number].layer} returned inputs {number} and {other} as views of the same memory. Between "
-                f"layers, such views become separate tensors, so the write would not reach input number {other}. "
+                f"{shared[number].layer} returned inputs {number} and {other} as views of the same memory. The "
+                f"pipeline passes them as separate tensors, so the write would not change input number {other}. "
                 "Return one tensor, and take the view in the layer that writes:\n    first = tokens[:, 0]\n"
                 "Or, if only one input should change, write to a copy:\n    first = first + prompt"
             )

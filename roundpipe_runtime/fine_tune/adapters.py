@@ -207,8 +207,8 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
     chosen = {name: layer for name, layer in linear_layers(model) if layer.in_features % _BLOCK == 0}
     if not chosen:
         raise ConfigError(
-            f"quantize_aware: {type(model).__name__} has no nn.Linear in a list of layers with a multiple of {_BLOCK} "
-            "inputs. Train without --quantize-aware, and quantize the file: yobx-flatten export --quantize int4"
+            f"quantize_aware: no list of layers in {type(model).__name__} has an nn.Linear with in_features a multiple "
+            f"of {_BLOCK}. Train without --quantize-aware, and quantize the file: yobx-flatten export --quantize int4"
         )
     targets = () if lora is None else lora.targets
     check_targets(model, targets)

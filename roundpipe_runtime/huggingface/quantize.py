@@ -61,8 +61,8 @@ def quantize_frozen(
     buffers = [(path, one) for path, one in model.named_buffers(remove_duplicate=False) if one.is_meta]
     if weights and (unread := {path for path, _ in buffers}.difference(model.state_dict())):
         raise ConfigError(
-            f"quantize_frozen: the buffer {min(unread)!r} is on meta, and it is not part of the state dict, so "
-            "weights= cannot return it. Keep buffers in memory when the model is made:\n"
+            f"quantize_frozen: the buffer {min(unread)!r} is on meta, but not in the state dict, so the function "
+            "passed as weights= cannot load it. Keep buffers in memory when the model is made:\n"
             "    with accelerate.init_empty_weights(): model = AutoModelForCausalLM.from_config(config)"
         )
     model.requires_grad_(False)

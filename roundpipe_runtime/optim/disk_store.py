@@ -226,7 +226,7 @@ class DiskStore(ParameterStore):
         """Raise an error, because a copy of all parameters would not fit into memory."""
         raise ConfigError(
             f'step(..., is_async=True) needs a copy of all parameters, but host="disk:{self.memory.folder}" has no '
-            'memory for the copy. Run the step layer by layer:\n    model.step(step_fn, is_async="exact")'
+            'memory for the copy. Run the optimizer step layer by layer:\n    model.step(step_fn, is_async="exact")'
         )
 
     def close(self) -> None:

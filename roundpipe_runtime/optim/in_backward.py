@@ -127,7 +127,7 @@ class InBackwardStore(ParameterStore):
         if steps is None:
             raise StageError(
                 'update="in_backward" steps in forward_backward, but backward() was called on outputs of a forward. '
-                f"Use forward_backward with a loss of microbatches, or:\n    {_IN_PLACE}"
+                f"Use forward_backward with a loss for each microbatch, or:\n    {_IN_PLACE}"
             )
         coming = dict(gradients)
         gradients.clear()

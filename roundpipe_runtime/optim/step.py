@@ -245,9 +245,9 @@ class StepRunner:
             if ahead is not None and not ahead.is_ahead:
                 return  # the step runs as it would in the caller's thread, which waits for it
             raise StageError(
-                f"A function given to {self._call()} called the pipeline, which waits for that function. Call only the "
-                "optimizer in the function. An optimizer that calls the model, like LBFGS, must step at once:\n"
-                "    model.step(step_fn)"
+                f"A function given to {self._call()} called the pipeline, which waits for that function. In a step "
+                "function, call the optimizer, but not the model. An optimizer that calls the model, like LBFGS, must "
+                "step at once:\n    model.step(step_fn)"
             )
         if update is None:
             return

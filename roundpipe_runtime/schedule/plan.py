@@ -98,7 +98,7 @@ class ModelExecutePlan:
         after_fused = num_layers
         if run_type == "fused":
             if not backward:
-                raise PlanError('bwd_plan is empty. If run_type is "fused", it must begin with the last layers.')
+                raise PlanError('bwd_plan is empty. If run_type is "fused", bwd_plan must begin with the last layers.')
             after_fused = backward[0].start
         _check_order("bwd_plan", backward[::-1], range(num_layers))
         _check_order("fwd_plan", forward, range(after_fused), fused=run_type == "fused")

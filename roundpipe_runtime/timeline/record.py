@@ -277,13 +277,13 @@ def _devices(events: list[Any]) -> dict[Any, str]:
 def _record(event: Any, devices: dict[Any, str], place: str) -> Record:
     arguments = event.get("args") if isinstance(event, dict) else None
     if not isinstance(arguments, dict) or event.get("ph") != "X":
-        raise TimelineFileError(f"{place} is not a record of a pipeline. Did another program write the trace?")
+        raise TimelineFileError(f"{place} was not written by a RoundPipe model. Did another program write the trace?")
     numbers: list[Any] = [arguments.get(key) for key in ("stage", "microbatch", "layer")]
     times: list[Any] = [event.get(key) for key in ("ts", "dur")]
     kind, row = event.get("cat"), event.get("tid")
     device = devices.get(row) if isinstance(row, int) else None
     if kind not in KINDS or device is None or not all(type(number) is int for number in numbers):
-        raise TimelineFileError(f"{place} is not a record of a pipeline. Did another program write the trace?")
+        raise TimelineFileError(f"{place} was not written by a RoundPipe model. Did another program write the trace?")
     if not all(type(time) in (int, float) and abs(time) < _FOREVER for time in times) or times[1] < 0:
         raise TimelineFileError(f"{place} has no time: ts is {times[0]!r}, dur is {times[1]!r}.")
     stage, microbatch, layer = numbers

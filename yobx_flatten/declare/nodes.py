@@ -370,8 +370,8 @@ def _check_argument_order(cls: type, unflatten: JaxUnflatten, caller: str) -> No
     if first in ("children", "values", "leaves"):
         raise InvalidRegistrationError(
             f"{caller}({cls.__qualname__}): unflatten is called as f(static, children), the order of JAX, but its "
-            f"first parameter is {first!r}. Swap the parameters, or register the class with torch's order:\n"
-            f"    register_class_flattening({cls.__qualname__}, flatten, unflatten, flatten_with_keys)"
+            f"first parameter is {first!r}. Define unflatten(static, children), or register torch's order, (children, "
+            f"static):\n    register_class_flattening({cls.__qualname__}, flatten, unflatten, flatten_with_keys)"
         )
 
 

@@ -162,8 +162,8 @@ def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]
     # the Hub's cache has links: `models--owner--name/snapshots/REVISION/file -> ../../blobs/DIGEST`
     if not real.is_relative_to(root) and real.parent != root.parent.parent / "blobs":
         raise failure(
-            f"{path} is a link to {real}, which is outside of the folder. The export could copy the contents of that "
-            "file. Replace the link by the file itself, or remove it."
+            f"{path} is a link to {real}, which is outside of the folder. The export could copy the contents of the "
+            "linked file. Replace the link by the file itself, or remove it."
         )
 
 

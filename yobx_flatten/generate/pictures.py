@@ -286,8 +286,8 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
     unknown = [name for name in ports if name not in set(known)]
     if unknown:
         raise GenerationError(
-            f"{where} has the inputs {', '.join(unknown)}, which a generation loop does not pass. The loop passes "
-            f"{', '.join(sorted(known))}, and {CACHE}.*."
+            f"{where} has the inputs {', '.join(unknown)}, which a generation loop does not pass. A generation loop "
+            f"passes {', '.join(sorted(known))}, and {CACHE}.*."
         )
     text = [name for name, port in ports.items() if port.dtype is None]
     if text:

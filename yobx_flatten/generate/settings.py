@@ -116,10 +116,10 @@ class Switch:
         if self.rereads is None:
             raise GenerationError(
                 f"This text grew past {self.length} tokens, where the model's rotary angles change (longrope, "
-                "dynamic). The folder does not contain yobx_flatten.json, which records whether the model then "
-                "recomputes its text, as Phi-3 does, so the next tokens could be wrong. Export with\n    "
-                f"export_folder(model, folder)\nor begin with a prompt of more than {self.length} tokens, or ask for "
-                "fewer new tokens."
+                "dynamic). There, some models, such as Phi-3, recompute the KV cache. The folder has no "
+                "yobx_flatten.json, which records whether its model does so, so the next tokens could be wrong. "
+                f"Export with\n    export_folder(model, folder)\nor begin with a prompt of over {self.length} tokens, "
+                "or ask for fewer new tokens."
             )
         return True
 
@@ -271,7 +271,7 @@ def refusals_named(what: str, call: Callable[[], Any], given: Mapping[str, Any],
         plain = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor | None)}
         listed = ", ".join(f"{name}: {describe_class(value)}" for name, value in plain.items())
         raise InvalidArgumentError(
-            f"{what} cannot use an argument ({first_line(error)}). Check the types: {listed}."
+            f"{what} fails for one of its arguments ({first_line(error)}). Check their types and values: {listed}."
         ) from error
 
 

@@ -231,8 +231,8 @@ def _given_or_random(
 def _check_decodes(model: TransformersModel) -> None:
     if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
         raise InvalidArgumentError(
-            f"decode_inputs: {describe_class(type(model))} is not a Hugging Face model. Make inputs yourself, "
-            'and pass cases of other sizes:\n    export_program(module, args, cases=[Case("five rows", other_args)])'
+            f"decode_inputs: {describe_class(type(model))} is not a Hugging Face model. Make inputs of other "
+            'sizes, and pass each as a Case:\n    export_program(module, args, cases=[Case("five rows", other_args)])'
         )
     if getattr(model.config, "is_encoder_decoder", False) and not _encoder_reads_tokens(model):
         raise InvalidArgumentError(

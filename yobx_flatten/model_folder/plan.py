@@ -104,8 +104,8 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
         options.largest.check_positions(model)
     if dtype not in WEIGHT_TYPES or (options.name == "onnx" and proof != "none" and not has_kernels(dtype)):
         raise InvalidArgumentError(
-            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Use float32 or float16, or to='program'; "
-            'or proof="none" for unchecked files for another execution provider.'
+            f"Weights of {dtype} have no kernels in onnxruntime on the CPU. Use float32 or float16, or to='program'. "
+            'If another execution provider will run the files, skip the checks: proof="none"'
         )
     if own_task in GENERATES and getattr(model, "generation_config", None) is not None:
         settings_of(model.config.to_dict(), model.generation_config.to_dict())  # raises for unsupported settings

@@ -242,6 +242,6 @@ def _check_names(cls: type, names: list[str]) -> None:
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise InvalidRegistrationError(
-            f"{caller}: {twice!r} of {describe_class(cls)} is given twice. An attribute is either a child or static "
-            "data, once."
+            f"{caller}: {twice!r} of {describe_class(cls)} is given twice. Name each attribute once, as a child "
+            "or as static data."
         )

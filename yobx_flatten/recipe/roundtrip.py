@@ -106,8 +106,8 @@ def _check_no_tensors_made(recipe: Recipe, sample: object) -> None:
         pop_mode()
     if recorder.operators:
         raise RoundTripError(
-            f"{recipe.cls.__qualname__}: f_unflatten calls {', '.join(recorder.operators)}. A tensor created "
-            "in f_unflatten becomes a constant of the program. Return the tensor as a child, or create it in the model."
+            f"{recipe.cls.__qualname__}: f_unflatten must not make tensors, but calls {', '.join(recorder.operators)}. "
+            "New tensors become constants of the program. Return the tensor as a child, or create it in the model."
         )
 
 

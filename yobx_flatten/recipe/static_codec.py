@@ -72,8 +72,8 @@ def dump_static(value: Static, *, where: str = "") -> Any:
                 ) from None
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise StaticDataError(
-            f"Static data holds {describe_class(value)}{_at(where)}, a dynamic size of a trace. The static part of a "
-            "program is fixed, so return the size among the children, as an int."
+            f"Static data holds {describe_class(value)}{_at(where)}, a dynamic size of a trace. Static data is "
+            "constant in a program, so f_flatten must return this size among the children, as an int."
         )
     raise StaticDataError(
         f"Static data holds {describe_class(value)}{_at(where)}, which cannot be stored with a tree spec. Return the "

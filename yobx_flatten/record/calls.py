@@ -250,7 +250,7 @@ class RecordedCalls(Sequence[Call]):
         if not phases:
             raise RecordError(f"No call of {self._callee.label} was recorded.")
         name = next(iter(phases))
-        raise RecordError(f"Calls of {len(phases)} phases were recorded: {_listed(phases)}. Choose one: phase={name!r}")
+        raise RecordError(f"Recorded {len(phases)} phases (call kinds): {_listed(phases)}. Choose one: phase={name!r}")
 
 
 def _listed(phases: Mapping[str, RecordedCalls]) -> str:

@@ -232,7 +232,7 @@ def _recording(owner: object, name: str, recorder: _Recorder) -> Iterator[None]:
             except (TypeError, AttributeError) as error:
                 raise InvalidArgumentError(
                     f"record_calls: {name} of {describe_class(type(owner))} cannot be replaced ({error}). Record a "
-                    "module that it calls:\n    record_calls(module)"
+                    f"module that {name} calls:\n    record_calls(module)"
                 ) from error
             _IN_FORCE[key] = found
         found.recorders = (*found.recorders, recorder)

@@ -369,7 +369,7 @@ def _read_array(record: Record, source: Source) -> Any:
         texts = [text.decode() for text in source.strings(record)]
         widest = 4 * max(map(len, texts), default=0) * len(texts)  # NumPy reserves the longest length for each text
         if dtype.kind == "U" and dtype.itemsize * len(texts) > max(widest, _DRAWN):
-            raise DamagedFileError(f"{record['name']!r} needs texts of {dtype.itemsize // 4} letters, more than 1 GB.")
+            raise DamagedFileError(f"{record['name']!r} pads strings to {dtype.itemsize // 4} characters, over 1 GB.")
         return numpy.array(texts, dtype).reshape(shape)
     stored = _array_element(dtype)
     if stored is None:

@@ -287,9 +287,9 @@ def check_nested_kwargs(
     if nested and _has_defect(export):
         names = ", ".join(nested)
         raise InvalidArgumentError(
-            f"{type(module).__qualname__}.forward accepts {names} in its **kwargs. For nested values there with "
-            f"dynamic sizes, torch {torch.__version__} exports a program that fails with NameError: name 'L' is not "
-            f"defined. Name {names} in the signature, or use export_program:\n"
+            f"{type(module).__qualname__}.forward accepts {names} in its **kwargs. For nested values in **kwargs "
+            f"with dynamic sizes, torch {torch.__version__} exports a program that fails with NameError: name 'L' is "
+            f"not defined. Name {names} in the signature, or use export_program:\n"
             f"    def forward(self, x, *, {names}, **kwargs):\n    export_program(module, args, kwargs)"
         )
 

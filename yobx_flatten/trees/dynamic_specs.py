@@ -225,7 +225,7 @@ def _check_values(sizes: list[Size], assumptions: tuple[Any, ...]) -> None:
             if found.value != size.value:
                 raise DynamicShapesError(
                     f"{size.place} ({_name(size.expression)}) is {size.value} in the example, but {found.place} is "
-                    f"{found.value} under that name. Sizes of one variable must be equal: use a second variable."
+                    f"{found.value} under that name. Sizes with one name must be equal: rename one of them."
                 )
     values = {symbol: size.value for symbol, size in first.items()}
     stated = [(size.place, size.expression, size.value) for size in sizes]

@@ -174,7 +174,7 @@ def make_chat_rows(
         found = f"None of {len(conversations)} conversations has an answer"
         if longest <= length:
             raise FineTuneError(
-                f"{found} with a trained token: the chat template marks no tokens. Use another --chat-template"
+                f"{found} to train on: the chat template marks no tokens of answers. Use another --chat-template"
             )
         raise FineTuneError(f"{found} in its first {length} tokens. Use longer rows: --length {longest}")
     rows = _packed([len(one.ids) for one in kept], length) if packed else [[number] for number in range(len(kept))]

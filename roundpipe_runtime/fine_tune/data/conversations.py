@@ -121,7 +121,7 @@ class Encoder:
             if text and not (len(text) > _SHORT and text in whole) and is_alike(other):
                 raise FineTuneError(
                     f"{conversation.place}, message {number + 1} ({message['role']}): the chat template of {self.name} "
-                    "leaves this message out. Use another one: --chat-template template.jinja; or leave the message out"
+                    "omits this message. Use another template: --chat-template template.jinja; or remove the message"
                 )
         names = dict.fromkeys(name for one in messages for name in one if name not in ("role", "content"))
         without = {name: [{k: value for k, value in one.items() if k != name} for one in messages] for name in names}
@@ -266,8 +266,8 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
     if isinstance(answers, str):
         if others:
             raise FineTuneError(
-                f"{place} has {', '.join(map(repr, others))} besides text, and no template adds it to the text. Write "
-                f"it into the prompt, write lists of messages, or leave it out: --ignore-fields {','.join(others)}"
+                f"{place} has {', '.join(map(repr, others))} besides text, and no template adds it to the text. Add "
+                f"this to the prompt, use lists of messages, or ignore the field: --ignore-fields {','.join(others)}"
             )
         return Conversation(place, prompt=str(prompt), completion=answers)
     system, tools = others.pop("system", None), others.pop("tools", None)
@@ -346,7 +346,7 @@ def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
     if not isinstance(content, str):
         raise FineTuneError(f"{place} has no text in 'content': it is a {type(content).__name__}. Write text")
     if row.get("weight") not in (0, 1, None):
-        raise FineTuneError(f"{place} has the weight {row['weight']!r}. Write 1, or 0 for an answer not to learn")
+        raise FineTuneError(f"{place}: weight must be 1, or 0 to not train on the answer, found {row['weight']!r}")
     used = ("role", "from", "content", "value", *_IDENTIFIERS, *ignored)
     others = {key: value for key, value in row.items() if key not in used and not _is_empty(value)}
     return {**others, "role": role, "content": whole_characters(content)}

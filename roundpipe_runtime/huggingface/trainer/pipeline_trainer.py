@@ -399,8 +399,8 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
     # has_copies: whether the optimizer works on copies of the parameters, because of `optim_dtype`
     if has_copies and options.get("optim_bits") == 8:
         raise ConfigError(
-            "RoundPipeTrainer: optim_dtype gives the optimizer copies of the parameters, but the Trainer configures "
-            'bitsandbytes for the original embeddings, which the optimizer does not have. Use optim="adamw_torch"; its '
+            "RoundPipeTrainer: 8-bit optimizers cannot be combined with optim_dtype. The Trainer sets 32-bit states "
+            'for embeddings of the model, but the optimizer has copies of them. Use optim="adamw_torch"; its '
             "state needs no device memory."
         )
     parameter = nn.Parameter(torch.zeros(_WITH_8_BITS))

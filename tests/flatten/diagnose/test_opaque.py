@@ -317,8 +317,8 @@ def test_a_tensor_made_by_unflatten_is_found_by_its_operator():
         return bag
 
     assert problem(Bag([SAMPLE_X]), unflatten=unflatten_with_a_mask).startswith(
-        "Bag: f_unflatten calls torch.ops.aten.zeros.default. A tensor created in f_unflatten becomes a "
-        "constant of the program."
+        "Bag: f_unflatten must not make tensors, but calls torch.ops.aten.zeros.default. New tensors become "
+        "constants of the program."
     )
 
 

@@ -63,7 +63,7 @@ def test_texts_take_the_room_of_what_is_stored(tmp_path, texts, letters):
     """NumPy gives each text the room of the longest: a file of 1 kB stated 2 GB."""
     save_nested(tmp_path / "x.onnx", {"x": texts})
     edit_structure(tmp_path / "x.onnx", lambda data: data["children"][0].update(dtype=f"<U{letters}"))
-    with pytest.raises(DamagedFileError, match=f"needs texts of {letters} letters, more than 1 GB"):
+    with pytest.raises(DamagedFileError, match=f"pads strings to {letters} characters, over 1 GB"):
         load_nested(tmp_path / "x.onnx")
 
 

@@ -277,7 +277,7 @@ def test_a_mean_over_parts_whose_rows_are_not_known_is_refused():
 def test_equal_tensors_of_parts_whose_rows_are_not_known_are_refused():
     """They may be rows, or a constant; a rule says which."""
     parts = [torch.ones(3), torch.ones(3)]
-    with pytest.raises(JoinError, match="so it may have one value per row, or one for the whole batch"):
+    with pytest.raises(JoinError, match=r"concatenate it \(one value per row\) or to keep it once"):
         join(parts, [None, None])
     assert join(parts, [None, None], merge=TensorChunkSpec(0)).shape == (6,)
     assert join(parts, [None, None], merge=Replicate).shape == (3,)

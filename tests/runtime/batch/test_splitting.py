@@ -306,7 +306,7 @@ def test_two_rules_that_contradict_each_other_are_refused():
     rules = {"args[0]": TensorChunkSpec(0), "args[1]": TensorChunkSpec(0)}
     with pytest.raises(SplitError, match=re.escape("different numbers of rows: 3 in args[1]; 4 in args[0]")) as caught:
         split((rows(4), rows(3), rows(4)), {}, None, 2, split_input=rules)
-    assert "also give a rule to each of args[2]." in str(caught.value)
+    assert "also pass rules (TensorChunkSpec) for args[2]." in str(caught.value)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -342,7 +342,7 @@ def test_an_array_that_a_rule_hands_on_whole_is_the_same_object_in_all_parts():
 
 def test_a_reducer_is_no_rule_for_inputs():
     """torch has one class of marks for both sides."""
-    with pytest.raises(SplitError, match="a reducing rule, which is for outputs"):
+    with pytest.raises(SplitError, match="a rule that reduces outputs, but this is an input"):
         split((torch.zeros(4),), {}, None, 2, split_input={"args[0]": sum_reducer})
 
 

@@ -112,7 +112,7 @@ MISTAKES = {
     "content": ({"messages": [{"role": "user", "content": 3}]}, "message 1 has no text in 'content': it is a int"),
     "picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text in 'content': it is a list"),
     "no answer": ({"messages": ASKED[:1]}, "a:1 has no answer to learn: it has user. Add"),
-    "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]}, "message 2 has the weight 0.5. Write 1, or 0"),
+    "weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0.5}]}, "message 2: weight must be 1, or 0"),
     "no weight": ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "a:1 has no answer to learn"),
     "mixed": ({"prompt": "x", "completion": []}, "a:1 is not a conversation: it has 'prompt' (str), 'completion' (li"),
     "system": ({"messages": ASKED, "system": 3}, "a:1, 'system', has no text in 'content': it is a int. Write text"),

@@ -78,7 +78,7 @@ def test_copies_of_the_fused_stage_are_stages_of_their_own():
         ("train", [range(4)], [], "bwd_plan misses layer 0"),
         ("fused", [range(3)], [range(2, 3), range(2)], "bwd_plan misses layer 3"),
         ("fused", [range(4)], BACKWARD, "fwd_plan repeats layer 3"),
-        ("fused", [range(3)], [], 'bwd_plan is empty. If run_type is "fused", it must begin with the last layers.'),
+        ("fused", [range(3)], [], 'bwd_plan is empty. If run_type is "fused", bwd_plan must begin with the last'),
         ("fused", [[0, 2]], BACKWARD, "fwd_plan[0] is [0, 2]: layer 1 is missing."),
         ("fused", [[0, 1, 1]], BACKWARD, "fwd_plan[0] is [0, 1, 1]: layer 1 is repeated."),
         ("fused", [range(3)], [range(3, 4), [2, 1], [0]], "bwd_plan[1] is [2, 1]: layer 1 is out of order."),

@@ -350,7 +350,7 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
         wrong = largest_difference(every[:, -1:], last) if last.shape[1] == 1 else float("inf")
         if not wrong <= _FAR * max(1.0, float(every.nan_to_num().abs().max())):
             raise ReplayError(
-                f"{runner.name} returns scores of the last token that differ by {wrong:.1e} if requested alone."
+                f"{runner.name}: the last token's logits differ by {wrong:.1e} from a call that returns all logits."
             )
         return
 

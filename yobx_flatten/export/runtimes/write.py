@@ -223,8 +223,8 @@ def check_kernels(types: Iterable[str], caller: str) -> None:
         if not has_kernels(dtype):
             raise InvalidArgumentError(
                 f"{caller}: onnxruntime has no kernels for weights of {dtype} on the CPU, so the file cannot be "
-                "checked there. Use float32 or float16 (model.half()), or skip the check for another provider:\n"
-                '    proof="none"'
+                "checked there. Use float32 or float16 (model.half()). If another execution provider "
+                'will run the file, skip the check:\n    proof="none"'
             )
 
 

@@ -195,7 +195,7 @@ def _check_agreement(expected: Length, found: Length, place: str, code: str) -> 
     if type(expected) is int and type(found) is int and expected != found:
         raise CacheStructureError(
             f"The layers of this cache have seen different numbers of tokens: {expected} and, in {place} ({code}), "
-            f"{found}. This cache cannot be used to continue generating: fill every layer with the same tokens."
+            f"{found}. Generation cannot continue from this cache: fill every layer with the same number of tokens."
         )
 
 

@@ -299,7 +299,7 @@ def part_class(name: object) -> type:
     module, _, qualified = str(name).partition(":")
     if found is None or not _names_a_part(module, qualified):
         raise CacheStructureError(
-            f"The names of a cache contain {name!r}, which is not a known class of objects in a cache layer."
+            f"The tree spec of the cache names {name!r}, which is not a class of transformers' caches or of Quanto."
         )
     return found
 

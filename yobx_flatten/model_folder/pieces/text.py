@@ -359,7 +359,7 @@ def heads_of(model: TransformersModel) -> list[Head]:
         if not (0 <= layer < layers and 0 <= head < heads):
             raise InvalidArgumentError(
                 f"generation_config.alignment_heads has [{layer}, {head}], and the decoder has {layers} layers of "
-                f"{heads} heads. Set the heads of this model."
+                f"{heads} heads. Set alignment_heads to pairs [layer, head] of this decoder."
             )
     return sorted({(int(layer), int(head)) for layer, head in stated})
 

@@ -450,8 +450,8 @@ def _check_splits(model: TransformersModel, modules: VisionModules) -> None:
     types = next((name for name in takes if name.endswith("token_type_ids")), None)
     if types is not None and modules.encoder is not GridVisionEncoder and modules.decoder is not BlockwiseDecoder:
         raise GenerationError(
-            f"{type(model).__qualname__} needs {types} to mark image tokens. Exported vision-language files have "
-            "no such input."
+            f"{type(model).__qualname__} needs {types} to mark image tokens, but exported vision-language files "
+            f"have no input {types}."
         )
     if language_model_of(model) is None:
         raise GenerationError(

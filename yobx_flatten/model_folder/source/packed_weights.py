@@ -153,7 +153,7 @@ def _torchao(stated: Mapping[str, Any]) -> Packing | str:
     def unpack(parts: Tensors, bits: int) -> torch.Tensor:
         numbers, scales = parts["_weight_qdata"], parts["_weight_scale"].float()
         if numbers.dtype is not torch.int8 or scales.dim() != 2 or numbers.shape[1] % scales.shape[1]:
-            raise TypeError(f"expected int8 with rows of blocks, found {numbers.dtype} of shape {tuple(numbers.shape)}")
+            raise TypeError(f"expected int8 with block scales, found {numbers.dtype} of shape {tuple(numbers.shape)}")
         zeros = parts.get("_weight_zero_point", torch.zeros_like(scales))
         blocks = numbers.float().unflatten(1, (scales.shape[1], -1))
         weights: torch.Tensor = ((blocks - zeros.float()[..., None]) * scales[..., None]).flatten(1)
@@ -200,7 +200,7 @@ class KeyDifferences:
             raise failure(f"{name} lacks {_weights(self.missing)} of {kind}, which would be random. {own} {on_purpose}")
         if self.reshaped and choice != "random":
             shown = [f"{key} has shape {stored}, but {kind} takes {wanted}" for key, stored, wanted in self.reshaped]
-            raise failure(f"{name}: {_some(shown, '; ')}. Such weights would be random. {own} {on_purpose}")
+            raise failure(f"{name}: {_some(shown, '; ')}. Weights that do not fit would be random. {own} {on_purpose}")
         if self.unused and choice == "refuse":
             raise failure(
                 f"{name} holds {_weights(self.unused)}, which {kind} does not have: heads of other tasks, as in "

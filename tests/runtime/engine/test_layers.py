@@ -97,7 +97,7 @@ def test_it_may_not_when_the_call_cannot_be_repeated(devices):
         train(wrapped, inputs, labels)
         train(wrapped, inputs, labels)
 
-    with pytest.raises(StageError, match=r"layer 1 \(Late\) had to write its input in place"):
+    with pytest.raises(StageError, match=r"layer 1 \(Late\) must be called again to write its input in place"):
         twice()
     found[1].counts = False
     train(wrapped, inputs, labels)

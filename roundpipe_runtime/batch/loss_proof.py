@@ -132,7 +132,7 @@ def _is_same(one: Part, other: Part) -> bool:
 
 
 def _is_comparable(whole: Part, parts: Sequence[Part]) -> bool:
-    """Return whether the losses are finite and of one kind, so that they can be added."""
+    """Return whether all subsets of the rows have the same number of losses, and the losses of all rows are finite."""
     kinds = {(len(one.losses), one.weight is None) for one in (whole, *parts)}
     if len(kinds) > 1 or whole.items == 0 or whole.weight == 0:
         return False

@@ -431,7 +431,7 @@ class LayerSteps:
             obstacle = f"{type(optimizer).__name__} updates parameters that were already updated in this step."
         if obstacle is not None and self.is_ahead:
             raise StageError(
-                f"{obstacle} The next forward of the pipeline may already read the weights. End the step before it:\n"
+                f"{obstacle} The next forward, which may have begun, reads the weights. End the step before it:\n"
                 "    model.step(step_fn)"
             )
         self.met += 1

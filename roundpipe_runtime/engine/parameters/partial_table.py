@@ -113,7 +113,7 @@ class TableReader:
         return len(self.read) * self.table.row_nbytes
 
     def fetch(self, rows: Iterable[int]) -> None:
-        """Record rows as read, and copy the rows that are not on the device yet."""
+        """Copy the given rows of the parameter to the device, if needed, and record that the layer read them."""
         rows = {row for row in rows if 0 <= row < self.rows}
         self.read |= rows
         self.table.copy(rows, self._source)

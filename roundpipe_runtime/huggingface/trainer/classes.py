@@ -496,7 +496,7 @@ def check_overrides(kind: type[Trainer]) -> None:
             names = ", ".join(f"{base.__name__}.{name}" for name in hidden)
             raise ConfigError(
                 f"{kind.__name__}: {names} would never be called, because RoundPipeTrainer comes first in the base "
-                "classes and has methods of these names. To use yours, derive their class from RoundPipeTrainer:\n"
+                "classes and has methods of these names. To use them, derive their class from RoundPipeTrainer:\n"
                 f"    class {base.__name__}(RoundPipeTrainer): ..."
             )
 

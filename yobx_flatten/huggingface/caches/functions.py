@@ -151,7 +151,7 @@ def flatten_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[Any], 
     """Flatten an ``EncoderDecoderCache`` into its two caches.
 
     ``is_updated`` of a cache states for each layer whether cross-attention keys are present. If ``is_updated``
-    disagrees with the layers, the name ``is_updated_`` with ``0``, ``1`` or ``-`` per layer is added.
+    disagrees with the layers, the list of names also gets ``is_updated_`` with ``0``, ``1`` or ``-`` per layer.
 
     Args:
         cache: a ``transformers.EncoderDecoderCache``.

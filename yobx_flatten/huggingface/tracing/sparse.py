@@ -1,7 +1,7 @@
 """Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
 DeepSeek V4 compresses a window of keys when it is full, Qwen 4 selects blocks of visible keys per query, Longformer and
-LED attend to a window. Models with sparse attention branch on the number of windows or blocks, or fix the number.
+LED attend to a window. Code of such models branches on the number of windows or blocks, or makes it constant.
 """
 
 from __future__ import annotations

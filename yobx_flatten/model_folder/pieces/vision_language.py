@@ -477,7 +477,7 @@ def _vision_piece(model: TransformersModel, kind: type[torch.nn.Module]) -> Piec
 
 
 def vision_encoder(model: TransformersModel) -> torch.nn.Module:
-    """Return the module that encodes pictures; for some kinds of models, compare its features with the model's."""
+    """Return the picture encoder; if it encodes tiles or nested pictures, check its features with the model."""
     encoder = VisionModules.of(model).encoder(model)
     if isinstance(encoder, TiledVisionEncoder):
         encoder.check(model)

@@ -179,10 +179,10 @@ def test_a_message_that_the_template_leaves_out_is_refused(role, template):
         "{% endfor %}", "{% endif %}{% endfor %}", 1
     )
     turns = [TURNS[0], {"role": role, "content": "again"}, *TURNS[1:]]
-    with pytest.raises(FineTuneError, match=rf"a:1, message \d \({role}\): the chat template of words leaves this "):
+    with pytest.raises(FineTuneError, match=rf"a:1, message \d \({role}\): the chat template of words omits this "):
         encoder(skipping)(conversation_of({"messages": turns}, "a:1"))
     empty = encoder("{% for message in messages %}<{{ message['role'] }}> {% endfor %}")
-    with pytest.raises(FineTuneError, match=r"a:1, message 1 \(user\): the chat template of words leaves this "):
+    with pytest.raises(FineTuneError, match=r"a:1, message 1 \(user\): the chat template of words omits this "):
         empty(conversation_of({"messages": TURNS}, "a:1"))
 
 

@@ -307,7 +307,7 @@ def check_optimizer(
         if differing:
             raise CheckpointError(
                 f"Group {number} has {len(here)} parameters in the optimizer, {len(there)} in the checkpoint. Only "
-                f"the optimizer or the checkpoint has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
+                f"one of these two groups has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
             )
 
 

@@ -91,7 +91,7 @@ nitpick_ignore_regex = [
     ("py:class", r"(yobx_flatten|roundpipe_runtime)(\.\w+)+\.[A-Z]"),  # type variables
     # internal classes, by name only: their files may be merged
     ("py:class", rf"yobx_flatten(\.\w+)+\.({_INTERNAL.replace(' ', '|')})"),
-    ("py:class", r"roundpipe_runtime(\.\w+)+\.(BackwardTerm|CutPlan|LossValue|ModelReading|TableRule)"),
+    ("py:class", r"roundpipe_runtime(\.\w+)+\.(BackwardTerm|CutPlan|FolderTokenizer|LossValue|ModelReading|TableRule)"),
 ]
 
 # --- gallery ----------------------------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def test_what_is_missing_is_named(folder, damage, message):
 def test_a_newer_format_is_not_damage(folder):
     """Falling back to an older checkpoint would lose work that is there."""
     (folder / MANIFEST).write_text(json.dumps({**json.loads((folder / MANIFEST).read_text()), "format": 2}))
-    with pytest.raises(CheckpointError, match="has format 2") as caught:
+    with pytest.raises(CheckpointError, match="has the unknown format 2") as caught:
         verify(folder)
     assert not isinstance(caught.value, DamagedCheckpointError)
 

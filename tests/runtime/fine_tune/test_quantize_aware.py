@@ -216,7 +216,7 @@ def _of_gpt2():
     [
         (lambda model: quantize_aware(model, "int3"), "kind must be int4 or int8, found 'int3'"),
         (lambda model: quantize_aware(model.bfloat16(), "int4"), r"weights of bfloat16\. Use model\.float\(\)"),
-        (lambda model: quantize_aware(_of_gpt2(), "int4"), "GPT2LMHeadModel has no nn.Linear .*--quantize int4"),
+        (lambda model: quantize_aware(_of_gpt2(), "int4"), "in GPT2LMHeadModel has an nn.Linear .*--quantize int4"),
         (lambda model: quantize_aware(model, "int4", lora=Lora(2, 4, ("qproj",))), "has no module qproj"),
     ],
 )

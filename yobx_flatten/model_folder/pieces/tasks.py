@@ -325,8 +325,8 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
             if lost and reads != "inputs":  # for "inputs", the encoder of a speech model names the main input
                 raise GenerationError(
                     f"{type(model).__qualname__} reads {', '.join(lost)} besides {reads}, but the files for {found} "
-                    f"take {reads} alone. Export recorded calls, or the model without {lost[0]}:\n    with "
-                    f"record_calls(model) as calls: model.generate(...)\n    export_folder(..., task={found!r})"
+                    f"take {reads} alone. Export recorded calls, with record_calls(model) as calls: "
+                    f"model.generate(...), or the model without {lost[0]}, with export_folder(..., task={found!r})."
                 )
         generates = getattr(model, "can_generate", None)
         if found == "feature-extraction" and callable(generates) and generates():

@@ -117,7 +117,7 @@ class Job:
 
 
 def named_error(rank: int, error: Exception) -> Exception:
-    """Return ``error`` if it is from this package, otherwise an error whose message contains rank and traceback.
+    """Return ``error`` if it is from this package, otherwise an error with the rank, message and notes of ``error``.
 
     Args:
         rank: rank of this process.

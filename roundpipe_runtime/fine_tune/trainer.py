@@ -62,23 +62,15 @@ class TextTrainer(RoundPipeTrainer):
             # several processes exchange only CPU tensors
             use_cpu=pipeline.ranks.size > 1 or not any(isinstance(one, AcceleratorDevice) for one in pipeline.devices),
         )
-        super().__init__(
-            pipeline,
-            args,
-            data_collator=rows.collate,
-            train_dataset=rows,
-            optimizers=(
-                optimizer,
-                torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: settings.rate(step, steps)),
-            ),
-        )
+        both = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: settings.rate(step, steps))
+        super().__init__(pipeline, args, data_collator=rows.collate, train_dataset=rows, optimizers=both)
         self.remove_callback(PrinterCallback)
         if rows.lengths is None:  # all rows have the same length, so the mean over batches is the mean over tokens
             self.model_accepts_loss_kwargs = False
         self.rows, self.settings, self.job = rows, settings, job
         self.notes: dict[str, Any] = {}
         self.in_step = self.is_stepping = False
-        self._begin, self._losses = math.nan, list[float]()
+        self.seconds, self.losses = math.nan, list[float]()
         self._taken = self._order(0)
 
     @property
@@ -103,17 +95,13 @@ class TextTrainer(RoundPipeTrainer):
         return self.settings.batch
 
     def training_step(self, *args: Any, **options: Any) -> torch.Tensor:
-        if not self.in_step:
-            self.in_step, self._begin = True, time.perf_counter()
-            self._losses.clear()
         loss = super().training_step(*args, **options)
-        self._losses.append(self._finite("loss", loss.item()))
+        self.losses.append(self._finite("loss", loss.item()))
         return loss
 
     def _rp_clip_grad_norm(self, *args: Any, **options: Any) -> torch.Tensor:
         norm = super()._rp_clip_grad_norm(*args, **options)
         self._finite("norm of the gradients", norm.item())
-        self.is_stepping = True
         return norm
 
     def _finite(self, what: str, found: float) -> float:
@@ -126,14 +114,12 @@ class TextTrainer(RoundPipeTrainer):
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
         """Add the loss in double precision, the tokens and the seconds to the log of a step."""
-        self.is_stepping = self.in_step = False
         if "loss" in logs:
-            seconds = time.perf_counter() - self._begin
             size = self.settings.accumulate * self.settings.batch
             end = self.state.global_step * size
             tokens = self.rows.tokens_in([self._taken[place] for place in range(end - size, end)])  # of all processes
-            logs = {**logs, "loss": math.fsum(self._losses), "tokens": tokens, "seconds": seconds}
-            logs |= {"tokens_per_s": tokens / seconds, "process_bytes": process_memory()}
+            logs = {**logs, "loss": math.fsum(self.losses), "tokens": tokens, "seconds": self.seconds}
+            logs |= {"tokens_per_s": tokens / self.seconds, "process_bytes": process_memory()}
             if (peak := device_peak(self.pipeline.devices)) is not None:
                 logs["device_bytes"] = peak
         super().log(logs, *args, **options)
@@ -296,15 +282,23 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
         self.recorded, self.save_timeline = recorded, save_timeline
         self.recording = contextlib.ExitStack()
         self.timeline = Timeline()
-        self.status = 0
+        self.status, self.begin = 0, math.nan
         self.saved: str | None = None
         self.is_model_saved = False
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
+        # here, and not at the end of a step, since a step that failed has left its losses
+        self.trainer.losses.clear()
+        self.trainer.in_step, self.trainer.is_stepping, self.begin = True, False, time.perf_counter()
         if state.global_step + 1 == self.recorded:
             self.recording.enter_context(self.timeline)
 
+    def on_pre_optimizer_step(self, *args: Any, **options: Any) -> None:
+        self.trainer.is_stepping = True
+
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
+        self.trainer.seconds = time.perf_counter() - self.begin
+        self.trainer.in_step = self.trainer.is_stepping = False
         step, is_last = state.global_step, state.global_step == args.max_steps
         self.recording.close()
         control.should_log = True

@@ -95,13 +95,15 @@ class Encoder:
                 'template.jinja; or write text: {"prompt": "...", "completion": "..."}'
             )
         self._check_unread(conversation, [name for name in conversation.variables if name not in self._variables])
-        whole = self._rendered(conversation.messages, conversation)
         answers = {number for number, one in enumerate(conversation.messages) if one["role"] == "assistant"}
-        if conversation.counted == answers and (self._marks_answers or self._marked):
-            marked: dict[str, Any] = {"return_dict": True, "return_assistant_tokens_mask": True}
-            if self._marked:
-                marked["chat_template"] = self._marked
-            found = self._applied(conversation.messages, conversation, tokenize=True, **marked)
+        is_marked = conversation.counted == answers and bool(self._marks_answers or self._marked)
+        if is_marked and self._marked:  # the checks below render the text that is trained
+            variables = {**conversation.variables, "chat_template": self._marked}
+            conversation = dataclasses.replace(conversation, variables=variables)
+        whole = self._rendered(conversation.messages, conversation)
+        if is_marked:
+            marked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+            found = self._applied(conversation.messages, conversation, **marked)
             made = ChatTokens(found["input_ids"], [bool(mark) for mark in found["assistant_masks"]])
         else:
             made = self._by_prefix(conversation, whole)
@@ -118,7 +120,9 @@ class Encoder:
         for number, message in enumerate(messages):
             text = message["content"].strip()
             other = [*messages[:number], {**message, "content": f"{text}?"}, *messages[number + 1 :]]
-            if text and not (len(text) > _SHORT and text in whole) and is_alike(other):
+            # a text that several messages contain is there as often as in them; then no second rendering is needed
+            is_there = len(text) > _SHORT and whole.count(text) >= sum(one["content"].count(text) for one in messages)
+            if text and not is_there and is_alike(other):
                 raise FineTuneError(
                     f"{conversation.place}, message {number + 1} ({message['role']}): the chat template of {self.name} "
                     "omits this message. Use another template: --chat-template template.jinja; or remove the message"
@@ -335,7 +339,8 @@ def _alpaca(row: Mapping[str, Any], place: str) -> list[Message]:
 def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
     if not isinstance(row, Mapping):
         raise FineTuneError(f'{place} is a {type(row).__name__}. Write {{"role": "user", "content": "..."}}')
-    name, content = row.get("role", row.get("from")), row.get("content", row.get("value"))
+    used = ("role" if "role" in row else "from", "content" if "content" in row else "value")
+    name, content = row.get(used[0]), row.get(used[1])
     role = _NAMES.get(name, name) if isinstance(name, str) else name
     if role not in _ROLES:
         raise FineTuneError(f"{place} has the role {name!r}. Write one of {', '.join(_ROLES)}")
@@ -347,8 +352,7 @@ def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
         raise FineTuneError(f"{place} has no text in 'content': it is a {type(content).__name__}. Write text")
     if row.get("weight") not in (0, 1, None):
         raise FineTuneError(f"{place}: weight must be 1, or 0 to not train on the answer, found {row['weight']!r}")
-    used = ("role", "from", "content", "value", *_IDENTIFIERS, *ignored)
-    others = {key: value for key, value in row.items() if key not in used and not _is_empty(value)}
+    others = {k: v for k, v in row.items() if k not in (*used, *_IDENTIFIERS, *ignored) and not _is_empty(v)}
     return {**others, "role": role, "content": whole_characters(content)}
 
 

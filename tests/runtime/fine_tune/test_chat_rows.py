@@ -186,6 +186,26 @@ def test_a_message_that_the_template_leaves_out_is_refused(role, template):
         empty(conversation_of({"messages": TURNS}, "a:1"))
 
 
+def test_a_long_message_that_is_left_out_is_refused_although_another_has_its_text():
+    text = "the pipe holds a layer again then another"
+    skipping = tiny.CHAT.replace("<{{", "{% if loop.index != 1 %}<{{", 1).replace(
+        "{% endfor %}", "{% endif %}{% endfor %}", 1
+    )
+    turns = [{"role": "user", "content": text}, TURNS[1], {"role": "user", "content": text}, TURNS[3]]
+    with pytest.raises(FineTuneError, match=r"a:1, message 1 \(user\): the chat template of words omits this "):
+        encoder(skipping)(conversation_of({"messages": turns}, "a:1"))
+
+
+def test_a_message_that_the_template_of_trl_leaves_out_is_refused(monkeypatch):
+    """The text that is trained is checked, and not that of the template of the model."""
+    marked = tiny.CHAT_WITH_MARKS.replace("<{{", "{% if message['role'] != 'user' %}<{{", 1).replace(
+        "{% endfor %}", "{% endif %}{% endfor %}", 1
+    )
+    monkeypatch.setattr("trl.chat_template_utils.get_training_chat_template", lambda tokenizer: marked)
+    with pytest.raises(FineTuneError, match=r"a:1, message 1 \(user\): the chat template of words omits this "):
+        encoder()(conversation_of({"messages": TURNS}, "a:1"))
+
+
 def chats(*lengths):
     """Conversations of which all but the first token count."""
     return [ChatTokens(list(range(3, 3 + size)), [False, *[True] * (size - 1)]) for size in lengths]

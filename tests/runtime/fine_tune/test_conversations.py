@@ -65,6 +65,9 @@ def test_fields_of_messages_are_kept_and_those_that_are_ignored_are_not():
     made = conversation_of(row, "a:1", ["name", "score"])
     assert made.messages[2] == {"role": "tool", "content": "3"}
     assert made.variables == {}
+    # a message with the names of both forms: the template must read the second text, or it is refused
+    made = conversation_of({"messages": [{**ASKED[0], "value": "Bye", "from": "gpt"}, ASKED[1]]}, "a:1")
+    assert made.messages[0] == {**ASKED[0], "value": "Bye", "from": "gpt"}
 
 
 def test_answers_in_a_prompt_do_not_count():

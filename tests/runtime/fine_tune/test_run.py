@@ -171,6 +171,27 @@ def test_a_step_that_fails_takes_none_before_with_it(tmp_path, monkeypatch, fail
     assert tiny.metrics_of(tmp_path / "m.jsonl") == tiny.metrics_of(tmp_path / "whole.jsonl")
 
 
+def test_a_step_that_failed_half_way_is_not_counted_when_it_is_repeated(tmp_path):
+    """The loss of the microbatch before the error would be added to those of the same step, restored and run again."""
+    with training(accumulate=2) as made:
+        run(made, metrics=tmp_path / "whole.jsonl")
+    with training(accumulate=2) as made:
+        finite, losses = made.trainer._finite, []
+
+        def fails(what, found):
+            losses.append((made.step, what))
+            if losses.count((4, "loss")) == 2 and losses[-1] == (4, "loss"):
+                raise MemoryError("once")
+            return finite(what, found)
+
+        made.trainer._finite = fails
+        with pytest.raises(MemoryError):
+            run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl")
+        assert made.restore(tmp_path / "c")
+        run(made, checkpoints=tmp_path / "c", metrics=tmp_path / "m.jsonl")
+    assert tiny.metrics_of(tmp_path / "m.jsonl") == tiny.metrics_of(tmp_path / "whole.jsonl")
+
+
 def test_an_optimizer_that_fails_in_its_step_leaves_no_checkpoint(tmp_path):
     """Some parameters are those of the next step, so there is nothing that could be resumed."""
     with training() as made:

@@ -102,10 +102,10 @@ def check_inputs(
             ``dynamic_shapes=None``, the default, makes every size static.
 
     Returns:
-        The errors, followed by the warnings. Errors are, for example, arguments that ``forward`` does not accept,
-        objects of unregistered classes, offloaded weights, and one tensor passed twice. Warnings are, for example,
-        arguments that ``forward`` never reads, slices of larger tensors, and dynamic axes of size 0 or 1. If an
-        argument contains itself, the result has only this error.
+        The errors, followed by the warnings. Errors: an argument that ``forward`` does not accept, an object that
+        contains itself (then the only finding) or of an unregistered class, wrong ``dynamic_shapes``, offloaded
+        weights, one tensor passed twice. Warnings: an argument that ``forward`` never reads, a slice of a tensor,
+        tensors that share memory, an input on another device, dynamic axes of size 0 or 1 or of equal sizes.
 
     >>> class Adds(torch.nn.Module):
     ...     def forward(self, x, y):

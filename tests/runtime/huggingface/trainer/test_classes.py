@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
 
@@ -519,3 +520,17 @@ def test_a_model_that_must_be_cut_and_cannot_be_is_an_error(trainers, tmp_path):
     with pytest.raises(CutError, match="cannot be split"):
         trainer.train()
     trainer._rp_pipeline = None
+
+
+def test_frozen_parameters_stay(trainers, tmp_path):
+    def half_frozen():
+        model = make_model("llama")
+        for layer in model.model.layers[:2]:
+            nn.Module.requires_grad_(layer, False)
+        return {"model": model}
+
+    plain, ours = both(trainers, tmp_path, script=half_frozen)
+    assert_same_curves(plain, ours)
+    assert torch.equal(
+        ours.model.model.layers[0].mlp.up_proj.weight, make_model("llama").model.layers[0].mlp.up_proj.weight
+    )

@@ -88,7 +88,6 @@ class ShardedStore(RankStore):
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
-        # gradients: one mapping per layer, last layer first, from parameters to the rows of this rank
         names = self._names()
         watched: list[tuple[nn.Parameter, torch.Tensor]] = []
         for layer in gradients:
@@ -291,7 +290,6 @@ class RankSteps(StepRunner):
         super().start(partial(self._run_agreed, step))
 
     def run_exact(self, step: Callable[[], Any], lock: contextlib.AbstractContextManager[Any]) -> None:
-        """Run an optimizer step in this thread; the next forward gathers new weights of all ranks in parallel."""
         self.run(step)
 
     def run_ended(self) -> None:
@@ -351,24 +349,19 @@ class RankSteps(StepRunner):
                 "    with OptimizerCtx():\n"
                 f"        optimizer = {type(optimizer).__name__}(model.parameters(), ...)"
             )
-        if own:
-            self._check_elementwise(optimizer)
-        self._checked.add(optimizer)
-        return bool(own)
-
-    def _check_elementwise(self, optimizer: torch.optim.Optimizer) -> None:
-        names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+        names, problem = [kind.__name__.lower() for kind in type(optimizer).__mro__], None
         if any(name in _NOT_ELEMENTWISE for name in names):
             problem = "sums over whole matrices, so its results for shards would be wrong"
         elif any(name.endswith(_IN_BLOCKS) for name in names):
             problem = "has one scale per block of values, and shards cut blocks, so its results would be wrong"
-        else:
-            return
-        raise DistributedError(
-            f"{type(optimizer).__name__} {problem}. Each rank has one of {self.ranks.num_shards} shards of each "
-            "matrix. Do not shard the optimizer state; the results of training stay the same:\n"
-            f'    mesh = init_device_mesh("cpu", ({self.ranks.size}, 1))\n    model = RoundPipe(model, mesh=mesh)'
-        )
+        if own and problem:
+            raise DistributedError(
+                f"{type(optimizer).__name__} {problem}. Each rank has one of {self.ranks.num_shards} shards of each "
+                "matrix. Do not shard the optimizer state; the results of training stay the same:\n"
+                f'    mesh = init_device_mesh("cpu", ({self.ranks.size}, 1))\n    model = RoundPipe(model, mesh=mesh)'
+            )
+        self._checked.add(optimizer)
+        return bool(own)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an optimizer step, wait for all new weights; raise an error if the optimizer cannot update shards."""
@@ -421,7 +414,6 @@ def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int) -> list[torch
     >>> [part.shape[0] for part in pieces(torch.zeros(7, 2), 2, 2)]
     [2, 2, 2, 1]
     """
-    # num_copies: number of ranks that hold each shard; each of these ranks sums a part of the shard
     # returns: a tensor per rank, in the order of the mesh: copy after copy, within a copy shard after shard
     if not is_cut(tensor):
         return [tensor.reshape(1) if tensor.dim() == 0 else tensor] * (num_shards * num_copies)
@@ -445,7 +437,6 @@ def clip_grad_norm(
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale all gradients so that their total norm is at most ``max_norm``; all ranks must call this function."""
-    # norm_type: exponent of the norm, `inf` for the largest number
     if not norm_type > 0:
         raise ConfigError(f"clip_grad_norm_: norm_type must be positive, like 2.0, found {norm_type!r}.")
     gradients = [target.grad for target in targets if target.grad is not None]

@@ -92,11 +92,8 @@ class RoundPipeRunConfig:
         """
         if not isinstance(defaults, RoundPipeRunConfig):
             raise ConfigError(f"Expected a RoundPipeRunConfig, found {type(defaults).__qualname__}.")
-        chosen = {
-            field.name: getattr(self if getattr(self, field.name) is not None else defaults, field.name)
-            for field in dataclasses.fields(self)
-        }
-        return RoundPipeRunConfig(**chosen)
+        names = [field.name for field in dataclasses.fields(self)]
+        return RoundPipeRunConfig(**{n: getattr(self if getattr(self, n) is not None else defaults, n) for n in names})
 
     def resolved(self, num_devices: int) -> RoundPipeRunConfig:
         """Return this configuration, with ``None`` fields filled by default values.
@@ -135,8 +132,7 @@ def _is_spec(value: Any) -> bool:
     return not isinstance(value, (bool, int, float, str))
 
 
-_Check = tuple[Callable[[Any], bool], str]
-_CHECKS: dict[str, _Check] = {
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "requires_grad": (lambda v: type(v) is bool, "True, False or None"),
     "output_device": (_is_device, 'a torch.device, like "cpu"'),
     "preserve_rng_state": (lambda v: type(v) is bool, "True, False or None"),
@@ -177,8 +173,6 @@ _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 
 class CompiledLayers:
     """The layers of a pipeline, compiled with ``torch.compile``; they are used when gradients are computed."""
-
-    # options: keyword arguments of `torch.compile`; `None` disables it
 
     def __init__(self, layers: Sequence[nn.Module], options: Mapping[str, Any] | None = None) -> None:
         self.is_empty = options is None

@@ -60,7 +60,6 @@ def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
     >>> found.norm, found.values.tolist(), found.odd.values.tolist()
     (5.0, [3.0, 4.0, 0.0], [0.0, 0.0, 2.0])
     """
-    # whole: largest number of elements of a gradient whose values are all kept; `None`: no limit
     gradient = gradient.detach()
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
@@ -91,7 +90,12 @@ def distance(one: Digest | None, other: Digest | None, least: float = 0.0) -> fl
     if one is None or other is None:
         present = other if one is None else one
         return 0.0 if present is None or (present.norm == 0.0 and present.odd is None) else math.inf
-    if one.shape != other.shape or _are_odd_apart(one.odd, other.odd):
+    a, b = one.odd, other.odd
+    if one.shape != other.shape or (a is None) != (b is None):
+        return math.inf
+    # added projections of marks are NaN: both gradients have non-finite values, but the places are not known
+    is_known = a is not None and b is not None and not (a.values.isnan().any() or b.values.isnan().any())
+    if a is not None and b is not None and is_known and not torch.equal(a.values, b.values):
         return math.inf
     scale = 1.0 if one.is_whole else _SUMS**-0.5
     difference = _norm(one.values.double() - other.values.double()) * scale
@@ -103,15 +107,6 @@ def typical(found: Digest) -> float:
     """Return the root mean square of a gradient's elements."""
     root: float = max(math.prod(found.shape), 1) ** 0.5
     return found.norm / root
-
-
-def _are_odd_apart(one: Digest | None, other: Digest | None) -> bool:
-    if one is None or other is None:
-        return one is not other
-    # added projections of marks are NaN: both gradients have non-finite values, but the places are not known
-    if one.values.isnan().any() or other.values.isnan().any():
-        return False
-    return not torch.equal(one.values, other.values)
 
 
 def _sum_of_odd(one: Digest | None, other: Digest | None) -> Digest | None:

@@ -39,10 +39,6 @@ _FEW = 3  # rows of a sample for the check of a loss
 
 
 class Engine(RunLifecycle):
-    # row_check: checks that layers treat rows independently, before a batch is split; `None` if the caller has checked
-    # this
-    # few_rows: function that yields trials with a few rows of a batch each
-
     groups: OneGroup[Engine]  # runs the groups of a batch, in one process or on several ranks
 
     def __init__(
@@ -60,12 +56,9 @@ class Engine(RunLifecycle):
         self.few_rows: Callable[[FlatBatch, RoundPipeRunConfig], Iterator[RowTrial]] = partial(few_rows, self)
         self.groups.begin(self, model)
 
-    # -- what a user calls -------------------------------------------------------------------------------------------
-
     def forward(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig, *, is_checked: bool = False
     ) -> Any:
-        # is_checked: whether the rows of this call were checked
         self.check_can_run()
         with self.lock, gradient_mode_kept(), torch.set_grad_enabled(bool(config.requires_grad)), self._noting_ends():
             checked, self.row_check = self.row_check, None if is_checked else self.row_check
@@ -91,7 +84,6 @@ class Engine(RunLifecycle):
         join: Callable[[list[PyTree]], PyTree],
     ) -> PyTree:
         """Run the last layer once for all rows, and all other layers for each microbatch."""
-        # join: function that joins the outputs of the layer before the last one
         self.check_can_run()
         config = in_two_passes(config)
         with self.lock, gradient_mode_kept(), torch.set_grad_enabled(bool(config.requires_grad)):
@@ -127,7 +119,6 @@ class Engine(RunLifecycle):
         trial: Trial | None = None,
     ) -> list[PyTree]:
         """Run a range of layers without side effects, and return the last layer's output for each microbatch."""
-        # span: indices of the layers, starting with the first
         self.check_can_run()
         config = in_two_passes(dataclasses.replace(config, requires_grad=False))
         with self._leaving_no_trace(), torch.no_grad():
@@ -174,11 +165,22 @@ class Engine(RunLifecycle):
                 self.round_robin.cursor = cursor
 
     def _forward_outputs(self, run: Run, host_values: Sequence[HostValue]) -> list[PyTree]:
-        if run.spec.kind == "train":
-            return _as_node(self, run, host_values)
-        run.start_all(host_values)
-        self.execute(run, run.spec.stages)
-        return outputs_of(run)
+        """Run the forward; outputs of a run for training are connected to the caller's autograd graph."""
+        if run.spec.kind != "train":
+            run.start_all(host_values)
+            self.execute(run, run.spec.stages)
+            return outputs_of(run)
+        inputs = [t for one in host_values for t, flag in zip(one.tensors, one.needs_grad, strict=True) if flag]
+        # A node has a backward only if an input of the node requires a gradient, and parameters whose gradients have
+        # another dtype are not inputs of the node.
+        anchor = torch.empty(0, requires_grad=True)
+        # trained parameters whose gradients have the dtype of the parameter; torch sums and hands out these gradients
+        held = [parameter for layer in run.spec.span for parameter in run.spec.contents[layer].parameters()]
+        of, between = run.store.gradient_dtype, run.store.dtype_between
+        learned = [*{id(p): p for p in held if p.requires_grad and of(p) == between(p) == p.dtype}.values()]
+        results = iter(_apply(self, run, host_values, learned, anchor, *inputs, *learned))
+        found = [run.collected.outputs.pop(number) for number in range(run.spec.num_microbatch)]
+        return [one.structure.rebuild([next(results) for _ in one.tensors]) for one in found]
 
     def forward_backward(
         self,
@@ -200,7 +202,26 @@ class Engine(RunLifecycle):
 
             def work(call: Call) -> None:
                 nonlocal outputs
-                self._run_groups(call, loss_fn, return_outputs, config)
+                for turn, (part, first) in enumerate(zip(call.parts, call.firsts, strict=True)):
+                    if part:
+                        run, host_values = self.prepare_fused(
+                            part,
+                            config,
+                            call.losses(turn),
+                            loss_fn=loss_fn,
+                            keep_outputs=return_outputs,
+                            base_seed=call.seed,
+                            first_microbatch=first,
+                            gradients_landed=None if call.land is None else partial(call.land, turn),
+                        )
+                        with self.groups.stopping(run):
+                            run.start_all(host_values)
+                            self.execute(run, run.spec.stages)
+                        call.add(run, host_values)
+                    if call.land is not None:
+                        # The sum over groups waits for every layer of every group, also for layers without gradients.
+                        for layer in range(len(self.layers)):
+                            call.land(turn, layer, {})
                 kind = call.contract.kind
                 if return_outputs and call.runs:
                     runs = [run for run, _ in call.runs]
@@ -217,30 +238,6 @@ class Engine(RunLifecycle):
             total = self.groups.run_call(self, cut, config, work)
             self.loss_checks.warn()
             return (total, outputs) if return_outputs else total
-
-    def _run_groups(
-        self, call: Call, loss_fn: Callable[[Any, Any], Any], keep_outputs: bool, config: RoundPipeRunConfig
-    ) -> None:
-        for turn, (part, first) in enumerate(zip(call.parts, call.firsts, strict=True)):
-            if part:
-                run, host_values = self.prepare_fused(
-                    part,
-                    config,
-                    call.losses(turn),
-                    loss_fn=loss_fn,
-                    keep_outputs=keep_outputs,
-                    base_seed=call.seed,
-                    first_microbatch=first,
-                    gradients_landed=None if call.land is None else partial(call.land, turn),
-                )
-                with self.groups.stopping(run):
-                    run.start_all(host_values)
-                    self.execute(run, run.spec.stages)
-                call.add(run, host_values)
-            if call.land is not None:
-                # The sum over groups waits for every layer of every group, also for layers without gradients.
-                for layer in range(len(self.layers)):
-                    call.land(turn, layer, {})
 
     # -- splitting a batch ---------------------------------------------------------------------------------------------
 
@@ -314,7 +311,7 @@ class Engine(RunLifecycle):
 
     def cut(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
         """Split this process's rows of a batch into groups, and each group into microbatches; a group may be empty."""
-        count = self.groups.own_groups
+        count = len(self.groups.own)
         check_labels(batch.label)
         if count == 1:
             return [self.cut_group(batch, config, is_cut=self.groups.replicas > 1)]
@@ -355,25 +352,6 @@ def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
 #
 # The inputs of the node are the model's inputs and parameters. So torch sums the gradients in `grad`, runs hooks, and
 # returns gradients from `torch.autograd.grad`. The engine adds only gradients of a dtype other than the parameter's.
-
-
-def _as_node(engine: Engine, run: Run, host_values: Sequence[HostValue]) -> list[Any]:
-    """Run the forward, and return outputs that are connected to the caller's autograd graph."""
-    inputs = [t for on_host in host_values for t, flag in zip(on_host.tensors, on_host.needs_grad, strict=True) if flag]
-    # A node has a backward only if an input of the node requires a gradient, and parameters whose gradients have
-    # another dtype are not inputs of the node.
-    anchor = torch.empty(0, requires_grad=True)
-    # trained parameters whose gradients have the dtype of the parameter; torch sums and hands out these gradients
-    held = [parameter for layer in run.spec.span for parameter in run.spec.contents[layer].parameters()]
-    store = run.store
-    own = {id(p): p for p in held if p.requires_grad and store.gradient_dtype(p) == store.dtype_between(p) == p.dtype}
-    learned = list(own.values())
-    results = iter(_apply(engine, run, host_values, learned, anchor, *inputs, *learned))
-    outputs = []
-    for number in range(run.spec.num_microbatch):
-        on_host = run.collected.outputs.pop(number)
-        outputs.append(on_host.structure.rebuild([next(results) for _ in on_host.tensors]))
-    return outputs
 
 
 def return_outputs(ctx: Any, values: Sequence[HostValue]) -> tuple[torch.Tensor, ...]:
@@ -424,24 +402,19 @@ class _Pipeline(torch.autograd.Function):
         run.start_backward(engine.table.latest, iter(gradients), ctx.sizes)
         with engine.lock:
             engine.execute(run, ctx.backward_stages)
-            found_here = _take_gradients(run, ctx.learned)
+            # torch sums the gradients of these parameters; layers may share a parameter
+            totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, ctx.learned))
+            for _, gradients_of_layer in sorted(run.collected.gradients.items(), reverse=True):
+                for parameter in [parameter for parameter in gradients_of_layer if id(parameter) in totals]:
+                    gradient = arrived(gradients_of_layer.pop(parameter))
+                    before = totals[id(parameter)]
+                    totals[id(parameter)] = gradient if before is None else added(before, gradient)
             engine.commit_backward(run)
-        return (None, None, None, None, None, *input_gradients(run, ctx.flags), *found_here)
-
-
-def _take_gradients(run: Run, learned: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Remove and return the gradients of the given parameters, summed over layers that share a parameter."""
-    totals: dict[int, torch.Tensor | None] = dict.fromkeys(map(id, learned))
-    for layer in sorted(run.collected.gradients, reverse=True):
-        for parameter in [parameter for parameter in run.collected.gradients[layer] if id(parameter) in totals]:
-            gradient = arrived(run.collected.gradients[layer].pop(parameter))
-            before = totals[id(parameter)]
-            totals[id(parameter)] = gradient if before is None else added(before, gradient)
-    return [totals[id(parameter)] for parameter in learned]
+        of_parameters = [totals[id(parameter)] for parameter in ctx.learned]
+        return (None, None, None, None, None, *input_gradients(run, ctx.flags), *of_parameters)
 
 
 def input_gradients(run: Run, flags: Sequence[Sequence[bool]]) -> list[torch.Tensor | None]:
-    # flags: for each microbatch, whether each input requires a gradient
     copies = run.collected.input_gradients
     pairs = [pair for number, own in enumerate(flags) for pair in zip(own, copies[number], strict=True)]
     return [None if copy is None else arrived(copy) for flag, copy in pairs if flag]

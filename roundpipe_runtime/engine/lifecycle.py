@@ -38,7 +38,7 @@ from ..optim.step import wait_for_updates
 from ..schedule.costs import MeasuredCosts
 from ..schedule.plan import RunType
 from ..schedule.round_robin import RoundRobin, Stage, stages_within
-from ..timeline.record import current_timeline
+from ..timeline.record import CURRENT_TIMELINE
 from .code_state import CallerState, is_due
 from .config import NOT_COMPILED, CompiledLayers, RoundPipeRunConfig
 from .draws import Draws, run_base
@@ -101,9 +101,7 @@ class RunLifecycle:
         self._options = options
         self.devices = list(devices)
         disk, in_backward = options.disk, options.update == "in_backward"
-        self.tag = options.tag
-        self.step = 0
-        self.groups = groups
+        self.tag, self.step, self.groups = options.tag, 0, groups
         made = partial(groups.make_store, model) if disk is None else partial(DiskStore, model, disk, self.layers)
         self.store = InBackwardStore(model, options.optim_dtype) if in_backward else made(options.optim_dtype)
         self.store.kept_dtype = options.gradient_dtype
@@ -120,11 +118,10 @@ class RunLifecycle:
             is_host_short=disk is not None,
         )
         self.steps = groups.make_steps(self.store, self.table, partial(scan, self.layers))
-        is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
+        self._is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
         # gradients that go to a disk, or directly to their step, need pinned memory only during the copy
         stay = disk is None and not in_backward
-        self.gradient_memory = GradientMemory() if is_accelerated and stay else None
-        self._is_accelerated = is_accelerated
+        self.gradient_memory = GradientMemory() if self._is_accelerated and stay else None
         self.kept = KeptParameters(self.devices)
         self.lock = threading.RLock()
         self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
@@ -147,8 +144,6 @@ class RunLifecycle:
         microbatches: Sequence[FlatMicrobatch],
         config: RoundPipeRunConfig,
         contract: LossContract,
-        *,
-        loss_fn: Callable[[Any, Any], Any],
         **of_spec: Any,
     ) -> tuple[Run, list[HostValue]]:
         pinned = self._pins()
@@ -157,7 +152,6 @@ class RunLifecycle:
             for one in microbatches
         ]
         rows = [microbatch.rows for microbatch in microbatches]
-        of_spec["loss_fn"] = loss_fn
         run = self.prepare("fused", config, rows, contract, size=_size_of(microbatches), labels=labels, **of_spec)
         return run, _inputs_of(microbatches, run, pinned)
 
@@ -171,11 +165,6 @@ class RunLifecycle:
         size: int = 0,
         **of_spec: Any,
     ) -> Run:
-        # kind: `"infer"`, `"train"` or `"fused"`
-        # rows: rows of each microbatch, `None` if not known
-        # contract: collects the losses of a fused run. Default: these microbatches are the whole batch.
-        # span: indices of the layers that run. Default: all.
-        # size: a number that is the same for runs with inputs of similar size
         # If new parameters could not be published, for example for lack of memory, this is tried again before each run.
         # Otherwise every later run would raise the same error, even when the cause is gone.
         self.steps.resume()
@@ -197,7 +186,7 @@ class RunLifecycle:
         self.kept.choose(contents, self.store.source, self.table.latest, nbytes_kept)
         costs = self.planner.measured(kind)
         if spec.trial is None:
-            timer = Timer(costs, current_timeline(), with_events=self.planner.wants_events(kind))
+            timer = Timer(costs, CURRENT_TIMELINE.get(), with_events=self.planner.wants_events(kind))
         else:
             timer = Timer(MeasuredCosts(costs.costs()), None, with_events=False)
         contract = LossContract("sum", rows) if contract is None else contract
@@ -425,28 +414,24 @@ class Dispatch:
                 _USERS.setdefault(device, weakref.WeakSet()).add(self)
 
     def run(self, run: Run, stages: Sequence[Stage]) -> None:
+        work: list[Future[None]] = []
         with on_error(partial(self._settle, self.round_robin.cursor)):
-            collect(run.mailbox, self._submitted(run, stages))
+            with _DISPATCH:
+                numbers = self.round_robin.assign(len(stages))
+                with Outcome() as outcome:
+                    for place, (stage, number) in enumerate(zip(stages, numbers, strict=True)):
+                        device = self.devices[number]
+                        worker = self.devices[0].worker if run.spec.one_thread else device.worker
+                        after = place + len(self.devices)  # stages are assigned round-robin
+                        following = stages[after] if after < len(stages) else None
+                        visit = Visit if stage.copies == 1 else CopyVisit
+                        work.append(worker.submit(run_stage, run, stage, device, following, visit))
+                if outcome.error is not None:  # otherwise submitted stages would wait for stages that are missing
+                    run.mailbox.fail(outcome.error)
+            collect(run.mailbox, work)
             for device in self.devices:
                 device.synchronize()  # the caller may change tensors whose copy has ended
             run.timer.finish()
-
-    def _submitted(self, run: Run, stages: Sequence[Stage]) -> list[Future[None]]:
-        """Submit stages to device threads; if a submission fails, stop stages that would wait for a missing stage."""
-        work: list[Future[None]] = []
-        with _DISPATCH:
-            numbers = self.round_robin.assign(len(stages))
-            with Outcome() as outcome:
-                for place, (stage, number) in enumerate(zip(stages, numbers, strict=True)):
-                    device = self.devices[number]
-                    worker = self.devices[0].worker if run.spec.one_thread else device.worker
-                    after = place + len(self.devices)  # stages are assigned round-robin
-                    following = stages[after] if after < len(stages) else None
-                    visit = Visit if stage.copies == 1 else CopyVisit
-                    work.append(worker.submit(run_stage, run, stage, device, following, visit))
-            if outcome.error is not None:  # otherwise submitted stages would wait for stages that are missing
-                run.mailbox.fail(outcome.error)
-        return work
 
     def _settle(self, cursor: int, error: BaseException) -> None:
         """Wait until no work of a failed forward or backward is left on the devices."""

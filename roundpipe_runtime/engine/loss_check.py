@@ -96,7 +96,6 @@ class Sample:
 
     @classmethod
     def of(cls, trial: RowTrial, outputs: Sequence[Any], others: Sequence[Any] = ()) -> Sample:
-        # outputs: outputs for all rows, then for each part; others: leaves of the labels of the batch
         given = [trial.whole, *trial.parts]
         labels = [pytree.tree_unflatten([*map(on_host, one.labels)], one.label_spec) for one in given]
         number, (held, spec) = len(pytree.tree_leaves(outputs[0])), pytree.tree_flatten((outputs[0], labels[0]))
@@ -118,8 +117,6 @@ class Sample:
         as_stated: bool = False,
     ) -> Proof:
         """Find the first of ``ways`` in which weighted losses of parts of the rows add up to the loss of all rows."""
-        # called: object whose changes by the calls are undone
-        # again: whether the weights were checked before, so that only the batch's own values are compared
         columns = {
             place: Column(leaf.detach(), axis, role, self.others.get(place))
             for place, (leaf, axis, role) in enumerate(zip(self.leaves[0], self.axes, self.roles, strict=True))
@@ -136,7 +133,6 @@ class Sample:
 
     def _evaluate(self, loss: Loss, places: Sequence[int], again: bool, values: Sequence[torch.Tensor]) -> Evaluation:
         """Return the loss of all rows, the loss of each part of the rows, and leaves whose gradients are compared."""
-        # places, values: positions of leaves, and the tensors that replace these leaves
         # again: whether only gradients of outputs are compared: those of a large head take most of the time
         whole = list(self.leaves[0])
         for place, value in zip(places, values, strict=True):
@@ -225,7 +221,6 @@ class LossChecks:
 
     def find(self, kind: Hashable, code: object, show: Callable[[LossProof | None], LossProof]) -> LossProof:
         """Return how microbatch losses add up in calls of a ``kind``: the stored result, or that of a new check."""
-        # show: function that returns a new proof, given an earlier proof whose weights must match again
         known, is_due = self.proofs.get(kind), self.repeats.is_due(kind, code)
         # a loss that was not a weighted sum once is never treated as a weighted sum later
         if known is not None and not (is_due and known.is_sum):

@@ -54,9 +54,9 @@ class OneGroup(Generic[AnyEngine]):
     is_first: bool = True  # whether this process emits warnings
 
     @property
-    def own_groups(self) -> int:
-        """The number of groups of rows that this process runs."""
-        return 1
+    def own(self) -> range:
+        """The indices of the groups of batch rows that this process runs."""
+        return range(1)
 
     # -- parts of the engine -------------------------------------------------------------------------------------------
 
@@ -102,7 +102,6 @@ class OneGroup(Generic[AnyEngine]):
         work: Callable[[Call], None],
     ) -> Any:
         """Run forward, loss and backward of a batch, commit the results if all succeeded, and return the loss."""
-        # cut: function that returns the microbatches of each group of this process
         parts, reduction = cut()
         rows = [microbatch.rows for part in parts for microbatch in part]
         call = Call(parts, [0], LossContract(reduction or "sum", rows))
@@ -129,9 +128,6 @@ def outputs_of(run: Run) -> list[Any]:
 def merge_outputs(
     outputs: Sequence[Any], weights: Sequence[float | None], rows: Sequence[int | None], config: RoundPipeRunConfig
 ) -> Any:
-    # weights: weight of each microbatch in an average
-    # rows: rows of each microbatch, `None` if not known
-    # config: settings of the call: `merge_output` and `output_device`
     with noting(f"The error occurred while the outputs of {len(outputs)} microbatches were joined."):
         if config.merge_output is False:  # each leaf is replaced by the leaves of all microbatches
             spec = common_spec(outputs)  # raises an error if the structures differ
@@ -178,20 +174,22 @@ PinnedCopies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
 def host_value(
     leaves: Sequence[Any], spec: pytree.TreeSpec, *, requires_grad: bool, what: str, pinned: PinnedCopies | None = None
 ) -> HostValue:
-    # pinned: registry of pinned copies, to which the copies of these leaves are added. Default: no pinning.
     structure, tensors = separate(leaves, spec, what=what)
     # the copy waits for the caller's work on the accelerator, in a stream that the pipeline's devices do not know
     tensors = [tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu() for tensor in tensors]
     flags = [requires_grad and tensor.requires_grad for tensor in tensors]
-    if pinned is not None:
+    for number, tensor in enumerate(() if pinned is None else tensors):
         # A copy from pageable memory blocks the thread that launches the next microbatches.
-        tensors = [t if flag else _pinned(t, pinned) for t, flag in zip(tensors, flags, strict=True)]
+        is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        if pinned is not None and is_plain and not flags[number] and not tensor.is_pinned():
+            if id(tensor) not in pinned:
+                pinned[id(tensor)] = tensor, tensor.detach().pin_memory()
+            tensors[number] = pinned[id(tensor)][1]
     return HostValue(structure, tensors, flags, [None] * len(tensors))
 
 
 def feed_inputs(run: Run, host_values: Sequence[HostValue], scale: float) -> None:
     """Continue the backward through the autograd graph that computed the inputs, such as that of another pipeline."""
-    # scale: factor for the gradients, which is known after all losses of the batch
     tensors, gradients = [], []
     for number, on_host in enumerate(host_values):
         for tensor, copy in zip(on_host.tensors, run.collected.input_gradients.get(number, []), strict=False):
@@ -202,12 +200,3 @@ def feed_inputs(run: Run, host_values: Sequence[HostValue], scale: float) -> Non
                 gradients.append(gradient.mul_(scale) if scale != 1.0 else gradient)
     if tensors:
         torch.autograd.backward(tensors, gradients)
-
-
-def _pinned(tensor: torch.Tensor, pinned: PinnedCopies) -> torch.Tensor:
-    is_plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    if not is_plain or tensor.is_pinned():
-        return tensor
-    if id(tensor) not in pinned:
-        pinned[id(tensor)] = tensor, tensor.detach().pin_memory()
-    return pinned[id(tensor)][1]

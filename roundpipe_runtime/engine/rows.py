@@ -112,7 +112,6 @@ class Rows(Protocol):
         types: set[torch.dtype],
     ) -> None:
         """Run forward and backward without side effects: ``landed`` gets all gradients, and parameters get none."""
-        # types: set to which the dtypes are added in which layers compute
 
 
 class RowCheck:
@@ -204,9 +203,6 @@ def first_that_mixes(
     leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
 ) -> int | None:
     """Return the first layer whose outputs for some rows depend on other rows; ``None`` if there is none."""
-    # number: number of layers that run
-    # leaves_of: function that returns the compared leaves of an output. Default: all leaves.
-    # tried: list to which the trials are added
     engine.wait_exact_step()
     compare = _Comparison(engine, config, leaves_of)
     found = None
@@ -241,8 +237,6 @@ def compare_gradients(
     leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
 ) -> GradientTrial:
     """Compare the gradients for a few rows with the summed gradients for parts of the rows, at a larger loss scale."""
-    # tried: trials on which the layers have run; rows: number of rows of each microbatch
-    # few: function that returns trials with at most a given number of rows
     equal = [trial for trial in tried if trial.is_equal]
     most = max(min(max(count or 0 for count in rows), _FEW), 2)  # devices have room for a microbatch
     if not (config.requires_grad and equal):
@@ -259,7 +253,21 @@ def compare_gradients(
         return total * (scale * mean)
 
     def gradients(given: Sequence[FlatMicrobatch], scale: float = 1.0) -> dict[nn.Parameter, Digest]:
-        return _gradients(engine, given, functools.partial(loss, scale), config, number, types)
+        found: dict[nn.Parameter, Digest] = {}
+        lock = threading.Lock()  # several devices have gradients
+
+        def landed(layer: int, arriving: Gradients) -> None:
+            while arriving:  # each gradient is released before the next one, to save host memory
+                parameter, (gradient, ready) = arriving.popitem()
+                ready.result()
+                one = digest(gradient, whole=_WHOLE)
+                with lock:
+                    types.add(gradient.dtype)
+                    found[parameter] = found[parameter] + one if parameter in found else one
+
+        with set_apart(engine.layers):
+            engine.try_backward(given, config, range(number), functools.partial(loss, scale), landed, types)
+        return found
 
     found = GradientTrial()
     for trial in itertools.islice(equal if equal[0].count <= most else few(most), _TRIALS):
@@ -296,31 +304,6 @@ def _compared(
         return GradientTrial()  # equal, or the same rows differ at the next call
     mixes = last_that_differs(trial.parts)
     return GradientTrial(mixes, mixes is None)
-
-
-def _gradients(
-    engine: Rows,
-    microbatches: Sequence[FlatMicrobatch],
-    loss: _Loss,
-    config: RoundPipeRunConfig,
-    number: int,
-    types: set[torch.dtype],
-) -> dict[nn.Parameter, Digest]:
-    found: dict[nn.Parameter, Digest] = {}
-    lock = threading.Lock()  # several devices have gradients
-
-    def landed(layer: int, gradients: Gradients) -> None:
-        while gradients:  # each gradient is released before the next one, to save host memory
-            parameter, (gradient, ready) = gradients.popitem()
-            ready.result()
-            one = digest(gradient, whole=_WHOLE)
-            with lock:
-                types.add(gradient.dtype)
-                found[parameter] = found[parameter] + one if parameter in found else one
-
-    with set_apart(engine.layers):
-        engine.try_backward(microbatches, config, range(number), loss, landed, types)
-    return found
 
 
 def _of_each_number(leaf: torch.Tensor) -> torch.Tensor:
@@ -487,8 +470,6 @@ def mixes_rows(
     >>> mixes_rows([x], [[x[:2]], [x[2:]]], [2, 1]), mixes_rows([x.roll(1, 0)], [[x[:2].roll(1, 0)], [x[2:]]], [2, 1])
     (False, True)
     """
-    # parts: leaves of the results for each part
-    # coarsest: lowest-precision dtype of the computation. Default: the dtypes of the leaves.
     if any(len(part) != len(whole) for part in parts):
         return False
     columns = list(zip(whole, *parts, strict=True))
@@ -505,8 +486,6 @@ def changes_with_others(
     coarsest: torch.dtype | None,
 ) -> bool:
     """Report whether the results for the rows ``kept`` change when the remaining rows are replaced."""
-    # part: leaves of the results for fewer rows, which show the axis of the rows
-    # coarsest: lowest-precision dtype of the computation; `None`: the dtypes of the leaves
     if not len(whole) == len(other) == len(part):
         return False
     for one, changed, few in zip(whole, other, part, strict=True):

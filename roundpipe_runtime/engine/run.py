@@ -95,7 +95,6 @@ class Run:
 
     def start_backward(self, version: int, gradients: Iterator[torch.Tensor | None], sizes: Sequence[int]) -> None:
         """Pass the gradients of all outputs to the backward stages, after a check that no parameter has changed."""
-        # version: version of the parameters that the backward reads; sizes: number of tensors in each output
         for contents in self.spec.contents:
             now = [self.store.source(parameter)._version for parameter in contents.parameters()]
             if now != self._versions[contents.index]:
@@ -174,11 +173,6 @@ class RunSpec:
     gradients_landed: Callable[[int, Gradients], None] | None = None
     compiled: CompiledLayers = NOT_COMPILED  # layers that torch compiles
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether a backward follows the forward, either immediately or later."""
-        return self.kind != "infer"
-
     @functools.cached_property
     def has_copies(self) -> bool:
         return any(stage.copies > 1 for stage in self.stages)
@@ -194,13 +188,8 @@ class RunSpec:
     @functools.cached_property
     def nbytes(self) -> list[tuple[int, int]]:
         """For each layer, the bytes of the layer on a device and the bytes of its gradients."""
-        return [
-            (
-                layer.nbytes(),
-                sum(layer.nbytes_of(parameter) for parameter in layer.parameters() if parameter.requires_grad),
-            )
-            for layer in self.contents
-        ]
+        trained = [[parameter for parameter in one.parameters() if parameter.requires_grad] for one in self.contents]
+        return [(one.nbytes(), sum(map(one.nbytes_of, own))) for one, own in zip(self.contents, trained, strict=True)]
 
     def stage_nbytes(self, stage: Stage) -> int:
         """Return the bytes of a stage's parameters on a device, plus gradients if the stage runs a backward."""
@@ -290,14 +279,13 @@ class WrittenBuffers:
     def check(self) -> None:
         """Check that no buffer was written by two layers, unless both layers run the same code."""
         for layer, number, writer in self._written():
-            code = getattr(self._contents[layer].module, RUNS_AGAIN, None)
-            if writer != layer and (
-                code is None or code is not getattr(self._contents[writer].module, RUNS_AGAIN, None)
-            ):
+            one, other = self._contents[writer], self._contents[layer]
+            code = getattr(other.module, RUNS_AGAIN, None)
+            if writer != layer and (code is None or code is not getattr(one.module, RUNS_AGAIN, None)):
                 raise StageError(
-                    f"{self._contents[writer].title} and {self._contents[layer].title} are the same module, or share a "
-                    f"module, and both write its buffer {self._contents[layer].buffers[number].name!r}. The layers "
-                    "run at the same time, so each would miss the other's writes. Give each layer its own module."
+                    f"{one.title} and {other.title} are the same module, or share a module, and both write its buffer "
+                    f"{other.buffers[number].name!r}. The layers run at the same time, so each would miss the other's "
+                    "writes. Give each layer its own module."
                 )
 
     def _written(self) -> Iterator[tuple[int, int, int]]:
@@ -306,15 +294,16 @@ class WrittenBuffers:
             for number in written:
                 places.setdefault(id(self._contents[layer].buffers[number].tensor), []).append((layer, number))
         for claimed in places.values():
+            changed = []
+            for layer, number in claimed if len(claimed) > 1 else ():
+                value, ready = self._final[layer][number]
+                ready.result()
+                before = self._contents[layer].buffers[number].tensor
+                if value.dtype != before.dtype or not torch.equal(value, before):
+                    changed.append((layer, number))
             # torch does not report the writes of a norm, so a norm that a layer does not call also counts as written
-            changed = [place for place in claimed if len(claimed) == 1 or self._is_new(*place)] or claimed[:1]
+            changed = changed or claimed[:1]
             yield from ((layer, number, changed[0][0]) for layer, number in changed)
-
-    def _is_new(self, layer: int, number: int) -> bool:
-        value, ready = self._final[layer][number]
-        ready.result()
-        before = self._contents[layer].buffers[number].tensor
-        return value.dtype != before.dtype or not torch.equal(value, before)
 
     def final(self) -> dict[tuple[int, int], torch.Tensor]:
         """Return the final values of buffers, on the host, by the indices of the layer and of the buffer."""
@@ -369,21 +358,13 @@ def shared_views(outputs: Sequence[torch.Tensor], title: str) -> Shared:
     for number, tensor in enumerate(outputs):
         if tensor.layout == torch.strided and type(tensor) in (torch.Tensor, torch.nn.Parameter):
             places.setdefault(tensor.untyped_storage().data_ptr(), []).append(number)
-    found = [(number, memory) for memory, numbers in places.items() if len(numbers) > 1 for number in numbers]
     shared: Shared = {}
-    for number, memory in found:
-        if memory:
+    for memory, numbers in places.items():
+        for number in numbers if memory and len(numbers) > 1 else ():
             one = outputs[number]
-            numbers = one.untyped_storage().nbytes() // one.element_size()
-            shared[number] = _Place(memory, numbers, one.storage_offset(), one.shape, one.stride(), title)
+            count = one.untyped_storage().nbytes() // one.element_size()
+            shared[number] = _Place(memory, count, one.storage_offset(), one.shape, one.stride(), title)
     return shared
-
-
-def passed_on(shared: Shared, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Shared:
-    """Return the inputs in ``shared`` that a layer returns unchanged, by their index in the layer's outputs."""
-    numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
-    taken = {place: numbers[id(tensor)] for place, tensor in enumerate(outputs) if id(tensor) in numbers}
-    return {place: shared[number] for place, number in taken.items() if number in shared}
 
 
 def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:

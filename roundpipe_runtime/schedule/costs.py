@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -46,12 +47,7 @@ class LayerCost:
     grad_bytes: int = 0
 
     def __add__(self, other: LayerCost) -> LayerCost:
-        return LayerCost(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.param_bytes + other.param_bytes,
-            self.grad_bytes + other.grad_bytes,
-        )
+        return LayerCost(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 def layer_costs(model: Any) -> list[LayerCost]:

@@ -97,10 +97,8 @@ def partition_and_copy(
     >>> partition_and_copy("fused", [layers], min_stages=3, copies="auto", num_microbatch=6)
     ([([range(0, 1), range(1, 2), range(2, 3)], [range(3, 4), range(2, 3), range(1, 2), range(0, 1)])], 3)
     """
-    # copies_before: number of copies of the fused stage in `previous`
     # copies: number of devices that run the fused stage, which has only the last layer if there are several. `"auto"`:
     # as many as make the simulated run clearly faster.
-    # num_microbatch: number of microbatches that plans are compared for. Default: `min_stages` + 1.
     if run_type not in ("infer", "train", "fused"):
         raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
     if not upper_threshold >= 1:
@@ -108,7 +106,17 @@ def partition_and_copy(
     if min_stages < 1:
         raise PlanError(f"min_stages must be at least 1, found {min_stages!r}.")
     limit = float("inf") if bytes_per_stage is None else bytes_per_stage
-    _check_layer_sizes(run_type, models, limit)
+    for model, costs in enumerate(models):
+        for index, cost in enumerate(costs):
+            needed = cost.param_bytes + (cost.grad_bytes if run_type != "infer" else 0)
+            if needed > limit:
+                where = f"layer {index}" if len(models) == 1 else f"layer {index} of model {model}"
+                raise PlanError(
+                    f"{where} has {format_bytes(needed)} of parameters and gradients, but a stage may have "
+                    f"{format_bytes(limit)} (half of model_memory_limit, because the next stage is loaded at the same "
+                    "time). Split the layer in two, or raise the limit:\n"
+                    f"    ModelExecutePlan.auto({run_type!r}, model, model_memory_limit={2.2 * needed / 1e9:.3g})"
+                )
     microbatches = num_microbatch or min_stages + 1
     most = min(min_stages, microbatches) if run_type == "fused" else 1
     numbers = range(1, most + 1) if copies == "auto" else [min(copies, most)]
@@ -140,9 +148,17 @@ def _fastest(
         head = shared[-1][-1]
         shares = dataclasses.replace(head, forward=head.forward / copies, backward=head.backward / copies)
         shared[-1] = [*shared[-1][:-1], shares]
+    # Caps are sums of the times of neighbouring layers; forward and backward stages have the same cap.
+    rows = [[cost.forward for cost in costs] for costs in shared]
+    if types[-1] != "infer":
+        rows += [[cost.backward for cost in costs] for costs in shared]
+    slowest = max(map(max, rows))
+    sums = sorted({slowest, *(window for row in rows for window in _windows(row, slowest * upper_threshold))})
+    above = _thin_out([window for window in sums if window >= slowest * (1 - 1e-9)])
+    below = _thin_out([window for window in sums if window < slowest * (1 - 1e-9)])
     found = [
         [_stages(kind, costs, cap, limit, alone=copies > 1) for kind, costs in zip(types, shared, strict=True)]
-        for cap in _caps(types[-1], shared, upper_threshold)
+        for cap in (*above, *below)
     ]
     # With fewer stages than devices, some devices would have nothing to do. A short model has no more stages.
     enough = [plan for plan in found if _count(plan) >= devices] or [max(found, key=_count)]
@@ -152,21 +168,6 @@ def _fastest(
         (time, plan) for plan, time in zip(enough, times, strict=True) if time <= min(times) * (1 + _WORTH_A_STAGE)
     ]
     return min(close, key=lambda one: _count(one[1]))
-
-
-# -- caps ------------------------------------------------------------------------------------------------------------
-
-
-def _caps(run_type: str, models: Sequence[Sequence[LayerCost]], upper_threshold: float) -> list[float]:
-    """Return the limits of stage time to try: sums of the times of neighbouring layers."""
-    rows = [[cost.forward for cost in costs] for costs in models]
-    if run_type != "infer":
-        rows += [[cost.backward for cost in costs] for costs in models]
-    slowest = max(map(max, rows))  # forward and backward stages have the same cap
-    sums = {slowest, *(window for row in rows for window in _windows(row, slowest * upper_threshold))}
-    above = _thin_out(sorted(window for window in sums if window >= slowest * (1 - 1e-9)))
-    below = _thin_out(sorted(window for window in sums if window < slowest * (1 - 1e-9)))
-    return [*above, *below]
 
 
 # The result of `_pack` changes only if one more layer fits under the cap, so all useful caps are sums of neighbours.
@@ -187,9 +188,6 @@ def _thin_out(sums: list[float]) -> list[float]:
         return distinct
     step = (len(distinct) - 1) / (_MOST_CAPS - 1)
     return [distinct[round(index * step)] for index in range(_MOST_CAPS)]
-
-
-# -- stages under a cap ----------------------------------------------------------------------------------------------
 
 
 def _stages(run_type: str, costs: Sequence[LayerCost], cap: float, limit: float, *, alone: bool) -> Stages:
@@ -223,9 +221,6 @@ def _pack_from_the_end(layers: Sequence[tuple[float, float]], cap: float, limit:
     """Pack layers into stages from the last to the first layer, so that the first stage may be the short one."""
     mirrored = _pack(layers[::-1], cap, limit)
     return [range(len(layers) - stage.stop, len(layers) - stage.start) for stage in mirrored[::-1]]
-
-
-# -- which is best ---------------------------------------------------------------------------------------------------
 
 
 def _count(plan: Sequence[Stages]) -> int:
@@ -266,17 +261,3 @@ def _fits(types: Sequence[str], models: Sequence[Sequence[LayerCost]], plan: Seq
         if any(sum(costs[i].param_bytes + costs[i].grad_bytes for i in stage) > limit for stage in backward):
             return False
     return True
-
-
-def _check_layer_sizes(run_type: str, models: Sequence[Sequence[LayerCost]], limit: float) -> None:
-    for number, costs in enumerate(models):
-        for index, cost in enumerate(costs):
-            needed = cost.param_bytes + (cost.grad_bytes if run_type != "infer" else 0)
-            if needed > limit:
-                where = f"layer {index}" if len(models) == 1 else f"layer {index} of model {number}"
-                raise PlanError(
-                    f"{where} has {format_bytes(needed)} of parameters and gradients, but a stage may have "
-                    f"{format_bytes(limit)} (half of model_memory_limit, because the next stage is loaded at the same "
-                    "time). Split the layer in two, or raise the limit:\n"
-                    f"    ModelExecutePlan.auto({run_type!r}, model, model_memory_limit={2.2 * needed / 1e9:.3g})"
-                )

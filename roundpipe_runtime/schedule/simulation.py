@@ -194,7 +194,6 @@ def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, nu
     >>> makespan_of_copies([(1.0, 1), (2.0, 2)], 3, 4)
     6.0
     """
-    # stages: time of each stage on one microbatch and the number of its copies, in the order of dispatch
     free = [0.0] * num_devices
     done = [0.0] * num_microbatch
     device = 0
@@ -237,26 +236,20 @@ class _State:
 
     def run(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
         self.busy += load.compute * len(microbatches)
-        up, down = self._shares(load, microbatches)
-        self.bytes_up[device] += load.upload + len(microbatches) * load.inputs + up
-        self.bytes_down[device] += load.download + len(microbatches) * load.outputs + down
+        # bytes of gradients that a copy of a stage receives from other copies, and that it sends
+        is_last = (load.copy or 0) + 1 >= load.copies
+        gathered = (len(self.done) - len(microbatches)) * load.share if is_last else 0
+        sends = 0 if is_last else len(microbatches) * load.share
+        self.bytes_up[device] += load.upload + len(microbatches) * load.inputs + gathered
+        self.bytes_down[device] += load.download + len(microbatches) * load.outputs + sends
         self.loads[device].append(load)
-        if self.machine.overlaps:
-            self._run_overlapping(index, load, device, microbatches)
-        else:
-            self._run_alone(index, load, device, microbatches)
+        run = self._run_overlapping if self.machine.overlaps else self._run_alone
+        run(index, load, device, microbatches, gathered, sends)
 
-    def _shares(self, load: StageLoad, microbatches: Sequence[int]) -> tuple[int, int]:
-        """Return how many bytes of gradients a copy of a stage receives from other copies, and how many it sends."""
-        if load.copy is None or not load.share:
-            return 0, 0
-        if load.copy + 1 < load.copies:
-            return 0, len(microbatches) * load.share
-        return (len(self.done) - len(microbatches)) * load.share, 0
-
-    def _run_overlapping(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
+    def _run_overlapping(
+        self, index: int, load: StageLoad, device: int, microbatches: Sequence[int], gathered: int, sends: int
+    ) -> None:
         link, down = self.machine.link, self.machine.down or self.machine.link
-        gathered, sends = self._shares(load, microbatches)
         arrived = max(self.up[device], self.room[device][0]) + load.upload / link
         now = max(self.computed[device], arrived)
         for microbatch in microbatches:
@@ -276,9 +269,10 @@ class _State:
             self.down[device] = max(self.down[device], now) + load.download / down
         self.room[device] = [self.room[device][1], max(now, self.down[device] if load.download else now)]
 
-    def _run_alone(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
+    def _run_alone(
+        self, index: int, load: StageLoad, device: int, microbatches: Sequence[int], gathered: int, sends: int
+    ) -> None:
         link, down = self.machine.link, self.machine.down or self.machine.link
-        gathered, sends = self._shares(load, microbatches)
         now = max(self.computed[device], self.up[device]) + load.upload / link
         for microbatch in microbatches:
             start = max(now, self.done[microbatch]) + load.inputs / link

@@ -4,7 +4,4 @@ from __future__ import annotations
 
 from .record import Record, Timeline
 
-__all__ = [
-    "Record",
-    "Timeline",
-]
+__all__ = ["Record", "Timeline"]

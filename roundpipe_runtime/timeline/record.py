@@ -17,7 +17,7 @@ from yobx_flatten.files.scratch import write_text
 
 from ..errors import RoundPipeError
 
-_CURRENT: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("roundpipe_timeline", default=None)
+CURRENT_TIMELINE: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("roundpipe_timeline", default=None)
 
 # One letter per kind of work in the drawing.
 _LETTERS = {"upload": "u", "forward": "F", "recompute": "R", "loss": "L", "backward": "B", "download": "d"}
@@ -85,12 +85,12 @@ class Timeline:
 
     def __enter__(self) -> Timeline:
         self._zero = time.time() - time.perf_counter()
-        self._token = _CURRENT.set(self)
+        self._token = CURRENT_TIMELINE.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._token is not None:
-            _CURRENT.reset(self._token)
+            CURRENT_TIMELINE.reset(self._token)
             self._token = None
 
     def add(self, kind: str, stage: int, microbatch: int, device: str, start: float, end: float, layer: int) -> None:
@@ -137,7 +137,7 @@ class Timeline:
         """
         if not self.records:
             return "nothing was recorded"
-        first, last = _span(self.records)
+        first, last = min(r.start for r in self.records), max(r.end for r in self.records)
         scale = width / max(last - first, 1e-9)
         devices = sorted({record.device for record in self.records})
         margin = max(map(len, devices))
@@ -157,7 +157,7 @@ class Timeline:
         aligns timelines of several processes. ``otherData`` is missing unless ``with timeline:`` was used.
         """
         devices = sorted({record.device for record in self.records})
-        first = _span(self.records)[0] if self.records else 0.0
+        first = min((record.start for record in self.records), default=0.0)
         names = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": device}}
             for number, device in enumerate(devices)
@@ -182,14 +182,6 @@ class Timeline:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the timeline as JSON, in the format of :meth:`to_chrome_trace`."""
         write_text(path, json.dumps(self.to_chrome_trace()))
-
-
-def _span(records: Sequence[Record]) -> tuple[float, float]:
-    return min(r.start for r in records), max(r.end for r in records)
-
-
-def current_timeline() -> Timeline | None:
-    return _CURRENT.get()
 
 
 _FIX = "To write one: roundpipe train MODEL --text FILE -o DIR --timeline FILE"
@@ -241,7 +233,9 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
     events = content.get("traceEvents")
     if not isinstance(events, list):
         raise TimelineFileError(f"The file {name} is not a timeline file: it is JSON, but not a trace. {_FIX}")
-    devices = _devices(events)
+    named = [one for one in events if isinstance(one, dict) and one.get("name") == "thread_name"]
+    named = [one for one in named if isinstance(one.get("args"), dict) and isinstance(one.get("tid"), int)]
+    devices = {one["tid"]: one["args"]["name"] for one in named if isinstance(one["args"].get("name"), str)}
     timeline = Timeline()
     timeline.records = [
         _record(event, devices, f"{name}, event {number}")
@@ -252,37 +246,21 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
         raise TimelineFileError(f"The file {name} contains no records: nothing ran while it was written.")
     found = content.get("otherData")
     other: dict[str, Any] = found if isinstance(found, dict) else {}
-    timeline.add_parameters(*(_bytes_of(other.get(name)) for name in ("uploaded", "skipped")))
+    sizes: list[Any] = [other.get(key) for key in ("uploaded", "skipped")]  # missing in files of earlier versions
+    timeline.add_parameters(*(size if type(size) is int and 0 <= size < _FOREVER else 0 for size in sizes))
     started: Any = other.get("started")
     is_time = isinstance(started, (int, float)) and abs(started) < _FOREVER
     return timeline, float(started) if is_time else None
 
 
-def _bytes_of(value: Any) -> int:
-    """Return a number of bytes from a file; 0 if the number is missing, as in files of earlier versions."""
-    return value if type(value) is int and 0 <= value < _FOREVER else 0
-
-
-def _devices(events: list[Any]) -> dict[Any, str]:
-    named = [event for event in events if isinstance(event, dict) and event.get("name") == "thread_name"]
-    found = {}
-    for event in named:
-        arguments = event.get("args")
-        name = arguments.get("name") if isinstance(arguments, dict) else None
-        if isinstance(name, str) and isinstance(event.get("tid"), int):
-            found[event["tid"]] = name
-    return found
-
-
 def _record(event: Any, devices: dict[Any, str], place: str) -> Record:
-    arguments = event.get("args") if isinstance(event, dict) else None
-    if not isinstance(arguments, dict) or event.get("ph") != "X":
-        raise TimelineFileError(f"{place} was not written by a RoundPipe model. Did another program write the trace?")
-    numbers: list[Any] = [arguments.get(key) for key in ("stage", "microbatch", "layer")]
+    event = event if isinstance(event, dict) and isinstance(event.get("args"), dict) else {"args": {}}
+    numbers: list[Any] = [event["args"].get(key) for key in ("stage", "microbatch", "layer")]
     times: list[Any] = [event.get(key) for key in ("ts", "dur")]
     kind, row = event.get("cat"), event.get("tid")
     device = devices.get(row) if isinstance(row, int) else None
-    if kind not in KINDS or device is None or not all(type(number) is int for number in numbers):
+    is_task = event.get("ph") == "X" and kind in KINDS and all(type(number) is int for number in numbers)
+    if device is None or not is_task:
         raise TimelineFileError(f"{place} was not written by a RoundPipe model. Did another program write the trace?")
     if not all(type(time) in (int, float) and abs(time) < _FOREVER for time in times) or times[1] < 0:
         raise TimelineFileError(f"{place} has no time: ts is {times[0]!r}, dur is {times[1]!r}.")
@@ -308,7 +286,6 @@ _WORK = {
 
 
 def draw_on(console: Any, timeline: Timeline, shown: Callable[[str], str] = str) -> None:
-    # shown: function that makes device names from a file safe for a terminal. Default: names are printed unchanged.
     from rich.text import Text
 
     margin = max(len(record.device) for record in timeline.records)

@@ -44,8 +44,6 @@ _LEFT = "left"  # last beat of a process that stops listening
 class Alarm:
     """Notifies the other ranks when this rank fails, and detects ranks whose processes have ended or are stopped."""
 
-    # store: store of the job, `None` for a process alone
-
     patience = 120.0
     """Seconds for which a process may be stopped before other processes kill it or close their connections to it."""
 
@@ -79,13 +77,6 @@ class Alarm:
         with self._lock:
             self._listener = listener
 
-    def raise_for(self, call: int) -> None:
-        """Notify the other ranks that this rank has failed in the pipeline call with the given number."""
-        self._send({"call": call})
-
-    def notify_step_failed(self, text: str) -> None:
-        self._send({"step": text})
-
     def take_step_failure(self) -> tuple[int, str] | None:
         """Return and forget the rank whose optimizer step failed, and its error; wait up to a second for them."""
         deadline = time.monotonic() + 10 * _PERIOD
@@ -100,14 +91,14 @@ class Alarm:
             try:
                 self._gone = self._ask() or None
                 if self._gone:
-                    self._send({"gone": self._gone})
+                    self.send({"gone": self._gone})
             except RuntimeError:
                 self._gone = [0] if self._rank else []
         return self._gone or []
 
     def _ask(self) -> list[int]:
         question = f"{self._rank}/{time.time_ns()}"
-        self._send({"question": question})
+        self.send({"question": question})
         missing = set(range(self._size)) - {self._rank}
         deadline = time.monotonic() + _PATIENCE
         while missing and self._gone is None and time.monotonic() < deadline:
@@ -165,7 +156,7 @@ class Alarm:
         rank, seconds = (known[0], self._silent) if self._silent > self._waited else (0, self._waited)
         if self._gone is None and seconds > self.patience and self._is_far(rank):
             if not self._waited:  # otherwise the other ranks would report this process as the cause
-                self._send({"gone": [rank], "seconds": seconds})
+                self.send({"gone": [rank], "seconds": seconds})
             self._gone, self._last_stop[rank] = [rank], (seconds, time.monotonic())
             self._hear(None)
         if any(self._is_far(rank) and self.seconds_stopped(rank) for rank in self._gone or ()):
@@ -181,7 +172,7 @@ class Alarm:
                 self._processes[rank] = Process(*json.loads(self._store.get(key)))
         if self._listener is not None and self._gone is None and (ended := self._ended()):
             self._gone = ended
-            self._send({"gone": ended})
+            self.send({"gone": ended})
             self._hear(None)
 
     def _lose_store(self) -> None:
@@ -202,7 +193,8 @@ class Alarm:
     def close(self) -> None:
         self._closed.set()
 
-    def _send(self, news: dict[str, Any]) -> None:
+    def send(self, news: dict[str, Any]) -> None:
+        """Notify the other ranks that this rank has failed in a pipeline call or a step, or that ranks are gone."""
         if self._store is not None and self._size > 1 and not self._closed.is_set():
             number = self._store.add(f"{self._prefix}/count", 1)
             self._store.set(f"{self._prefix}/news/{number}", json.dumps({**news, "rank": self._rank}))
@@ -357,7 +349,6 @@ class News:
     @contextlib.contextmanager
     def listening(self, number: int) -> Iterator[None]:
         """Stop the pipeline call in the with block when another rank reports that it has failed."""
-        # number: number of the call; errors of other calls are ignored
         # Other threads may deliver an error after the next call has begun, so each call has a separate object.
         call = self._call = _CallNews()
 

@@ -63,7 +63,6 @@ class Ranks:
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
         """Send this rank's slices of tensors to the ranks ``members``, and receive their slices (all-gather)."""
-        # parts: for each tensor one contiguous part per member; the part of this rank is sent
 
     def shard_members(self) -> list[int]:
         """Return the ranks that hold the shards of this rank's copy of the model, in the order of the shards."""
@@ -107,7 +106,7 @@ class MeshRanks(Ranks):
 
     def fail_step(self, text: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: other ranks notice it at their next exchange
-            self.alarm.notify_step_failed(text)
+            self.alarm.send({"step": text})
         self._close("step")
 
     def broadcast(self, tensor: torch.Tensor) -> None:

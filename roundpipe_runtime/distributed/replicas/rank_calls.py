@@ -140,9 +140,6 @@ class GroupLosses(LossContract):
 class RankCalls(OneGroup[Engine]):
     """Runs the groups of batch rows that belong to this rank, and writes gradients when all ranks have succeeded."""
 
-    # replicas: number of groups of a batch. Default: number of ranks.
-    # reduce_dtype: dtype in which gradients are sent. Default: the dtype of their sums.
-
     store: RankStore
 
     def __init__(self, ranks: Ranks, replicas: int | None = None, reduce_dtype: torch.dtype | None = None) -> None:
@@ -162,12 +159,7 @@ class RankCalls(OneGroup[Engine]):
 
     @property
     def own(self) -> range:
-        """The indices of the groups of batch rows that this rank runs."""
         return groups_of(self.ranks.rank, self.ranks.size, self.replicas)
-
-    @property
-    def own_groups(self) -> int:
-        return len(self.own)
 
     # -- parts of the engine -------------------------------------------------------------------------------------------
 
@@ -238,8 +230,6 @@ class RankCalls(OneGroup[Engine]):
         work: Callable[[Call], None],
     ) -> Any:
         """Run forward, loss and backward for this rank's rows; change the model only when all ranks have succeeded."""
-        # cut: function that returns the microbatches of each group of this rank
-        # config: complete settings of the call; `num_microbatch` is the number per group
         with self.calling():
             call = self.open(engine, "forward_backward", cut, config)
             return self.summed(engine, call, lambda: work(call))
@@ -318,7 +308,7 @@ class RankCalls(OneGroup[Engine]):
         is_own = failure is not None and not isinstance(failure, errors.StoppedByRankError)
         if is_own:
             # The other ranks exchange verdicts only after their work. The alarm stops the work.
-            self.ranks.alarm.raise_for(self._number)
+            self.ranks.alarm.send({"call": self._number})
         begun = reduction.stop()
         with Outcome() as exchanged:
             if failure is None:

@@ -39,7 +39,6 @@ class BatchLoss(Protocol):
 
     def compute(self, groups: Sequence[Sequence[Any]], own: Sequence[int], stated: Sequence[Any]) -> tuple[Any, Any]:
         """Return the loss of the whole batch, and the outputs of this rank joined into one."""
-        # groups: outputs of the microbatches of each group of this rank, as parts of a graph
         # returns: the loss, equal on all ranks, with a graph to the outputs of this rank; `None` without rows
 
 
@@ -116,7 +115,14 @@ class RankGroups(RankCalls):
                     total, outputs = loss.compute(groups, self.own, stated)
                     found[0] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
                     call.total = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, total)
-                    return _gradients(pytree.tree_leaves(total), tensors)
+                    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+                    losses = pytree.tree_leaves(total)
+                    roots = [loss for loss in losses if isinstance(loss, torch.Tensor) and loss.requires_grad]
+                    if other_leaves(roots, wanted):
+                        raise loss_is_trained()
+                    if roots:
+                        torch.autograd.backward(roots, inputs=wanted)
+                    return [tensor.grad for tensor in tensors]
 
             return self._run_backward(engine, call, passes, compute), found[0]
 
@@ -172,7 +178,7 @@ class RankGroups(RankCalls):
         with Uninterrupted():
             is_own = failure is not None and not isinstance(failure, StoppedByRankError)
             if is_own:
-                self.ranks.alarm.raise_for(self._number)
+                self.ranks.alarm.send({"call": self._number})
             text = format_failure(failure) if failure is not None and is_own else None
             with Outcome() as exchanged:
                 said = self.ranks.exchange(Halfway(own, text))
@@ -199,14 +205,22 @@ class RankGroups(RankCalls):
 
         def work() -> None:
             passes.landed = call.land
-            passes.go_back(engine, gradients(), self.stopping)
+            found, runs = iter(gradients()), iter(passes.runs)
+            for turn, part in enumerate(passes.parts):
+                if part:
+                    run, _ = next(runs)
+                    sizes = [len(run.collected.outputs[number].tensors) for number in range(run.spec.num_microbatch)]
+                    run.start_backward(engine.table.latest, found, sizes)
+                    with self.stopping(run):
+                        engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "backward"])
+                for layer in range(len(engine.layers)):  # other layers have no gradients
+                    passes.land(turn, layer, {})
 
         return self.summed(engine, call, work)
 
 
 def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:
     """Return the outputs of all microbatches by group of rows, and a list of all tensors in the outputs."""
-    # flows: whether the tensors require gradients where the tensors of the model do
     outputs, tensors = [], []
     for on_host in passes.outputs():
         flags = zip(on_host.tensors, on_host.needs_grad, strict=True)
@@ -215,16 +229,6 @@ def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], lis
         tensors += own
     found = iter(outputs)
     return [[next(found) for _ in part] for part in passes.parts], tensors
-
-
-def _gradients(losses: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    wanted = [tensor for tensor in tensors if tensor.requires_grad]
-    roots = [loss for loss in losses if isinstance(loss, torch.Tensor) and loss.requires_grad]
-    if other_leaves(roots, wanted):
-        raise loss_is_trained()
-    if roots:
-        torch.autograd.backward(roots, inputs=wanted)
-    return [tensor.grad for tensor in tensors]
 
 
 # Run the groups of one rank forward now and backward later.
@@ -263,28 +267,6 @@ class GroupPasses:
             if flag
         ]
 
-    def input_gradients(self) -> list[torch.Tensor | None]:
-        flags = [(run, [on_host.needs_grad for on_host in values]) for run, values in self.runs]
-        return [gradient for run, own in flags for gradient in input_gradients(run, own)]
-
-    def go_back(
-        self,
-        engine: Engine,
-        gradients: Sequence[torch.Tensor | None],
-        stopping: Callable[[Run], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        found = iter(gradients)
-        runs = iter(self.runs)
-        for turn, part in enumerate(self.parts):
-            if part:
-                run, _ = next(runs)
-                sizes = [len(run.collected.outputs[number].tensors) for number in range(run.spec.num_microbatch)]
-                run.start_backward(engine.table.latest, found, sizes)
-                with stopping(run):
-                    engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "backward"])
-            for layer in range(len(engine.layers)):  # other layers have no gradients
-                self.land(turn, layer, {})
-
 
 class _Groups(torch.autograd.Function):
     @staticmethod
@@ -302,7 +284,8 @@ class _Groups(torch.autograd.Function):
                 "    model = pipeline.model"
             )
         ctx.back(gradients)
-        return (None, None, None, *passes.input_gradients())
+        flags = [(run, [on_host.needs_grad for on_host in values]) for run, values in passes.runs]
+        return (None, None, None, *(gradient for run, own in flags for gradient in input_gradients(run, own)))
 
 
 _apply = cast(Callable[..., tuple[torch.Tensor, ...]], _Groups.apply)

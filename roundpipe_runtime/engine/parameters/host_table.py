@@ -119,11 +119,6 @@ def _is_about_form(func: Any) -> bool:
 class TableAccess:
     """Copies rows or slices of one large parameter to one device, and sums their gradients on the host."""
 
-    # source: values on the host, which do not change while a run reads them
-    # new_sum: function that returns a gradient sum of zero
-    # count: function that gets the bytes of each uploaded part. Default: not counted.
-    # dtype: dtype of the parts on the device. Default: that of the source.
-
     def __init__(
         self,
         device: PartsDevice,
@@ -142,8 +137,6 @@ class TableAccess:
         self.sum = new_sum()
         self._whole: nn.Parameter | None = None
         self._copy: torch.Tensor | None = None  # memory of `_whole`, which the device counts
-
-    # -- upload ------------------------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
@@ -196,11 +189,8 @@ class TableAccess:
         """The copy of the whole table on the device, if there is one, which gets a gradient from autograd."""
         return [] if self._whole is None else [self._whole]
 
-    # -- download ----------------------------------------------------------------------------------------------------
-
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor) -> None:
         """Add a gradient of the table rows ``place`` to the sum of gradients on the host, in the order of the calls."""
-        # place: slice, or distinct row indices on the host
         copy, complete = self.device.copy_out(gradient, last=True, parameter=True)
         # On an accelerator one part is copied while the next one is computed.
         self.sum.add(place, copy, complete, waiting=0 if self.torch_device.type == "cpu" else 1)
@@ -338,9 +328,6 @@ _Sums: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 class LayerTables:
     """The large parameters of one layer that stay on the host, and their placeholders for one device."""
 
-    # memory: host memory for sums of gradients; `None`: new memory for each
-    # count: function that gets the bytes of each uploaded part
-
     def __init__(
         self, contents: LayerContents, device: Device, memory: GradientMemory | None, count: Callable[[int], None]
     ) -> None:
@@ -351,8 +338,6 @@ class LayerTables:
         return id(parameter) in self._contents.tables
 
     def stand_in(self, parameter: nn.Parameter, source: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
-        # source: values on the host
-        # dtype: dtype in which gradients are summed
         index, memory = self._contents.index, self._memory
         form = torch.empty(source.shape, dtype=dtype, device="meta")
         self._tables[parameter] = access = TableAccess(
@@ -386,7 +371,6 @@ class LayerTables:
 
     def pop_gradients(self, scale: float, dtype: Callable[[nn.Parameter], torch.dtype] | None) -> _Sums:
         """Remove and return the gradient sums, each with an event after which the sum is complete."""
-        # dtype: function that returns the dtype of a gradient on the host. Default: the dtype of the sum.
         gone: _Sums = {}
         for parameter, table in self._tables.items():
             found = table.pop_sum()
@@ -409,9 +393,6 @@ class LayerTables:
 
 class HostSum:
     """The sum in CPU memory of the gradients of rows or slices of one parameter; :meth:`result` waits for the sum."""
-
-    # form: shape and dtype of the sum
-    # memory: function that returns host memory for the sum. Default: new memory.
 
     def __init__(
         self, form: torch.Tensor, memory: Callable[[torch.Tensor], torch.Tensor | None] = lambda form: None

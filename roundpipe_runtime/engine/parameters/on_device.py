@@ -53,19 +53,8 @@ def check_not_kept(leaf: torch.Tensor) -> None:
         )
 
 
-def _is_there(found: torch.Tensor | None, copy: nn.Parameter) -> bool:
-    # a module contains the device copy of a parameter, or a placeholder that copies rows when they are read
-    return found is copy or (type(found) is RowsOnDemand and found._stands_for[0] is copy)
-
-
 class LayerOnDevice:
     """The copies of one layer's parameters and buffers on a device, with which the layer computes during a stage."""
-
-    # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
-    # kept: copies of parameters that stay on devices. Default: none stay.
-    # version: version of the parameters that the run reads. Default: 0.
-    # memory: host memory for gradients that are summed on the host. Default: new memory for each gradient.
-    # partial_plan: parameters that are copied on demand. Default: none.
 
     def __init__(
         self,
@@ -83,7 +72,7 @@ class LayerOnDevice:
         self.title = contents.title
         self.traits = traits_of(contents.module)
         self._kept = kept = kept or KeptParameters([device])
-        self._partial = PartialLayer(contents, device, partial_plan)
+        self.partial = PartialLayer(contents, device, partial_plan)
         self._memory: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
         self._wide: list[tuple[int, torch.dtype]] = []
@@ -111,9 +100,9 @@ class LayerOnDevice:
         ]
         self._states = [rebuilding.state(slot.value) for slot in contents.states]
         self._has_few_bits = bool(contents.states) or any(map(is_composite, contents.parameters()))
-        self._buffers = [self._upload(buffer.tensor) for buffer in contents.buffers]
-        self._memory += self._buffers
-        self._marks = [(buffer, buffer._version) for buffer in self._buffers]
+        self.buffers = [self._upload(buffer.tensor) for buffer in contents.buffers]
+        self._memory += self.buffers
+        self._marks = [(buffer, buffer._version) for buffer in self.buffers]
         self._written: set[int] = set()
         self.ready = device.arrival()
 
@@ -133,14 +122,14 @@ class LayerOnDevice:
         dtype = sent_dtype(parameter)
         upload: Callable[[torch.Tensor], torch.Tensor] = self._upload
         if dtype == source.dtype:
-            upload = self._partial.reserve(parameter, kept.count) or upload
+            upload = self.partial.reserve(parameter, kept.count) or upload
         else:
             upload = partial(self._upload, dtype=dtype)
         uploaded, stays = kept.upload(self.device, parameter, source, version, upload)
         if not stays:
             self._memory.append(uploaded)
         copy = self._with_attributes(nn.Parameter(uploaded, requires_grad=parameter.requires_grad), parameter)
-        self._partial.add(parameter, copy, uploaded, source)
+        self.partial.add(parameter, copy, uploaded, source)
         return copy
 
     def _with_attributes(self, copy: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
@@ -160,16 +149,18 @@ class LayerOnDevice:
             try:
                 for owner, name, copy, _ in self._places:
                     owner._parameters[name] = copy
-                if buffers:
-                    for number, buffer in enumerate(buffers):
-                        buffer.owner._buffers[buffer.name] = self._buffers[number]
+                for number, buffer in enumerate(buffers):
+                    buffer.owner._buffers[buffer.name] = self.buffers[number]
                 for slot, state in zip(states, self._states, strict=True):
                     slot.owner.__dict__[slot.name] = state
                 forget_parametrized(self.contents.module)
                 keeping = weights_kept(self.contents.module) if self._has_few_bits else contextlib.nullcontext()
-                with keeping, self._partial.standing():
+                with keeping, self.partial.standing():
                     result = function()
-                replaced = [not _is_there(owner._parameters.get(name), copy) for owner, name, copy, _ in self._places]
+                # a module contains the device copy of a parameter, or a placeholder that copies rows when they are read
+                held: list[torch.Tensor | None] = [owner._parameters.get(name) for owner, name, _, _ in self._places]
+                held = [one._stands_for[0] if isinstance(one, RowsOnDemand) else one for one in held]
+                replaced = [one is not copy for one, (_, _, copy, _) in zip(held, self._places, strict=True)]
                 if any(replaced):
                     raise self._wrote_parameter(replaced, "replaces")
                 if versions and versions != (now := [copy._version for _, _, copy, _ in self._places]):
@@ -177,12 +168,11 @@ class LayerOnDevice:
                 return result
             finally:
                 forget_parametrized(self.contents.module)
-                if buffers:
-                    for number, buffer in enumerate(buffers):
-                        found = buffer.owner._buffers.get(buffer.name)
-                        if found is not None and found is not self._buffers[number]:
-                            self._buffers[number] = found.detach()
-                        buffer.owner._buffers[buffer.name] = buffer.tensor
+                for number, buffer in enumerate(buffers):
+                    found = buffer.owner._buffers.get(buffer.name)
+                    if found is not None and found is not self.buffers[number]:
+                        self.buffers[number] = found.detach()
+                    buffer.owner._buffers[buffer.name] = buffer.tensor
                 for slot in states:
                     slot.owner.__dict__[slot.name] = slot.value
                 for owner, name, _, parameter in self._places:
@@ -209,10 +199,10 @@ class LayerOnDevice:
             raise self._wrote_parameter([not one for one in found])
 
     def _has_numbers_of(self, parameter: nn.Parameter, copy: nn.Parameter, source: torch.Tensor) -> bool | torch.Tensor:
-        if not self._partial.has(parameter):
+        if not self.partial.has(parameter):
             return self._are_as_copied(copy, source, sent_dtype(parameter))
         with torch.no_grad():
-            found = [self._are_as_copied(*part) for part in self._partial.present_parts(parameter, copy, source)]
+            found = [self._are_as_copied(*part) for part in self.partial.present_parts(parameter, copy, source)]
         there = [one for one in found if isinstance(one, torch.Tensor)]
         with self.device.computing(self.ready):
             return torch.stack(there).all() if there and len(there) == len(found) else all(map(bool, found))
@@ -221,7 +211,6 @@ class LayerOnDevice:
         self, copy: torch.Tensor, source: torch.Tensor, dtype: torch.dtype | None = None
     ) -> bool | torch.Tensor:
         """Return whether a copy equals the values on the host: a bool, or a tensor on the device of an accelerator."""
-        # dtype: dtype to which the copy was rounded. Default: that of the source.
         is_wrapper = is_traceable_wrapper_subclass(source)
         if is_wrapper or source.is_inference() or source.layout != torch.strided:
             return True  # such values cannot be compared
@@ -289,7 +278,6 @@ class LayerOnDevice:
 
     def add_gradients(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
         """Add results of :meth:`pop_gradients`, of this or another device, to the gradient sums."""
-        # gradients: result of `pop_gradients`, on this device. Its tensors may be written.
         wide = dict(self._wide)
         with torch.no_grad():
             for parameter, found in zip(self.contents.parameters(), gradients, strict=True):
@@ -305,7 +293,6 @@ class LayerOnDevice:
 
     def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
         """Call ``take`` with each parameter and its gradient, and drop gradients for which ``take`` returns true."""
-        # take: gets a parameter of the host and its gradient on the device; returns whether it accepted the gradient
         for parameter in self.contents.parameters():
             copy = self._parameters[id(parameter)]
             if copy.grad is not None and take(parameter, copy.grad):
@@ -317,8 +304,6 @@ class LayerOnDevice:
     ) -> Gradients:
         """Multiply the sums of gradients by ``scale``, move them to the host and return them."""
         # scale: factor for the sums. The device multiplies, because devices would wait while the host multiplied.
-        # memory: host memory for gradients. Default: new memory for each gradient.
-        # dtype: function that returns the dtype of a gradient on the host. Default: the dtype of the sum.
         totals = {}
         for parameter in self.contents.parameters():
             copy = self._parameters[id(parameter)]
@@ -338,7 +323,7 @@ class LayerOnDevice:
                 with self.device.computing(self.ready):
                     total = total.to(dtype(parameter))
             target = None if memory is None else memory.take(self.contents.index, parameter, total)
-            runs = None if self._apart is not None else self._partial.gradient_runs(parameter, total)
+            runs = None if self._apart is not None else self.partial.gradient_runs(parameter, total)
             if runs is None:
                 found[parameter] = self.device.copy_out(total, last=True, parameter=True, target=target)
             else:
@@ -347,44 +332,37 @@ class LayerOnDevice:
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 
-    def buffers(self) -> list[torch.Tensor]:
-        return list(self._buffers)
-
     def changed_buffers(self) -> Buffers:
         """Return host copies of the buffers that changed since the last call of this method."""
         changed = self._find_changed()
-        return {number: self.device.copy_out(self._buffers[number]) for number in changed}
+        return {number: self.device.copy_out(self.buffers[number]) for number in changed}
 
     def set_buffers(self, values: Mapping[int, tuple[torch.Tensor, Event]]) -> None:
         for number, (value, ready) in values.items():
-            self._buffers[number] = self.device.copy_in(value, ready)
+            self.buffers[number] = self.device.copy_in(value, ready)
 
     def download_buffers(self) -> Buffers:
         """Return host copies of the buffers that the layer has written on the device."""
         self._find_changed()
-        return {number: self.device.copy_out(self._buffers[number]) for number in sorted(self._written)}
+        return {number: self.device.copy_out(self.buffers[number]) for number in sorted(self._written)}
 
     def _find_changed(self) -> list[int]:
-        if not self._buffers:
+        if not self.buffers:
             return []
         owners = [buffer.owner for buffer in self.contents.buffers]
         touched = set()
-        for owner, buffer, (seen, version) in zip(owners, self._buffers, self._marks, strict=True):
+        for owner, buffer, (seen, version) in zip(owners, self.buffers, self._marks, strict=True):
             # torch's kernels write running statistics of a norm without counting a version
             is_counting = isinstance(owner, NormBase) and owner.training and owner.track_running_stats
             if buffer is not seen or buffer._version != version or is_counting:
                 touched.add(id(owner))
         changed = [number for number, owner in enumerate(owners) if id(owner) in touched]
-        self._marks = [(buffer, buffer._version) for buffer in self._buffers]
+        self._marks = [(buffer, buffer._version) for buffer in self.buffers]
         self._written.update(changed)
         return changed
 
-    def complete(self) -> bool:
-        """Copy all missing rows of parameters that are copied on demand, and report whether any were missing."""
-        return self._partial.complete()
-
     def release(self) -> None:
-        self._partial.release(lambda nbytes: self._kept.count(skipped=nbytes))
+        self.partial.release(lambda nbytes: self._kept.count(skipped=nbytes))
         watch_escaped(self.parameters(), self.title)
         self.device.release(self._memory)
         self._tables.release()
@@ -394,7 +372,7 @@ class LayerOnDevice:
         self._states.clear()
         self._sums.clear()
         self._apart = None
-        self._buffers.clear()
+        self.buffers.clear()
         self._marks.clear()
 
 

@@ -43,9 +43,7 @@ def runs_of(rows: Iterable[int]) -> Runs:
 class PartialTable:
     """Device memory for a parameter whose rows are copied when a layer reads them; later calls may reuse the rows."""
 
-    # tensor: memory of the device
     # by_rows: whether rows are copied one by one; otherwise all of the parameter is copied or none of it
-    # count: function that gets the bytes of each copy
 
     def __init__(self, tensor: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> None:
         self._device, self.by_rows, self._count = device, by_rows, count
@@ -99,18 +97,6 @@ class TableReader:
     @property
     def is_complete(self) -> bool:
         return len(self.table.present) == self.rows
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.table.row_nbytes
-
-    @property
-    def bytes_missing(self) -> int:
-        return (self.rows - len(self.table.present)) * self.table.row_nbytes
-
-    @property
-    def bytes_read(self) -> int:
-        return len(self.read) * self.table.row_nbytes
 
     def fetch(self, rows: Iterable[int]) -> None:
         """Copy the given rows of the parameter to the device, if needed, and record that the layer read them."""
@@ -203,7 +189,6 @@ class RoutedParameters:
         is_look: bool,
     ) -> PartialPlan:
         # size: kind of the run and size of its inputs, since reads differ between these
-        # source: function that returns the tensor that a parameter is copied from
         by_rows: dict[int, bool] = {}
         groups: dict[int, Group] = {}
         for layer in contents:
@@ -235,8 +220,8 @@ class RoutedParameters:
         held: collections.Counter[Group] = collections.Counter()
         with self._lock:
             for key, table in tables.items():
-                read[groups[key]] += table.bytes_read
-                held[groups[key]] += table.nbytes
+                read[groups[key]] += len(table.read) * table.table.row_nbytes
+                held[groups[key]] += table.rows * table.table.row_nbytes
                 if table.by_rows and table.is_read_as_whole:
                     self._refused.add(groups[key])
             for group, nbytes in held.items():

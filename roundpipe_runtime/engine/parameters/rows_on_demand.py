@@ -158,9 +158,6 @@ def _view(stand: RowsOnDemand, view: Any) -> Any:
     return view
 
 
-# -- which rows are read -----------------------------------------------------------------------------------------------
-
-
 def _rows_by_index(
     name: str, args: Arguments, kwargs: Mapping[str, Any], rows: int, known: KnownRows
 ) -> Sequence[int] | None:
@@ -191,9 +188,6 @@ def _distinct(indices: torch.Tensor) -> list[int]:
     found = indices.nonzero() if indices.dtype == torch.bool else indices
     numbers = found.reshape(-1) if found.numel() < _FEW else found.unique()
     return sorted({int(number) for number in numbers.tolist()})
-
-
-# -- a check -----------------------------------------------------------------------------------------------------------
 
 
 def _is_equal_without(func: Any, args: Arguments, kwargs: Mapping[str, Any], table: TableReader) -> bool:
@@ -275,7 +269,8 @@ class PartialLayer:
             yield
         finally:
             for owner, before, standing in swapped:
-                before.update(standing.added_to(before))
+                # `dict.items` copies no parameter to the device
+                before.update({name: one for name, one in dict.items(standing) if name not in before})
                 owner.__dict__["_parameters"] = before
 
     def present_parts(
@@ -297,6 +292,7 @@ class PartialLayer:
         return runs_of(table.read)
 
     def complete(self) -> bool:
+        """Copy all missing rows of parameters that are copied on demand, and report whether any were missing."""
         stood_for = [table for table, _ in self._tables.values() if table.by_rows and not table.is_read]
         for table in stood_for:
             table.fetch_all()
@@ -306,7 +302,7 @@ class PartialLayer:
         """Record for later calls which rows the layer has read, and call ``skip`` with the bytes not copied."""
         self._plan.note({key: table for key, (table, _) in self._tables.items()})
         for table, _ in self._tables.values():
-            skip(table.bytes_missing)
+            skip((table.rows - len(table.table.present)) * table.table.row_nbytes)
         self._tables.clear()
         self._stands.clear()
 
@@ -328,7 +324,6 @@ class ParametersOnDemand(dict[str, nn.Parameter | None]):
     # `module.parameters()`, functions that call a module with other parameters.
 
     def __init__(self, parameters: Mapping[str, Any], fetch: Mapping[str, Callable[[], None]]) -> None:
-        # fetch: functions that copy a parameter, by its name
         super().__init__(parameters)
         self._fetch = dict(fetch)
 
@@ -360,7 +355,3 @@ class ParametersOnDemand(dict[str, nn.Parameter | None]):
     def __iter__(self) -> Iterator[str]:
         # its own iterator makes `dict()` read through `__getitem__`
         return super().__iter__()
-
-    def added_to(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of this dictionary whose names are not in ``parameters``."""
-        return {name: super(ParametersOnDemand, self).__getitem__(name) for name in self if name not in parameters}

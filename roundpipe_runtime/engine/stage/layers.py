@@ -194,36 +194,6 @@ CallKind = Literal["forward", "fused", "recompute"]
 _NOT_OF_THE_LAYER = (RoundPipeError, torch.OutOfMemoryError, MemoryError)
 
 
-def call_layer(
-    run: Run,
-    device: Device,
-    resident: LayerOnDevice,
-    microbatch: int,
-    values: Values,
-    kind: CallKind,
-    generator: VisitGenerator,
-    data: tuple[Any, ...] | None,
-) -> LayerCall:
-    """Call a layer with a microbatch; repeat the call with writable inputs if the layer writes its inputs in place."""
-    # kind: `"forward"` (a backward stage will call the layer again), `"fused"` or `"recompute"`
-    # data: data that the first forward saved, for a recomputation
-    call = LayerCall(run, device, resident, microbatch, values, kind, generator, data)
-    # A layer that never wrote its inputs in place gets the leaves themselves, which is faster. torch refuses to write a
-    # leaf; then the layer is called again with writable tensors, provided that nothing was written before.
-    # By mode: a layer with in-place dropout writes its inputs in training only.
-    mutates_inputs = call.traits.mutates_inputs
-    as_leaves = mutates_inputs.get(call.training) is False
-    try:
-        call.attempt_with_all(as_leaves=as_leaves)
-    except RuntimeError as error:
-        if not as_leaves or not is_refused_write(error):
-            raise
-        call.check_repeatable("write its input in place")
-        mutates_inputs[call.training] = True
-        call.attempt_with_all(as_leaves=False)
-    return call
-
-
 def steady_draws(spec: RunSpec, generator: VisitGenerator) -> contextlib.AbstractContextManager[object]:
     """Make random functions constant in the with block, for trials that compare all rows with parts of the rows."""
     return SteadyDraws(generator.of_device(), spec.types) if spec.trial == "parts" else _NOTHING
@@ -231,13 +201,6 @@ def steady_draws(spec: RunSpec, generator: VisitGenerator) -> contextlib.Abstrac
 
 class LayerCall(CallState):
     """The state of one call of a layer, whose forward may be attempted several times."""
-
-    # entries: leaves that get the gradients of the inputs; `None` for inputs without a gradient
-
-    __slots__ = (
-        *("contents", "device", "drawing", "draws", "entered", "entries", "generator", "given", "microbatch", "module"),
-        *("output", "resident", "spec", "traits", "training", "values", "versions"),
-    )
 
     def __init__(
         self,
@@ -256,25 +219,35 @@ class LayerCall(CallState):
         self.microbatch, self.values, self.kind, self.given = microbatch, values, kind, data
         # a trial, which draws nothing, proves nothing about the layer in other runs
         self.contents, self.traits = resident.contents, LayerTraits() if run.spec.trial else resident.traits
-        self.module = module = resident.contents.module
-        self.training = module.training
-        self.entries: list[torch.Tensor | None] = []
+        self.module = resident.contents.module
+        self.training = self.module.training
+        self.entries: list[torch.Tensor | None] = []  # get the gradients of the inputs; `None` without a gradient
         self.entered: list[torch.Tensor] = []
         self.output: Any = None
         # From before the first attempt: only an attempt that wrote nothing can be repeated with the same result.
         self.versions = self._versions()
 
-    @property
-    def kept(self) -> tuple[Any, ...] | None:
-        """The data of ``save_for_recompute`` for the recomputation; ``None`` if a recomputation needs no data."""
-        # A fused stage runs the backward of this very call, so the saved data is not needed again.
-        return self.data if self.kind == "forward" else None
+    def run(self) -> None:
+        """Call the layer; repeat the call with writable inputs if the layer writes its inputs in place."""
+        # A layer that never wrote its inputs in place gets the leaves themselves, which is faster. torch refuses to
+        # write a leaf; then the layer is called again with writable tensors, provided that nothing was written before.
+        # By mode: a layer with in-place dropout writes its inputs in training only.
+        mutates_inputs = self.traits.mutates_inputs
+        as_leaves = mutates_inputs.get(self.training) is False
+        try:
+            self.attempt_with_all(as_leaves=as_leaves)
+        except RuntimeError as error:
+            if not as_leaves or not is_refused_write(error):
+                raise
+            self.check_repeatable("write its input in place")
+            mutates_inputs[self.training] = True
+            self.attempt_with_all(as_leaves=False)
 
     def _versions(self) -> list[int]:
         """Return the version counters of all inputs and buffers; torch counts in-place writes."""
         found = [tensor._version for tensor in self.values.tensors]
         if self.contents.buffers:
-            found += [tensor._version for tensor in self.resident.buffers()]
+            found += [tensor._version for tensor in self.resident.buffers]
         return found
 
     def is_repeatable(self) -> bool:
@@ -296,12 +269,15 @@ class LayerCall(CallState):
         except _NOT_OF_THE_LAYER:
             raise
         except Exception as error:
-            if (as_leaves and is_refused_write(error)) or not self.is_repeatable() or not self.resident.complete():
+            if (
+                (as_leaves and is_refused_write(error))
+                or not self.is_repeatable()
+                or not self.resident.partial.complete()
+            ):
                 raise
             self.attempt(as_leaves=as_leaves)
 
     def attempt(self, *, as_leaves: bool) -> None:
-        # as_leaves: whether the layer gets leaves, which it cannot write in place
         self.entries, self.entered = enter(self.values, as_leaves=as_leaves)
         # Attempts with leaves show nothing new: torch refuses to write them.
         versions = None if as_leaves else [tensor._version for tensor in self.entered]
@@ -359,8 +335,6 @@ class LayerCall(CallState):
 
 class MicrobatchLoss:
     """The loss of one microbatch: :meth:`compute` calls the loss function, and :meth:`back` runs its backward."""
-
-    # device: device of the outputs of the last layer
 
     def __init__(self, run: Run, device: Device, microbatch: int, outputs: Values, generator: VisitGenerator) -> None:
         self._run, self._device, self._microbatch, self._generator = run, device, microbatch, generator

@@ -14,6 +14,7 @@ stages, and the result is bitwise identical.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -31,16 +32,14 @@ from ..digests import check_repeated, digest_outputs, is_digested
 from ..layer_graph import LayerGraph, Values, check_leaves, plain, run_backward, watch_escaped
 from ..parameters.on_device import LayerOnDevice
 from ..recomputed import VisitGenerator
-from ..run import Copies, Run, check_writes, passed_on, shared_views
-from .layers import CallKind, LayerCall, MicrobatchLoss, Place, StageLayers, call_layer, steady_draws
+from ..run import Run, check_writes, shared_views
+from .layers import CallKind, LayerCall, MicrobatchLoss, Place, StageLayers, steady_draws
 
 _NO_MODES = contextlib.nullcontext()
 
 
 def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, kind: type[Visit]) -> None:
     """Run a pipeline stage with all microbatches; results and errors are stored in ``run``, and no error is raised."""
-    # following: stage that the device runs next, which is uploaded as soon as there is room
-    # kind: class that runs the stage
     visit = kind(run, stage, device, following)
     try:
         with device.visit(run.spec.stage_nbytes(stage)) as has_room:
@@ -53,7 +52,8 @@ def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, k
             add_note_once(error, visit.place.memory_advice())
         run.mailbox.fail(error)
     finally:
-        visit.leave()
+        visit.place.tensors = None
+        visit.layers.leave()
 
 
 class Visit:
@@ -69,11 +69,7 @@ class Visit:
         # The microbatch after which each layer's gradients are complete, so that they can be downloaded.
         self._completes: int | None = self.spec.num_microbatch - 1
 
-    # -- the whole visit ---------------------------------------------------------------------------------------------
-
     def run_all(self, has_room: HasRoom | None) -> None:
-        # has_room: function that reports whether the device has room now for this many bytes of another stage; `None`:
-        # nothing is uploaded ahead
         self.layers.has_room = has_room
         self.layers.is_measured = self.run.timer.measures(self.device)
         self._is_bare = not (self.layers.is_measured or self.spec.caller)
@@ -91,10 +87,6 @@ class Visit:
                 self._download()
         finally:
             self.generator.restore()
-
-    def leave(self) -> None:
-        self.place.tensors = None
-        self.layers.leave()
 
     def _download(self) -> None:
         self.layers.download()
@@ -136,16 +128,19 @@ class Visit:
 
     def _backward(self, microbatch: int) -> None:
         # Wait for the gradients before the recomputation, whose activations would take memory meanwhile.
-        gradients = self._take_gradients(microbatch)
+        self.place.doing = "the upload of gradients"
+        self.generator.cpu_state = None
         layers = self.stage.layers
+        key = "gradient", layers[-1] + 1, microbatch
+        gradients = [None if pair is None else self.device.copy_in(*pair) for pair in self.run.mailbox.take(key)]
         if self.spec.recompute_grain == "layer":
             for layer in reversed(layers):
-                values = self._restart(layer, microbatch)
+                values = self._open(self.collected.saved.pop((layer, microbatch)))
                 _, graph = self._call(layer, microbatch, values, "recompute")
                 gradients = self._back_through(microbatch, graph, gradients)
             self._hand_back(microbatch, gradients)
             return
-        values = self._restart(layers[0], microbatch)
+        values = self._open(self.collected.saved.pop((layers[0], microbatch)))
         graphs = []
         for layer in layers:
             values, graph = self._call(layer, microbatch, values, "recompute")
@@ -164,13 +159,22 @@ class Visit:
         place.layer, place.doing, place.tensors = graph.layer, "backward", graph.exits
         self.generator.cpu_state = None
         resident = self.layers.here[graph.layer]
-        module, alone = resident.contents.module, None
-        if resident.traits.reenters.get(module.training) is not False:
-            alone = partial(self._back_alone, module)
+        module = resident.contents.module
+
+        def alone(call: Callable[[], None]) -> None:
+            """Run a backward that may repeat forward code and draw random numbers, while no other thread draws."""
+
+            def steadily() -> None:  # within the lock: a draw of another thread would look like one of the layer
+                with steady_draws(self.spec, self.generator):
+                    call()
+
+            run_backward(steadily, module, self.device.torch_device)
+
+        may_reenter = resident.traits.reenters.get(module.training) is not False
         measured = self.layers.measure("backward", microbatch, graph.layer)
         with self.device.computing(resident.ready), measured, self._modes():
             # with the copies in place, because checkpoints inside the layer call parts of the layer again
-            results = resident.call(partial(graph.backward, gradients, alone))
+            results = resident.call(partial(graph.backward, gradients, alone if may_reenter else operator.call))
             resident.take_gradients()
             if self.spec.take_gradient is not None:
                 resident.hand_over(self.spec.take_gradient)
@@ -187,15 +191,6 @@ class Visit:
         graph.exits.clear()
         if any(entry is not None for entry in graph.entries):
             watch_escaped(graph.entries, self.layers.here[graph.layer].title)
-
-    def _back_alone(self, module: torch.nn.Module, call: Callable[[], Any]) -> Any:
-        """Run a backward that may repeat forward code and draw random numbers, while no other thread draws."""
-
-        def steadily() -> Any:  # within the lock: a draw of another thread would look like one of the layer
-            with steady_draws(self.spec, self.generator):
-                return call()
-
-        return run_backward(steadily, module, self.device.torch_device)
 
     def _loss(self, microbatch: int, values: Values) -> list[torch.Tensor | None]:
         place = self.place
@@ -218,38 +213,32 @@ class Visit:
         if kind == "recompute":
             if resident.contents.buffers:
                 resident.set_buffers(self.collected.buffers.before(layer, microbatch))
-            data = self._kept(layer, microbatch)
-        with self.device.computing(resident.ready), self._attributes(resident, microbatch, kind):
+            data = self._saved_data(layer, microbatch)
+        changes = resident.traits.changes_attributes.get(resident.contents.module.training)
+        is_followed = not self.spec.trial and (self.spec.looks or changes)
+        attributes = self._attributes(resident, (layer, microbatch), kind) if is_followed else _NO_MODES
+        with self.device.computing(resident.ready), attributes:
             if self._is_bare:
                 result, structure, exits, results = self._call_here(resident, microbatch, values, kind, data)
             else:
                 measured = self.layers.measure("recompute" if kind == "recompute" else "forward", microbatch, layer)
                 with measured, self._modes():
                     result, structure, exits, results = self._call_here(resident, microbatch, values, kind, data)
-        kept = result.kept
-        if kept is not None:
-            structure_kept, tensors = flatten_value(kept, what=f"save_for_recompute in {resident.title}")
+        if kind == "forward" and result.data is not None:  # a fused stage runs the backward of this very call
+            structure_kept, tensors = flatten_value(result.data, what=f"save_for_recompute in {resident.title}")
             self.collected.kept[layer, microbatch] = send(self.device, structure_kept, tensors, [False] * len(tensors))
-        if kind == "forward" and self.spec.has_backward and resident.contents.buffers:
+        if kind == "forward" and self.spec.kind != "infer" and resident.contents.buffers:
             self.collected.buffers.follow(layer, resident.changed_buffers())
-        if self.spec.looks and self.spec.has_backward:
+        if self.spec.looks and self.spec.kind != "infer":
             self._look(resident, microbatch, kind, result, exits)
         elif kind != "forward" and microbatch == 0 and layer + 1 == self.spec.span.stop:
             self._check_leaves(resident, result, exits)  # in each run: auxiliary loss terms depend on the batch
         flags = [tensor.requires_grad for tensor in exits]
         return Values(structure, results, flags), LayerGraph(layer, result.entries, exits)
 
-    def _attributes(
-        self, resident: LayerOnDevice, microbatch: int, kind: CallKind
-    ) -> contextlib.AbstractContextManager[None]:
-        """In a recomputation, give the layer the attributes from before its forward; restore the current ones after."""
-        module, known = resident.contents.module, resident.traits.changes_attributes
-        if self.spec.trial or not (self.spec.looks or known.get(module.training)):
-            return _NO_MODES
-        return self._attributes_followed(resident, (resident.contents.index, microbatch), kind)
-
     @contextlib.contextmanager
-    def _attributes_followed(self, resident: LayerOnDevice, key: tuple[int, int], kind: CallKind) -> Iterator[None]:
+    def _attributes(self, resident: LayerOnDevice, key: tuple[int, int], kind: CallKind) -> Iterator[None]:
+        """In a recomputation, give the layer the attributes from before its forward; restore the current ones after."""
         module, known = resident.contents.module, resident.traits.changes_attributes
         with resident.contents.lock:
             before = Snapshot.of_attributes(module)
@@ -265,7 +254,7 @@ class Visit:
             yield
             if before.changes():
                 known[module.training] = True
-                if kind == "forward" and self.spec.has_backward:
+                if kind == "forward" and self.spec.kind != "infer":
                     self.collected.attributes[key] = before
 
     def _check_leaves(self, resident: LayerOnDevice, result: LayerCall, exits: Sequence[torch.Tensor]) -> None:
@@ -288,18 +277,21 @@ class Visit:
         if kind == "forward":
             self.collected.digests[key] = found
         elif key in self.collected.digests:
+            before = self.collected.digests.pop(key)
+            for _, complete in (*before, *found):
+                complete.result()
             dtypes = [tensor.dtype for tensor in exits if is_digested(tensor)]
-            check_repeated(resident.title, _complete(self.collected.digests.pop(key)), _complete(found), dtypes)
+            check_repeated(resident.title, [copy for copy, _ in before], [copy for copy, _ in found], dtypes)
 
     def _call_here(
         self, resident: LayerOnDevice, microbatch: int, values: Values, kind: CallKind, data: tuple[Any, ...] | None
     ) -> tuple[LayerCall, TreeStructure, list[torch.Tensor], list[torch.Tensor]]:
         self.device.use(values.tensors)
-        shared = (
-            self.collected.shared.pop((resident.contents.index - 1, microbatch), None) if kind != "recompute" else None
-        )
+        index = resident.contents.index
+        shared = None if kind == "recompute" else self.collected.shared.pop((index - 1, microbatch), None)
         versions = [] if not shared else [values.tensors[number]._version for number in shared]
-        result = call_layer(self.run, self.device, resident, microbatch, values, kind, self.generator, data)
+        result = LayerCall(self.run, self.device, resident, microbatch, values, kind, self.generator, data)
+        result.run()
         structure, exits = flatten_value(result.output, what=f"the output of {resident.title}")
         # An input that the layer returns unchanged stays the same tensor: the host has it, or gets it once.
         same = [id(tensor) for tensor in values.tensors]
@@ -309,9 +301,12 @@ class Visit:
             written = [number for number, one, other in zip(shared, versions, now, strict=True) if one != other]
             check_writes(shared, written, resident.title)
         if len(exits) > 1 and kind != "recompute":
-            found = {**passed_on(shared or {}, result.entered, exits), **shared_views(exits, resident.title)}
+            numbers = {id(tensor): number for number, tensor in enumerate(result.entered)}
+            passed_on = [(place, numbers.get(id(tensor))) for place, tensor in enumerate(exits)]
+            found = {place: shared[number] for place, number in passed_on if shared and number in shared}
+            found |= shared_views(exits, resident.title)
             if found:
-                self.collected.shared[resident.contents.index, microbatch] = found
+                self.collected.shared[index, microbatch] = found
         return result, structure, exits, results
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
@@ -326,20 +321,15 @@ class Visit:
         on_host: HostValue = self.run.mailbox.take(("activation", self.stage.layers[0], microbatch))
         return on_host
 
-    def _restart(self, layer: int, microbatch: int) -> Values:
-        return self._open(self.collected.saved.pop((layer, microbatch)))
+    def _saved_data(self, layer: int, microbatch: int) -> Any:
+        on_host = self.collected.kept.pop((layer, microbatch), None)
+        return None if on_host is None else on_host.structure.rebuild(fetch(self.device, on_host))
 
     def _open(self, on_host: HostValue) -> Values:
         return Values(on_host.structure, fetch(self.device, on_host), on_host.needs_grad)
 
     def _send(self, values: Values, *, last: bool = False, copies: HostCopies | None = None) -> HostValue:
         return send(self.device, values.structure, values.tensors, values.needs_grad, last=last, copies=copies)
-
-    def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
-        self.place.doing = "the upload of gradients"
-        self.generator.cpu_state = None
-        found: Copies = self.run.mailbox.take(("gradient", self.stage.layers[-1] + 1, microbatch))
-        return [None if pair is None else self.device.copy_in(*pair) for pair in found]
 
     def _hand_back(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
         self.place.doing = "the download of gradients"
@@ -349,21 +339,6 @@ class Visit:
             self.collected.input_gradients[microbatch] = copies
         else:
             self.run.mailbox.put(("gradient", first, microbatch), copies)
-
-    def _kept(self, layer: int, microbatch: int) -> tuple[Any, ...] | None:
-        if not self.collected.kept:
-            return None
-        on_host = self.collected.kept.pop((layer, microbatch), None)
-        if on_host is None:
-            return None
-        kept: tuple[Any, ...] = on_host.structure.rebuild(fetch(self.device, on_host))
-        return kept
-
-
-def _complete(copies: Sequence[tuple[torch.Tensor, Event]]) -> list[torch.Tensor]:
-    for _, complete in copies:
-        complete.result()
-    return [copy for copy, _ in copies]
 
 
 # Run one of several copies of the last stage, each on its own device, for its share of the microbatches.
@@ -388,10 +363,16 @@ class CopyVisit(Visit):
     def _fused(self, microbatch: int) -> None:
         super()._fused(microbatch)
         # Gradients are sent only after the next stage has its inputs.
-        if not self.stage.is_last_copy:
-            self._send_shares()
-        else:  # gradients of other devices had the time of a microbatch to arrive
+        if self.stage.is_last_copy:  # gradients of other devices had the time of a microbatch to arrive
             self._add_until(microbatch - self.stage.copies + 1)
+            return
+        self.place.doing = "the download of the gradients of one microbatch"
+        while self._own:
+            (layer, microbatch), gradients = self._own.popitem()
+            self.place.layer = layer
+            with self.layers.measure("download", layer=layer):
+                share = [[self.device.copy_out(one, last=True, parameter=True) for one in found] for found in gradients]
+            self.run.mailbox.put(("share", layer, microbatch), share)
 
     def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, LayerGraph]:
         if layer not in self.layers.here:
@@ -407,23 +388,11 @@ class CopyVisit(Visit):
         self._own[graph.layer, microbatch] = self.layers.here[graph.layer].pop_gradients()
         return results
 
-    # -- gradients of one microbatch ---------------------------------------------------------------------------------
-
-    def _send_shares(self) -> None:
-        self.place.doing = "the download of the gradients of one microbatch"
-        while self._own:
-            (layer, microbatch), gradients = self._own.popitem()
-            self.place.layer = layer
-            with self.layers.measure("download", layer=layer):
-                share = [[self.device.copy_out(one, last=True, parameter=True) for one in found] for found in gradients]
-            self.run.mailbox.put(("share", layer, microbatch), share)
-
     def _add_until(self, stop: int) -> None:
         """Add the gradients of all microbatches before ``stop`` to the sums, in the order of the microbatches."""
         for microbatch in range(self._next, stop):
             for layer, resident in self.layers.here.items():
-                self.place.doing = "the sum of gradients"
-                self.place.layer = layer
+                self.place.doing, self.place.layer = "the sum of gradients", layer
                 self._add(resident, layer, microbatch)
         self._next = max(self._next, stop)
 
@@ -436,8 +405,6 @@ class CopyVisit(Visit):
             arrived = self.device.arrival()
         with self.device.computing(arrived):
             resident.add_gradients(gradients)
-
-    # -- the end of the visit ----------------------------------------------------------------------------------------
 
     def _download(self) -> None:
         self.place.doing = "the check of its buffers"

@@ -18,8 +18,9 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -167,8 +168,7 @@ def _mixed(number: int, layer: int, microbatch: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
-# Bytes of the CPU generator's state that are compared, at its start and at its end.
-_HEAD, _TAIL = 128, 64
+_HEAD, _TAIL = 128, 64  # bytes of the CPU generator's state that are compared, at its start and at its end
 
 # Marks of the generator states before and after each of the last committed runs.
 _MOVES: collections.deque[tuple[object, object]] = collections.deque(maxlen=64)
@@ -218,19 +218,15 @@ def _mark(state: torch.Tensor) -> bytes:
     return ctypes.string_at(start, _HEAD) + ctypes.string_at(start + state.nbytes - _TAIL, _TAIL)
 
 
-class Generator(Protocol):
-    """The interface of a random generator whose state can be read and written."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Generator:
+    """A random generator of Python, torch or NumPy whose state can be read and written."""
 
-    key: int
-
-    def get(self) -> object: ...
-
-    def set(self, state: object) -> None: ...
-
-    def seed(self, number: int) -> None: ...
-
-    def draw(self) -> int:
-        """Draw a random number of up to 56 bits."""
+    key: int  # identity of the generator
+    get: Callable[[], object]
+    set: Callable[[Any], object]
+    seed: Callable[[int], object]
+    draw: Callable[[], int]  # draws a random number of up to 56 bits
 
 
 def is_same(one: object, other: object) -> bool:
@@ -242,96 +238,53 @@ def is_same(one: object, other: object) -> bool:
     return bool(getattr(same, "all", lambda: same)())
 
 
-# Bits of a seed, and the most bits that NumPy's older generators accept at once.
-_BITS, _WORD = 56, 32
+_BITS, _WORD = 56, 32  # bits of a seed, and the most bits that NumPy's older generators accept at once
 
 
-class _Python:
-    """A generator of the class ``random.Random``, such as the global generator of the module ``random``."""
+def _python(generator: random.Random) -> Generator:
+    def draw() -> int:
+        return generator.getrandbits(_BITS)
 
-    def __init__(self, generator: random.Random) -> None:
-        self._generator, self.key = generator, id(generator)
-
-    def get(self) -> object:
-        return self._generator.getstate()
-
-    def set(self, state: object) -> None:
-        self._generator.setstate(state)  # type: ignore[arg-type]  # what `get` returned
-
-    def seed(self, number: int) -> None:
-        self._generator.seed(number)
-
-    def draw(self) -> int:
-        return self._generator.getrandbits(_BITS)
+    return Generator(id(generator), generator.getstate, generator.setstate, generator.seed, draw)
 
 
-class _Torch:
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator, self.key = generator, id(generator)
+def _torch(generator: torch.Generator) -> Generator:
+    def draw() -> int:
+        place = torch.empty((), dtype=torch.int64, device=generator.device)
+        return int(place.random_(0, 2**_BITS, generator=generator).item())
 
-    def get(self) -> object:
-        return self._generator.get_state()
-
-    def set(self, state: object) -> None:
-        assert isinstance(state, torch.Tensor)
-        self._generator.set_state(state)
-
-    def seed(self, number: int) -> None:
-        self._generator.manual_seed(number)
-
-    def draw(self) -> int:
-        place = torch.empty((), dtype=torch.int64, device=self._generator.device)
-        return int(place.random_(0, 2**_BITS, generator=self._generator).item())
+    return Generator(id(generator), generator.get_state, generator.set_state, generator.manual_seed, draw)
 
 
-class _NumPy:
-    def __init__(self, generator: numpy.random.Generator) -> None:
-        self._bits, self.key = generator.bit_generator, id(generator.bit_generator)
+def _numpy(generator: numpy.random.Generator) -> Generator:
+    bits = generator.bit_generator
+    put = partial(setattr, bits, "state")
 
-    def get(self) -> object:
-        return self._bits.state
+    def draw() -> int:
+        return int(bits.random_raw() % 2**_BITS)
 
-    def set(self, state: object) -> None:
-        self._bits.state = cast(Mapping[str, Any], state)
-
-    def seed(self, number: int) -> None:
-        self._bits.state = type(self._bits)(number).state
-
-    def draw(self) -> int:
-        return int(self._bits.random_raw() % 2**_BITS)
+    return Generator(id(bits), lambda: bits.state, put, lambda number: put(type(bits)(number).state), draw)
 
 
-class _OldNumPy:
-    """A generator of the class ``numpy.random.RandomState``, such as NumPy's global generator."""
-
-    def __init__(self, generator: numpy.random.RandomState) -> None:
-        self._generator, self.key = generator, id(generator)
-
-    def get(self) -> object:
-        return self._generator.get_state(legacy=False)
-
-    def set(self, state: object) -> None:
-        self._generator.set_state(state)  # type: ignore[arg-type]  # what `get` returned
-
-    def seed(self, number: int) -> None:
+def _old_numpy(generator: numpy.random.RandomState) -> Generator:
+    def seed(number: int) -> None:
         from numpy.random import RandomState
 
-        bits = type(self._generator._bit_generator)
-        self.set(RandomState(bits(number)).get_state(legacy=False))
+        bits = type(generator._bit_generator)
+        generator.set_state(RandomState(bits(number)).get_state(legacy=False))
 
-    def draw(self) -> int:
-        high, low = self._generator.randint(0, 2**31, size=2)
+    def draw() -> int:
+        high, low = generator.randint(0, 2**31, size=2)
         return int(high) << (_BITS - _WORD) | int(low) >> (2 * _WORD - _BITS)
 
-
-# -- generators of the process -----------------------------------------------------------------------------------------
+    return Generator(id(generator), partial(generator.get_state, legacy=False), generator.set_state, seed, draw)
 
 
 def process_generators() -> list[Generator]:
-    found: list[Generator] = [_Python(random.random.__self__)]  # type: ignore[attr-defined]  # a bound method
+    found: list[Generator] = [_python(random.random.__self__)]  # type: ignore[attr-defined]  # a bound method
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
-        found.append(_OldNumPy(numpy_random.get_state.__self__))
+        found.append(_old_numpy(numpy_random.get_state.__self__))
     return found
 
 
@@ -388,8 +341,6 @@ def process_marks() -> tuple[object, ...]:
     return tuple([mark() for mark in _MARKS.values()])
 
 
-# -- generators of layers ----------------------------------------------------------------------------------------------
-
 _OF_MODULES = frozenset(nn.Module().__dict__)
 
 
@@ -411,15 +362,15 @@ def held_generators(code: object) -> list[Generator]:
 
 def _as_generator(value: object) -> Generator | None:
     if isinstance(value, torch.Generator):
-        return _Torch(value)
+        return _torch(value)
     if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else _Python(value)
+        return None if isinstance(value, random.SystemRandom) else _python(value)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         if isinstance(value, numpy_random.Generator):
-            return _NumPy(value)
+            return _numpy(value)
         if isinstance(value, numpy_random.RandomState):
-            return _OldNumPy(value)
+            return _old_numpy(value)
     return None
 
 

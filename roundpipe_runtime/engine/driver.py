@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -19,21 +18,19 @@ from yobx_flatten.recipe.aliases import PyTree
 
 from ..batch.entries import FlatBatch, FlatMicrobatch, check_labels
 from ..batch.joining import join
-from ..batch.loss import LossContract, Reduction, warn_if_uneven
-from ..batch.splitting import split, split_flat
+from ..batch.loss import Reduction, warn_if_uneven
+from ..batch.splitting import split
 from ..device.protocol import Device
 from ..device.transfer import HostValue
 from ..errors import ConfigError, SplitError, StageError
 from ..optim.parameters import added
-from ..schedule.plan import ModelExecutePlan
 from .code_state import gradient_mode_kept
-from .config import NOT_COMPILED, RoundPipeRunConfig
-from .lifecycle import EngineOptions, RunLifecycle
+from .config import RoundPipeRunConfig
+from .lifecycle import EngineOptions, RunLifecycle, in_two_passes
 from .loss_check import LossChecks, Sample, on_host
 from .one_group import Call, Cutting, OneGroup, host_value, merge_outputs, outputs_of
-from .parameters.on_device import Gradients
-from .rows import CannotTryError, RowCheck, RowTrial, few_rows, set_apart
-from .run import Run, Trial
+from .rows import RowCheck, RowTrial, few_rows, set_apart
+from .run import Run
 
 _FEW = 3  # rows of a sample for the check of a loss
 
@@ -106,63 +103,6 @@ class Engine(RunLifecycle):
                 self.commit(run)
                 self.commit(tail)
             return output
-
-    def wait_exact_step(self) -> None:
-        if self.steps.is_exact:
-            self.steps.wait_update()
-
-    def try_layers(
-        self,
-        microbatches: Sequence[FlatMicrobatch],
-        config: RoundPipeRunConfig,
-        span: range,
-        trial: Trial | None = None,
-    ) -> list[PyTree]:
-        """Run a range of layers without side effects, and return the last layer's output for each microbatch."""
-        self.check_can_run()
-        config = in_two_passes(dataclasses.replace(config, requires_grad=False))
-        with self._leaving_no_trace(), torch.no_grad():
-            run, host_values = self.prepare_forward(microbatches, config, span=span, trial=trial)
-            outputs = self._forward_outputs(run, host_values)
-            run.discard()
-            return outputs
-
-    def try_backward(
-        self,
-        microbatches: Sequence[FlatMicrobatch],
-        config: RoundPipeRunConfig,
-        span: range,
-        loss_fn: Callable[[Any, Any], torch.Tensor],
-        landed: Callable[[int, Gradients], None],
-        types: set[torch.dtype],
-    ) -> None:
-        """Run forward and backward without side effects: ``landed`` gets all gradients, and parameters get none."""
-        contract = LossContract("sum", [one.rows for one in microbatches])
-        each = [range(layer, layer + 1) for layer in span]
-        plan = ModelExecutePlan(each[:-1], each[::-1])  # a stage for each layer takes the least memory
-        config = dataclasses.replace(config, execute_plan=plan, last_stage_copies=1)
-        of_spec: dict[str, Any] = {"trial": "parts", "keep_outputs": False, "compiled": NOT_COMPILED, "span": span}
-        of_spec |= {"loss_fn": loss_fn, "gradients_landed": landed, "types": types}
-        with self._leaving_no_trace(), torch.enable_grad():
-            run, host_values = self.prepare_fused(microbatches, config, contract, **of_spec)
-            try:
-                # a failed trial is not an error; if the call itself fails in its backward, that error is raised
-                with raised_as(lambda error: CannotTryError(f"{type(error).__name__}: {error}")):
-                    run.start_all(host_values)
-                    self.execute(run, run.spec.stages)
-            finally:
-                run.discard()
-
-    @contextlib.contextmanager
-    def _leaving_no_trace(self) -> Iterator[None]:
-        """Suppress warnings in the with block; then restore the gradient mode and the device of the next stage."""
-        with warnings.catch_warnings(), self.lock, gradient_mode_kept():
-            warnings.simplefilter("ignore")  # warnings about single rows or missing gradients do not concern the user
-            cursor = self.round_robin.cursor
-            try:
-                yield
-            finally:
-                self.round_robin.cursor = cursor
 
     def _forward_outputs(self, run: Run, host_values: Sequence[HostValue]) -> list[PyTree]:
         """Run the forward; outputs of a run for training are connected to the caller's autograd graph."""
@@ -337,15 +277,6 @@ class Engine(RunLifecycle):
     def _check_rows(self, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
         if self.row_check is not None:
             self.row_check.check(self, batch, rows, config)
-
-    def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
-        number = config.num_microbatch or 1
-        return split_flat(batch, number, split_input=config.split_input, split_label=config.split_label)
-
-
-def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-    plan = config.execute_plan
-    return config if plan is None else dataclasses.replace(config, execute_plan=plan.for_two_passes())
 
 
 # A run is one node of the caller's autograd graph, and the node's backward runs the backward stages.

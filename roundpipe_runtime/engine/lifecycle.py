@@ -10,8 +10,9 @@ import collections
 import contextlib
 import dataclasses
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -19,10 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from yobx_flatten.errors.failures import raised_as
 from yobx_flatten.private_names.of_torch import transforms_are_active
+from yobx_flatten.recipe.aliases import PyTree
 
-from ..batch.entries import FlatMicrobatch
+from ..batch.entries import FlatBatch, FlatMicrobatch
 from ..batch.loss import LossContract
+from ..batch.splitting import split_flat
 from ..device.disk import DiskMemory
 from ..device.pinning import PinnedModel
 from ..device.protocol import Device
@@ -36,19 +40,23 @@ from ..optim.parameters import Update
 from ..optim.readiness import ReadinessTable
 from ..optim.step import wait_for_updates
 from ..schedule.costs import MeasuredCosts
-from ..schedule.plan import RunType
+from ..schedule.plan import ModelExecutePlan, RunType
 from ..schedule.round_robin import RoundRobin, Stage, stages_within
 from ..timeline.record import CURRENT_TIMELINE
-from .code_state import CallerState, is_due
+from .code_state import CallerState, gradient_mode_kept, is_due
 from .config import NOT_COMPILED, CompiledLayers, RoundPipeRunConfig
 from .draws import Draws, run_base
-from .one_group import OneGroup, PinnedCopies, host_value
+from .one_group import OneGroup, PinnedCopies, host_value, outputs_of
 from .parameters.kept import GradientMemory, KeptParameters
-from .parameters.on_device import setting_nothing_to_itself
+from .parameters.on_device import Gradients, setting_nothing_to_itself
 from .parameters.partial_table import NOTHING_PARTIAL, RoutedParameters
 from .planner import Planner, Timer
-from .run import Run, RunSpec
+from .run import Run, RunSpec, Trial
 from .stage.visit import CopyVisit, Visit, run_stage
+
+
+class CannotTryError(Exception):
+    """The layers do not run on a few rows of a batch, so a check is not possible; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -339,6 +347,71 @@ class RunLifecycle:
                 "pipeline its own devices."
             )
 
+    # -- trials of a few rows ----------------------------------------------------------------------------------------
+
+    def wait_exact_step(self) -> None:
+        if self.steps.is_exact:
+            self.steps.wait_update()
+
+    def try_layers(
+        self,
+        microbatches: Sequence[FlatMicrobatch],
+        config: RoundPipeRunConfig,
+        span: range,
+        trial: Trial | None = None,
+    ) -> list[PyTree]:
+        """Run a range of layers without side effects, and return the last layer's output for each microbatch."""
+        self.check_can_run()
+        config = in_two_passes(dataclasses.replace(config, requires_grad=False))
+        with self._leaving_no_trace(), torch.no_grad():
+            run, host_values = self.prepare_forward(microbatches, config, span=span, trial=trial)
+            run.start_all(host_values)
+            self.execute(run, run.spec.stages)
+            outputs = outputs_of(run)
+            run.discard()
+            return outputs
+
+    def try_backward(
+        self,
+        microbatches: Sequence[FlatMicrobatch],
+        config: RoundPipeRunConfig,
+        span: range,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        landed: Callable[[int, Gradients], None],
+        types: set[torch.dtype],
+    ) -> None:
+        """Run forward and backward without side effects: ``landed`` gets all gradients, and parameters get none."""
+        contract = LossContract("sum", [one.rows for one in microbatches])
+        each = [range(layer, layer + 1) for layer in span]
+        plan = ModelExecutePlan(each[:-1], each[::-1])  # a stage for each layer takes the least memory
+        config = dataclasses.replace(config, execute_plan=plan, last_stage_copies=1)
+        of_spec: dict[str, Any] = {"trial": "parts", "keep_outputs": False, "compiled": NOT_COMPILED, "span": span}
+        of_spec |= {"loss_fn": loss_fn, "gradients_landed": landed, "types": types}
+        with self._leaving_no_trace(), torch.enable_grad():
+            run, host_values = self.prepare_fused(microbatches, config, contract, **of_spec)
+            try:
+                # a failed trial is not an error; if the call itself fails in its backward, that error is raised
+                with raised_as(lambda error: CannotTryError(f"{type(error).__name__}: {error}")):
+                    run.start_all(host_values)
+                    self.execute(run, run.spec.stages)
+            finally:
+                run.discard()
+
+    @contextlib.contextmanager
+    def _leaving_no_trace(self) -> Iterator[None]:
+        """Suppress warnings in the with block; then restore the gradient mode and the device of the next stage."""
+        with warnings.catch_warnings(), self.lock, gradient_mode_kept():
+            warnings.simplefilter("ignore")  # warnings about single rows or missing gradients do not concern the user
+            cursor = self.round_robin.cursor
+            try:
+                yield
+            finally:
+                self.round_robin.cursor = cursor
+
+    def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]:
+        number = config.num_microbatch or 1
+        return split_flat(batch, number, split_input=config.split_input, split_label=config.split_label)
+
     # -- state between runs --------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
@@ -378,6 +451,11 @@ class RunLifecycle:
                 device.close()
             self.groups.close()
             self.store.close()
+
+
+def in_two_passes(config: RoundPipeRunConfig) -> RoundPipeRunConfig:
+    plan = config.execute_plan
+    return config if plan is None else dataclasses.replace(config, execute_plan=plan.for_two_passes())
 
 
 def _inputs_of(microbatches: Sequence[FlatMicrobatch], run: Run, pinned: PinnedCopies | None) -> list[HostValue]:

@@ -95,12 +95,40 @@ def _alone(
     place: CallDraws | None,
 ) -> T:
     """Return the result of ``call()`` with seeded generators, while no other thread draws random numbers."""
+
+    def seeded(call: Callable[[], T], generators: Sequence[Generator]) -> tuple[T, set[int] | None]:
+        """Return the result of ``call()`` and the keys of the random generators that the call used.
+
+        Instead of keys, ``None`` is returned if the call has used a generator of Python or NumPy not in ``generators``.
+        """
+        outside = torch.get_rng_state()
+        found = [(one, one.get()) for one in generators]
+        try:
+            torch.default_generator.manual_seed(seed)
+            begun = [] if place is None else [(one, place.begin(one, seed)) for one in generators]
+            before = ProcessState()
+            result = call()
+            after = ProcessState()
+            drew = before.mark != after.mark
+            known.draws[training] = known.draws.get(training, False) or drew
+            if place is None:
+                return result, set()
+            if drew:
+                place.draws.has_drawn = True
+            if before.others != after.others and _shared_keys().isdisjoint(one.key for one in generators):
+                return result, None
+            return result, {one.key for one, state in begun if place.end(one, state)}
+        finally:
+            for one, state in found:
+                one.set(state)
+            torch.set_rng_state(outside)
+
     with generator_alone():
         generators = () if place is None else known.generators.get(training)
         if generators:  # the user may have replaced a generator of the layer
             generators = (*held_generators(code), *(one for one in generators if one.key in _shared_keys()))
         if generators is not None:
-            result, used = _seeded(call, generators, known, training, seed, place)
+            result, used = seeded(call, generators)
             if used is not None:
                 return result
             if place is None or not place.is_repeatable():
@@ -108,45 +136,10 @@ def _alone(
                 return result
             call = again
         held, shared = held_generators(code), process_generators()
-        result, used = _seeded(call, (*held, *shared), known, training, seed, place)
+        result, used = seeded(call, (*held, *shared))
         # The next call may draw from a generator of the layer.
         known.generators[training] = (*held, *(shared if used and used & {one.key for one in shared} else ()))
         return result
-
-
-def _seeded(
-    call: Callable[[], T],
-    generators: Sequence[Generator],
-    known: LayerTraits,
-    training: bool,
-    seed: int,
-    place: CallDraws | None,
-) -> tuple[T, set[int] | None]:
-    """Return the result of ``call()`` and the keys of the random generators that the call used.
-
-    Instead of keys, ``None`` is returned if the call has used a generator of Python or NumPy not in ``generators``.
-    """
-    outside = torch.get_rng_state()
-    found = [(one, one.get()) for one in generators]
-    try:
-        torch.default_generator.manual_seed(seed)
-        begun = [] if place is None else [(one, place.begin(one, seed)) for one in generators]
-        before = ProcessState()
-        result = call()
-        after = ProcessState()
-        drew = before.mark != after.mark
-        known.draws[training] = known.draws.get(training, False) or drew
-        if place is None:
-            return result, set()
-        if drew:
-            place.draws.has_drawn = True
-        if before.others != after.others and _shared_keys().isdisjoint(one.key for one in generators):
-            return result, None
-        return result, {one.key for one, state in begun if place.end(one, state)}
-    finally:
-        for one, state in found:
-            one.set(state)
-        torch.set_rng_state(outside)
 
 
 def _shared_keys() -> set[int]:

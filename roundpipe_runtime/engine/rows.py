@@ -30,7 +30,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ from ..errors import KEEPS_STATE, RoundPipeWarning, SplitError, mixes_rows_backw
 from .code_state import Repeats
 from .config import RoundPipeRunConfig
 from .digests import Digest, digest, distance, typical
+from .lifecycle import CannotTryError, RunLifecycle
 from .parameters.on_device import Gradients
 from .run import Trial
 
@@ -61,10 +62,6 @@ _WHOLE = 2**16  # elements of the largest gradient whose values are all kept
 _LARGER = 2.0**8  # factor of the loss of parts in a trial: also in training, gradients are scaled after the backward
 _Hook: TypeAlias = Callable[..., Any]
 _Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
-
-
-class CannotTryError(Exception):
-    """The layers do not run on a few rows of a batch, so a check is not possible; the message gives the reason."""
 
 
 @dataclasses.dataclass
@@ -89,31 +86,6 @@ class RowTrial:
         return dataclasses.replace(self.whole, inputs=inputs)
 
 
-class Rows(Protocol):
-    """The methods of an engine that :class:`RowCheck` calls to run layers on a few rows of a batch."""
-
-    layers: list[nn.Module]
-
-    def wait_exact_step(self) -> None: ...
-
-    def split(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[FlatMicrobatch]: ...
-
-    def try_layers(
-        self, microbatches: Sequence[FlatMicrobatch], config: RoundPipeRunConfig, span: range, trial: Trial
-    ) -> list[Any]: ...
-
-    def try_backward(
-        self,
-        microbatches: Sequence[FlatMicrobatch],
-        config: RoundPipeRunConfig,
-        span: range,
-        loss_fn: _Loss,
-        landed: Callable[[int, Gradients], None],
-        types: set[torch.dtype],
-    ) -> None:
-        """Run forward and backward without side effects: ``landed`` gets all gradients, and parameters get none."""
-
-
 class RowCheck:
     """Checks that the layers of a pipeline treat rows independently, and stores the result for similar calls."""
 
@@ -127,7 +99,9 @@ class RowCheck:
         self._nonlinear: dict[Hashable, bool] = {}
         self.is_nonlinear = False  # `GradientTrial.is_nonlinear` of the layers of this call
 
-    def check(self, engine: Rows, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig) -> None:
+    def check(
+        self, engine: RunLifecycle, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig
+    ) -> None:
         """Check that layers treat rows independently, in calls 1, 2, 4, ... with similar inputs and after changes."""
         self.tried.clear()
         self.is_nonlinear = False
@@ -195,7 +169,7 @@ class RowCheck:
 
 
 def first_that_mixes(
-    engine: Rows,
+    engine: RunLifecycle,
     trials: Iterator[RowTrial],
     config: RoundPipeRunConfig,
     number: int,
@@ -228,7 +202,7 @@ class GradientTrial:
 
 
 def compare_gradients(
-    engine: Rows,
+    engine: RunLifecycle,
     tried: Sequence[RowTrial],
     rows: Sequence[int | None],
     few: Callable[[int], Iterator[RowTrial]],
@@ -316,7 +290,9 @@ def _of_each_number(leaf: torch.Tensor) -> torch.Tensor:
 class _Comparison:
     """Runs layers on a few rows together, in parts, and combined with different rows, and compares the outputs."""
 
-    def __init__(self, engine: Rows, config: RoundPipeRunConfig, leaves_of: Callable[[Any], Sequence[object]]) -> None:
+    def __init__(
+        self, engine: RunLifecycle, config: RoundPipeRunConfig, leaves_of: Callable[[Any], Sequence[object]]
+    ) -> None:
         self._engine, self._leaves_of = engine, leaves_of
         self._config = dataclasses.replace(config, requires_grad=False, execute_plan=None, output_device=None)
         self.restart: Callable[[], None] = lambda: None
@@ -371,7 +347,7 @@ class _Comparison:
 
 
 def few_rows(
-    engine: Rows,
+    engine: RunLifecycle,
     batch: FlatBatch,
     config: RoundPipeRunConfig,
     split_again: Callable[[FlatBatch, RoundPipeRunConfig], RoundPipeRunConfig] = lambda few, config: config,

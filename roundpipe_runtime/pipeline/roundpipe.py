@@ -23,8 +23,8 @@ from ..device.pinning import PinnedModel
 from ..device.transfer import send_as, sent_as, shapes_of, widen
 from ..device.worker import noting
 from ..engine.config import CompiledLayers, RoundPipeRunConfig, check_compile_options
-from ..engine.driver import Engine, in_two_passes
-from ..engine.lifecycle import EngineOptions
+from ..engine.driver import Engine
+from ..engine.lifecycle import EngineOptions, in_two_passes
 from ..engine.loss_check import JoinedLossError
 from ..engine.rows import RowCheck
 from ..errors import ConfigError, LossError, RoundPipeWarning, StageError, call_site, warn

@@ -1,8 +1,4 @@
-"""Copy settings of the caller's thread to the threads that run layers, and detect changes of code between calls.
-
-Autocast, torch modes and thread locals are copied here, since they are not Python context variables, which are copied
-separately. When the code of a layer or loss function changes, its checks are repeated.
-"""
+"""Copy settings of the caller's thread to the threads that run layers, and detect changes of code between calls."""
 
 from __future__ import annotations
 
@@ -31,11 +27,8 @@ from yobx_flatten.private_names.of_torch import (
     push_mode,
 )
 
-# The search for thread locals follows this many nested function calls.
-_DEPTH = 4
-
-# Packages whose thread locals are internal to them.
-_LIBRARIES = frozenset({"torch", *sys.stdlib_module_names})
+_DEPTH = 4  # nested function calls that the search for thread locals follows
+_LIBRARIES = frozenset({"torch", *sys.stdlib_module_names})  # their thread locals are internal to them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -184,7 +177,6 @@ def is_due(count: int) -> bool:
 
 # A check follows each of the first 8 changes, later only the 16th, 32nd, ...: some attributes change in every call.
 _CHANGES = 8
-
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 
 

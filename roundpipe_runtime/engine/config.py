@@ -160,13 +160,9 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 # The compiled code runs only in runs with gradients. All stages then run in one thread: torch's flag that a compilation
 # is active is global, and models read the flag, so a batch in another thread would get a different mask.
 
-
 # Attribute of layers that only call another module, which is compiled instead; `None` if nothing is compiled.
 TO_COMPILE = "_rp_to_compile"
-
-# Where `torch.nn.Module.compile` stores the compiled call.
-_CALLED = "_compiled_call_impl"
-
+_CALLED = "_compiled_call_impl"  # where `torch.nn.Module.compile` stores the compiled call
 # These modes record the addresses of parameters, which change each time when a layer is loaded to a device.
 _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 

@@ -1,15 +1,10 @@
 """Store gradients and outputs for a later comparison: all values, or random projections of a large tensor.
 
-The gradients of a model take as much memory as the model, so large gradients are not stored. Each projection is a
-weighted sum of the gradient's values with random factors, which are the same for all gradients of one size. The mean
-square of the differences between the projections of two gradients estimates the squared norm of the gradients'
-difference (Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996). The random
-factors are uniform numbers, not signs (1 or -1) as in the article, so that errors in two elements cannot cancel
-exactly. With sixteen projections, the estimated norm is rarely wrong by 50 %. With a probability of 10**-15, the
-estimated norm of the difference is too small by a factor of 25, so that a wrong gradient could look like a rounding
-error.
-
-Projections are linear: for a parameter that several layers share, projections of the layers' gradients are added.
+A projection is a weighted sum of a gradient's values with random factors, equal for all gradients of one size. The mean
+square of the differences between projections of two gradients estimates the squared norm of the gradients' difference
+(Alon, Matias and Szegedy, *The space complexity of approximating the frequency moments*, 1996); with sixteen
+projections, the norm is rarely wrong by 50 %. The factors are uniform numbers, not signs (1 or -1) as in the article,
+so that errors in two elements cannot cancel exactly. Projections of gradients can be added, as they are linear.
 """
 
 from __future__ import annotations
@@ -155,8 +150,7 @@ def _factors(count: int, seed: int = 0) -> torch.Tensor:
 
 # Check that a recomputation gives the same outputs as the forward.
 
-# Sums of an output, which are compared with those of its recomputation.
-_OUTPUT_SUMS = 4
+_OUTPUT_SUMS = 4  # sums of an output, which are compared with those of its recomputation
 # Tensors are multiplied by these factors before they are summed: a mask is filled with the minimum of its dtype, and
 # the sum of two minima overflows.
 _FACTORS = {torch.float16: 2.0**-10}

@@ -1,7 +1,6 @@
 """Record which random generators layers use: those of torch, NumPy, Python, or in attributes of layers.
 
-The seeds of a pipeline call are derived from the state of torch's generator at its beginning, so restoring that state
-restores the dropout masks. When a pipeline call succeeds, the generators from which layers have drawn advance::
+When a pipeline call succeeds, the generators from which layers have drawn advance::
 
     one microbatch           each layer call continues from the state after the previous call, as without a pipeline
     several microbatches     each layer call starts from its own seed, since several devices draw at the same time

@@ -20,6 +20,8 @@ from ..errors import StageError
 from ..optim.layer_contents import LayerContents
 from .draws import traits_of
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(slots=True)
 class Values:
@@ -93,9 +95,6 @@ def enter(values: Values, *, as_leaves: bool) -> tuple[list[torch.Tensor | None]
     return entries, entered
 
 
-# -- trainable parameters of a loss ------------------------------------------------------------------------------------
-
-
 def other_leaves(losses: Sequence[torch.Tensor], entries: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
     """Return the leaves in the autograd graph of losses, except the model outputs in ``entries``.
 
@@ -124,9 +123,6 @@ def is_refused_write(error: Exception) -> bool:
     return "leaf Variable that requires grad" in str(error)
 
 
-# -- outputs ---------------------------------------------------------------------------------------------------------
-
-
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Detach a tensor; clone it if a copy between host and device would change its strides or its storage offset."""
     tensor = tensor.detach()
@@ -144,9 +140,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-T = TypeVar("T")
 
 
 # Activation checkpointing inside a layer or a loss (`torch.utils.checkpoint`): backward calls forward code again.

@@ -1,8 +1,4 @@
-"""Prepare and execute the runs of one model (forward, or forward and backward), and commit their results.
-
-Results are stored outside of the model until :meth:`RunLifecycle.commit`, so that a failed forward or backward changes
-no gradient, no buffer and no random generator.
-"""
+"""Prepare and execute the runs of one model, and commit their results: a failed run changes nothing in the model."""
 
 from __future__ import annotations
 
@@ -473,9 +469,6 @@ def _size_of(microbatches: Sequence[FlatMicrobatch]) -> int:
 # stages of two runs in the same order. Otherwise the two runs could wait for each other.
 _DISPATCH = free_after_fork(threading.Lock())
 
-# Number of waits for a failed device: the first one may raise the device's error, the second waits for remaining work.
-_ATTEMPTS = 2
-
 # Open pipelines of each device: the last one to close ends the device's thread.
 _USERS: weakref.WeakKeyDictionary[Device, weakref.WeakSet[Dispatch]] = weakref.WeakKeyDictionary()
 
@@ -516,8 +509,8 @@ class Dispatch:
         # A late error must not reach the next run, and memory must not be freed while a copy still writes to it.
         self.round_robin.cursor = cursor
         for device in self.devices:
-            # torch raises a kernel's error at a wait, possibly once for each stream
-            for _ in range(_ATTEMPTS):
+            # the first wait may raise the error of a kernel, the second waits for the remaining work
+            for _ in range(2):
                 with contextlib.suppress(Exception):
                     device.synchronize()
                     break

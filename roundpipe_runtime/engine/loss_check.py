@@ -1,9 +1,4 @@
-"""Check on a few rows how the losses of microbatches add up, before a pipeline call computes gradients.
-
-The layers compute outputs for a few rows of the batch, and again for two parts of these rows; if the loss of these rows
-decides nothing, the layers compute the outputs of one microbatch. `batch/loss_proof` calls the loss function with these
-outputs, together and in parts. All effects of these calls on the loss function and on random generators are undone.
-"""
+"""Check on a few rows how the losses of microbatches add up, before a pipeline call computes gradients."""
 
 # loss_reduction="auto"    use matching weights of microbatches; if there are none, compute the loss of joined outputs
 # loss_reduction="mean"    raise an error unless the loss is a mean over rows

@@ -1,11 +1,4 @@
-"""Run a batch as one group of rows in one process, and join the outputs of its microbatches.
-
-The engine splits a batch into groups of rows, and runs the groups. :class:`OneGroup` joins the results of one group;
-its subclass in `distributed/replicas/rank_groups` handles several groups and ranks::
-
-    one group          split the batch, run the group, commit the results
-    several groups     split the batch, run each group, wait until all ranks have succeeded, commit the sums
-"""
+"""Run a batch as one group of rows in one process, and join the outputs of its microbatches."""
 
 from __future__ import annotations
 

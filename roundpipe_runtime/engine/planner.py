@@ -23,14 +23,9 @@ from .code_state import is_due
 # each operator, so the threads would wait for each other.
 _BRIEF = 150e-6
 
-# The first runs on accelerators are measured, up to this number.
-_MEASURED_FIRST = 4
-
-# The share of a device's memory for parameters and gradients; the rest is for activations.
-FOR_PARAMETERS = 0.6
-
-# A device holds a stage, the next stage, which is being uploaded, and maybe a small stage.
-_STAGES_AT_ONCE = 2.1
+_MEASURED_FIRST = 4  # runs on accelerators that are measured
+FOR_PARAMETERS = 0.6  # share of a device's memory for parameters and gradients; the rest is for activations
+_STAGES_AT_ONCE = 2.1  # a device holds a stage, the next stage, which is being uploaded, and maybe a small stage
 
 
 class Planner:

@@ -1,8 +1,7 @@
 """Make a recomputation give the values of the first forward: with equal seeds, and with data that the layer saves.
 
-The seed of a layer call is derived from the state of torch's generator, the layer, and the microbatch. The seed does
-not depend on devices or on the order of calls, so a recomputation needs no saved generator state. Generators of NumPy,
-Python and layers are reset by :mod:`.draws`.
+The seed of a layer call is derived from the state of torch's generator, the layer, and the microbatch, and not from
+devices or the order of calls. Generators of NumPy, Python and layers are reset by :mod:`.draws`.
 """
 
 from __future__ import annotations

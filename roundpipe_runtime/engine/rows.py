@@ -1,17 +1,9 @@
 """Check that layers compute each row of a batch independently, before the batch is split into microbatches.
 
-A layer that normalizes over the batch, sorts, rolls or adds up rows, or expects the sequence on axis 0, would compute
-different values for each split. Therefore layers run on three rows together, and again on two uneven parts of these
-rows. During the check, dropout is off, and torch's random functions return a constant. If a layer draws random numbers
-from another source than torch, the layers run on three rows each time, so that all calls draw the same numbers, and one
-of the rows is replaced by a copy of another row.
-
-A backward may also mix rows: it may scale gradients by how often an id occurs in the batch, or divide gradients by the
-number of rows. Therefore the parameters' gradients for three rows together are compared with the sum of the parameters'
-gradients for the two parts.
-
-Before an error is raised, other rows of the batch are tried, because rounding can change a choice near a tie, such as
-the expert of a token.
+During the check, dropout is off, and torch's random functions return a constant. If layers draw random numbers from
+another source, all calls have three rows, so that they draw the same numbers, and one row is a copy of another row. A
+backward may also mix rows: it may divide gradients by the number of rows. Before an error is raised, other rows of the
+batch are tried, because rounding can change a choice near a tie, such as the expert of a token.
 """
 
 # rows a, b, c; their outputs a', b', c'

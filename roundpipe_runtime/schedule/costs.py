@@ -16,14 +16,9 @@ from ..device.composite import parts_of
 from ..device.transfer import sent_dtype, sent_nbytes
 from ..errors import PlanError
 
-# Work of a layer without parameters, and of a norm, relative to one multiplication per parameter.
-_SMALLEST = 1e3
-
-# Number of recent forwards of a layer whose times are kept.
-_RECENT = 8
-
-# Weight of a new measurement in the running average.
-_NEWEST = 0.2
+_SMALLEST = 1e3  # work of a layer without parameters, and of a norm, relative to one multiplication per parameter
+_RECENT = 8  # recent forwards of a layer whose times are kept
+_NEWEST = 0.2  # weight of a new measurement in the running average
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,8 +97,7 @@ def analytic_cost(
     tables = [m for m in layer.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     embedded = {id(table._parameters.get("weight")) for table in tables}
     params = list(layer.parameters())
-    work = float(sum(p.numel() for p in params if p.dim() >= 2 and id(p) not in embedded))
-    work = max(work, _SMALLEST)
+    work = max(float(sum(p.numel() for p in params if p.dim() >= 2 and id(p) not in embedded)), _SMALLEST)
     trained = [p for p in params if p.requires_grad]
     grad_bytes = sum(map(sent_nbytes, trained))
     for p in trained:

@@ -1,11 +1,8 @@
 """Partition layers into stages: forward and backward independently, under one cap on the time of a stage.
 
-A cap is the longest time that a stage of several layers may take: by default, up to 1.1 times the slowest layer's time.
-
-Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) partitions a sequence of layers into stages of similar costs.
-PipeDream (Harlap et al., 2018, arXiv 1806.03377) partitions layers by measured times. In GPipe and PipeDream, forward
-and backward of a layer belong to the same stage. This module partitions forward and backward independently, and runs
-forward and backward of the last layers in one stage, as RoundPipe does (Luo et al., 2026, arXiv 2604.27085).
+Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) partitions a sequence of layers into stages of similar costs, and
+PipeDream (Harlap et al., 2018, arXiv 1806.03377) by measured times. Forward and backward are independent, and fused for
+the last layers, as in RoundPipe (Luo et al., 2026, arXiv 2604.27085).
 """
 
 # layer       0    1    2    3    4    5   head        a backward with recompute costs three forwards,
@@ -24,17 +21,12 @@ from ..errors import PlanError
 from .costs import LayerCost
 from .simulation import makespan, makespan_of_copies
 
-# forward stages and backward stages, as in a plan
-Stages: TypeAlias = tuple[list[range], list[range]]
+Stages: TypeAlias = tuple[list[range], list[range]]  # forward stages and backward stages, as in a plan
 
-# Largest number of simulated caps: more caps differ too little.
-_MOST_CAPS = 64
-
+_MOST_CAPS = 64  # simulated caps: more caps differ too little
 # Every stage copies activations, which the simulated time does not include, so a smaller gain does not justify a stage.
 _WORTH_A_STAGE = 0.02
-
-# A plan is replaced if the new plan is faster by this share, which is more than the noise of measured times.
-CLEAR_GAIN = 0.03
+CLEAR_GAIN = 0.03  # share by which a new plan must be faster; more than the noise of measured times
 
 
 def partition(

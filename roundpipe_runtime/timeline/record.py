@@ -269,8 +269,6 @@ def _record(event: Any, devices: dict[Any, str], place: str) -> Record:
     return Record(stage, microbatch, device, kind, start, start + times[1] / 1e6, layer)
 
 
-# -- drawings on a terminal, and totals -------------------------------------------------------------------------------
-
 _COPIES = ("upload", "download")
 
 # Meaning of each letter of the drawing, and its colour on a terminal.

@@ -1,13 +1,9 @@
 """Detect that another rank has failed, ended or was stopped, and raise an error in the current call of this rank.
 
 A failed rank writes a message to the store of ``torch.distributed``, which a thread of every rank reads ten times a
-second. Without messages, a rank would notice failures only at its next collective, maybe minutes later. The thread also
-checks that the other ranks on its machine exist, since a killed process cannot write a message.
-
-A gloo collective waits until the job's timeout for a process that a signal (SIGSTOP) has stopped. Therefore a watchdog
-thread kills stopped processes on its machine after ``Alarm.patience`` seconds. If a process on another machine sends no
-heartbeat for ``Alarm.patience`` seconds, the watchdog closes all connections. The watchdog thread does not wait for
-answers of ``torch.distributed``'s store, because the process that runs the store may also be stopped.
+second. A gloo collective waits until the job's timeout for a process that a signal (SIGSTOP) has stopped. Therefore a
+watchdog thread kills stopped processes on its machine, and closes all connections if another machine is silent, after
+``Alarm.patience`` seconds. The watchdog does not wait for the store, whose process may also be stopped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Exchange data between the processes (ranks) that train one model.
+"""Exchange data between the processes (ranks) that train one model, over four gloo process groups.
 
-Only this file, `long_rows` (tokens of long rows) and `checkpoint` call collectives of ``torch.distributed``. There are
-four gloo process groups. Only one thread at a time uses a process group, so that all ranks call its collectives in the
-same order.
+Only one thread at a time uses a process group, so that all ranks call its collectives in the same order.
 """
 
 # process group

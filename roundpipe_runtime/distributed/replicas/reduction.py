@@ -1,10 +1,8 @@
 """Sum gradients over groups of batch rows, layer by layer, in the same order for any number of ranks.
 
-A rank runs its groups of batch rows one after the other, each in one turn. The gradients of a group arrive in the CPU
-memory of its rank, the last layer first. In each turn and for each layer, a rank sends the gradients of its group,
-divided by rows, to the ranks that sum these rows (all-to-all); a rank without a group in this turn sends nothing. Each
-rank adds up the received rows in ascending order of the groups. All ranks exchange turns and layers in the same order.
-A failed rank sends zeros until all ranks have stopped, so that no rank waits.
+A rank runs its groups of batch rows one after the other, each in one turn. In each turn and for each layer, last layer
+first, a rank sends the gradients of its group, divided by rows, to the ranks that sum these rows (all-to-all), which
+add them up in ascending order of the groups. A failed rank sends zeros until all ranks have stopped.
 """
 
 from __future__ import annotations

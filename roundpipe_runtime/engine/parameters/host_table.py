@@ -1,9 +1,4 @@
-"""Keep a large embedding or head matrix (a table) on the host, and copy rows or slices when a layer needs them.
-
-A :class:`HostTable` replaces the parameter: a tensor with the parameter's shape and no memory. Operations that need
-only some rows or slices of the table copy these parts to the device (`on_tables`). An operation for which no
-replacement is registered first copies the whole embedding or head matrix to the device.
-"""
+"""Keep a large embedding or head matrix (a table) on the host, and copy rows or slices when a layer needs them."""
 
 from __future__ import annotations
 

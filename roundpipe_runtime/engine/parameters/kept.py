@@ -1,9 +1,7 @@
 """Keep copies of parameters on a device, and reuse the copies in later pipeline stages and training steps.
 
-A pipeline stage copies the parameters of its layers to the device. A copy can be reused until its parameter changes, so
-some copies stay on a device with free memory. Copies of frozen parameters stay first, because trained parameters must
-be copied again after each optimizer step. The copies that stay are chosen in advance, not by their last use: a device
-runs all layers in turn, so the least recently used copy is needed next.
+Copies of frozen parameters stay first, because trained parameters must be copied again after each optimizer step. The
+copies are chosen in advance: a device runs all layers in turn, so the least recently used copy is needed next.
 """
 
 from __future__ import annotations

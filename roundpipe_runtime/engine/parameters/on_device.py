@@ -37,9 +37,7 @@ T = TypeVar("T")
 Gradients: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 Buffers: TypeAlias = dict[int, tuple[torch.Tensor, Event]]
 
-
-# Attribute of the copy of a parameter: the layer that it belongs to.
-_LAYER = "_roundpipe_layer"
+_LAYER = "_roundpipe_layer"  # attribute of the copy of a parameter: the layer that it belongs to
 
 
 def check_not_kept(leaf: torch.Tensor) -> None:

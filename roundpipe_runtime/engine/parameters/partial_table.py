@@ -1,7 +1,6 @@
 """Copy only those rows of a parameter to a device that a layer reads, such as the weights of experts that get tokens.
 
-The tensor on the device and its gradient have memory for the whole parameter, so every operation gets tensors of the
-usual shapes. No operation reads rows that were not copied.
+The tensor on the device and its gradient have memory for all rows, so every operation gets the usual shapes.
 """
 
 from __future__ import annotations
@@ -18,11 +17,8 @@ from torch import nn
 from ...device.protocol import Device
 from ...optim.layer_contents import LayerContents
 
-# Consecutive rows, as (start, stop).
-Runs: TypeAlias = Sequence[tuple[int, int]]
-
-# Attribute of the tensor on the device, which may stay there from run to run.
-_TABLE = "_roundpipe_table"
+Runs: TypeAlias = Sequence[tuple[int, int]]  # consecutive rows, as (start, stop)
+_TABLE = "_roundpipe_table"  # attribute of the tensor on the device, which may stay there from run to run
 
 
 def runs_of(rows: Iterable[int]) -> Runs:
@@ -138,14 +134,9 @@ def bytes_present(tensor: torch.Tensor) -> int:
 
 # Groups of at least this many bytes are copied on demand: for smaller ones, finding the rows costs more than it saves.
 LEAST_BYTES = 1024**2
-
-# Groups of which runs read at most this share are copied on demand.
-MOST_READ = 0.75
-
-# Key of a group: its layer, its name, and whether its rows are read one by one.
-Group: TypeAlias = tuple[int, str, bool]
+MOST_READ = 0.75  # groups of which runs read at most this share are copied on demand
+Group: TypeAlias = tuple[int, str, bool]  # a group's layer, its name, and whether its rows are read one by one
 Members: TypeAlias = list[nn.Parameter]
-
 
 # Decide which parameters of a run are copied on demand: experts.
 #

@@ -1,8 +1,5 @@
 """A placeholder for a parameter with one matrix per expert, which copies the matrices that an operation reads.
 
-In a mixture-of-experts layer, the router selects experts in the middle of the layer's forward. Therefore the layer gets
-a placeholder tensor, and each operation on the placeholder first copies rows to the device:
-
 ::
 
     weight[expert]                          copies the indexed rows: of an index, slice, mask or tensor of indices
@@ -10,8 +7,7 @@ a placeholder tensor, and each operation on the placeholder first copies rows to
     weight.shape, weight.transpose(1, 2)    copies no rows; a view is a placeholder too
     any other operation                     copies all rows
 
-After the copy, the operation runs on the device copy of the parameter. Values and autograd graph are the same as
-without a placeholder.
+After the copy, the operation runs on the device copy of the parameter, with the same values and autograd graph.
 """
 
 from __future__ import annotations
@@ -46,10 +42,8 @@ _PRODUCTS = grouped_products()
 # transformers' own grouped product, for devices and dtypes without torch's: it skips empty groups.
 _PRODUCTS_OF_OTHERS = {"transformers::grouped_mm_fallback"}
 
+_FEW = 64  # indices that are copied to the host directly; the device reduces more indices to distinct indices first
 Arguments: TypeAlias = Sequence[Any]
-
-# Up to this many indices are copied to the host directly. The device reduces more indices to distinct indices first.
-_FEW = 64
 
 
 class KnownRows:

@@ -1,8 +1,7 @@
 """Run one pipeline stage on one device: copy parameters, run all microbatches through layers, copy gradients back.
 
-Every layer has a separate autograd graph, whichever stage contains the layer: its inputs are detached, and its backward
-starts from the gradients of its outputs. Therefore gradients are summed in the same order for any split of layers into
-stages, and the result is bitwise identical.
+Every layer has a separate autograd graph, whichever stage contains the layer. Therefore gradients are summed in the
+same order for any split of layers into stages, and the result is bitwise identical.
 
 ::
 

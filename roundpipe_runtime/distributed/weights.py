@@ -85,8 +85,6 @@ class ShardedStore(RankStore):
         made: DTensor = DTensor.from_local(local, self._mesh, placements, run_check=False, shape=shape, stride=stride)
         return made
 
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
         names = self._names()
         watched: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -116,10 +114,7 @@ class ShardedStore(RankStore):
 
     def load_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Add gradients from a checkpoint, ``DTensor``s or whole tensors, to the sharded gradients, by name."""
-        found = {p: self._loaded(p, gradients[name]) for name, p in self._listed() if name in gradients}
-        self.add_gradients([found])
-
-    # -- masters -----------------------------------------------------------------------------------------------------
+        self.add_gradients([{p: self._loaded(p, gradients[name]) for name, p in self._listed() if name in gradients}])
 
     def masters(self) -> dict[str, torch.Tensor]:
         dtypes = {name: parameter.dtype for name, parameter in self._listed()}
@@ -141,8 +136,6 @@ class ShardedStore(RankStore):
         for name, parameter in self.model.named_parameters():
             if name in self._shards:
                 self._shards[name].adopt(parameter)
-
-    # -- weights, after a step ---------------------------------------------------------------------------------------
 
     def publish(self, *, stepped: bool = False) -> None:
         self.note_published()
@@ -167,7 +160,7 @@ class ShardedStore(RankStore):
             shard.write(parameter)
         # values that the steps of all ranks have computed
         parts = [shards(p.detach(), self.ranks.num_shards) for p in held if is_cut(p)]
-        flat = [[part if part.is_contiguous() else part.contiguous() for part in parts_of] for parts_of in parts]
+        flat = [[part.contiguous() for part in parts_of] for parts_of in parts]
         self.ranks.gather(flat, self.ranks.shard_members(), "weights")
         for original, received in zip(parts, flat, strict=True):
             for to, source in zip(original, received, strict=True):
@@ -363,29 +356,22 @@ class RankSteps(StepRunner):
         self._checked.add(optimizer)
         return bool(own)
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an optimizer step, wait for all new weights; raise an error if the optimizer cannot update shards."""
-        if self.owns(optimizer) and not self._is_inside:
-            self.synchronize()
-            self._store.adopt()
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Exchange the new weights after the caller has run an optimizer step on all ranks."""
-        if not self._is_inside and self.ranks.num_shards > 1 and self.owns(optimizer):
-            self._publish_next()
-
 
 @cache
 def _runners() -> weakref.WeakSet[RankSteps]:
+    """Return the registry of open pipelines, whose weights are exchanged when the caller steps an optimizer."""
     found: weakref.WeakSet[RankSteps] = weakref.WeakSet()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for runner in list(found):
-            runner.before_step(optimizer)
+            if runner.owns(optimizer) and not runner._is_inside:
+                runner.synchronize()
+                runner._store.adopt()
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for runner in list(found):
-            runner.after_step(optimizer)
+            if not runner._is_inside and runner.ranks.num_shards > 1 and runner.owns(optimizer):
+                runner._publish_next()
 
     hear_steps(before, after)
     return found

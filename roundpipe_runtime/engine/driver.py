@@ -179,8 +179,6 @@ class Engine(RunLifecycle):
             self.loss_checks.warn()
             return (total, outputs) if return_outputs else total
 
-    # -- splitting a batch ---------------------------------------------------------------------------------------------
-
     def cut_to_train(self, batch: FlatBatch, config: RoundPipeRunConfig) -> list[list[FlatMicrobatch]]:
         if not config.requires_grad:
             raise ConfigError("forward_backward computes gradients, but gradients are switched off here. Use forward.")

@@ -343,8 +343,6 @@ class RunLifecycle:
                 "pipeline its own devices."
             )
 
-    # -- trials of a few rows ----------------------------------------------------------------------------------------
-
     def wait_exact_step(self) -> None:
         if self.steps.is_exact:
             self.steps.wait_update()

@@ -51,8 +51,6 @@ class OneGroup(Generic[AnyEngine]):
         """The indices of the groups of batch rows that this process runs."""
         return range(1)
 
-    # -- parts of the engine -------------------------------------------------------------------------------------------
-
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
         return ParameterStore(model, optim_dtype)
 
@@ -63,8 +61,6 @@ class OneGroup(Generic[AnyEngine]):
 
     def begin(self, engine: AnyEngine, model: nn.Module) -> None:
         """Check that all ranks create the same engine and model; one process has nothing to check."""
-
-    # -- a call ------------------------------------------------------------------------------------------------------
 
     def entering(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager that sends errors to ranks that wait for this rank; no effect with one process."""
@@ -105,8 +101,6 @@ class OneGroup(Generic[AnyEngine]):
         feed_inputs(run, inputs, call.contract.gradient_scale())
         engine.commit(run)
         return total
-
-    # -- state between calls -----------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Discard accumulated gradients that have not been added to ``parameter.grad`` yet."""

@@ -86,8 +86,6 @@ class Run:
         self.collected.clear()
         self.mailbox.clear()
 
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
     def remember_versions(self) -> None:
         self._versions = {
             c.index: [self.store.source(parameter)._version for parameter in c.parameters()] for c in self.spec.contents

@@ -60,12 +60,10 @@ class Alarm:
         self._next_beat = 0.0
         if store is not None and size > 1:
             store.set(f"{self._prefix}/process/{rank}", json.dumps(self._here))
-            self._thread = threading.Thread(
-                target=_listen, args=(weakref.ref(self),), name="roundpipe alarm", daemon=True
-            )
+            given = (weakref.ref(self),)
+            self._thread = threading.Thread(target=_listen, args=given, name="roundpipe alarm", daemon=True)
             self._thread.start()
-            watch = threading.Thread(target=_watch, args=(weakref.ref(self),), name="roundpipe watch", daemon=True)
-            watch.start()
+            threading.Thread(target=_watch, args=given, name="roundpipe watch", daemon=True).start()
             _ALARMS.add(self)
 
     def listen(self, listener: Callable[[int | None], None] | None) -> None:

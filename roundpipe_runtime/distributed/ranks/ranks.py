@@ -88,12 +88,10 @@ class MeshRanks(Ranks):
         timeout = job_timeout()
         # torch never reuses the name of a group of all processes, so no rank reads old addresses in the store.
         is_part = len(self._members) < dist.get_world_size()
-        self._new_group = partial(
-            dist.new_group, self._members, timeout=timeout, backend="gloo", use_local_synchronization=is_part
-        )
+        how: dict[str, Any] = {"timeout": timeout, "backend": "gloo", "use_local_synchronization": is_part}
+        self._new_group = partial(dist.new_group, self._members, **how)
         self._groups: dict[Channel, Any] = {channel: self._new_group() for channel in _CHANNELS}
-        store = default_store()
-        self.alarm = Alarm(store, self.rank, self.size, prefix=self._groups["control"].group_name)
+        self.alarm = Alarm(default_store(), self.rank, self.size, prefix=self._groups["control"].group_name)
         self._lock = threading.Lock()
 
     def exchange(self, value: Any, channel: Channel = "control") -> list[Any]:
@@ -123,11 +121,8 @@ class MeshRanks(Ranks):
             to, source = (own + distance) % count, (own - distance) % count
             ways: list[tuple[Callable[..., Any], torch.Tensor, int]] = [(dist.isend, part[own], to) for part in parts]
             ways += [(dist.irecv, part[source], source) for part in parts]
-            ops += [
-                dist.P2POp(way, tensor, self._members[members[other]], group)
-                for way, tensor, other in ways
-                if tensor.numel()
-            ]
+            sent = [(way, tensor, self._members[members[other]]) for way, tensor, other in ways if tensor.numel()]
+            ops += [dist.P2POp(*each, group) for each in sent]
         self.sent[channel] += (count - 1) * sum(part[own].nbytes for part in parts)
         if ops:
             with self._watched(channel):
@@ -209,7 +204,6 @@ def check_mesh(mesh: Any) -> None:
 def job_timeout() -> datetime.timedelta | None:
     """Return the timeout of the default process group, which the user gave to ``init_process_group``."""
     with contextlib.suppress(RuntimeError, AttributeError):  # the group may have no CPU backend
-        options = backend_options(torch.device("cpu"))
-        found: datetime.timedelta = options._timeout
+        found: datetime.timedelta = backend_options(torch.device("cpu"))._timeout
         return found
     return None

@@ -161,8 +161,6 @@ class RankCalls(OneGroup[Engine]):
     def own(self) -> range:
         return groups_of(self.ranks.rank, self.ranks.size, self.replicas)
 
-    # -- parts of the engine -------------------------------------------------------------------------------------------
-
     def make_store(self, model: nn.Module, optim_dtype: torch.dtype | None) -> ParameterStore:
         kind = ShardedStore if self.ranks.num_shards > 1 else RankStore
         self.store = kind(model, optim_dtype, self.ranks)
@@ -191,8 +189,6 @@ class RankCalls(OneGroup[Engine]):
         share_weights(model, self.ranks)
         self._worker = Worker("reduction")
 
-    # -- a call ------------------------------------------------------------------------------------------------------
-
     def rows_of_batch(self, rows: int) -> int:
         return rows if self._rows_of_batch is None else self._rows_of_batch
 
@@ -212,7 +208,6 @@ class RankCalls(OneGroup[Engine]):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank in the with block; the next call after it sums them over all ranks."""
         before, self._is_deferred = self._is_deferred, True
         try:
             yield
@@ -229,7 +224,6 @@ class RankCalls(OneGroup[Engine]):
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],
     ) -> Any:
-        """Run forward, loss and backward for this rank's rows; change the model only when all ranks have succeeded."""
         with self.calling():
             call = self.open(engine, "forward_backward", cut, config)
             return self.summed(engine, call, lambda: work(call))
@@ -299,8 +293,6 @@ class RankCalls(OneGroup[Engine]):
             verdicts = self._judge(call, reduction, summed, outcome.error)
             return self._commit(engine, call, reduction, verdicts, is_late=is_late)
 
-    # -- success or failure, of all ranks alike ----------------------------------------------------------------------
-
     def _judge(
         self, call: RankCall, reduction: Reduction, summed: Future[None] | None, failure: BaseException | None
     ) -> list[Verdict]:
@@ -319,16 +311,10 @@ class RankCalls(OneGroup[Engine]):
                 written: Mapping[tuple[int, int], torch.Tensor] = {}
                 if call.first_rank == self.ranks.rank and call.runs:
                     written = call.runs[0][0].collected.buffers.final() if call.written is None else call.written
-                verdict = Verdict(
-                    begun,
-                    None,
-                    losses,
-                    frozenset(reduction.had),
-                    written,
-                    any(flag for run, values in call.runs for value in values for flag in value.needs_grad),
-                    call.total,
-                    any(run.draws.has_drawn for run, _ in call.runs),
-                )
+                feeds = any(flag for run, values in call.runs for value in values for flag in value.needs_grad)
+                has_drawn = any(run.draws.has_drawn for run, _ in call.runs)
+                had = frozenset(reduction.had)
+                verdict = Verdict(begun, None, losses, had, written, feeds, call.total, has_drawn)
             else:
                 verdict = Verdict(begun, errors.format_failure(failure) if is_own else None)
             verdicts = self.ranks.exchange(verdict)
@@ -395,8 +381,6 @@ class RankCalls(OneGroup[Engine]):
         engine.step += 1
         return total
 
-    # -- state between calls -----------------------------------------------------------------------------------------
-
     def clear(self) -> None:
         self._kept.clear()
 
@@ -430,12 +414,8 @@ def describe_call(
     contents: list[LayerContents], config: RoundPipeRunConfig, *, call: str, step: int, is_deferred: bool
 ) -> dict[str, object]:
     """Return the settings that must be equal on all ranks, by the name that an error message uses for each."""
-    trainable = [
-        (layer.index, number)
-        for layer in contents
-        for number, parameter in enumerate(layer.parameters())
-        if parameter.requires_grad
-    ]
+    numbered = [(layer.index, number, p) for layer in contents for number, p in enumerate(layer.parameters())]
+    trainable = [(index, number) for index, number, parameter in numbered if parameter.requires_grad]
     return {
         "the call": call,
         "the number of completed calls": step,
@@ -457,11 +437,9 @@ def share_weights(model: nn.Module, ranks: Ranks) -> None:
     digests = ranks.exchange([_digest(tensor) for _, tensor in tensors])
     different = [pair for pair, *found in zip(tensors, *digests, strict=True) if len(set(found)) > 1]
     for _, tensor in different:
-        if tensor.is_contiguous():
-            ranks.broadcast(tensor.detach())
-        else:
-            received = tensor.detach().contiguous()
-            ranks.broadcast(received)
+        received = tensor.detach().contiguous()
+        ranks.broadcast(received)
+        if not tensor.is_contiguous():
             tensor.copy_(received)
     if different and ranks.rank == 0:
         name, _ = different[0]

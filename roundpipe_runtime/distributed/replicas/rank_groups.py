@@ -157,9 +157,7 @@ class RankGroups(RankCalls):
             ):
                 engine.execute(run, run.spec.stages)
         found = [run.collected.outputs[number] for number in range(run.spec.num_microbatch)]
-        return [
-            dataclasses.replace(one, needs_grad=[tensor.is_floating_point() for tensor in one.tensors]) for one in found
-        ]
+        return [dataclasses.replace(one, needs_grad=[*map(torch.is_floating_point, one.tensors)]) for one in found]
 
     def _state_halfway(self, engine: Engine, call: RankCall, passes: GroupPasses, loss: BatchLoss) -> list[Any]:
         """Run the forward; return the loss inputs of all groups of batch rows, on all ranks."""
@@ -253,13 +251,8 @@ class GroupPasses:
         return found or self.empty
 
     def inputs(self) -> list[torch.Tensor]:
-        return [
-            tensor
-            for _, values in self.runs
-            for on_host in values
-            for tensor, flag in zip(on_host.tensors, on_host.needs_grad, strict=True)
-            if flag
-        ]
+        held = [on_host for _, values in self.runs for on_host in values]
+        return [t for one in held for t, flag in zip(one.tensors, one.needs_grad, strict=True) if flag]
 
 
 class _Groups(torch.autograd.Function):

@@ -70,8 +70,6 @@ class Reduction:
         self._begun = 0
         self.had: set[tuple[int, int]] = set()
 
-    # -- what the runs of groups give --------------------------------------------------------------------------------
-
     def land(self, turn: int, layer: int, gradients: Gradients) -> None:
         """Store a layer's gradients for one group of batch rows; :meth:`run` removes each gradient that it sends."""
         with self._changed:
@@ -92,25 +90,20 @@ class Reduction:
             self._limit = begun
             self._changed.notify_all()
 
-    # -- in its own thread --------------------------------------------------------------------------------------
-
     def run(self) -> None:
         """Exchange the gradients of all layers with the other ranks in order, as the gradients arrive."""
         for step, (turn, number) in enumerate(self._order):
-            bucket = self._plan.buckets[number]
-            if not self._may_begin(step, turn, bucket.layer):
+            bucket, is_giver = self._plan.buckets[number], turn < len(self._own)
+            if not self._may_begin(step, turn, bucket.layer, is_giver=is_giver):
                 return
-            is_giver = turn < len(self._own)
-            total = self._exchanged(turn, number, bucket, is_giver=is_giver)
-            self._totals[number] = total
+            self._totals[number] = self._exchanged(turn, number, bucket, is_giver=is_giver)
             # Only after the last turn does the sum contain all groups.
             if turn == self._order[-1][0]:
                 self._rows[number] = self._target_rows(bucket, self._totals.pop(number))
         self._memory.clear()
 
-    def _may_begin(self, step: int, turn: int, layer: int) -> bool:
+    def _may_begin(self, step: int, turn: int, layer: int, *, is_giver: bool) -> bool:
         """Wait until this rank has computed the layer's gradients; return ``False`` if all ranks have stopped."""
-        is_giver = turn < len(self._own)
         with self._changed:
             self._changed.wait_for(
                 lambda: (
@@ -134,13 +127,12 @@ class Reduction:
         wire = self._plan.wire_dtype(bucket)
         out = self._buffer("out", sum(sizes) if is_giver else 0, wire)
         if is_giver:
-            self._fill(out, turn, number, bucket)
+            self._fill(out, turn, number, cuts)
         if ranks.size == 1:
             into = out
         else:
             # every rank can compute which ranks have a group in this turn
-            givers = [turn * ranks.size + rank < self._plan.replicas for rank in range(ranks.size)]
-            take = [own if gives else 0 for gives in givers]
+            take = [own if turn * ranks.size + rank < self._plan.replicas else 0 for rank in range(ranks.size)]
             into = self._buffer("into", sum(take), wire)
             ranks.all_to_all(out, sizes if is_giver else [0] * ranks.size, into, take)
         total = self._totals.get(number)
@@ -148,8 +140,9 @@ class Reduction:
             total = part.to(bucket.dtype, copy=True) if total is None else total.add_(part)
         return torch.empty(0, dtype=bucket.dtype) if total is None else total
 
-    def _fill(self, out: torch.Tensor, turn: int, number: int, bucket: Bucket) -> None:
+    def _fill(self, out: torch.Tensor, turn: int, number: int, cuts: Sequence[Sequence[torch.Tensor]]) -> None:
         """Write the gradients of a group of rows into the send buffer: by rank, then by parameter."""
+        bucket = self._plan.buckets[number]
         with self._changed:
             stopped = self._is_stopped
             landed = self._landed.get((turn, bucket.layer), {})
@@ -163,7 +156,6 @@ class Reduction:
             ready.result()
             self.had.add((number, index))
             found.append(self._pieces(gradient if gradient.layout == torch.strided else gradient.to_dense()))
-        cuts = [self._pieces(parameter.detach()) for parameter in bucket.parameters]
         at = 0
         for rank in range(self._ranks.size):
             for cut, gradients in zip(cuts, found, strict=True):
@@ -203,8 +195,6 @@ class Reduction:
         if found is None or found.numel() < size:
             self._memory[name, dtype] = found = torch.empty(size, dtype=dtype)
         return found[:size]
-
-    # -- when all ranks agree that the call has succeeded ------------------------------------------------------------
 
     def results(self, scale: float, had: set[tuple[int, int]]) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
         """Yield the summed gradients of each layer, last layer first, for the parameter rows that this rank updates."""

@@ -72,19 +72,15 @@ class KeptParameters:
     def __init__(self, devices: Sequence[Device]) -> None:
         # By device and parameter identity. A copy that is removed here is freed when no layer uses it any more.
         self._copies: dict[str, dict[int, _Copy]] = {device.name: {} for device in devices}
-        # Parameters whose next uploaded copy will stay.
-        self._chosen: frozenset[int] = frozenset()
+        self._chosen: frozenset[int] = frozenset()  # parameters whose next uploaded copy will stay
         self._uploaded = self._reused = self._skipped = 0
-        # Each device uploads in its own thread.
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # each device uploads in its own thread
 
     @property
     def traffic(self) -> ParameterTraffic:
         with self._lock:
-            kept = {
-                name: sum(bytes_present(copy.tensor) for copy in list(found.values()))
-                for name, found in self._copies.items()
-            }
+            here = {name: [copy.tensor for copy in list(found.values())] for name, found in self._copies.items()}
+            kept = {name: sum(map(bytes_present, tensors)) for name, tensors in here.items()}
             return ParameterTraffic(self._uploaded, self._reused, kept, self._skipped)
 
     def choose(
@@ -145,14 +141,8 @@ class KeptParameters:
         with self._lock:
             self._uploaded += bytes_present(tensor)
             if stays:
-                copies[key] = _Copy(
-                    tensor=tensor,
-                    own_version=tensor._version,
-                    mark=Mark.of(source),
-                    steps=number_of_steps(),
-                    run_version=version,
-                    was_trained=parameter.requires_grad,
-                )
+                trained = parameter.requires_grad
+                copies[key] = _Copy(tensor, tensor._version, Mark.of(source), number_of_steps(), version, trained)
         return tensor, stays
 
     def count(self, uploaded: int = 0, skipped: int = 0) -> None:
@@ -187,12 +177,8 @@ class GradientMemory:
 
     def prepare(self, contents: Sequence[LayerContents], dtype: Callable[[nn.Parameter], torch.dtype]) -> None:
         """Set the bytes of pinned memory for each gradient of the next backward; free pinned memory not in use."""
-        sizes: dict[Hashable, int] = {
-            (layer.index, id(parameter)): parameter.numel() * dtype(parameter).itemsize
-            for layer in contents
-            for parameter in layer.parameters()
-            if parameter.requires_grad
-        }
+        trained = [(layer.index, p) for layer in contents for p in layer.parameters() if p.requires_grad]
+        sizes: dict[Hashable, int] = {(index, id(p)): p.numel() * dtype(p).itemsize for index, p in trained}
         if sizes != self._sizes:
             self._sizes, self._sets = sizes, []
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -73,7 +73,7 @@ class LayerOnDevice:
         self.partial = PartialLayer(contents, device, partial_plan)
         self._memory: list[torch.Tensor] = []
         self._parameters: dict[int, nn.Parameter] = {}
-        self._wide: list[tuple[int, torch.dtype]] = []
+        self._wide: dict[int, torch.dtype] = {}  # dtypes of sums that differ from those of the gradients
         self._sums: dict[int, torch.Tensor] = {}
         # Results of a backward for each parameter, if they are kept apart from the sums.
         self._apart: dict[int, list[torch.Tensor]] | None = None
@@ -92,7 +92,7 @@ class LayerOnDevice:
                 copy = self._copy_parameter(parameter, source(parameter), kept, version)
             self._parameters[id(parameter)] = copy
             if dtype != sent_dtype(parameter):
-                self._wide.append((id(parameter), dtype))
+                self._wide[id(parameter)] = dtype
         self._places = [
             (slot.owner, slot.name, self._parameters[id(slot.parameter)], slot.parameter) for slot in contents.slots
         ]
@@ -197,10 +197,11 @@ class LayerOnDevice:
             raise self._wrote_parameter([not one for one in found])
 
     def _has_numbers_of(self, parameter: nn.Parameter, copy: nn.Parameter, source: torch.Tensor) -> bool | torch.Tensor:
-        if not self.partial.has(parameter):
+        parts = self.partial.present_parts(parameter, copy, source)
+        if parts is None:
             return self._are_as_copied(copy, source, sent_dtype(parameter))
         with torch.no_grad():
-            found = [self._are_as_copied(*part) for part in self.partial.present_parts(parameter, copy, source)]
+            found = [self._are_as_copied(*part) for part in parts]
         there = [one for one in found if isinstance(one, torch.Tensor)]
         with self.device.computing(self.ready):
             return torch.stack(there).all() if there and len(there) == len(found) else all(map(bool, found))
@@ -228,25 +229,20 @@ class LayerOnDevice:
         return torch.stack(flags).all() if flags else True
 
     def _wrote_parameter(self, written: Sequence[bool], how: str = "writes") -> StageError:
-        names = {
-            f"{type(slot.owner).__name__}.{slot.name}"
-            for slot, is_written in zip(self.contents.slots, written, strict=True)
-            if is_written
-        }
+        slots = [slot for slot, is_written in zip(self.contents.slots, written, strict=True) if is_written]
+        names = {f"{type(slot.owner).__name__}.{slot.name}" for slot in slots}
         return StageError(
             f"{self.title} {how} {', '.join(sorted(names))} in its forward. A layer runs on copies of its parameters, "
             "so what it writes into them is lost. Make the parameter a buffer, or write it between two steps:\n"
             "    model.step(step_fn); model.synchronize(); write(parameter)"
         )
 
-    # -- gradients ---------------------------------------------------------------------------------------------------
-
     def take_gradients(self) -> None:
         """Add the gradients of the last backward to the layer's gradient sums, in the order of the microbatches."""
         if self._apart is not None:
             return
         # Autograd sums in the copy's `grad`, in the same order. Gradients of another sum's dtype are moved out of it.
-        for key, dtype in self._wide:
+        for key, dtype in self._wide.items():
             copy = self._parameters[key]
             gradient, copy.grad = copy.grad, None
             if gradient is not None:
@@ -257,9 +253,8 @@ class LayerOnDevice:
         """Store the gradients of each microbatch for :meth:`pop_gradients`, instead of summing over microbatches."""
         if self._apart is None:
             self._apart = {key: [] for key, copy in self._parameters.items() if copy.requires_grad}
-            wide = dict(self._wide)
             for key, found in self._apart.items():
-                if key not in wide:  # else autograd adds each part to the sum, if a backward has several
+                if key not in self._wide:  # else autograd adds each part to the sum, if a backward has several
                     self._parameters[key].register_post_accumulate_grad_hook(partial(_move_gradient, found))
 
     def pop_gradients(self) -> list[list[torch.Tensor]]:
@@ -276,12 +271,11 @@ class LayerOnDevice:
 
     def add_gradients(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
         """Add results of :meth:`pop_gradients`, of this or another device, to the gradient sums."""
-        wide = dict(self._wide)
         with torch.no_grad():
             for parameter, found in zip(self.contents.parameters(), gradients, strict=True):
                 key = id(parameter)
                 for gradient in found:
-                    total, dtype = self._sums.get(key), wide.get(key, gradient.dtype)
+                    total, dtype = self._sums.get(key), self._wide.get(key, gradient.dtype)
                     if total is None:
                         self._sums[key] = gradient.to(dtype)
                     elif total.layout != torch.strided and gradient.layout == torch.strided:
@@ -328,16 +322,9 @@ class LayerOnDevice:
                 found[parameter] = self.device.copy_rows_out(total, runs, target)
         return found
 
-    # -- buffers -----------------------------------------------------------------------------------------------------
-
     def changed_buffers(self) -> Buffers:
         """Return host copies of the buffers that changed since the last call of this method."""
-        changed = self._find_changed()
-        return {number: self.device.copy_out(self.buffers[number]) for number in changed}
-
-    def set_buffers(self, values: Mapping[int, tuple[torch.Tensor, Event]]) -> None:
-        for number, (value, ready) in values.items():
-            self.buffers[number] = self.device.copy_in(value, ready)
+        return {number: self.device.copy_out(self.buffers[number]) for number in self._find_changed()}
 
     def download_buffers(self) -> Buffers:
         """Return host copies of the buffers that the layer has written on the device."""

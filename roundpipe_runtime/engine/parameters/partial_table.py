@@ -109,12 +109,6 @@ class TableReader:
         """Copy all missing rows of the parameter to the device, without recording the rows as read."""
         self.table.copy(set(range(self.rows)), self._source)
 
-    def present_parts(self, tensor: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return pairs of views of ``tensor`` and ``source``, one pair for each range of rows copied to the device."""
-        if not self.by_rows:
-            return [(tensor, source)] if self.table.present else []
-        return [(tensor[start:stop], source[start:stop]) for start, stop in runs_of(self.table.present)]
-
 
 def reserve_table(source: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> torch.Tensor:
     tensor = device.reserve(source)

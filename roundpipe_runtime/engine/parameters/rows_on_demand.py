@@ -220,9 +220,6 @@ class PartialLayer:
             return None
         return partial(reserve_table, device=self._device, by_rows=by_rows, count=count)
 
-    def has(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._tables
-
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
         """Register a parameter for copies on demand; if this run copies it as a whole, copy its missing rows now."""
         # copy: the tensor that layers compute with, which shares the memory of `uploaded`
@@ -269,9 +266,12 @@ class PartialLayer:
 
     def present_parts(
         self, parameter: nn.Parameter, copy: torch.Tensor, source: torch.Tensor
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """Return pairs of views, of the device copy and of the host tensor, that cover the copied rows."""
-        return self._tables[id(parameter)][0].present_parts(copy, source)
+        table, _ = self._tables.get(id(parameter), (None, None))
+        if table is None or not table.by_rows:
+            return None if table is None else [(copy, source)] if table.table.present else []
+        return [(copy[start:stop], source[start:stop]) for start, stop in runs_of(table.table.present)]
 
     def gradient_runs(self, parameter: nn.Parameter, gradient: torch.Tensor) -> Runs | None:
         """Return the rows whose gradients may be nonzero, and are copied to the host; ``None`` for all rows."""
@@ -322,9 +322,8 @@ class ParametersOnDemand(dict[str, nn.Parameter | None]):
         self._fetch = dict(fetch)
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
-        fetch = self._fetch.get(name)
-        if fetch is not None:
-            fetch()
+        if name in self._fetch:
+            self._fetch[name]()
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:

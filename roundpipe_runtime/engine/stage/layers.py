@@ -46,8 +46,6 @@ class StageLayers:
             return _NOTHING
         return self.run.timer.measure(kind, self.stage.index, self.device, microbatch, layer)
 
-    # -- upload ------------------------------------------------------------------------------------------------------
-
     def resident(self, layer: int) -> LayerOnDevice:
         if self.ahead:
             self._upload_ahead()
@@ -97,8 +95,6 @@ class StageLayers:
                 self.run.residents[self.device.name, layer] = self._copy(layer, following)
             except DeviceMemoryError:  # activations of this stage need the room
                 self.ahead.clear()
-
-    # -- download ----------------------------------------------------------------------------------------------------
 
     def download(self) -> None:
         """Copy the remaining gradients of the stage, and the buffers that its layers wrote, to the host."""

@@ -90,8 +90,6 @@ class Visit:
     def _download(self) -> None:
         self.layers.download()
 
-    # -- one microbatch ----------------------------------------------------------------------------------------------
-
     def _at(self, layer: int | None, microbatch: int | None) -> None:
         self.place.layer, self.place.microbatch, self.place.tensors = layer, microbatch, None
 
@@ -203,15 +201,14 @@ class Visit:
         with self.device.computing(), self.layers.measure("backward", microbatch), self._modes():
             return loss.back()
 
-    # -- one layer ---------------------------------------------------------------------------------------------------
-
     def _call(self, layer: int, microbatch: int, values: Values, kind: CallKind) -> tuple[Values, LayerGraph]:
         resident, place = self.layers.resident(layer), self.place
         place.layer, place.doing, place.tensors = layer, kind, values.tensors
         data = None
         if kind == "recompute":
             if resident.contents.buffers:
-                resident.set_buffers(self.collected.buffers.before(layer, microbatch))
+                for number, (value, ready) in self.collected.buffers.before(layer, microbatch).items():
+                    resident.buffers[number] = self.device.copy_in(value, ready)
             data = self._saved_data(layer, microbatch)
         changes = resident.traits.changes_attributes.get(resident.contents.module.training)
         is_followed = not self.spec.trial and (self.spec.looks or changes)
@@ -311,8 +308,6 @@ class Visit:
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager that applies the caller's autocast, torch modes and thread locals in this thread."""
         return self.spec.caller.entered() if self.spec.caller else _NO_MODES
-
-    # -- inputs and outputs ------------------------------------------------------------------------------------------
 
     def _take_input(self, microbatch: int) -> HostValue:
         self.place.doing = "the upload of its input"

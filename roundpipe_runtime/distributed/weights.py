@@ -377,9 +377,6 @@ def _runners() -> weakref.WeakSet[RankSteps]:
     return found
 
 
-# Cut parameters into the shards that ranks own. No process is involved here.
-
-
 def is_cut(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 1
 

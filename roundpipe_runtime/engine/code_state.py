@@ -46,7 +46,6 @@ class CallerState:
             {
                 "device_type": kind,
                 "dtype": torch.get_autocast_dtype(kind),
-                "enabled": torch.is_autocast_enabled(kind),
                 "cache_enabled": torch.is_autocast_cache_enabled(),
             }
             for kind in device_types

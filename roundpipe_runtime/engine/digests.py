@@ -148,8 +148,6 @@ def _factors(count: int, seed: int = 0) -> torch.Tensor:
     return made.sub_(0.5).mul_(12**0.5)
 
 
-# Check that a recomputation gives the same outputs as the forward.
-
 _OUTPUT_SUMS = 4  # sums of an output, which are compared with those of its recomputation
 # Tensors are multiplied by these factors before they are summed: a mask is filled with the minimum of its dtype, and
 # the sum of two minima overflows.

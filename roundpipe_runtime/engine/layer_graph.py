@@ -197,8 +197,6 @@ def _watch(call: Callable[[], T], code: Any) -> T:
     return result
 
 
-# Check that no gradient is lost: the graph of a layer ends in its inputs and parameters, and starts at its outputs.
-
 # Attribute of the device copy of a parameter: the original parameter.
 HOST_PARAMETER = "_roundpipe_parameter"
 

@@ -53,7 +53,6 @@ _WAYS: dict[str, tuple[Way, ...]] = {
     "sum": ("sum", "rows", "items"),
 }
 
-
 NONLINEAR = LossProof(
     "joined",
     "the divisor of the loss is known only after the last microbatch, but a layer's gradients are not proportional to "
@@ -273,7 +272,8 @@ class LossChecks:
             for sample in samples():
                 found = _proof(loss_fn, stated, sample, known)
                 if found.shown is not None:
-                    what = _STATED.get(stated, "a sum or a mean over rows or labels")
+                    is_mean, what = stated == "mean", "a sum or a mean over rows or labels"
+                    what = 'a mean over rows, as loss_reduction="mean" states' if is_mean else what
                     reason = f"loss_fn returns {found.shown}. So the loss is not {what}: it would depend on how the "
                     reason += "batch is split. loss_fn may compare rows, select them, or read what its calls change."
                     return LossProof("joined", reason, found.compared)
@@ -307,9 +307,6 @@ def _proof(loss_fn: Callable[[Any, Any], Any], stated: str, sample: Sample, know
         return Part(found.tensors, sample.rows[number], counts.pop() if is_mean else None, found.weight)
 
     return sample.prove(loss, loss_fn, ways, again=known is not None, as_stated=stated == "mean")
-
-
-_STATED = {"mean": 'a mean over rows, as loss_reduction="mean" states'}
 
 
 def kind_of_value(value: Any) -> Hashable:

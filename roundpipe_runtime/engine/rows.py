@@ -44,9 +44,7 @@ from .run import Trial
 
 # Enough rows for two parts of different sizes, and for two parts with several rows each.
 _FEW, _SEVERAL = 3, 4
-
 _TRIALS = 3  # sets of rows that are tried before an error
-
 # A hook may change outputs or gradients, so the caller's hooks run in trials.
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -71,10 +69,8 @@ class RowTrial:
 
     def in_order(self, order: Sequence[int]) -> FlatMicrobatch:
         """Return a microbatch with the rows of this trial in the given order; rows may be repeated."""
-        inputs = [
-            taken(one, rows_of(one, part, self.count), order)
-            for one, part in zip(self.whole.inputs, self.parts[-1].inputs, strict=True)
-        ]
+        pairs = zip(self.whole.inputs, self.parts[-1].inputs, strict=True)
+        inputs = [taken(one, rows_of(one, part, self.count), order) for one, part in pairs]
         return dataclasses.replace(self.whole, inputs=inputs)
 
 
@@ -318,11 +314,16 @@ class _Comparison:
         last = trial.count - 1
         order = [[*range(last), last - 1], [last, *range(1, trial.count)]]
         whole, part, *found = self._run([trial.whole, trial.parts[-1], *map(trial.in_order, order)], number, "others")
-        kept = [range(last), range(1, trial.count)]
-        return any(
-            changes_with_others(whole, one, part, rows, trial.count, _coarsest())
-            for one, rows in zip(found, kept, strict=True)
-        )
+        for other, kept in zip(found, [range(last), range(1, trial.count)], strict=True):
+            is_alike = len(whole) == len(other) == len(part)
+            for one, changed, few in zip(whole, other, part, strict=True) if is_alike else ():
+                axis = rows_of(one, few, trial.count)  # shown by the tensor for fewer rows
+                if axis is None or not isinstance(changed, torch.Tensor) or not isinstance(one, torch.Tensor):
+                    continue
+                now, before = (taken(t.detach().cpu(), axis, kept) for t in (changed, one))
+                if now.shape == before.shape and not _is_close(now, before, _coarsest()):
+                    return True
+        return False
 
     def _run(
         self, microbatches: Sequence[FlatMicrobatch], number: int, trial: Trial, *, together: bool = False
@@ -354,14 +355,10 @@ def few_rows(
         for some in engine.split(batch, config):
             args, kwargs = pytree.tree_unflatten(some.inputs, some.spec)
             few = FlatBatch.of(args, kwargs, pytree.tree_unflatten(some.labels, some.label_spec))
-            parts = [
-                dataclasses.replace(
-                    part,
-                    inputs=with_shared(part.inputs, some.inputs, inputs),
-                    labels=with_shared(part.labels, some.labels, labels),
-                )
-                for part in engine.split(few, split_again(few, in_two))
-            ]
+            parts = engine.split(few, split_again(few, in_two))
+            for number, part in enumerate(parts):
+                cut = with_shared(part.inputs, some.inputs, inputs), with_shared(part.labels, some.labels, labels)
+                parts[number] = dataclasses.replace(part, inputs=cut[0], labels=cut[1])
             if len(parts) == 2 and None not in (some.rows, *(one.rows for one in parts)):
                 yield RowTrial(some, parts)
 
@@ -418,7 +415,6 @@ def _is_of_library(hook: _Hook) -> bool:
 # Rounding may change integers that are derived from floating-point numbers, so this share of them may differ.
 _CHOSEN = 0.02
 
-
 # Compare the results for some rows at once with the results for parts of these rows.
 #
 #     rows 0 to 2        hidden (3, 7, 8)    similarity (3, 3)    loss ()      scale (8,)
@@ -443,27 +439,6 @@ def mixes_rows(
     columns = list(zip(whole, *parts, strict=True))
     tensors = [c for c in columns if all(isinstance(one, torch.Tensor) and not one.is_nested for one in c)]
     return any(_mixed([t.detach().cpu() for t in c if isinstance(t, torch.Tensor)], rows, coarsest) for c in tensors)
-
-
-def changes_with_others(
-    whole: Sequence[object],
-    other: Sequence[object],
-    part: Sequence[object],
-    kept: Sequence[int],
-    count: int,
-    coarsest: torch.dtype | None,
-) -> bool:
-    """Report whether the results for the rows ``kept`` change when the remaining rows are replaced."""
-    if not len(whole) == len(other) == len(part):
-        return False
-    for one, changed, few in zip(whole, other, part, strict=True):
-        axis = rows_of(one, few, count)
-        if axis is None or not isinstance(changed, torch.Tensor) or not isinstance(one, torch.Tensor):
-            continue
-        found, expected = (taken(t.detach().cpu(), axis, kept) for t in (changed, one))
-        if found.shape == expected.shape and not _is_close(found, expected, coarsest):
-            return True
-    return False
 
 
 def rows_of(whole: object, part: object, count: int) -> int | None:

@@ -104,9 +104,6 @@ class RankCall(Call):
         Call.add(self, run, inputs)  # a class with slots is created anew, so `super()` refers to another class
 
 
-# Combine the losses of a batch of which each rank computes a part.
-
-
 class GroupLosses(LossContract):
     """Collects the losses of one group of rows for the :class:`LossContract` of the whole batch.
 
@@ -132,9 +129,6 @@ class GroupLosses(LossContract):
     def gradient_scale(self) -> float:
         """Return 1, since gradients are scaled only after the sum over all groups."""
         return 1.0
-
-
-# Run the calls.
 
 
 class RankCalls(OneGroup[Engine]):
@@ -407,9 +401,6 @@ def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
     return [[] if all(microbatch.rows == 0 for microbatch in part) else part for part in parts]
 
 
-# Check that all ranks agree on the model and on each call, and start them from the weights of rank 0.
-
-
 def describe_call(
     contents: list[LayerContents], config: RoundPipeRunConfig, *, call: str, step: int, is_deferred: bool
 ) -> dict[str, object]:
@@ -460,9 +451,6 @@ def _digest(tensor: torch.Tensor) -> int:
         return 0
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().data)
-
-
-# Accumulate gradients locally until a call sends them with its own.
 
 
 class KeptSums:

@@ -223,9 +223,6 @@ def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], lis
     return [[next(found) for _ in part] for part in passes.parts], tensors
 
 
-# Run the groups of one rank forward now and backward later.
-
-
 @dataclasses.dataclass(slots=True)
 class GroupPasses:
     """The completed forward passes of this rank's rows, and everything that their backward needs."""

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -207,9 +207,6 @@ class TableAccess:
         self.sum = self._new_sum()
 
 
-# Look up rows of a table, and multiply with it slice by slice.
-
-
 @on_tables(functional.embedding)
 def rows_of_table(
     input: torch.Tensor,
@@ -314,12 +311,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# Hold the tables of a layer on a device; parts of them are copied while the layer computes.
-
-
-_Sums: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
-
-
 class LayerTables:
     """The large parameters of one layer that stay on the host, and their placeholders for one device."""
 
@@ -364,9 +355,11 @@ class LayerTables:
                 if not take(parameter, found.total):
                     table.sum = found
 
-    def pop_gradients(self, scale: float, dtype: Callable[[nn.Parameter], torch.dtype] | None) -> _Sums:
+    def pop_gradients(
+        self, scale: float, dtype: Callable[[nn.Parameter], torch.dtype] | None
+    ) -> dict[nn.Parameter, tuple[torch.Tensor, Event]]:
         """Remove and return the gradient sums, each with an event after which the sum is complete."""
-        gone: _Sums = {}
+        gone: dict[nn.Parameter, tuple[torch.Tensor, Event]] = {}
         for parameter, table in self._tables.items():
             found = table.pop_sum()
             if found is None:

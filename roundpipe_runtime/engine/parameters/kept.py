@@ -155,9 +155,6 @@ class KeptParameters:
             copies.clear()
 
 
-# Pinned memory for downloaded gradients of accelerators, reused in every run.
-
-
 class GradientMemory:
     """Pinned memory with an address range for the gradient of each parameter of each layer.
 

@@ -202,9 +202,6 @@ def _product_alone(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> lis
     return [found.detach(), *torch.autograd.grad(found, given[0], torch.ones_like(found))]
 
 
-# The parameters of a layer on a device that are copied on demand, and their placeholders in the module.
-
-
 class PartialLayer:
     def __init__(self, contents: LayerContents, device: Device, plan: PartialPlan) -> None:
         self._contents, self._device, self._plan = contents, device, plan
@@ -299,9 +296,6 @@ class PartialLayer:
             skip((table.rows - len(table.table.present)) * table.table.row_nbytes)
         self._tables.clear()
         self._stands.clear()
-
-
-# Copy a parameter of a module to the device when it is read: an unused expert is never copied.
 
 
 class ParametersOnDemand(dict[str, nn.Parameter | None]):

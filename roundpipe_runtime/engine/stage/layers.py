@@ -148,9 +148,6 @@ class StageLayers:
         self.here.clear()
 
 
-# Describe the position of a stage when an error occurred.
-
-
 @dataclasses.dataclass(slots=True)
 class Place:
     run: Run
@@ -324,9 +321,6 @@ class LayerCall(CallState):
                 return self.module(value)
             args, kwargs = value  # the first layer gets the arguments of the model, the others the previous output
             return self.module(*args, **kwargs)
-
-
-# Compute the loss of one microbatch, and its backward to the outputs of the last layer.
 
 
 class MicrobatchLoss:

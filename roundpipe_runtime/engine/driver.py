@@ -36,15 +36,13 @@ _FEW = 3  # rows of a sample for the check of a loss
 
 
 class Engine(RunLifecycle):
-    groups: OneGroup[Engine]  # runs the groups of a batch, in one process or on several ranks
-
     def __init__(
         self,
         model: nn.Module,
         layers: Sequence[nn.Module],
         devices: Sequence[Device],
         options: EngineOptions,
-        groups: OneGroup[Engine] | None = None,
+        groups: OneGroup | None = None,
     ) -> None:
         super().__init__(model, layers, devices, options, OneGroup() if groups is None else groups)
         self._warned = False

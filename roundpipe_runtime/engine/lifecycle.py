@@ -44,7 +44,7 @@ from .config import NOT_COMPILED, CompiledLayers, RoundPipeRunConfig
 from .draws import Draws, run_base
 from .one_group import OneGroup, PinnedCopies, host_value, outputs_of
 from .parameters.kept import GradientMemory, KeptParameters
-from .parameters.on_device import Gradients, setting_nothing_to_itself
+from .parameters.on_device import SETTING_NOTHING_TO_ITSELF, Gradients
 from .parameters.partial_table import NOTHING_PARTIAL, RoutedParameters
 from .planner import Planner, Timer
 from .run import Run, RunSpec, Trial
@@ -99,7 +99,7 @@ class RunLifecycle:
         layers: Sequence[nn.Module],
         devices: Sequence[Device],
         options: EngineOptions,
-        groups: OneGroup[Any],
+        groups: OneGroup,
     ) -> None:
         self.layers = list(layers)
         self._options = options
@@ -271,7 +271,7 @@ class RunLifecycle:
             run.version = run.table.hold_latest()
             before = self.kept.traffic
             try:
-                with on_error(partial(self._drop, run)), setting_nothing_to_itself():
+                with on_error(partial(self._drop, run)), SETTING_NOTHING_TO_ITSELF:
                     self.dispatch.run(run, stages)
                     self.store.wait_landed()
             finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -27,21 +27,10 @@ from .parameters.on_device import Gradients
 from .run import Run
 
 
-class GroupEngine(Protocol):
-    """The interface of an object that runs a group of batch rows through all layers, and commits the results."""
-
-    def forward_here(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any: ...
-
-    def wait_step(self, run: Run) -> None: ...
-
-    def commit(self, run: Run) -> None: ...
-
-
-AnyEngine = TypeVar("AnyEngine", bound=GroupEngine, contravariant=True)
-
-
-class OneGroup(Generic[AnyEngine]):
+class OneGroup:
     """Runs each batch of a pipeline in one process, as a single group of rows."""
+
+    # `engine` is the `Engine` of `driver`, whose base class imports this file
 
     replicas: int = 1  # number of groups of the batch
     is_first: bool = True  # whether this process emits warnings
@@ -59,7 +48,7 @@ class OneGroup(Generic[AnyEngine]):
     ) -> StepRunner:
         return StepRunner(store, table, scan)
 
-    def begin(self, engine: AnyEngine, model: nn.Module) -> None:
+    def begin(self, engine: Any, model: nn.Module) -> None:
         """Check that all ranks create the same engine and model; one process has nothing to check."""
 
     def entering(self) -> contextlib.AbstractContextManager[None]:
@@ -78,14 +67,12 @@ class OneGroup(Generic[AnyEngine]):
         """Return the number of rows of the whole batch, given the number of rows of this process."""
         return rows
 
-    def forward(
-        self, engine: AnyEngine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
-    ) -> Any:
+    def forward(self, engine: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig) -> Any:
         return engine.forward_here(args, kwargs, config)
 
     def run_call(
         self,
-        engine: AnyEngine,
+        engine: Any,
         cut: Callable[[], Cutting],
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],

@@ -131,7 +131,7 @@ class GroupLosses(LossContract):
         return 1.0
 
 
-class RankCalls(OneGroup[Engine]):
+class RankCalls(OneGroup):
     """Runs the groups of batch rows that belong to this rank, and writes gradients when all ranks have succeeded."""
 
     store: RankStore

@@ -83,7 +83,15 @@ class ReplicaBatchSampler(Sampler[list[int]]):
         for number, batch in enumerate(self.batches):
             rows = list(batch)
             if number == 0 and self._model is not None and self.size > 1:
-                self._check_drawn_alike(rows)
+                digest = hashlib.sha256(repr([int(row) for row in rows]).encode()).hexdigest()
+                digests = self._model.ranks.exchange(digest)
+                other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+                if other is not None:
+                    raise ConfigError(
+                        f"Rank {other} draws different rows than rank 0 for the first batch. All ranks must draw the "
+                        "same global batches, from one seed:\n"
+                        "    RandomSampler(data, generator=torch.Generator().manual_seed(0))"
+                    )
             yield [rows[place] for place in rows_of_rank(len(rows), self.rank, self.size, self.replicas)]
 
     def __len__(self) -> int:
@@ -96,17 +104,6 @@ class ReplicaBatchSampler(Sampler[list[int]]):
             if callable(getattr(drawn, "set_epoch", None)):
                 drawn.set_epoch(epoch)  # type: ignore[union-attr] # it was looked up
                 return
-
-    def _check_drawn_alike(self, rows: Sequence[int]) -> None:
-        digest = hashlib.sha256(repr([int(row) for row in rows]).encode()).hexdigest()
-        digests = self._model.ranks.exchange(digest)
-        other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-        if other is not None:
-            raise ConfigError(
-                f"Rank {other} draws different rows than rank 0 for the first batch. All ranks must draw the same "
-                "global batches, from one seed:\n"
-                "    RandomSampler(data, generator=torch.Generator().manual_seed(0))"
-            )
 
 
 def collate_with_empty(collate_fn: Callable[[list[Any]], Any], row: Any) -> Callable[[list[Any]], Any]:

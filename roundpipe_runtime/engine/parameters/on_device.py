@@ -37,18 +37,7 @@ T = TypeVar("T")
 Gradients: TypeAlias = dict[nn.Parameter, tuple[torch.Tensor, Event]]
 Buffers: TypeAlias = dict[int, tuple[torch.Tensor, Event]]
 
-_LAYER = "_roundpipe_layer"  # attribute of the copy of a parameter: the layer that it belongs to
-
-
-def check_not_kept(leaf: torch.Tensor) -> None:
-    """Raise an error if a leaf of the loss's graph is a layer's parameter: a loss may only use outputs of layers."""
-    title = getattr(leaf, _LAYER, None)
-    if title is not None:
-        raise StageError(
-            f"The loss uses a tensor that {title} stored as an attribute. The gradient would be lost, because the "
-            "backward of a layer begins at its outputs. Also return the tensor, and pass it to the loss:\n"
-            "    return outputs, auxiliary_loss"
-        )
+LAYER_TITLE = "_roundpipe_layer"  # attribute of the copy of a parameter: the layer that it belongs to
 
 
 class LayerOnDevice:
@@ -87,7 +76,7 @@ class LayerOnDevice:
                 continue
             if is_composite(parameter):
                 copy = rebuilding.parameter(parameter)
-                copy.__dict__[_LAYER] = self.title
+                copy.__dict__[LAYER_TITLE] = self.title
             else:
                 copy = self._copy_parameter(parameter, source(parameter), kept, version)
             self._parameters[id(parameter)] = copy
@@ -134,7 +123,7 @@ class LayerOnDevice:
         if type(parameter) is not nn.Parameter and isinstance(parameter, nn.Parameter):
             copy.__class__ = type(parameter)  # a class of the user
         copy.__dict__.update(parameter.__dict__)  # attributes that users set on parameters
-        copy.__dict__[_LAYER] = self.title
+        copy.__dict__[LAYER_TITLE] = self.title
         copy.__dict__[HOST_PARAMETER] = parameter
         return copy
 
@@ -382,11 +371,12 @@ def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # Support layers that register parametrizations in the forward, as PEFT does to add adapters to stacked experts.
 
 
-def _patch() -> AttributePatch | None:
+def _patch() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager in which registering a parametrization does not copy a parameter onto itself."""
     module, name = setter_of_parametrizations()
     original = getattr(module, name, None)
     if original is None:
-        return None
+        return contextlib.nullcontext()
 
     def set_other(dest: Any, src: Any) -> None:
         if dest is not src:
@@ -395,12 +385,7 @@ def _patch() -> AttributePatch | None:
     return AttributePatch(module, name, set_other)
 
 
-_PATCH = _patch()
-
-
-def setting_nothing_to_itself() -> contextlib.AbstractContextManager[None]:
-    """Return a context manager in which registering a parametrization does not copy a parameter onto itself."""
-    return contextlib.nullcontext() if _PATCH is None else _PATCH
+SETTING_NOTHING_TO_ITSELF = _patch()
 
 
 def forget_parametrized(module: nn.Module) -> None:

@@ -54,25 +54,13 @@ class KnownRows:
         self._version = 0
         self._rows: list[int] = []
 
-    def of_indices(self, indices: torch.Tensor, rows: int) -> list[int]:
-        """Return the rows that an integer tensor or a mask selects; the host waits for the device."""
-        return [row % rows for row in self._remembered(indices, lambda: _distinct(indices))]
-
-    def of_ends(self, ends: torch.Tensor) -> list[int]:
-        """Return the indices of non-empty row groups, given the end of each group; the host waits for the device."""
-
-        def find() -> list[int]:
-            bounds = itertools.pairwise([0, *ends.tolist()])
-            return [group for group, (start, end) in enumerate(bounds) if end > start]
-
-        return self._remembered(ends, find)
-
-    def _remembered(self, of: torch.Tensor, find: Callable[[], list[int]]) -> list[int]:
+    def find(self, of: torch.Tensor, find: Callable[[torch.Tensor], list[int]]) -> list[int]:
+        """Return ``find(of)``, for which the host waits for the device."""
         known = None if self._of is None else self._of()
         if known is of and self._version == of._version:
             return self._rows
         with torch.no_grad():
-            rows = find()
+            rows = find(of)
         if not of.is_inference():  # such a tensor has no version
             self._of, self._version, self._rows = weakref.ref(of), of._version, rows
         return rows
@@ -122,7 +110,7 @@ def _run(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
         elif is_product and len(args) > 1 and stand is args[1]:
             ends = kwargs.get("offs", args[2] if len(args) > 2 else None)
             is_by_rows = isinstance(args[0], torch.Tensor) and args[0].dim() == 2 and tensor.dim() == 3
-            rows = known.of_ends(ends) if is_by_rows and isinstance(ends, torch.Tensor) else None
+            rows = known.find(ends, _nonempty) if is_by_rows and isinstance(ends, torch.Tensor) else None
         if rows is None:
             table.fetch_all()
         else:
@@ -170,7 +158,7 @@ def _named(index: Any, rows: int, known: KnownRows) -> Sequence[int] | None:
         is_mask = index.dtype == torch.bool
         if index.is_floating_point() or index.dtype == torch.uint8 or (is_mask and index.shape != (rows,)):
             return None
-        return known.of_indices(index, rows)
+        return [row % rows for row in known.find(index, _distinct)]
     if isinstance(index, slice):
         return range(*index.indices(rows))
     if isinstance(index, int) and not isinstance(index, bool):
@@ -178,7 +166,13 @@ def _named(index: Any, rows: int, known: KnownRows) -> Sequence[int] | None:
     return None
 
 
+def _nonempty(ends: torch.Tensor) -> list[int]:
+    """Return the indices of non-empty row groups, given the end of each group."""
+    return [group for group, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])) if end > start]
+
+
 def _distinct(indices: torch.Tensor) -> list[int]:
+    """Return the rows that an integer tensor or a mask selects."""
     found = indices.nonzero() if indices.dtype == torch.bool else indices
     numbers = found.reshape(-1) if found.numel() < _FEW else found.unique()
     return sorted({int(number) for number in numbers.tolist()})

@@ -20,7 +20,7 @@ from ...errors import DeviceMemoryError, RoundPipeError, StageError
 from ...schedule.round_robin import Stage
 from ..draws import CallDraws, LayerTraits
 from ..layer_graph import Values, enter, is_refused_write, other_leaves, run_backward, watch_forward
-from ..parameters.on_device import LayerOnDevice, check_not_kept
+from ..parameters.on_device import LAYER_TITLE, LayerOnDevice
 from ..recomputed import CURRENT, CallState, VisitGenerator, run_seeded
 from ..run import Run, RunSpec
 
@@ -370,8 +370,13 @@ class MicrobatchLoss:
         if not outside:
             torch.autograd.backward(losses, seeds)
             return
-        for leaf in outside:
-            check_not_kept(leaf)
+        title = next(filter(None, (getattr(leaf, LAYER_TITLE, None) for leaf in outside)), None)
+        if title is not None:
+            raise StageError(
+                f"The loss uses a tensor that {title} stored as an attribute. The gradient would be lost, because the "
+                "backward of a layer begins at its outputs. Also return the tensor, and pass it to the loss:\n"
+                "    return outputs, auxiliary_loss"
+            )
         wanted = [entry for entry in self._entries if entry is not None]
         found = torch.autograd.grad(losses, [*wanted, *outside], seeds, allow_unused=True)
         for entry, gradient in zip(wanted, found, strict=False):

@@ -47,7 +47,6 @@ class RankStore(ParameterStore):
         return whole
 
     def landing_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype in which a parameter's gradients are summed over groups of batch rows."""
         return self.gradient_dtype(parameter)
 
     def start_publication(self) -> None:
@@ -157,7 +156,8 @@ class ShardedStore(RankStore):
         # no optimizer has the other parameters
         held = {p: self._shards[names[id(p)]] for p in fresh if names[id(p)] in self._shards}
         for parameter, shard in held.items():
-            shard.write(parameter)
+            if shard.is_master:  # rounded
+                shard.rows(parameter).copy_(local_of(shard.tensor))
         # values that the steps of all ranks have computed
         parts = [shards(p.detach(), self.ranks.num_shards) for p in held if is_cut(p)]
         flat = [[part.contiguous() for part in parts_of] for parts_of in parts]
@@ -190,7 +190,7 @@ class Target:
         self._dtype = store.gradient_dtype(parameter)
         self._has_own_rows = self._dtype != parameter.dtype
         self.is_master = False
-        rows = self._rows(parameter)
+        rows = self.rows(parameter)
         if self._has_own_rows:
             rows = torch.full((), float("nan"), dtype=self._dtype).expand(rows.shape)
         self.tensor = nn.Parameter(store.as_dtensor(parameter, rows), requires_grad=parameter.requires_grad)
@@ -202,7 +202,7 @@ class Target:
     def wake(self, parameter: nn.Parameter) -> None:
         """Make the target trainable or frozen like the parameter; create the master weight when first trainable."""
         if parameter.requires_grad and not self.is_master and self._has_own_rows:
-            self._replace(self._rows(parameter).to(self._dtype, copy=True))
+            self._replace(self.rows(parameter).to(self._dtype, copy=True))
             self.is_master = True
             self.note(parameter)
         if self.tensor.requires_grad != parameter.requires_grad:
@@ -212,9 +212,9 @@ class Target:
         """If other code has changed the parameter, copy its rows to the tensor that the optimizer updates."""
         if self._state(parameter) != self._agreed:
             if self.is_master:
-                self.set(parameter, self._rows(parameter))
+                self.set(parameter, self.rows(parameter))
             elif not self._has_own_rows:
-                self._replace(self._rows(parameter))  # a view; the parameter's data may have been replaced
+                self._replace(self.rows(parameter))  # a view; the parameter's data may have been replaced
             self.note(parameter)
 
     @torch.no_grad()
@@ -225,16 +225,11 @@ class Target:
         local_of(self.tensor).copy_(rows)
         self.note(parameter)
 
-    def write(self, parameter: nn.Parameter) -> None:
-        """Copy the master weight, rounded, to this rank's rows of the parameter."""
-        if self.is_master:
-            self._rows(parameter).copy_(local_of(self.tensor))
-
     def note(self, parameter: nn.Parameter) -> None:
         """Record the parameter's version at which this tensor and the parameter's rows have the same values."""
         self._agreed = self._state(parameter)
 
-    def _rows(self, parameter: nn.Parameter) -> torch.Tensor:
+    def rows(self, parameter: nn.Parameter) -> torch.Tensor:
         return self._store.rows_of(parameter, parameter.detach())
 
     def _replace(self, rows: torch.Tensor) -> None:

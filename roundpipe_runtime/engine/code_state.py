@@ -42,15 +42,8 @@ class CallerState:
 
     @classmethod
     def captured(cls, device_types: Sequence[str], code: Iterable[object]) -> CallerState:
-        autocast = [
-            {
-                "device_type": kind,
-                "dtype": torch.get_autocast_dtype(kind),
-                "cache_enabled": torch.is_autocast_cache_enabled(),
-            }
-            for kind in device_types
-            if torch.is_autocast_enabled(kind)
-        ]
+        kinds, cached = filter(torch.is_autocast_enabled, device_types), torch.is_autocast_cache_enabled()
+        autocast = [{"device_type": k, "dtype": torch.get_autocast_dtype(k), "cache_enabled": cached} for k in kinds]
         values = [(one, dict(vars(one))) for one in {local: None for part in code for local in _locals_of(part)}]
         return cls(autocast, function_modes(), dispatch_modes(), [(one, found) for one, found in values if found])
 

@@ -264,9 +264,8 @@ def linear_of_table(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
     """Compute ``functional.linear`` with a table on the host, which is copied and multiplied slice by slice."""
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
         return NotImplemented
-    return _Product.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
-        input, weight, bias, weight.access, weight.access.table.slice_rows
-    )
+    access = weight.access
+    return _Product.apply(input, weight, bias, access, access.table.slice_rows)  # type: ignore[no-untyped-call] # torch's
 
 
 class _Product(torch.autograd.Function):
@@ -406,7 +405,6 @@ class HostSum:
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
         """Queue the gradient of the rows ``place``; then add queued gradients to the sum until ``waiting`` are left."""
-        # place: slice, or distinct row indices
         assert self.total is not None
         with self._lock:
             self._coming.append((place, gradient, arrived))

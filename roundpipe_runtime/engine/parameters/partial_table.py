@@ -82,12 +82,10 @@ class TableReader:
         self.by_rows, self.rows = table.by_rows, table.rows
         self._source = table.as_rows(source)
         self.read: set[int] = set()
-        # Whether an operation that is not known to read single rows read the whole table.
-        self.is_read_as_whole = False
+        self.is_read_as_whole = False  # whether an operation that is not known to read single rows read all of them
 
     @property
     def is_read(self) -> bool:
-        """Whether the layer has read every row of the parameter during this stage."""
         return len(self.read) == self.rows
 
     @property
@@ -186,7 +184,7 @@ class RoutedParameters:
                     continue
                 if all(_is_plain(parameter, source(parameter)) for parameter in members):
                     for parameter in members:
-                        by_rows[id(parameter)] = group[2]
+                        by_rows[id(parameter)] = is_stacked
                         groups[id(parameter)] = group
         if not by_rows:
             return NOTHING_PARTIAL

@@ -82,7 +82,6 @@ class RowsOnDemand(torch.Tensor):
 
 def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_proved: bool) -> RowsOnDemand:
     """Return a placeholder that stands for a parameter on a device, or for a view of the parameter."""
-    # is_proved: whether grouped products are compared with and without the unused rows
     with torch.no_grad():
         found = torch.empty_like(tensor, device="meta").as_subclass(RowsOnDemand)
     vars(found).update(vars(tensor))

@@ -238,10 +238,7 @@ class LayerCall(CallState):
 
     def _versions(self) -> list[int]:
         """Return the version counters of all inputs and buffers; torch counts in-place writes."""
-        found = [tensor._version for tensor in self.values.tensors]
-        if self.contents.buffers:
-            found += [tensor._version for tensor in self.resident.buffers]
-        return found
+        return [tensor._version for tensor in (*self.values.tensors, *self.resident.buffers)]
 
     def is_repeatable(self) -> bool:
         """Report whether the call can be repeated, because the layer has written no input and no buffer."""
@@ -262,11 +259,8 @@ class LayerCall(CallState):
         except _NOT_OF_THE_LAYER:
             raise
         except Exception as error:
-            if (
-                (as_leaves and is_refused_write(error))
-                or not self.is_repeatable()
-                or not self.resident.partial.complete()
-            ):
+            is_refused = as_leaves and is_refused_write(error)
+            if is_refused or not self.is_repeatable() or not self.resident.partial.complete():
                 raise
             self.attempt(as_leaves=as_leaves)
 
@@ -285,7 +279,8 @@ class LayerCall(CallState):
             self.traits.mutates_inputs[self.training] = versions != [tensor._version for tensor in self.entered]
 
     def _seeded(self) -> Any:
-        return run_seeded(self._watched, self.module, self._seed, self.generator, self._again, self.traits, self._place)
+        seed = partial(self.spec.seed, self.contents.index, self.microbatch)
+        return run_seeded(self._watched, self.module, seed, self.generator, self._again, self.traits, self._place)
 
     def _place(self) -> CallDraws:
         is_recomputed, title = self.kind == "recompute", self.contents.title
@@ -298,9 +293,6 @@ class LayerCall(CallState):
     def restart_generators(self) -> None:
         if self.drawing is not None:
             self.drawing.restart()
-
-    def _seed(self) -> int:
-        return self.spec.seed(self.contents.index, self.microbatch)
 
     def _again(self) -> Any:
         self.check_repeatable("draw random numbers")
@@ -331,8 +323,7 @@ class MicrobatchLoss:
         self._entries, entered = enter(outputs, as_leaves=False)
         self._outputs = outputs.structure.rebuild(entered)
         self._terms: Sequence[BackwardTerm] = ()
-        # The counts that the means in the loss were divided by, if known.
-        self._items: Sequence[float] = ()
+        self._items: Sequence[float] = ()  # the counts that the means in the loss were divided by, if known
 
     def compute(self, labels: Any) -> None:
         """Call the loss function with the outputs and the labels, and store the result for :meth:`back`."""
@@ -378,15 +369,13 @@ class MicrobatchLoss:
                 "    return outputs, auxiliary_loss"
             )
         wanted = [entry for entry in self._entries if entry is not None]
-        found = torch.autograd.grad(losses, [*wanted, *outside], seeds, allow_unused=True)
+        gradients = torch.autograd.grad(losses, [*wanted, *outside], seeds, allow_unused=True)
+        found = cast(Sequence[torch.Tensor | None], gradients)
         for entry, gradient in zip(wanted, found, strict=False):
             entry.grad = gradient
         # gradients of the loss's own parameters are stored as those of a layer after the last
         pairs = zip(cast(list[nn.Parameter], outside), found[len(wanted) :], strict=True)
         collected = self._run.collected
-        own = collected.loss_gradients[self._microbatch] = {}
-        for leaf, gradient in pairs:
-            if gradient is not None:
-                own[leaf] = gradient
+        collected.loss_gradients[self._microbatch] = {leaf: one for leaf, one in pairs if one is not None}
         if not self._run.spec.has_copies:
             collected.add_loss_gradients(len(self._run.spec.contents))

@@ -18,14 +18,7 @@ import torch
 from torch import nn
 
 from yobx_flatten.core.interrupts import Undoing
-from yobx_flatten.private_names.of_torch import (
-    dispatch_modes,
-    function_modes,
-    pop_function_mode,
-    pop_mode,
-    push_function_mode,
-    push_mode,
-)
+from yobx_flatten.private_names import of_torch
 
 _DEPTH = 4  # nested function calls that the search for thread locals follows
 _LIBRARIES = frozenset({"torch", *sys.stdlib_module_names})  # their thread locals are internal to them
@@ -45,7 +38,8 @@ class CallerState:
         kinds, cached = filter(torch.is_autocast_enabled, device_types), torch.is_autocast_cache_enabled()
         autocast = [{"device_type": k, "dtype": torch.get_autocast_dtype(k), "cache_enabled": cached} for k in kinds]
         values = [(one, dict(vars(one))) for one in {local: None for part in code for local in _locals_of(part)}]
-        return cls(autocast, function_modes(), dispatch_modes(), [(one, found) for one, found in values if found])
+        held = [(one, found) for one, found in values if found]
+        return cls(autocast, of_torch.function_modes(), of_torch.dispatch_modes(), held)
 
     def __bool__(self) -> bool:
         return bool(self.autocast or self.functions or self.dispatch or self.values)
@@ -58,11 +52,11 @@ class CallerState:
             for mode in self.autocast:
                 stack.enter_context(torch.autocast(**mode))
             for one in self.functions:  # without `with`: the `__enter__` of a mode may reset the mode
-                push_function_mode(one)
-                stack.callback(pop_function_mode)
+                of_torch.push_function_mode(one)
+                stack.callback(of_torch.pop_function_mode)
             for one in self.dispatch:
-                push_mode(one)
-                stack.callback(pop_mode)
+                of_torch.push_mode(one)
+                stack.callback(of_torch.pop_mode)
             yield
 
 

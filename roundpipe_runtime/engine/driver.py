@@ -90,12 +90,8 @@ class Engine(RunLifecycle):
             whole = join(self._forward_outputs(run, host_values))
             rows = None if any(one.rows is None for one in microbatches) else sum(one.rows or 0 for one in microbatches)
             tail = self.prepare(run.spec.kind, config, [rows], span=range(last, last + 1))
-            joined = host_value(
-                *pytree.tree_flatten(whole),
-                requires_grad=run.spec.requires_grad,
-                what="what layers return for the whole batch",
-                pinned=self._pins(),
-            )
+            leaves, what = pytree.tree_flatten(whole), "what layers return for the whole batch"
+            joined = host_value(*leaves, requires_grad=run.spec.requires_grad, what=what, pinned=self._pins())
             output = merge_outputs(self._forward_outputs(tail, [joined]), [rows], [rows], config)
             if run.spec.kind == "infer":
                 self.commit(run)

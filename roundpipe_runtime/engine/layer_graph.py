@@ -223,12 +223,9 @@ def check_leaves(
                 "backward of a layer reaches its own parameters only. Register the parameter in both layers:\n"
                 "    layer.other = parameter"
             )
-        names = [
-            f"{type(part).__name__}.{name}"
-            for part in layer.module.modules()
-            for name, value in vars(part).items()
-            if isinstance(value, torch.Tensor) and value.requires_grad
-        ]
+        attributes = [(part, *pair) for part in layer.module.modules() for pair in vars(part).items()]
+        tensors = [one for one in attributes if isinstance(one[2], torch.Tensor) and one[2].requires_grad]
+        names = [f"{type(part).__name__}.{name}" for part, name, _ in tensors]
         what = f"reads {names[0]}, which requires a gradient" if names else "reads a tensor that requires a gradient"
         raise StageError(
             f"{layer.title} {what}, of shape {tuple(leaf.shape)}, which is neither an input nor a parameter of the "

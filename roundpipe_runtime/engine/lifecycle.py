@@ -151,10 +151,8 @@ class RunLifecycle:
         **of_spec: Any,
     ) -> tuple[Run, list[HostValue]]:
         pinned = self._pins()
-        labels = [
-            host_value(one.labels, one.label_spec, requires_grad=False, what="label", pinned=pinned)
-            for one in microbatches
-        ]
+        label = partial(host_value, requires_grad=False, what="label", pinned=pinned)
+        labels = [label(one.labels, one.label_spec) for one in microbatches]
         rows = [microbatch.rows for microbatch in microbatches]
         run = self.prepare("fused", config, rows, contract, size=_size_of(microbatches), labels=labels, **of_spec)
         return run, _inputs_of(microbatches, run, pinned)

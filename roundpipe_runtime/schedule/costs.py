@@ -167,16 +167,11 @@ class MeasuredCosts:
             measured = dict(self._measured)
         if not measured:
             return list(self._analytic)
-        guessed = sum(
-            self._analytic[layer].forward if direction == "forward" else self._analytic[layer].backward
-            for direction, layer in measured
-        )
+        guessed = sum(getattr(self._analytic[layer], direction) for direction, layer in measured)
         unit = sum(measured.values()) / guessed if guessed else 1.0
-        return [
-            dataclasses.replace(
-                cost,
-                forward=measured.get(("forward", layer), cost.forward * unit),
-                backward=measured.get(("backward", layer), cost.backward * unit),
-            )
-            for layer, cost in enumerate(self._analytic)
-        ]
+        found = []
+        for layer, cost in enumerate(self._analytic):
+            forward = measured.get(("forward", layer), cost.forward * unit)
+            backward = measured.get(("backward", layer), cost.backward * unit)
+            found.append(dataclasses.replace(cost, forward=forward, backward=backward))
+        return found

@@ -61,24 +61,17 @@ def partition(
     >>> partition("fused", [layers])
     [([range(0, 2), range(2, 5)], [range(5, 6), range(4, 5), range(3, 4), range(2, 3), range(1, 2), range(0, 1)])]
     """
-    return partition_and_copy(
-        run_type,
-        models,
-        min_stages=min_stages,
-        upper_threshold=upper_threshold,
-        bytes_per_stage=bytes_per_stage,
-        previous=previous,
-    )[0]
+    return partition_and_copy(run_type, models, min_stages, upper_threshold, bytes_per_stage, previous)[0]
 
 
 def partition_and_copy(
     run_type: str,
     models: Sequence[Sequence[LayerCost]],
-    *,
     min_stages: int = 1,
     upper_threshold: float = 1.1,
     bytes_per_stage: float | None = None,
     previous: Sequence[Stages] | None = None,
+    *,
     copies_before: int = 1,
     copies: int | Literal["auto"] = 1,
     num_microbatch: int | None = None,

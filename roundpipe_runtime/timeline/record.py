@@ -211,15 +211,9 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
     merged = Timeline()
     for rank, (timeline, started) in enumerate(read):
         shift = 0.0 if first is None or started is None else started - first
-        merged.records += [
-            dataclasses.replace(
-                record,
-                device=f"rank {rank:>{digits}} {record.device}",
-                start=record.start + shift,
-                end=record.end + shift,
-            )
-            for record in timeline.records
-        ]
+        for record in timeline.records:
+            name, start, end = f"rank {rank:>{digits}} {record.device}", record.start + shift, record.end + shift
+            merged.records.append(dataclasses.replace(record, device=name, start=start, end=end))
         merged.add_parameters(timeline.uploaded, timeline.skipped)
     return merged
 
@@ -237,11 +231,8 @@ def _read(path: str | os.PathLike[str]) -> tuple[Timeline, float | None]:
     named = [one for one in named if isinstance(one.get("args"), dict) and isinstance(one.get("tid"), int)]
     devices = {one["tid"]: one["args"]["name"] for one in named if isinstance(one["args"].get("name"), str)}
     timeline = Timeline()
-    timeline.records = [
-        _record(event, devices, f"{name}, event {number}")
-        for number, event in enumerate(events)
-        if not isinstance(event, dict) or event.get("ph") != "M"
-    ]
+    tasks = [(number, one) for number, one in enumerate(events) if not isinstance(one, dict) or one.get("ph") != "M"]
+    timeline.records = [_record(event, devices, f"{name}, event {number}") for number, event in tasks]
     if not timeline.records:
         raise TimelineFileError(f"The file {name} contains no records: nothing ran while it was written.")
     found = content.get("otherData")

@@ -104,13 +104,13 @@ class Reduction:
 
     def _may_begin(self, step: int, turn: int, layer: int, *, is_giver: bool) -> bool:
         """Wait until this rank has computed the layer's gradients; return ``False`` if all ranks have stopped."""
+
+        def may_continue() -> bool:
+            is_ready = not is_giver or (turn, layer) in self._landed
+            return self._limit is not None or (is_ready and not self._is_stopped)
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._limit is not None
-                    or (not self._is_stopped and (not is_giver or (turn, layer) in self._landed))
-                )
-            )
+            self._changed.wait_for(may_continue)
             # Up to the limit, some rank waits in this exchange; beyond the limit, no rank waits.
             if self._limit is not None and step >= self._limit:
                 return False

@@ -10,12 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from yobx_flatten.private_names.of_torch import (
-    NormBase,
-    cached_parametrizations,
-    is_traceable_wrapper_subclass,
-    setter_of_parametrizations,
-)
+from yobx_flatten.private_names import of_torch
 from yobx_flatten.registry.patches import AttributePatch
 
 from ...device.accelerator import PIECE
@@ -171,10 +166,7 @@ class LayerOnDevice:
 
     def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Raise an error if the layer wrote to a parameter copy, found by comparison with the values on the host."""
-        copies = [
-            (self._tables.whole_of(parameter) if parameter in self._tables else copy, parameter)
-            for _, _, copy, parameter in self._places
-        ]
+        copies = [(self._tables.whole_of(p) if p in self._tables else copy, p) for _, _, copy, p in self._places]
         found = [copy is None or self._has_numbers_of(parameter, copy, source(parameter)) for copy, parameter in copies]
         there = [one for one in found if isinstance(one, torch.Tensor)]
         if there:  # one wait for all
@@ -199,7 +191,7 @@ class LayerOnDevice:
         self, copy: torch.Tensor, source: torch.Tensor, dtype: torch.dtype | None = None
     ) -> bool | torch.Tensor:
         """Return whether a copy equals the values on the host: a bool, or a tensor on the device of an accelerator."""
-        is_wrapper = is_traceable_wrapper_subclass(source)
+        is_wrapper = of_torch.is_traceable_wrapper_subclass(source)
         if is_wrapper or source.is_inference() or source.layout != torch.strided:
             return True  # such values cannot be compared
         source = source if dtype is None else as_sent(source, dtype, self.device.torch_device)
@@ -327,7 +319,7 @@ class LayerOnDevice:
         touched = set()
         for owner, buffer, (seen, version) in zip(owners, self.buffers, self._marks, strict=True):
             # torch's kernels write running statistics of a norm without counting a version
-            is_counting = isinstance(owner, NormBase) and owner.training and owner.track_running_stats
+            is_counting = isinstance(owner, of_torch.NormBase) and owner.training and owner.track_running_stats
             if buffer is not seen or buffer._version != version or is_counting:
                 touched.add(id(owner))
         changed = [number for number, owner in enumerate(owners) if id(owner) in touched]
@@ -373,7 +365,7 @@ def _addend(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _patch() -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which registering a parametrization does not copy a parameter onto itself."""
-    module, name = setter_of_parametrizations()
+    module, name = of_torch.setter_of_parametrizations()
     original = getattr(module, name, None)
     if original is None:
         return contextlib.nullcontext()
@@ -391,7 +383,7 @@ SETTING_NOTHING_TO_ITSELF = _patch()
 def forget_parametrized(module: nn.Module) -> None:
     """Clear torch's cached parametrized values of a module, which were computed from other copies of parameters."""
     # threads share torch's cache: while one thread is in `cached()`, cached values of other threads remain
-    if cached := cached_parametrizations():
+    if cached := of_torch.cached_parametrizations():
         own = set(map(id, module.modules()))
         for key in tuple(cached):
             if key[0] in own:

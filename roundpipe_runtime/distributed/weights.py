@@ -418,7 +418,20 @@ def clip_grad_norm(
     if not norm_type > 0:
         raise ConfigError(f"clip_grad_norm_: norm_type must be positive, like 2.0, found {norm_type!r}.")
     gradients = [target.grad for target in targets if target.grad is not None]
-    sums = _row_sums(ranks, gradients, norm_type)
+    sums: list[torch.Tensor] = []  # of `abs(value) ** norm_type` (for `inf`: maxima) over each row of each gradient
+    parts: list[list[torch.Tensor]] = []
+    for gradient in _in_turn(gradients, written=False):
+        local = local_of(gradient)
+        if not local.is_floating_point() and not local.is_complex():
+            continue
+        of_rows = _powers(local.flatten(1) if is_cut(gradient) else local.reshape(-1, 1), norm_type)
+        if ranks.num_shards > 1 and is_cut(gradient):
+            whole = torch.empty(gradient.shape[0], dtype=torch.float64)
+            parts.append(shards(whole, ranks.num_shards))
+            parts[-1][ranks.rank % ranks.num_shards].copy_(of_rows)
+            of_rows = whole
+        sums.append(of_rows)
+    ranks.gather(parts, ranks.shard_members(), "step")
     if math.isinf(norm_type):
         norm = max((float(rows.max()) for rows in sums if rows.numel()), default=0.0)
     else:
@@ -438,26 +451,6 @@ def _in_turn(gradients: list[torch.Tensor], *, written: bool) -> Iterator[torch.
     groups = in_groups(gradients)
     for number in passing(groups, written=written):
         yield from groups[number]
-
-
-def _row_sums(ranks: Ranks, gradients: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Return sums of ``abs(value) ** norm_type`` (for ``inf``: maxima) over each row of each gradient, on all ranks."""
-    found, parts = [], []
-    for gradient in _in_turn(gradients, written=False):
-        local = local_of(gradient)
-        if not local.is_floating_point() and not local.is_complex():
-            continue
-        rows = local.flatten(1) if is_cut(gradient) else local.reshape(-1, 1)
-        sums = _powers(rows, norm_type)
-        if ranks.num_shards > 1 and is_cut(gradient):
-            whole = torch.empty(gradient.shape[0], dtype=torch.float64)
-            cut = shards(whole, ranks.num_shards)
-            cut[ranks.rank % ranks.num_shards].copy_(sums)
-            parts.append(cut)
-            sums = whole
-        found.append(sums)
-    ranks.gather(parts, ranks.shard_members(), "step")
-    return found
 
 
 def _powers(rows: torch.Tensor, norm_type: float) -> torch.Tensor:

@@ -44,9 +44,7 @@ from .code_state import Repeats, function_of
 from .layer_graph import other_leaves
 from .rows import RowTrial
 
-# A batch of one microbatch needs no weights, and proves nothing about other batches.
-ONE_MICROBATCH = LossProof("items")
-
+ONE_MICROBATCH = LossProof("items")  # needs no weights, and proves nothing about other batches
 _WAYS: dict[str, tuple[Way, ...]] = {
     "auto": ("rows", "items", "sum"),
     "mean": ("rows",),
@@ -173,7 +171,6 @@ class Sample:
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
     """After calls of a loss function in the with block, restore the object ``called`` and the random generators."""
-    # yields: function to run before each call of the loss function, which gets the number of the part of the rows
     # no other thread draws meanwhile; 16-bit rounding by autocast would hide wrong weights; warnings about single rows
     # do not concern the user
     with (

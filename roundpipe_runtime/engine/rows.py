@@ -51,7 +51,6 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _WHOLE = 2**16  # elements of the largest gradient whose values are all kept
 _LARGER = 2.0**8  # factor of the loss of parts in a trial: also in training, gradients are scaled after the backward
 _Hook: TypeAlias = Callable[..., Any]
-_Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclasses.dataclass

@@ -6,15 +6,6 @@ device always runs the same stage; here stages are assigned to the devices in tu
 arXiv 2604.27085).
 """
 
-# clock  device 0   device 1        F0, F1: forward stages, L: the fused stage, B0: a backward stage
-#   0    F0 m0      .               m0, m1, m2: microbatches
-#   1    F0 m1      F1 m0
-#   2    F0 m2      F1 m1           a stage stays on its device for all microbatches,
-#   3    L  m0      F1 m2           the next stage runs one microbatch behind on the next device
-#   4    L  m1      B0 m0
-#   5    L  m2      B0 m1
-#   6    .          B0 m2
-
 from __future__ import annotations
 
 import dataclasses

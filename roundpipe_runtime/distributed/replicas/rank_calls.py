@@ -67,14 +67,6 @@ class Verdict:
     has_drawn: bool = False  # whether a layer has drawn from torch's generators
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Halfway:
-    """The message of a rank to all ranks between forward and backward, if one loss is computed for the whole batch."""
-
-    of_groups: Sequence[Any]  # inputs of the loss from each group of the rank
-    failure: str | None = None  # error of this rank
-
-
 def loss_is_trained() -> errors.DistributedError:
     return errors.DistributedError(
         "The loss function has trainable parameters that belong to no layer, so their gradients are not summed "
@@ -243,7 +235,18 @@ class RankCalls(OneGroup):
         with Outcome() as outcome:
             parts, reduction = cut()
             parts = with_rows(parts)
-            stated = describe_call(contents, config, call=name, step=engine.step, is_deferred=self._is_deferred)
+            numbered = [(layer.index, number, p) for layer in contents for number, p in enumerate(layer.parameters())]
+            trainable = [(index, number) for index, number, parameter in numbered if parameter.requires_grad]
+            stated = {  # what must be equal on all ranks, by its name in an error message
+                "the call": name,
+                "the number of completed calls": engine.step,
+                "num_microbatch": config.num_microbatch,
+                "loss_reduction": config.loss_reduction,
+                "no_sync": self._is_deferred,
+                "the number of trainable parameters": len(trainable),
+                "the digest of what is trainable": zlib.crc32(repr(trainable).encode()),
+                "the training mode of the layers": all(layer.module.training for layer in contents),
+            }
         failure = outcome.error
         rows = [[microbatch.rows for microbatch in part] for part in parts]
         self._number += 1
@@ -399,24 +402,6 @@ def _agreed(reductions: Sequence[LossReduction | None], microbatches: int) -> Lo
 def with_rows(parts: list[list[FlatMicrobatch]]) -> list[list[FlatMicrobatch]]:
     """Return the microbatches of each group of rows; a group without rows gets an empty list."""
     return [[] if all(microbatch.rows == 0 for microbatch in part) else part for part in parts]
-
-
-def describe_call(
-    contents: list[LayerContents], config: RoundPipeRunConfig, *, call: str, step: int, is_deferred: bool
-) -> dict[str, object]:
-    """Return the settings that must be equal on all ranks, by the name that an error message uses for each."""
-    numbered = [(layer.index, number, p) for layer in contents for number, p in enumerate(layer.parameters())]
-    trainable = [(index, number) for index, number, parameter in numbered if parameter.requires_grad]
-    return {
-        "the call": call,
-        "the number of completed calls": step,
-        "num_microbatch": config.num_microbatch,
-        "loss_reduction": config.loss_reduction,
-        "no_sync": is_deferred,
-        "the number of trainable parameters": len(trainable),
-        "the digest of what is trainable": zlib.crc32(repr(trainable).encode()),
-        "the training mode of the layers": all(layer.module.training for layer in contents),
-    }
 
 
 @torch.no_grad()

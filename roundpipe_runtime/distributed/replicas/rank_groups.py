@@ -22,7 +22,7 @@ from ...engine.one_group import Cutting, merge_outputs
 from ...engine.parameters.on_device import Gradients
 from ...engine.run import Run
 from ...errors import StageError, StoppedByRankError, format_failure, raise_first
-from .rank_calls import Halfway, RankCall, RankCalls, loss_is_trained, with_rows
+from .rank_calls import RankCall, RankCalls, loss_is_trained, with_rows
 
 
 class BatchLoss(Protocol):
@@ -173,8 +173,8 @@ class RankGroups(RankCalls):
                 self.ranks.alarm.send({"call": self._number})
             text = format_failure(failure) if failure is not None and is_own else None
             with Outcome() as exchanged:
-                said = self.ranks.exchange(Halfway(own, text))
-                raise_first(failure if is_own else None, [one.failure for one in said])
+                said = self.ranks.exchange((own, text))
+                raise_first(failure if is_own else None, [text for _, text in said])
             # precedence: the error of this rank, then that of the exchange, then those of other ranks
             errors = [failure if is_own else None, exchanged.error, failure]
             error = next((error for error in errors if error is not None), None)
@@ -183,7 +183,7 @@ class RankGroups(RankCalls):
                     run.discard()
                 raise error
         size = self.ranks.size
-        return [said[group % size].of_groups[group // size] for group in range(self.replicas)]
+        return [said[group % size][0][group // size] for group in range(self.replicas)]
 
     def _run_backward(
         self,

@@ -41,7 +41,14 @@ class Digest:
         return dataclasses.replace(self, values=self.values / factor, norm=self.norm / factor)
 
     def __add__(self, other: Digest) -> Digest:
-        values, odd = self.values + other.values, _sum_of_odd(self.odd, other.odd)
+        values, odd = self.values + other.values, other.odd if self.odd is None else self.odd
+        if self.odd is not None and other.odd is not None and not self.odd.is_whole:
+            # the marks of a sum are not the sum of the marks, so the projections are not known
+            odd = dataclasses.replace(self.odd, values=torch.full_like(self.odd.values, torch.nan))
+        elif self.odd is not None and other.odd is not None:
+            a, b = self.odd.values, other.odd.values
+            marks = torch.where(a == 0, b, torch.where((b == 0) | (a == b), a, 1.0))  # inf - inf is NaN
+            odd = dataclasses.replace(self.odd, values=marks, norm=_norm(marks))
         if odd is not None and self.is_whole:
             values = torch.where(odd.values == 0, values, 0.0)
         scale = 1.0 if self.is_whole else _SUMS**-0.5
@@ -102,17 +109,6 @@ def typical(found: Digest) -> float:
     """Return the root mean square of a gradient's elements."""
     root: float = max(math.prod(found.shape), 1) ** 0.5
     return found.norm / root
-
-
-def _sum_of_odd(one: Digest | None, other: Digest | None) -> Digest | None:
-    # the marks of non-finite values (`Digest.odd`) for the sum of two gradients: inf - inf is NaN
-    if one is None or other is None:
-        return other if one is None else one
-    a, b = one.values, other.values
-    if not one.is_whole:  # the marks of a sum are not the sum of the marks, so the projections are not known
-        return dataclasses.replace(one, values=torch.full_like(a, torch.nan))
-    marks = torch.where(a == 0, b, torch.where((b == 0) | (a == b), a, 1.0))
-    return dataclasses.replace(one, values=marks, norm=_norm(marks))
 
 
 def _norm(values: torch.Tensor) -> float:

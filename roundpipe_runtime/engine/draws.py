@@ -54,8 +54,7 @@ class Draws:
     moves: bool = True
     has_drawn: bool = False  # whether a call has drawn from torch's generators
     place: int = 0  # index of the run among active runs that began in this state
-    # By generator, layer and microbatch of each call that has drawn: the state before the call; `None` unless
-    # `in_order`.
+    # By generator, layer and microbatch of each call that has drawn: the state before the call, if `in_order`.
     _before: dict[tuple[int, int, int], object] = dataclasses.field(default_factory=dict)
     # By generator: a number drawn from the generator before the run, and the generator's state after this draw.
     _first: dict[int, tuple[int, object]] = dataclasses.field(default_factory=dict)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -48,17 +49,14 @@ class Run:
     draws: Draws
     at_hand: AtHand  # function that returns a context which keeps the parameters of a layer in memory
     gradient_memory: GradientMemory | None = None  # pinned memory for gradients, `None` without an accelerator
-    # function that waits until the gradients of the last step are freed, so that memory holds one set of gradients
-    wait_cleared: Callable[[], None] = lambda: None
+    wait_cleared: Callable[[], None] = lambda: None  # waits until the gradients of the last step are freed
     partial_plan: PartialPlan = NOTHING_PARTIAL  # parameters that are copied on demand
-    # activations and gradients between stages, and the first error of a stage
-    mailbox: Mailbox = dataclasses.field(default_factory=Mailbox)
-    collected: Collected = dataclasses.field(init=False)
+    mailbox: Mailbox = field(default_factory=Mailbox)  # tensors between stages, and the first error of a stage
+    collected: Collected = field(init=False)
     # layers that stay on a device between two stages, by device and layer
-    residents: dict[tuple[str, int], LayerOnDevice] = dataclasses.field(default_factory=dict)
-    # held while the loss function is called: several devices may run copies of the last stage
-    loss_lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    _versions: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    residents: dict[tuple[str, int], LayerOnDevice] = field(default_factory=dict)
+    loss_lock: threading.Lock = field(default_factory=threading.Lock)  # several devices may call the loss function
+    _versions: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.collected = Collected(WrittenBuffers(self.spec.contents))
@@ -152,20 +150,17 @@ class RunSpec:
     tag: str  # distinguishes pipelines that run at the same time
     caller: CallerState  # settings of the caller's thread, such as autocast
     labels: Sequence[HostValue] = ()  # labels of each microbatch of a fused run
-    # loss function of a fused run. Default: the outputs are the loss.
-    loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs
+    loss_fn: Callable[[Any, Any], Any] = lambda outputs, labels: outputs  # default: the outputs are the loss
     keep_outputs: bool = True  # whether a fused run returns the outputs of the last layer
-    # whether layers stay on a device from forward to backward, if both run on the same device
-    stays: bool = False
+    stays: bool = False  # whether layers stay on a device from forward to backward, if both run on this device
     one_thread: bool = False  # whether one thread does the work of all devices
     # function that is called with each gradient after each microbatch's backward through a layer
     take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
-    # indices of the layers that run: the first layer gets the inputs of the run, the last layer returns the outputs
-    span: range = range(0)
+    span: range = range(0)  # layers that run: the first gets the inputs of the run, the last returns the outputs
     first_microbatch: int = 0  # index of the run's first microbatch in the whole batch
     looks: bool = False  # whether to check that recomputations repeat, and where gradients flow to
     trial: Trial | None = None  # comparison mode of a trial; `None` for other runs
-    types: set[torch.dtype] = dataclasses.field(default_factory=set)  # dtypes in which a trial has computed
+    types: set[torch.dtype] = field(default_factory=set)  # dtypes in which a trial has computed
     # function that gets the index of a layer and the layer's gradients on the host, once their copies have started. The
     # function may remove gradients from the mapping.
     gradients_landed: Callable[[int, Gradients], None] | None = None
@@ -213,23 +208,21 @@ Copies: TypeAlias = list[tuple[torch.Tensor, Event] | None]
 class Collected:
     """The results of pipeline stages, stored until they are written to the model; one stage writes each entry."""
 
+    # keys of pairs are (layer, microbatch)
     buffers: WrittenBuffers  # buffers that layers wrote
-    outputs: dict[int, HostValue] = dataclasses.field(default_factory=dict)  # outputs of the last layer, by microbatch
-    # inputs of the layers at which a recomputation starts, by layer and microbatch
-    saved: dict[tuple[int, int], HostValue] = dataclasses.field(default_factory=dict)
-    # data that layers saved with `save_for_recompute`, by layer and microbatch
-    kept: dict[tuple[int, int], HostValue] = dataclasses.field(default_factory=dict)
-    # gradients of the inputs of the model, by microbatch
-    input_gradients: dict[int, Copies] = dataclasses.field(default_factory=dict)
+    outputs: dict[int, HostValue] = field(default_factory=dict)  # outputs of the last layer, by microbatch
+    saved: dict[tuple[int, int], HostValue] = field(default_factory=dict)  # inputs from which a recomputation starts
+    kept: dict[tuple[int, int], HostValue] = field(default_factory=dict)  # data of `save_for_recompute`
+    input_gradients: dict[int, Copies] = field(default_factory=dict)  # of the inputs of the model, by microbatch
     # gradients of parameters, by layer; a loss function's own parameters have the index after the last layer
-    gradients: dict[int, Gradients] = dataclasses.field(default_factory=dict)
+    gradients: dict[int, Gradients] = field(default_factory=dict)
     # gradients of a loss function's own parameters, by microbatch, until all have arrived
-    loss_gradients: dict[int, dict[nn.Parameter, torch.Tensor]] = dataclasses.field(default_factory=dict)
-    # attributes from before a forward that changes them, by layer and microbatch
-    attributes: dict[tuple[int, int], Snapshot] = dataclasses.field(default_factory=dict)
-    shared: dict[tuple[int, int], Shared] = dataclasses.field(default_factory=dict)  # outputs that share memory
-    # digests of a layer's outputs, to compare a recomputation with its forward, by layer and microbatch
-    digests: dict[tuple[int, int], list[tuple[torch.Tensor, Event]]] = dataclasses.field(default_factory=dict)
+    loss_gradients: dict[int, dict[nn.Parameter, torch.Tensor]] = field(default_factory=dict)
+    # attributes from before a forward that changes them
+    attributes: dict[tuple[int, int], Snapshot] = field(default_factory=dict)
+    shared: dict[tuple[int, int], Shared] = field(default_factory=dict)  # outputs that share memory
+    # digests of a layer's outputs, to compare a recomputation with its forward
+    digests: dict[tuple[int, int], list[tuple[torch.Tensor, Event]]] = field(default_factory=dict)
 
     def add_loss_gradients(self, layer: int) -> None:
         """Add the gradients of the loss function's parameters to the gradients of ``layer``, in microbatch order."""
@@ -240,8 +233,8 @@ class Collected:
                 sums[parameter] = (gradient if before is None else before[0] + gradient, NOW)
 
     def clear(self) -> None:
-        for field in dataclasses.fields(self):
-            getattr(self, field.name).clear()
+        for one in dataclasses.fields(self):
+            getattr(self, one.name).clear()
 
 
 class WrittenBuffers:

@@ -57,8 +57,7 @@ class Verdict:
 
     begun: int  # number of gradient exchanges that this rank has begun
     failure: str | None  # error of this rank
-    # losses of its microbatches on the host, with the index of the microbatch in the batch
-    losses: Sequence[tuple[int, LossValue]] = ()
+    losses: Sequence[tuple[int, LossValue]] = ()  # of its microbatches, by their indices in the batch
     had: frozenset[tuple[int, int]] = frozenset()  # parameters that got a gradient
     # buffers that its first group wrote, by layer and number
     buffers: Mapping[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -80,8 +79,7 @@ class RankCall(Call):
 
     plan: ReductionPlan
     first_rank: int  # rank with the first group that has rows
-    # whether the backward of each microbatch follows its loss at once, so that the contract has all losses
-    is_one_pass: bool = True
+    is_one_pass: bool = True  # whether the backward of each microbatch follows its loss at once
     total: Any = None  # loss of the batch, of a call in two passes
     # buffers written by the first group of this rank, if the model has them already
     written: Mapping[tuple[int, int], torch.Tensor] | None = None

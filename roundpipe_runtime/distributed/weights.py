@@ -85,6 +85,7 @@ class ShardedStore(RankStore):
         return made
 
     def add_gradients(self, gradients: Iterable[Mapping[nn.Parameter, torch.Tensor]]) -> None:
+        # gradients: one mapping per layer, last layer first, from parameters to the rows of this rank
         names = self._names()
         watched: list[tuple[nn.Parameter, torch.Tensor]] = []
         for layer in gradients:
@@ -392,6 +393,7 @@ def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int) -> list[torch
     >>> [part.shape[0] for part in pieces(torch.zeros(7, 2), 2, 2)]
     [2, 2, 2, 1]
     """
+    # num_copies: number of ranks that hold each shard; each of these ranks sums a part of the shard
     # returns: a tensor per rank, in the order of the mesh: copy after copy, within a copy shard after shard
     if not is_cut(tensor):
         return [tensor.reshape(1) if tensor.dim() == 0 else tensor] * (num_shards * num_copies)
@@ -415,6 +417,7 @@ def clip_grad_norm(
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale all gradients so that their total norm is at most ``max_norm``; all ranks must call this function."""
+    # norm_type: exponent of the norm, `inf` for the largest number
     if not norm_type > 0:
         raise ConfigError(f"clip_grad_norm_: norm_type must be positive, like 2.0, found {norm_type!r}.")
     gradients = [target.grad for target in targets if target.grad is not None]

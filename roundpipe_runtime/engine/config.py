@@ -170,6 +170,8 @@ _WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 class CompiledLayers:
     """The layers of a pipeline, compiled with ``torch.compile``; they are used when gradients are computed."""
 
+    # options: keyword arguments of `torch.compile`; `None` disables it
+
     def __init__(self, layers: Sequence[nn.Module], options: Mapping[str, Any] | None = None) -> None:
         self.is_empty = options is None
         targets = [] if options is None else [getattr(layer, TO_COMPILE, layer) for layer in layers]

@@ -62,6 +62,7 @@ def digest(gradient: torch.Tensor, *, whole: int | None = None) -> Digest:
     >>> found.norm, found.values.tolist(), found.odd.values.tolist()
     (5.0, [3.0, 4.0, 0.0], [0.0, 0.0, 2.0])
     """
+    # whole: largest number of elements of a gradient whose values are all kept; `None`: no limit
     gradient = gradient.detach()
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()

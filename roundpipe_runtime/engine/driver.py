@@ -36,6 +36,9 @@ _FEW = 3  # rows of a sample for the check of a loss
 
 
 class Engine(RunLifecycle):
+    # row_check: checks that layers treat rows independently, before a batch is split; `None` if the caller has checked
+    # this
+
     def __init__(
         self,
         model: nn.Module,
@@ -79,6 +82,7 @@ class Engine(RunLifecycle):
         join: Callable[[list[PyTree]], PyTree],
     ) -> PyTree:
         """Run the last layer once for all rows, and all other layers for each microbatch."""
+        # join: function that joins the outputs of the layer before the last one
         self.check_can_run()
         config = in_two_passes(config)
         with self.lock, gradient_mode_kept(), torch.set_grad_enabled(bool(config.requires_grad)):
@@ -338,6 +342,7 @@ class _Pipeline(torch.autograd.Function):
 
 
 def input_gradients(run: Run, flags: Sequence[Sequence[bool]]) -> list[torch.Tensor | None]:
+    # flags: for each microbatch, whether each input requires a gradient
     copies = run.collected.input_gradients
     pairs = [pair for number, own in enumerate(flags) for pair in zip(own, copies[number], strict=True)]
     return [None if copy is None else arrived(copy) for flag, copy in pairs if flag]

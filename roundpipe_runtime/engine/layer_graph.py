@@ -43,6 +43,8 @@ class LayerGraph:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], run: Callable[[Callable[[], None]], None] = operator.call
     ) -> list[torch.Tensor | None]:
+        # gradients: gradients of the outputs, `None` for an output without one
+        # run: function that calls its argument, which runs the backward. Default: the backward runs directly.
         starts, seeds = [], []
         for exit_, gradient in zip(self.exits, gradients, strict=True):
             if gradient is not None and exit_.requires_grad:
@@ -209,6 +211,8 @@ def check_leaves(
     layers: Sequence[LayerContents],
 ) -> None:
     """Raise an error if gradients of a layer flow to tensors other than inputs and parameters of the layer."""
+    # exits: outputs of the layer; entries: inputs of the layer, `None` for an input without a gradient
+    # own: parameters of the layer on the device
     known = {id(tensor) for tensor in own}
     for leaf in other_leaves(exits, entries):
         # a leaf that nothing else references was created inside the layer, and no code can read its gradient

@@ -167,6 +167,10 @@ class RunLifecycle:
         size: int = 0,
         **of_spec: Any,
     ) -> Run:
+        # rows: rows of each microbatch, `None` if not known
+        # contract: collects the losses of a fused run. Default: these microbatches are the whole batch.
+        # span: indices of the layers that run. Default: all.
+        # size: a number that is the same for runs with inputs of similar size
         # If new parameters could not be published, for example for lack of memory, this is tried again before each run.
         # Otherwise every later run would raise the same error, even when the cause is gone.
         self.steps.resume()
@@ -353,6 +357,7 @@ class RunLifecycle:
         trial: Trial | None = None,
     ) -> list[PyTree]:
         """Run a range of layers without side effects, and return the last layer's output for each microbatch."""
+        # span: indices of the layers, starting with the first
         self.check_can_run()
         config = in_two_passes(dataclasses.replace(config, requires_grad=False))
         with self._leaving_no_trace(), torch.no_grad():
@@ -373,6 +378,7 @@ class RunLifecycle:
         types: set[torch.dtype],
     ) -> None:
         """Run forward and backward without side effects: ``landed`` gets all gradients, and parameters get none."""
+        # types: set to which the dtypes are added in which layers compute
         contract = LossContract("sum", [one.rows for one in microbatches])
         each = [range(layer, layer + 1) for layer in span]
         plan = ModelExecutePlan(each[:-1], each[::-1])  # a stage for each layer takes the least memory
@@ -505,7 +511,7 @@ class Dispatch:
         # A late error must not reach the next run, and memory must not be freed while a copy still writes to it.
         self.round_robin.cursor = cursor
         for device in self.devices:
-            # the first wait may raise the error of a kernel, the second waits for the remaining work
+            # torch raises a kernel's error at a wait, possibly once for each stream; the second wait is for the rest
             for _ in range(2):
                 with contextlib.suppress(Exception):
                     device.synchronize()

@@ -1,4 +1,9 @@
-"""Check on a few rows how the losses of microbatches add up, before a pipeline call computes gradients."""
+"""Check on a few rows how the losses of microbatches add up, before a pipeline call computes gradients.
+
+The layers compute outputs for a few rows of the batch, and again for two parts of these rows; if the loss of these rows
+decides nothing, the layers compute the outputs of one microbatch. `batch/loss_proof` calls the loss function with these
+outputs, together and in parts. All effects of these calls on the loss function and on random generators are undone.
+"""
 
 # loss_reduction="auto"    use matching weights of microbatches; if there are none, compute the loss of joined outputs
 # loss_reduction="mean"    raise an error unless the loss is a mean over rows
@@ -88,6 +93,7 @@ class Sample:
 
     @classmethod
     def of(cls, trial: RowTrial, outputs: Sequence[Any], others: Sequence[Any] = ()) -> Sample:
+        # outputs: outputs for all rows, then for each part; others: leaves of the labels of the batch
         given = [trial.whole, *trial.parts]
         labels = [pytree.tree_unflatten([*map(on_host, one.labels)], one.label_spec) for one in given]
         number, (held, spec) = len(pytree.tree_leaves(outputs[0])), pytree.tree_flatten((outputs[0], labels[0]))
@@ -109,6 +115,8 @@ class Sample:
         as_stated: bool = False,
     ) -> Proof:
         """Find the first of ``ways`` in which weighted losses of parts of the rows add up to the loss of all rows."""
+        # called: object whose changes by the calls are undone
+        # again: whether the weights were checked before, so that only the batch's own values are compared
         columns = {
             place: Column(leaf.detach(), axis, role, self.others.get(place))
             for place, (leaf, axis, role) in enumerate(zip(self.leaves[0], self.axes, self.roles, strict=True))
@@ -125,6 +133,7 @@ class Sample:
 
     def _evaluate(self, loss: Loss, places: Sequence[int], again: bool, values: Sequence[torch.Tensor]) -> Evaluation:
         """Return the loss of all rows, the loss of each part of the rows, and leaves whose gradients are compared."""
+        # places, values: positions of leaves, and the tensors that replace these leaves
         # again: whether only gradients of outputs are compared: those of a large head take most of the time
         whole = list(self.leaves[0])
         for place, value in zip(places, values, strict=True):
@@ -171,6 +180,7 @@ class Sample:
 @contextlib.contextmanager
 def calls_apart(called: object) -> Iterator[Callable[[int], None]]:
     """After calls of a loss function in the with block, restore the object ``called`` and the random generators."""
+    # yields: function to run before each call of the loss function, which gets the number of the part of the rows
     # no other thread draws meanwhile; 16-bit rounding by autocast would hide wrong weights; warnings about single rows
     # do not concern the user
     with (
@@ -212,6 +222,7 @@ class LossChecks:
 
     def find(self, kind: Hashable, code: object, show: Callable[[LossProof | None], LossProof]) -> LossProof:
         """Return how microbatch losses add up in calls of a ``kind``: the stored result, or that of a new check."""
+        # show: function that returns a new proof, given an earlier proof whose weights must match again
         known, is_due = self.proofs.get(kind), self.repeats.is_due(kind, code)
         # a loss that was not a weighted sum once is never treated as a weighted sum later
         if known is not None and not (is_due and known.is_sum):

@@ -1,4 +1,10 @@
-"""Run a batch as one group of rows in one process, and join the outputs of its microbatches."""
+"""Run a batch as one group of rows in one process, and join the outputs of its microbatches.
+
+The subclass of :class:`OneGroup` in `distributed/replicas/rank_groups` handles several groups and ranks::
+
+    one group          split the batch, run the group, commit the results
+    several groups     split the batch, run each group, wait until all ranks have succeeded, commit the sums
+"""
 
 from __future__ import annotations
 
@@ -102,6 +108,8 @@ def outputs_of(run: Run) -> list[Any]:
 def merge_outputs(
     outputs: Sequence[Any], weights: Sequence[float | None], rows: Sequence[int | None], config: RoundPipeRunConfig
 ) -> Any:
+    # weights: weight of each microbatch in an average
+    # rows: rows of each microbatch, `None` if not known
     with noting(f"The error occurred while the outputs of {len(outputs)} microbatches were joined."):
         if config.merge_output is False:  # each leaf is replaced by the leaves of all microbatches
             spec = common_spec(outputs)  # raises an error if the structures differ
@@ -148,6 +156,7 @@ PinnedCopies: TypeAlias = dict[int, tuple[torch.Tensor, torch.Tensor]]
 def host_value(
     leaves: Sequence[Any], spec: pytree.TreeSpec, *, requires_grad: bool, what: str, pinned: PinnedCopies | None = None
 ) -> HostValue:
+    # pinned: registry of pinned copies, to which the copies of these leaves are added. Default: no pinning.
     structure, tensors = separate(leaves, spec, what=what)
     # the copy waits for the caller's work on the accelerator, in a stream that the pipeline's devices do not know
     tensors = [tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu() for tensor in tensors]
@@ -164,6 +173,7 @@ def host_value(
 
 def feed_inputs(run: Run, host_values: Sequence[HostValue], scale: float) -> None:
     """Continue the backward through the autograd graph that computed the inputs, such as that of another pipeline."""
+    # scale: factor for the gradients, which is known after all losses of the batch
     tensors, gradients = [], []
     for number, on_host in enumerate(host_values):
         for tensor, copy in zip(on_host.tensors, run.collected.input_gradients.get(number, []), strict=False):

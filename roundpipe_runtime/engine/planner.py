@@ -29,6 +29,8 @@ _STAGES_AT_ONCE = 2.1  # a device holds a stage, the next stage, which is being 
 
 
 class Planner:
+    # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed
+    # is_compiled: whether torch compiles layers
     # is_host_short: whether host memory is short. Virtual devices without a limit use host memory, so a limit is set
     # for them: room for a stage and the next stage, each with one large layer.
 
@@ -85,6 +87,8 @@ class Planner:
         self, kind: RunType, step: int, *, copies: int | Literal["auto"] = 1, num_microbatch: int | None = None
     ) -> ModelExecutePlan:
         """Return the current execution plan, which is computed again after 1, 2, 4, 8 ... pipeline calls."""
+        # copies: number of copies of the fused stage, or `"auto"`
+        # num_microbatch: number of microbatches for which copies are planned. Default: number of devices + 1.
         key = kind, copies, None if copies == 1 else num_microbatch
         plan, due = self._plans.get(key, (None, 0))
         if plan is None or step >= due:
@@ -149,7 +153,9 @@ def bytes_to_keep(limit: float | None, largest_stage: int, *, fits: bool) -> flo
     >>> bytes_to_keep(10e9, 4_000_000_000, fits=False), bytes_to_keep(10e9, 4_000_000_000, fits=True)
     (1600000000.0, inf)
     """
+    # limit: bytes of a device for parameters and gradients, `None` if not known
     # largest_stage: bytes of the parameters and gradients of the largest stage
+    # fits: whether there is room for all parameters and gradients at once
     if fits:
         return math.inf
     return 0.0 if limit is None else max(0.0, limit - _STAGES_AT_ONCE * largest_stage)
@@ -193,6 +199,7 @@ class Timer:
         self, kind: str, stage: int, device: Device, microbatch: int = -1, layer: int = -1
     ) -> contextlib.AbstractContextManager[None]:
         """Measure the work in a ``with`` block; nothing is recorded if the block raises an exception."""
+        # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
         # microbatch, layer: -1 if the work is not for a single microbatch or layer
         if not self.measures(device):
             return _NOT_MEASURED

@@ -37,6 +37,7 @@ def call_seed(base: int, tag: str, layer: int, microbatch: int) -> int:
     >>> call_seed(0, "", 0, 0) == call_seed(0, "", 0, 0) != call_seed(0, "", 0, 1)
     True
     """
+    # base: digest of the state of torch's generator when the run began
     text = f"{base}|{tag}|{layer}|{microbatch}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
@@ -55,6 +56,12 @@ def run_seeded(
     place: Callable[[], CallDraws] | None = None,
 ) -> T:
     """Run ``call()`` with random generators seeded by ``seed()``, and restore the generators."""
+    # seed: function that returns the seed of this call
+    # generator: generator of the call's device
+    # again: function that repeats the call, if the first call unexpectedly drew without a seed
+    # traits: record of the code. Default: `traits_of(code)`.
+    # place: function that returns the position of the call in its run. Default: the call is outside of a run, and the
+    # generators of Python and NumPy are ignored.
     generator.seed(seed)
     training = bool(getattr(code, "training", True))
     known = traits_of(code) if traits is None else traits
@@ -148,6 +155,7 @@ def _shared_keys() -> set[int]:
 class VisitGenerator:
     """The random generator of an accelerator: seeded for each layer call, and restored after a pipeline stage."""
 
+    # draws: draws of the run, which records whether a call drew from the device's generator
     # cpu_state: state of the CPU's generator after the last call; the stage sets it to `None` before other user code
 
     def __init__(self, device: torch.device, draws: Draws | None = None) -> None:
@@ -210,6 +218,9 @@ class _ModuleGenerator:
 
 class CallState:
     """The kind of one layer call, such as a recomputation, and the data that the layer saves for its recomputation."""
+
+    # kind: a first forward, a forward without recomputation, or a recomputation
+    # data: data that the layer saves in its first forward, and gets in the recomputation
 
     def __init__(
         self, kind: Literal["none", "forward", "fused", "recompute"], data: tuple[Any, ...] | None = None

@@ -164,6 +164,9 @@ def first_that_mixes(
     leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
 ) -> int | None:
     """Return the first layer whose outputs for some rows depend on other rows; ``None`` if there is none."""
+    # number: number of layers that run
+    # leaves_of: function that returns the compared leaves of an output. Default: all leaves.
+    # tried: list to which the trials are added
     engine.wait_exact_step()
     compare = _Comparison(engine, config, leaves_of)
     found = None
@@ -198,6 +201,8 @@ def compare_gradients(
     leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
 ) -> GradientTrial:
     """Compare the gradients for a few rows with the summed gradients for parts of the rows, at a larger loss scale."""
+    # tried: trials on which the layers have run; rows: number of rows of each microbatch
+    # few: function that returns trials with at most a given number of rows
     equal = [trial for trial in tried if trial.is_equal]
     most = max(min(max(count or 0 for count in rows), _FEW), 2)  # devices have room for a microbatch
     if not (config.requires_grad and equal):
@@ -433,6 +438,8 @@ def mixes_rows(
     >>> mixes_rows([x], [[x[:2]], [x[2:]]], [2, 1]), mixes_rows([x.roll(1, 0)], [[x[:2].roll(1, 0)], [x[2:]]], [2, 1])
     (False, True)
     """
+    # parts: leaves of the results for each part
+    # coarsest: lowest-precision dtype of the computation. Default: the dtypes of the leaves.
     if any(len(part) != len(whole) for part in parts):
         return False
     columns = list(zip(whole, *parts, strict=True))

@@ -49,13 +49,16 @@ class Run:
     draws: Draws
     at_hand: AtHand  # function that returns a context which keeps the parameters of a layer in memory
     gradient_memory: GradientMemory | None = None  # pinned memory for gradients, `None` without an accelerator
-    wait_cleared: Callable[[], None] = lambda: None  # waits until the gradients of the last step are freed
+    # function that waits until the gradients of the last step are freed, so that memory holds one set of gradients
+    wait_cleared: Callable[[], None] = lambda: None
     partial_plan: PartialPlan = NOTHING_PARTIAL  # parameters that are copied on demand
-    mailbox: Mailbox = field(default_factory=Mailbox)  # tensors between stages, and the first error of a stage
+    # activations and gradients between stages, and the first error of a stage
+    mailbox: Mailbox = field(default_factory=Mailbox)
     collected: Collected = field(init=False)
     # layers that stay on a device between two stages, by device and layer
     residents: dict[tuple[str, int], LayerOnDevice] = field(default_factory=dict)
-    loss_lock: threading.Lock = field(default_factory=threading.Lock)  # several devices may call the loss function
+    # held while the loss function is called: several devices may run copies of the last stage
+    loss_lock: threading.Lock = field(default_factory=threading.Lock)
     _versions: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,6 +94,7 @@ class Run:
 
     def start_backward(self, version: int, gradients: Iterator[torch.Tensor | None], sizes: Sequence[int]) -> None:
         """Pass the gradients of all outputs to the backward stages, after a check that no parameter has changed."""
+        # version: version of the parameters that the backward reads; sizes: number of tensors in each output
         for contents in self.spec.contents:
             now = [self.store.source(parameter)._version for parameter in contents.parameters()]
             if now != self._versions[contents.index]:

@@ -82,8 +82,10 @@ def partition_and_copy(
     >>> partition_and_copy("fused", [layers], min_stages=3, copies="auto", num_microbatch=6)
     ([([range(0, 1), range(1, 2), range(2, 3)], [range(3, 4), range(2, 3), range(1, 2), range(0, 1)])], 3)
     """
+    # copies_before: number of copies of the fused stage in `previous`
     # copies: number of devices that run the fused stage, which has only the last layer if there are several. `"auto"`:
     # as many as make the simulated run clearly faster.
+    # num_microbatch: number of microbatches that plans are compared for. Default: `min_stages` + 1.
     if run_type not in ("infer", "train", "fused"):
         raise PlanError(f'run_type must be "infer", "train" or "fused", found {run_type!r}.')
     if not upper_threshold >= 1:

@@ -3,7 +3,8 @@
 Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) fills a pipeline with the microbatches of one batch, and
 recomputes the forward. In GPipe, and in the 1F1B schedule of PipeDream (Harlap et al., 2018, arXiv 1806.03377), a
 device always runs the same stage; here stages are assigned to the devices in turn, as in RoundPipe (Luo et al., 2026,
-arXiv 2604.27085).
+arXiv 2604.27085). A stage stays on its device for all microbatches, and the next stage runs one microbatch behind on
+the next device, as :func:`draw` shows.
 """
 
 from __future__ import annotations

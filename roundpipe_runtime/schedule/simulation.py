@@ -194,6 +194,7 @@ def makespan_of_copies(stages: Sequence[tuple[float, int]], num_devices: int, nu
     >>> makespan_of_copies([(1.0, 1), (2.0, 2)], 3, 4)
     6.0
     """
+    # stages: time of each stage on one microbatch and the number of its copies, in the order of dispatch
     free = [0.0] * num_devices
     done = [0.0] * num_microbatch
     device = 0

@@ -275,6 +275,7 @@ _WORK = {
 
 
 def draw_on(console: Any, timeline: Timeline, shown: Callable[[str], str] = str) -> None:
+    # shown: function that makes device names from a file safe for a terminal. Default: names are printed unchanged.
     from rich.text import Text
 
     margin = max(len(record.device) for record in timeline.records)

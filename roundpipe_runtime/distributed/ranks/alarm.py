@@ -40,6 +40,8 @@ _LEFT = "left"  # last beat of a process that stops listening
 class Alarm:
     """Notifies the other ranks when this rank fails, and detects ranks whose processes have ended or are stopped."""
 
+    # store: store of the job, `None` for a process alone
+
     patience = 120.0
     """Seconds for which a process may be stopped before other processes kill it or close their connections to it."""
 
@@ -343,6 +345,7 @@ class News:
     @contextlib.contextmanager
     def listening(self, number: int) -> Iterator[None]:
         """Stop the pipeline call in the with block when another rank reports that it has failed."""
+        # number: number of the call; errors of other calls are ignored
         # Other threads may deliver an error after the next call has begun, so each call has a separate object.
         call = self._call = _CallNews()
 

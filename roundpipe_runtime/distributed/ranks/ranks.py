@@ -1,6 +1,7 @@
 """Exchange data between the processes (ranks) that train one model, over four gloo process groups.
 
-Only one thread at a time uses a process group, so that all ranks call its collectives in the same order.
+Only this file, `long_rows` (tokens of long rows) and `checkpoint` call collectives of ``torch.distributed``. Only one
+thread at a time uses a process group, so that all ranks call its collectives in the same order.
 """
 
 # process group
@@ -61,6 +62,7 @@ class Ranks:
 
     def gather(self, parts: Sequence[Sequence[torch.Tensor]], members: Sequence[int], channel: Channel) -> None:
         """Send this rank's slices of tensors to the ranks ``members``, and receive their slices (all-gather)."""
+        # parts: for each tensor one contiguous part per member; the part of this rank is sent
 
     def shard_members(self) -> list[int]:
         """Return the ranks that hold the shards of this rank's copy of the model, in the order of the shards."""

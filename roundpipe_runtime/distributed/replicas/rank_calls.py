@@ -57,7 +57,7 @@ class Verdict:
 
     begun: int  # number of gradient exchanges that this rank has begun
     failure: str | None  # error of this rank
-    losses: Sequence[tuple[int, LossValue]] = ()  # of its microbatches, by their indices in the batch
+    losses: Sequence[tuple[int, LossValue]] = ()  # of its microbatches, on the host, by their indices in the batch
     had: frozenset[tuple[int, int]] = frozenset()  # parameters that got a gradient
     # buffers that its first group wrote, by layer and number
     buffers: Mapping[tuple[int, int], torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -79,7 +79,8 @@ class RankCall(Call):
 
     plan: ReductionPlan
     first_rank: int  # rank with the first group that has rows
-    is_one_pass: bool = True  # whether the backward of each microbatch follows its loss at once
+    # whether the backward of each microbatch follows its loss at once, so that the contract has all losses
+    is_one_pass: bool = True
     total: Any = None  # loss of the batch, of a call in two passes
     # buffers written by the first group of this rank, if the model has them already
     written: Mapping[tuple[int, int], torch.Tensor] | None = None
@@ -123,6 +124,9 @@ class GroupLosses(LossContract):
 
 class RankCalls(OneGroup):
     """Runs the groups of batch rows that belong to this rank, and writes gradients when all ranks have succeeded."""
+
+    # replicas: number of groups of a batch. Default: number of ranks.
+    # reduce_dtype: dtype in which gradients are sent. Default: the dtype of their sums.
 
     store: RankStore
 
@@ -208,6 +212,7 @@ class RankCalls(OneGroup):
         config: RoundPipeRunConfig,
         work: Callable[[Call], None],
     ) -> Any:
+        # config: complete settings of the call; `num_microbatch` is the number per group
         with self.calling():
             call = self.open(engine, "forward_backward", cut, config)
             return self.summed(engine, call, lambda: work(call))

@@ -1,4 +1,10 @@
-"""Run the forward of a whole batch before its backward, on several ranks."""
+"""Run the forward of a whole batch before its backward, on several ranks.
+
+::
+
+    forward ... backward()     each rank runs its groups forward; `backward()` sums gradients over all ranks
+    forward_backward_whole     forward of all groups, exchange of the loss's inputs, loss of the whole batch, backward
+"""
 
 from __future__ import annotations
 
@@ -33,6 +39,7 @@ class BatchLoss(Protocol):
 
     def compute(self, groups: Sequence[Sequence[Any]], own: Sequence[int], stated: Sequence[Any]) -> tuple[Any, Any]:
         """Return the loss of the whole batch, and the outputs of this rank joined into one."""
+        # groups: outputs of the microbatches of each group of this rank, as parts of a graph
         # returns: the loss, equal on all ranks, with a graph to the outputs of this rank; `None` without rows
 
 
@@ -213,6 +220,7 @@ class RankGroups(RankCalls):
 
 def _by_group(passes: GroupPasses, *, flows: bool) -> tuple[list[list[Any]], list[torch.Tensor]]:
     """Return the outputs of all microbatches by group of rows, and a list of all tensors in the outputs."""
+    # flows: whether the tensors require gradients where the tensors of the model do
     outputs, tensors = [], []
     for on_host in passes.outputs():
         flags = zip(on_host.tensors, on_host.needs_grad, strict=True)

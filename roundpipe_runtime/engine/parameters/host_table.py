@@ -1,4 +1,9 @@
-"""Keep a large embedding or head matrix (a table) on the host, and copy rows or slices when a layer needs them."""
+"""Keep a large embedding or head matrix (a table) on the host, and copy rows or slices when a layer needs them.
+
+A :class:`HostTable` replaces the parameter: a tensor with the parameter's shape and no memory. Operations that need
+only some rows or slices of the table copy these parts to the device (`on_tables`). An operation for which no
+replacement is registered first copies the whole embedding or head matrix to the device.
+"""
 
 from __future__ import annotations
 
@@ -114,6 +119,11 @@ def _is_about_form(func: Any) -> bool:
 class TableAccess:
     """Copies rows or slices of one large parameter to one device, and sums their gradients on the host."""
 
+    # source: values on the host, which do not change while a run reads them
+    # new_sum: function that returns a gradient sum of zero
+    # count: function that gets the bytes of each uploaded part. Default: not counted.
+    # dtype: dtype of the parts on the device. Default: that of the source.
+
     def __init__(
         self,
         device: PartsDevice,
@@ -186,6 +196,7 @@ class TableAccess:
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor) -> None:
         """Add a gradient of the table rows ``place`` to the sum of gradients on the host, in the order of the calls."""
+        # place: slice, or distinct row indices on the host
         copy, complete = self.device.copy_out(gradient, last=True, parameter=True)
         # On an accelerator one part is copied while the next one is computed.
         self.sum.add(place, copy, complete, waiting=0 if self.torch_device.type == "cpu" else 1)
@@ -313,6 +324,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class LayerTables:
     """The large parameters of one layer that stay on the host, and their placeholders for one device."""
 
+    # memory: host memory for sums of gradients; `None`: new memory for each
+    # count: function that gets the bytes of each uploaded part
+
     def __init__(
         self, contents: LayerContents, device: Device, memory: GradientMemory | None, count: Callable[[int], None]
     ) -> None:
@@ -323,6 +337,7 @@ class LayerTables:
         return id(parameter) in self._contents.tables
 
     def stand_in(self, parameter: nn.Parameter, source: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
+        # source: values on the host; dtype: dtype in which gradients are summed
         index, memory = self._contents.index, self._memory
         form = torch.empty(source.shape, dtype=dtype, device="meta")
         self._tables[parameter] = access = TableAccess(
@@ -358,6 +373,7 @@ class LayerTables:
         self, scale: float, dtype: Callable[[nn.Parameter], torch.dtype] | None
     ) -> dict[nn.Parameter, tuple[torch.Tensor, Event]]:
         """Remove and return the gradient sums, each with an event after which the sum is complete."""
+        # dtype: function that returns the dtype of a gradient on the host. Default: the dtype of the sum.
         gone: dict[nn.Parameter, tuple[torch.Tensor, Event]] = {}
         for parameter, table in self._tables.items():
             found = table.pop_sum()
@@ -380,6 +396,9 @@ class LayerTables:
 
 class HostSum:
     """The sum in CPU memory of the gradients of rows or slices of one parameter; :meth:`result` waits for the sum."""
+
+    # form: shape and dtype of the sum
+    # memory: function that returns host memory for the sum. Default: new memory.
 
     def __init__(
         self, form: torch.Tensor, memory: Callable[[torch.Tensor], torch.Tensor | None] = lambda form: None
@@ -405,6 +424,7 @@ class HostSum:
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
         """Queue the gradient of the rows ``place``; then add queued gradients to the sum until ``waiting`` are left."""
+        # place: slice, or distinct row indices
         assert self.total is not None
         with self._lock:
             self._coming.append((place, gradient, arrived))

@@ -38,6 +38,12 @@ LAYER_TITLE = "_roundpipe_layer"  # attribute of the copy of a parameter: the la
 class LayerOnDevice:
     """The copies of one layer's parameters and buffers on a device, with which the layer computes during a stage."""
 
+    # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
+    # kept: copies of parameters that stay on devices. Default: none stay.
+    # version: version of the parameters that the run reads. Default: 0.
+    # memory: host memory for gradients that are summed on the host. Default: new memory for each gradient.
+    # partial_plan: parameters that are copied on demand. Default: none.
+
     def __init__(
         self,
         contents: LayerContents,
@@ -191,6 +197,7 @@ class LayerOnDevice:
         self, copy: torch.Tensor, source: torch.Tensor, dtype: torch.dtype | None = None
     ) -> bool | torch.Tensor:
         """Return whether a copy equals the values on the host: a bool, or a tensor on the device of an accelerator."""
+        # dtype: dtype to which the copy was rounded. Default: that of the source.
         is_wrapper = of_torch.is_traceable_wrapper_subclass(source)
         if is_wrapper or source.is_inference() or source.layout != torch.strided:
             return True  # such values cannot be compared
@@ -252,6 +259,7 @@ class LayerOnDevice:
 
     def add_gradients(self, gradients: Sequence[Sequence[torch.Tensor]]) -> None:
         """Add results of :meth:`pop_gradients`, of this or another device, to the gradient sums."""
+        # gradients: result of `pop_gradients`, on this device. Its tensors may be written.
         with torch.no_grad():
             for parameter, found in zip(self.contents.parameters(), gradients, strict=True):
                 key = id(parameter)
@@ -266,6 +274,7 @@ class LayerOnDevice:
 
     def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
         """Call ``take`` with each parameter and its gradient, and drop gradients for which ``take`` returns true."""
+        # take: gets a parameter of the host and its gradient on the device; returns whether it accepted the gradient
         for parameter in self.contents.parameters():
             copy = self._parameters[id(parameter)]
             if copy.grad is not None and take(parameter, copy.grad):
@@ -277,6 +286,8 @@ class LayerOnDevice:
     ) -> Gradients:
         """Multiply the sums of gradients by ``scale``, move them to the host and return them."""
         # scale: factor for the sums. The device multiplies, because devices would wait while the host multiplied.
+        # memory: host memory for gradients. Default: new memory for each gradient.
+        # dtype: function that returns the dtype of a gradient on the host. Default: the dtype of the sum.
         totals = {}
         for parameter in self.contents.parameters():
             copy = self._parameters[id(parameter)]

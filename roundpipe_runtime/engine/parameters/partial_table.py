@@ -39,7 +39,9 @@ def runs_of(rows: Iterable[int]) -> Runs:
 class PartialTable:
     """Device memory for a parameter whose rows are copied when a layer reads them; later calls may reuse the rows."""
 
+    # tensor: memory of the device
     # by_rows: whether rows are copied one by one; otherwise all of the parameter is copied or none of it
+    # count: function that gets the bytes of each copy
 
     def __init__(self, tensor: torch.Tensor, device: Device, *, by_rows: bool, count: Callable[[int], None]) -> None:
         self._device, self.by_rows, self._count = device, by_rows, count
@@ -172,6 +174,7 @@ class RoutedParameters:
         is_look: bool,
     ) -> PartialPlan:
         # size: kind of the run and size of its inputs, since reads differ between these
+        # source: function that returns the tensor that a parameter is copied from
         by_rows: dict[int, bool] = {}
         groups: dict[int, Group] = {}
         for layer in contents:

@@ -82,6 +82,7 @@ class RowsOnDemand(torch.Tensor):
 
 def stand_for(tensor: torch.Tensor, table: TableReader, known: KnownRows, *, is_proved: bool) -> RowsOnDemand:
     """Return a placeholder that stands for a parameter on a device, or for a view of the parameter."""
+    # is_proved: whether grouped products are compared with and without the unused rows
     with torch.no_grad():
         found = torch.empty_like(tensor, device="meta").as_subclass(RowsOnDemand)
     vars(found).update(vars(tensor))
@@ -305,6 +306,7 @@ class ParametersOnDemand(dict[str, nn.Parameter | None]):
     # `module.parameters()`, functions that call a module with other parameters.
 
     def __init__(self, parameters: Mapping[str, Any], fetch: Mapping[str, Callable[[], None]]) -> None:
+        # fetch: functions that copy a parameter, by its name
         super().__init__(parameters)
         self._fetch = dict(fetch)
 

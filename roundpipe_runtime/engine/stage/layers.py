@@ -195,6 +195,9 @@ def steady_draws(spec: RunSpec, generator: VisitGenerator) -> contextlib.Abstrac
 class LayerCall(CallState):
     """The state of one call of a layer, whose forward may be attempted several times."""
 
+    # kind: `"forward"` (a backward stage will call the layer again), `"fused"` or `"recompute"`
+    # data: data that the first forward saved, for a recomputation
+
     def __init__(
         self,
         run: Run,
@@ -265,6 +268,7 @@ class LayerCall(CallState):
             self.attempt(as_leaves=as_leaves)
 
     def attempt(self, *, as_leaves: bool) -> None:
+        # as_leaves: whether the layer gets leaves, which it cannot write in place
         self.entries, self.entered = enter(self.values, as_leaves=as_leaves)
         # Attempts with leaves show nothing new: torch refuses to write them.
         versions = None if as_leaves else [tensor._version for tensor in self.entered]
@@ -317,6 +321,8 @@ class LayerCall(CallState):
 
 class MicrobatchLoss:
     """The loss of one microbatch: :meth:`compute` calls the loss function, and :meth:`back` runs its backward."""
+
+    # device: device of the outputs of the last layer
 
     def __init__(self, run: Run, device: Device, microbatch: int, outputs: Values, generator: VisitGenerator) -> None:
         self._run, self._device, self._microbatch, self._generator = run, device, microbatch, generator

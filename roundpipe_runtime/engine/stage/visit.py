@@ -39,6 +39,8 @@ _NO_MODES = contextlib.nullcontext()
 
 def run_stage(run: Run, stage: Stage, device: Device, following: Stage | None, kind: type[Visit]) -> None:
     """Run a pipeline stage with all microbatches; results and errors are stored in ``run``, and no error is raised."""
+    # following: stage that the device runs next, which is uploaded as soon as there is room
+    # kind: class that runs the stage
     visit = kind(run, stage, device, following)
     try:
         with device.visit(run.spec.stage_nbytes(stage)) as has_room:

@@ -38,7 +38,8 @@ from ..errors import KEEPS_STATE, RoundPipeWarning, SplitError, mixes_rows_backw
 from .code_state import Repeats
 from .config import RoundPipeRunConfig
 from .digests import Digest, digest, distance, typical
-from .lifecycle import CannotTryError, RunLifecycle
+from .lifecycle import CannotTryError as CannotTryError
+from .lifecycle import RunLifecycle
 from .parameters.on_device import Gradients
 from .run import Trial
 

@@ -30,9 +30,8 @@ from ..batch.loss_proof import LossProof, NoDropout, NotProvenError, Part, Role,
 from ..engine.code_state import Repeats
 from ..engine.config import RoundPipeRunConfig
 from ..engine.driver import Engine
-from ..engine.lifecycle import CannotTryError
 from ..engine.loss_check import ONE_MICROBATCH, LossChecks, Sample, calls_apart, kind_of_value, loss_code
-from ..engine.rows import GradientTrial, RowTrial, compare_gradients, few_rows, first_that_mixes
+from ..engine.rows import CannotTryError, GradientTrial, RowTrial, compare_gradients, few_rows, first_that_mixes
 from ..errors import BatchStructureError, ConfigError, DeviceMemoryError, RoundPipeError, SplitError
 from .batches import split_lists, split_pictures
 from .cutting.check import checking, engine_on_host

@@ -85,7 +85,7 @@ def take() -> Snapshot:
             "torch.utils._pytree.CONSTANT_NODES": (tuple(sorted(pytree.CONSTANT_NODES, key=_class_name)), ()),
             PENDING: ((), tuple(pytree._cxx_pytree_pending_imports)),
             OPTREE: _held(getattr(sys.modules.get("optree.registry"), "_NODETYPE_REGISTRY", {})),
-            WAITING: _held(_recipes("optree", lambda backend: backend.waiting._recipes)),
+            WAITING: _held(_recipes("optree", lambda backend: backend._recipes)),
             JAX: _held(_recipes("jax", _followed_by_jax)),
             "torch.fx._pytree.SUPPORTED_NODES": _held(fx_pytree.SUPPORTED_NODES),
             "torch.fx._pytree.SUPPORTED_NODES_EXACT_MATCH": _held(fx_pytree.SUPPORTED_NODES_EXACT_MATCH),
@@ -144,7 +144,7 @@ def _recipes(library: str, held: Callable[[Any], Mapping[type, Any]]) -> Mapping
 
 def _followed_by_jax(backend: Any) -> Mapping[type, Any]:
     in_force = {cls: node.in_force for cls, node in backend._nodes.items() if node.in_force is not None}
-    return {**backend.waiting._recipes, **in_force}
+    return {**backend._recipes, **in_force}
 
 
 def _node_entries(keys: Iterable[type], nodes: Iterable[Any]) -> Iterable[Entry]:

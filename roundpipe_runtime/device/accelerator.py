@@ -1,9 +1,7 @@
 """Parse the argument ``devices=``, and run work of an accelerator in five streams, so that copies overlap compute.
 
-``Tensor.record_stream`` notifies the allocator which streams read a tensor, so the tensor's memory is reused only after
-the reads. Torch's allocator does not reuse pinned host memory before copies from it are complete. The host may change
-the source of a copy, such as a parameter, only after :meth:`synchronize`, which every forward and backward calls at its
-end.
+``Tensor.record_stream`` keeps a tensor's memory until the streams have read it. The host may change the source of a
+copy, such as a parameter, only after :meth:`synchronize`, which every forward and backward calls at its end.
 """
 
 # host         u u u | F F F             | u u u | F F F ...      submits work without waiting
@@ -27,17 +25,14 @@ import torch
 from yobx_flatten.private_names.of_torch import storage_use_count
 
 from ..errors import ConfigError, DeviceError, DeviceMemoryError
-from .protocol import NOW, Device, Event, EventClock
+from .protocol import NOW, Device, Event, EventClock, Runs
 from .virtual import VirtualDevice
 from .worker import Worker, noting
 
 # Bytes of one piece of a parameter. A link does not interrupt a copy, so an activation waits for at most one piece.
 PIECE = 32 * 1024**2
-
 _STAGES_AT_ONCE = 3  # the current stage, the stage that is loaded, and a small stage between them
-
 _ROOM = 2.1  # room for stages, as a multiple of the largest stage
-
 # Used if the compute stream is current, since entering a stream takes the host a microsecond, several times per layer.
 _IS_CURRENT = contextlib.nullcontext()
 
@@ -69,7 +64,7 @@ class _Visit(NamedTuple):
     copied: torch.Event
 
 
-class AcceleratorDevice:
+class AcceleratorDevice(Device):
     """A :class:`Device` for a torch accelerator, such as a GPU, with separate streams for copies and computation."""
 
     # device: device with an index, such as `cuda:0`
@@ -98,7 +93,6 @@ class AcceleratorDevice:
 
     @property
     def memory(self) -> int | None:
-        """Bytes of device memory that this process can use; ``None`` if torch does not report the number."""
         found = memory_info(self.torch_device)
         if found is None:
             return None
@@ -114,9 +108,6 @@ class AcceleratorDevice:
             raise DeviceMemoryError(f"{self.name} is out of memory: {error}") from error
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Copy a host tensor to the device, on the stream for parameters or on the stream for activations."""
-        # ready: event after which the host tensor is complete. Default: the tensor is complete.
-        # parameter: whether the copy is large and not urgent. Default: `False`.
         stream = self._parameters if parameter else self._activations
         if isinstance(ready, _StreamEvent):
             stream.wait_event(ready.event)
@@ -136,23 +127,15 @@ class AcceleratorDevice:
         return copy
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocate device memory on the stream on which :meth:`copy_rows_in` copies rows."""
-        with self._activations:
+        with self._activations:  # the stream on which `copy_rows_in` copies rows
             memory = self.allocate(like)
         memory.record_stream(self._compute)
         return memory
 
     def copy_rows_in(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        runs: Sequence[tuple[int, int]],
-        *,
-        after_compute: bool = False,
+        self, target: torch.Tensor, source: torch.Tensor, runs: Runs, *, after_compute: bool = False
     ) -> None:
-        """Copy rows of a host tensor on the stream for activations, so that they do not wait for queued parameters."""
-        # target: memory from `reserve`
-        # after_compute: whether the copy waits for the computation, which wrote these rows. Default: `False`.
+        # on the stream for activations, so that the rows do not wait for queued parameters
         if after_compute:
             self._activations.wait_event(self._compute.record_event())
         with torch.no_grad(), self._activations:
@@ -161,9 +144,8 @@ class AcceleratorDevice:
         self._compute.wait_event(self._activations.record_event())
 
     def copy_rows_out(
-        self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
+        self, tensor: torch.Tensor, runs: Runs, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        # target: host tensor to copy to. Default: a new one.
         may_be_written = is_held_elsewhere(tensor)
         tensor = tensor.detach()
         host = torch.empty_like(tensor, device="cpu", pin_memory=True) if target is None else target
@@ -187,10 +169,7 @@ class AcceleratorDevice:
     def copy_out(
         self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        # last: whether the caller no longer writes to the tensor. Then the computation waits for the copy only if
-        # another tensor shares the memory. Default: `False`.
-        # parameter: whether the copy is large and not urgent. Default: `False`.
-        # target: host tensor to copy to. Default: a new one.
+        # last: then the computation waits for the copy only if another tensor shares the memory
         if tensor.device != self.torch_device:
             raise DeviceError(
                 f"A tensor of shape {tuple(tensor.shape)} is on {tensor.device}, and the layer that returned it runs "
@@ -219,8 +198,6 @@ class AcceleratorDevice:
         return host, _StreamEvent(event)
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager for work on the compute stream, after earlier copies to the device."""
-        # after: event of the parameter copies to wait for. Default: wait for all parameter copies.
         if isinstance(after, _StreamEvent):
             if not after.computed_after:
                 after.computed_after = True
@@ -237,15 +214,11 @@ class AcceleratorDevice:
 
     @contextlib.contextmanager
     def visit(self, nbytes: int = 1) -> Iterator[Callable[[int], bool]]:
-        """Wait until the device has memory for one more pipeline stage, and run the with block on the compute stream.
-
-        Two stages of the largest size, and a small stage between them, such as an output head, may be on the device at
-        once. If only two stages could be on the device, the stage after a small stage would be uploaded only after the
-        end of the stage before the small stage. The with block may begin while the gradients of one completed stage are
-        still copied to the host, because a stage allocates memory for its gradients later than for its parameters.
-        """
         # nbytes: bytes of the parameters and gradients of the stage
-        # yields: function that returns whether the device has room for so many bytes of the following stage now
+        # Two stages of the largest size, and a small stage between them, such as an output head, may be on the device.
+        # With two stages only, the stage after a small stage would be uploaded after the end of the stage before it.
+        # The with block may begin while the gradients of one completed stage are still copied to the host, because a
+        # stage allocates memory for its gradients later than for its parameters.
         self._largest = max(self._largest, nbytes)
         while self._visits and not self._fits(nbytes):
             visit = self._visits.popleft()
@@ -286,14 +259,13 @@ class AcceleratorDevice:
             self._end().synchronize()
 
     def clock(self) -> EventClock:
-        others = {"upload": self._parameters, "download": self._gradients}
-        return EventClock(self.torch_device, self._compute, others)
+        return EventClock(self.torch_device, self._compute, {"upload": self._parameters, "download": self._gradients})
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing: a kernel itself raises an error for a tensor of another device."""
+        pass  # a kernel itself raises an error for a tensor of another device
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do nothing: the allocator of torch knows which streams use the memory of a tensor."""
+        pass  # the allocator of torch knows which streams use the memory of a tensor
 
     def close(self) -> None:
         self.worker.close()
@@ -324,13 +296,7 @@ def memory_info(device: torch.device) -> tuple[int, int] | None:
 
 
 def copy_in_pieces(target: torch.Tensor, source: torch.Tensor, nbytes: int) -> None:
-    """Start an asynchronous copy in chunks of ``nbytes`` bytes; a non-contiguous tensor is copied as one chunk.
-
-    >>> target = torch.zeros(5)
-    >>> copy_in_pieces(target, torch.arange(5.0), 8)
-    >>> target
-    tensor([0., 1., 2., 3., 4.])
-    """
+    """Start an asynchronous copy in chunks of ``nbytes`` bytes; a non-contiguous tensor is copied as one chunk."""
     size = max(1, nbytes // target.element_size())
     if target.numel() <= size or not (target.is_contiguous() and source.is_contiguous()):
         target.copy_(source, non_blocking=True)
@@ -365,12 +331,10 @@ def parse_devices(devices: DeviceSpec = None) -> list[Device]:
     """
     if devices is None:
         devices = accelerators() or "virtual:2"
-    if isinstance(devices, torch.device):
-        return [_accelerator(devices)]
-    if isinstance(devices, str):
-        if not devices.startswith("virtual"):
-            return [_accelerator(devices)]
+    if isinstance(devices, str) and devices.startswith("virtual"):
         return _virtual(devices)
+    if isinstance(devices, (str, torch.device)):
+        return [_accelerator(devices)]
     try:
         named = list(devices)
     except TypeError as error:

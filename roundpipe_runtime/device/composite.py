@@ -1,9 +1,7 @@
 """Find the tensors in quantized weights, such as 4-bit values and their scales, and rebuild weights from copies.
 
 A quantized weight is recognized by its method ``__tensor_flatten__`` or by tensors in its attributes, not by its
-library. Only frozen weights are rebuilt, since integers have no gradients. :func:`check_copyable` rebuilds one weight
-of each class as a test. The copied tensors must be equal, the copy must not refer to tensors of the original, and the
-layer must compute bitwise equal outputs with the copy.
+library. Only frozen weights are rebuilt. :func:`check_copyable` first rebuilds one weight of each class as a test.
 """
 
 # a wrapper subclass   weight ── __tensor_flatten__ ──> qdata, scale ──> copies ── __tensor_unflatten__ ──> weight
@@ -17,7 +15,7 @@ import enum
 import gc
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -28,8 +26,7 @@ from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, is
 
 from ..errors import ConfigError
 
-# Attributes of every module: parameters, buffers, hooks and modes.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # parameters, buffers, hooks and modes
 
 # Objects that are not searched for tensors of a weight.
 _NOT_ENTERED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
@@ -72,11 +69,7 @@ def parts_of(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a parameter in host memory, including the scales of a quantized weight.
-
-    >>> stored_bytes(nn.Parameter(torch.ones(3)))
-    12
-    """
+    """Return the bytes of a parameter in host memory, including the scales of a quantized weight."""
     return sum(part.numel() * part.element_size() for part in parts_of([tensor]))
 
 
@@ -115,8 +108,7 @@ class Rebuilding:
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return a parameter of the same class with copies of its tensors; repeated calls return the same object."""
         if id(parameter) in self._made:
-            known: nn.Parameter = self._made[id(parameter)][1]
-            return known
+            return cast("nn.Parameter", self._made[id(parameter)][1])
         if is_wrapper(parameter):
             copy = nn.Parameter(self._of_wrapper(parameter), requires_grad=False)
             left = {name: held for name, held in vars(parameter).items() if name not in vars(copy)}
@@ -233,12 +225,12 @@ def _opened(value: Any) -> _Opened | None:
         return list(value), lambda new: kind(*new)
     if isinstance(value, torch.Tensor):
         return _flattened(value) if is_wrapper(value) else None
-    return _opened_object(value, kind)
-
-
-def _opened_object(value: Any, kind: type) -> _Opened | None:
-    """Return an object's attributes and a function that rebuilds it; ``None`` if the object cannot be rebuilt."""
-    if isinstance(value, (nn.Module, type, enum.Enum)) or kind.__module__ == "builtins" or not _is_made_by_python(kind):
+    if isinstance(value, (nn.Module, type, enum.Enum)) or kind.__module__ == "builtins":
+        return None
+    bases: Sequence[type] = kind.__mro__[:-1]
+    # an instance stores all its values in `__dict__` if every base is made by a `class` statement without slots:
+    # CPython's flags are those of a heap type that is not immutable
+    if not all(base.__flags__ & 0x300 == 0x200 and not vars(base).get("__slots__") for base in bases):
         return None
     held = getattr(value, "__dict__", None)
     if not isinstance(held, dict):
@@ -251,13 +243,6 @@ def _opened_object(value: Any, kind: type) -> _Opened | None:
         return made
 
     return list(held.values()), together
-
-
-def _is_made_by_python(kind: type) -> bool:
-    """Return whether instances of the class store all their values in ``__dict__``."""
-    bases: Sequence[type] = kind.__mro__[:-1]
-    # CPython flags: a heap type that is not immutable, as a `class` statement makes it
-    return all(base.__flags__ & 0x300 == 0x200 and not vars(base).get("__slots__") for base in bases)
 
 
 def check_copyable(model: nn.Module) -> None:
@@ -320,7 +305,7 @@ def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
         with torch.no_grad():
             torch.empty_like(parameter).copy_(parameter)
         return None
-    copy = Rebuilding(_clone).parameter(parameter)
+    copy = Rebuilding(lambda tensor: plain_numbers(tensor).clone()).parameter(parameter)
     before, after = parts_of([parameter]), parts_of([copy])
     if type(copy) is not type(parameter) or vars(copy).keys() != vars(parameter).keys():
         return "which is of another class, or has other attributes, when it is rebuilt from copies of its tensors."
@@ -335,11 +320,24 @@ def _difference(owner: nn.Module, parameter: nn.Parameter) -> str | None:
         given = torch.arange(min(8, owner.num_embeddings))
     else:
         return None  # other modules are compared when a model is split
-    return _other_output(owner, parameter, given)
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return plain_numbers(tensor).clone()
+    forward: Any = type(owner).forward
+    with weights_kept(owner), torch.no_grad():
+        # a layer that raises an error with its own weight needs another device, and cannot be compared on the host
+        expected = result_or(lambda: forward(owner, given), lambda error: None)
+    if expected is None:
+        return None
+    rebuilding, own = Rebuilding(lambda tensor: plain_numbers(tensor).clone()), dict(owner._parameters)
+    with weights_kept(owner), torch.no_grad():
+        try:
+            for name, value in own.items():
+                if value is parameter:
+                    owner._parameters[name] = rebuilding.parameter(parameter)
+            for slot in states_of(owner):
+                vars(owner)[slot.name] = rebuilding.state(slot.value)
+            found = forward(owner, given)
+        finally:
+            owner._parameters.update(own)
+    return None if _is_equal(found, expected) else f"with whose copy {type(owner).__name__} computes different values."
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -362,27 +360,6 @@ def _reached(value: object) -> set[int]:
         else:
             waiting += gc.get_referents(one)
     return found
-
-
-def _other_output(owner: nn.Module, parameter: nn.Parameter, given: torch.Tensor) -> str | None:
-    """Return a message if the layer computes other values with a copy of its weight, else ``None``."""
-    with weights_kept(owner), torch.no_grad():
-        # a layer that raises an error with its own weight needs another device, and cannot be compared on the host
-        expected = result_or(lambda: type(owner).forward(owner, given), lambda error: None)
-    if expected is None:
-        return None
-    rebuilding, own = Rebuilding(_clone), dict(owner._parameters)
-    with weights_kept(owner), torch.no_grad():
-        try:
-            for name, value in own.items():
-                if value is parameter:
-                    owner._parameters[name] = rebuilding.parameter(parameter)
-            for slot in states_of(owner):
-                vars(owner)[slot.name] = rebuilding.state(slot.value)
-            found = type(owner).forward(owner, given)
-        finally:
-            owner._parameters.update(own)
-    return None if _is_equal(found, expected) else f"with whose copy {type(owner).__name__} computes different values."
 
 
 def same_numbers(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""Store tensors in a memory-mapped file on a disk, whose pages are in memory only while the tensors are used.
-
-Tensors on a disk are ordinary CPU tensors, which can be read and written at any time. Access to a tensor without
-:meth:`DiskMemory.fetch` is slower, and keeps the tensor in memory until :meth:`DiskMemory.leave`.
-"""
+"""Store tensors in a memory-mapped file on a disk, whose pages are in memory only while the tensors are used."""
 
 # tensor ──> pages of this process ──> page cache ──> file
 #            `fetch`: a separate thread reads the pages from the file before they are used
@@ -36,14 +32,10 @@ from ..errors import ConfigError
 from .worker import Worker
 
 _ALIGNMENT = 64  # bytes; tensors of at least one page are aligned to pages
-
 _LEAST = 2**20  # bytes by which the file grows at least; a large file grows by an eighth
-
-_TOGETHER = 16 * 2**20  # bytes that are written together, since each wait for a disk takes milliseconds
-
-# Largest number of released bytes that wait to be written, so that they do not fill the memory.
-_BACKLOG = 256 * 2**20
-
+# bytes that are written together, since each wait for a disk takes milliseconds; as many stay in the page cache
+_TOGETHER = 16 * 2**20
+_BACKLOG = 256 * 2**20  # largest number of released bytes that wait to be written, so that they do not fill the memory
 _GROUP = 32 * 2**20  # bytes of tensors that are read ahead together, without groups by layer
 
 
@@ -74,10 +66,6 @@ class _Place:
 class DiskMemory:
     """Stores tensors in a memory-mapped scratch file, by key; the memory of a deleted tensor is reused."""
 
-    # folder: folder on a disk
-    # together: bytes that are written together; as many stay in the page cache
-    # backlog: largest number of bytes that may wait to be written
-
     def __init__(self, folder: pathlib.Path, *, together: int = _TOGETHER, backlog: int = _BACKLOG) -> None:
         self.folder = folder
         self._file = open_scratch(folder)
@@ -101,8 +89,6 @@ class DiskMemory:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
 
-    # -- places ------------------------------------------------------------------------------------------------------
-
     def reserve(self, nbytes: int) -> None:
         """Reserve disk space at the end of the scratch file, or raise an error if the disk has too little."""
         with self._lock:
@@ -112,12 +98,17 @@ class DiskMemory:
         self, key: Hashable, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None
     ) -> torch.Tensor | None:
         """Return an uninitialised tensor on the disk, stored under a key; ``None`` if the key already has a tensor."""
-        # stride: strides that leave no gaps. Default: those of a contiguous tensor.
+        # stride: strides that leave no gaps; by default those of a contiguous tensor
         nbytes = math.prod(shape) * dtype.itemsize
         with self._lock:
             place = self._places.get(key)
             if place is None or (place.nbytes != nbytes and not place.is_taken):
-                place = self._places[key] = self._make(nbytes)
+                part, at = self._open or (None, 0)
+                at = _rounded(at, mmap.PAGESIZE if nbytes >= mmap.PAGESIZE else _ALIGNMENT)
+                if part is None or at + nbytes > part.nbytes:
+                    part, at = self._grow(max(nbytes, _LEAST, self.nbytes // 8)), 0
+                self._open = part, at + nbytes
+                place = self._places[key] = _Place(part, at, nbytes)
             if place.is_taken or place.nbytes != nbytes:
                 return None
             held = memoryview(place.part.memory)[place.offset : place.offset + nbytes]
@@ -156,15 +147,6 @@ class DiskMemory:
     def holds(self, tensor: torch.Tensor) -> bool:
         return self._part_at(tensor.data_ptr()) is not None
 
-    def _make(self, nbytes: int) -> _Place:
-        begins_page = nbytes >= mmap.PAGESIZE
-        part, at = self._open or (None, 0)
-        at = _rounded(at, mmap.PAGESIZE if begins_page else _ALIGNMENT)
-        if part is None or at + nbytes > part.nbytes:
-            part, at = self._grow(max(nbytes, _LEAST, self.nbytes // 8)), 0
-        self._open = part, at + nbytes
-        return _Place(part, at, nbytes)
-
     def _grow(self, nbytes: int) -> _Part:
         nbytes = _rounded(max(nbytes, 1), mmap.ALLOCATIONGRANULARITY)
         offset, file = self.nbytes, self._file
@@ -194,8 +176,6 @@ class DiskMemory:
             return parts[place]
         return next((one for one in parts if one.address <= address < one.address + one.nbytes), None)
 
-    # -- pages in memory ---------------------------------------------------------------------------------------------
-
     def fetch(self, tensors: Iterable[torch.Tensor]) -> Future[None]:
         """Read tensors from the disk into memory in the background."""
         return self._reader.submit(self._read_ranges, self._ranges(tensors))
@@ -213,7 +193,7 @@ class DiskMemory:
                 os.preadv(self._file, [buffer], at)
 
     def leave(self, tensors: Iterable[torch.Tensor], *, written: bool = True) -> None:
-        # written: whether the tensors may have changed since the last `leave`. Default: `True`.
+        # written: whether the tensors may have changed since the last `leave`
         ranges = self._ranges(tensors)
         for _, start, end in ranges:
             release(start, end)
@@ -306,8 +286,7 @@ def disk_of(tensor: torch.Tensor) -> DiskMemory | None:
 def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
     """Release the memory of tensors that are stored on a disk."""
     for tensor in tensors:
-        memory = disk_of(tensor)
-        if memory is not None:
+        if (memory := disk_of(tensor)) is not None:
             memory.leave([tensor], written=written)
 
 
@@ -317,7 +296,7 @@ def keep_with(model: nn.Module, memory: DiskMemory) -> None:
 
 
 def memory_for(model: nn.Module, folder: pathlib.Path) -> DiskMemory:
-    """Return the :class:`DiskMemory` in ``folder`` that already stores parameters of the model, or a new one."""
+    """Return the memory in ``folder`` that already stores parameters of the model, or a new one."""
     found = next((memory for p in model.parameters() if (memory := disk_of(p)) is not None), None)
     return DiskMemory(folder) if found is None or found.folder != folder else found
 
@@ -352,11 +331,7 @@ def passing(groups: Sequence[Sequence[torch.Tensor]], *, written: bool) -> Itera
 
 
 def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge ranges that touch or overlap, since tensors share pages.
-
-    >>> _joined([(8192, 12288), (0, 4096), (4096, 8192), (16384, 20480)])
-    [(0, 12288), (16384, 20480)]
-    """
+    """Merge ranges that touch or overlap, since tensors share pages."""
     found: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if found and start <= found[-1][1]:
@@ -370,12 +345,8 @@ def _rounded(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-# Open the scratch file of a training on a disk: ``host="disk:DIR"`` names the folder.
-
-
 HOST_IN_MEMORY = "memory"
 _PREFIX = "disk:"
-
 _OF_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")  # file systems in memory
 
 
@@ -423,11 +394,8 @@ def _file_system(folder: pathlib.Path) -> str:
         text = pathlib.Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split(" ")[2:3] == [number]:
-            return after.split(" ", 1)[0]
-    return ""
+    lines = (line.partition(" - ") for line in text.splitlines())
+    return next((after.split(" ", 1)[0] for before, _, after in lines if before.split(" ")[2:3] == [number]), "")
 
 
 # Constants of Linux that the module mmap lacks.
@@ -450,11 +418,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def pages_of(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return the address ranges of whole memory pages that contain tensors; adjacent ranges are joined.
-
-    >>> pages_of([torch.frombuffer(bytearray(3), dtype=torch.uint8)])[0][1] % mmap.PAGESIZE
-    0
-    """
+    """Return the address ranges of whole memory pages that contain tensors; adjacent ranges are joined."""
     size, held = mmap.PAGESIZE, [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
     return _joined((start // size * size, _rounded(start + nbytes, size)) for start, nbytes in held if nbytes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import threading
 import weakref
@@ -46,8 +45,16 @@ class PinnedModel:
             return
         pageable = [tensor for key, tensor in found.items() if key not in self._seen and not tensor.is_pinned()]
         if pageable and self._how == "alloc":
-            with _together(self._composites()):
-                _move([tensor for tensor in pageable if not _is_part(tensor)])
+            # tensors of quantized weights that share memory, and share memory again afterwards
+            sharing: dict[Any, list[torch.Tensor]] = {}
+            for value in self._composites():
+                held = [value, vars(value)] if isinstance(value, torch.Tensor) else [value]
+                for tensor in all_tensors(held):
+                    sharing.setdefault(memory_of(tensor), []).append(tensor)
+            _move([tensor for tensor in pageable if not _is_part(tensor)])
+            for first, *others in sharing.values():
+                for other in others:
+                    other.data = plain_numbers(first)
         elif pageable:
             _register(pageable, self._model, self._devices[0])
         self._seen = {_key(tensor) for tensor in self._tensors()}
@@ -70,20 +77,6 @@ class PinnedModel:
         """Return the quantized weights of the model, and the state that their modules store for them."""
         found: list[Any] = [p for p in self._model.parameters() if is_composite(p)]
         return found + [slot.value for module in self._model.modules() for slot in states_of(module)]
-
-
-@contextlib.contextmanager
-def _together(composites: Sequence[Any]) -> Iterator[None]:
-    """Tensors of quantized weights that share memory before the with block share memory again after the block."""
-    sharing: dict[Any, list[torch.Tensor]] = {}
-    for value in composites:
-        held = [value, vars(value)] if isinstance(value, torch.Tensor) else [value]
-        for tensor in all_tensors(held):
-            sharing.setdefault(memory_of(tensor), []).append(tensor)
-    yield
-    for first, *others in sharing.values():
-        for other in others:
-            other.data = plain_numbers(first)
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
@@ -117,10 +110,7 @@ def _move(tensors: Sequence[torch.Tensor]) -> None:
         tensor.data = data.pin_memory() if place is None else place.copy_(data)
 
 
-# -- in place --------------------------------------------------------------------------------------------------------
-
-# CUDA's error for memory that is pinned already.
-_ALREADY_REGISTERED = 712
+_ALREADY_REGISTERED = 712  # CUDA's error for memory that is pinned already
 
 
 def _register(tensors: Sequence[torch.Tensor], model: nn.Module, device: Device) -> None:
@@ -129,7 +119,12 @@ def _register(tensors: Sequence[torch.Tensor], model: nn.Module, device: Device)
         raise ConfigError(f'pin_model="register" needs CUDA, found {device.name}. Use pin_model="alloc".')
     library = torch.cuda.cudart()
     registered: list[int] = []
-    weakref.finalize(model, _unregister, library, registered).atexit = False
+
+    def unregister() -> None:
+        for start in registered:
+            library.cudaHostUnregister(start)
+
+    weakref.finalize(model, unregister).atexit = False
     for start, end in pages_of(tensors):
         status = int(library.cudaHostRegister(start, end - start, 0))
         if status == 0:
@@ -140,35 +135,16 @@ def _register(tensors: Sequence[torch.Tensor], model: nn.Module, device: Device)
             )
 
 
-def _unregister(library: Any, starts: Sequence[int]) -> None:
-    for start in starts:
-        library.cudaHostUnregister(start)
-
-
-# Pinned memory for many tensors of known sizes, in slabs that torch's allocator does not round up.
-
-
-# Alignment of tensors in bytes, for vector instructions of the host and transfers of a device.
-_ALIGNMENT = 64
-
+_ALIGNMENT = 64  # bytes, for vector instructions of the host and transfers of a device
 _SMALLEST = 4096  # bytes of the smallest slab, a page
-
 # Bytes of a large slab. Larger slabs are used only if too much memory would stay unused, since a slab is allocated in
 # addition to the parameters that are moved into it.
 _LARGE = 2**30
-
-# The share of all bytes that may stay unused, in all slabs and in the last slab.
-_LOST, _LOST_AT_END = 0.01, 0.005
+_LOST, _LOST_AT_END = 0.01, 0.005  # the share of all bytes that may stay unused, in all slabs and in the last slab
 
 
 def plan_slabs(sizes: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
-    """Plan large memory blocks (slabs) for tensors of the given sizes, with about 1% of the memory unused.
-
-    >>> plan_slabs([6000, 2000, 100])
-    [(8192, {0: 0, 1: 6016, 2: 8064})]
-    >>> plan_slabs([5000, 4096])
-    [(8192, {0: 0}), (4096, {1: 0})]
-    """
+    """Plan large memory blocks (slabs) for tensors of the given sizes, with about 1% of the memory unused."""
     # returns: the bytes of each slab, a power of two, and the offsets of the tensors in it by their number
     rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     total, limit = sum(rounded), _LARGE
@@ -236,7 +212,7 @@ class PinnedMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory blocks (slabs), including slabs that are not allocated yet."""
+        """Bytes of all slabs, including slabs that are not allocated yet."""
         return sum(size for size, _ in self._slabs)
 
     @property
@@ -246,7 +222,7 @@ class PinnedMemory:
     def empty_like(self, key: Hashable, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return an uninitialised tensor in the address range of a key; deleting the tensor frees the range."""
         # tensor: tensor of the same shape, strides and dtype
-        # returns: the tensor; `None` if the place is taken or has another size, or if the strides leave gaps
+        # returns: `None` if the place is taken or has another size, or if the strides leave gaps
         if self._sizes.get(key) != tensor.nbytes or not is_dense(tensor):
             return None
         with self._lock:

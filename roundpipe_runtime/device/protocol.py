@@ -1,12 +1,4 @@
-"""Define the interface of a device for the scheduler: memory, copies, a thread, and events that are like futures.
-
-Two classes implement the interface :class:`Device`:
-
-- :class:`VirtualDevice` simulates a device on the CPU with copied tensors, its own thread, and events that are complete
-  at once. In check mode, reading memory that was released, is on another device, or is incomplete raises an error.
-- :class:`AcceleratorDevice` is any device of ``torch.accelerator``, with one stream each for parameters, activations,
-  compute, downloads and gradients.
-"""
+"""Define the interface of a device for the scheduler: memory, copies, a thread, and events that are like futures."""
 
 from __future__ import annotations
 
@@ -58,12 +50,7 @@ class Device(Protocol):
         """Return device memory for a parameter, into which :meth:`copy_rows_in` copies some rows."""
 
     def copy_rows_in(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        runs: Sequence[tuple[int, int]],
-        *,
-        after_compute: bool = False,
+        self, target: torch.Tensor, source: torch.Tensor, runs: Runs, *, after_compute: bool = False
     ) -> None:
         """Copy rows of a host tensor into reserved device memory; later computations wait for this copy.
 
@@ -76,7 +63,7 @@ class Device(Protocol):
         """
 
     def copy_rows_out(
-        self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
+        self, tensor: torch.Tensor, runs: Runs, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
         """Return a host tensor with copies of some rows and zeros elsewhere; ``tensor`` must not change afterwards.
 
@@ -141,8 +128,8 @@ class Device(Protocol):
         """End the thread that runs the device."""
 
 
-# Reports whether there is room for this many bytes now, in addition to the stages on the device.
-HasRoom: TypeAlias = Callable[[int], bool]
+HasRoom: TypeAlias = Callable[[int], bool]  # see `Device.visit`
+Runs: TypeAlias = Sequence[tuple[int, int]]  # ranges of rows, (start, stop)
 
 
 class Event(Protocol):
@@ -163,9 +150,6 @@ class _Passed:
 
 
 NOW = _Passed()
-
-
-# Measure the work of a device: by the host's clock, or by events in an accelerator's streams.
 
 
 class Clock(Protocol):
@@ -213,7 +197,6 @@ class EventClock:
         return stream.record_event(torch.Event(self._device, enable_timing=True))
 
     def now(self, kind: str) -> torch.Event:
-        """Record an event in the stream that runs work of the given kind, and return the event."""
         return self._record(self._others.get(kind, self._stream))
 
     def seconds(self, moment: float | torch.Event) -> float:

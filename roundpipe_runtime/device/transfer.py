@@ -1,8 +1,4 @@
-"""Flatten nested values, including ``BlockMask`` objects, and copy their tensors to a device and back.
-
-Objects are flattened by the functions that `yobx_flatten` and torch's pytree have registered for their classes. A
-tensor that occurs twice in a value is copied once, and the rebuilt value contains the copy twice.
-"""
+"""Flatten nested values, including ``BlockMask`` objects, and copy their tensors to a device and back."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -63,12 +59,7 @@ _ONE_TENSOR = TreeStructure(pytree.tree_structure(0), (0,), (None,))
 
 
 def flatten_value(value: PyTree, *, what: str = "value") -> tuple[TreeStructure, list[torch.Tensor]]:
-    """Return the structure of a nested value and a list of its tensors, without duplicates.
-
-    >>> structure, tensors = flatten_value({"a": torch.ones(1), "b": 3})
-    >>> structure.rebuild(["here"])
-    {'a': 'here', 'b': 3}
-    """
+    """Return the structure of a nested value and a list of its tensors, without duplicates."""
     if type(value) is torch.Tensor:
         return _ONE_TENSOR, [value]
     leaves, spec = pytree.tree_flatten(value, is_leaf=leaf_test())
@@ -148,9 +139,8 @@ def send(
     copies: HostCopies | None = None,
 ) -> HostValue:
     """Copy device tensors to the host, and return a nested value that can be read when the copies are complete."""
-    # needs_grad: whether a gradient flows back through each tensor
-    # last: whether the caller no longer writes to the tensors. Default: `False`.
-    # copies: copies that the host already has; new copies are added. Default: none.
+    # last: whether the caller no longer writes to the tensors
+    # copies: copies that the host already has; new copies are added
     on_host: list[tuple[torch.Tensor, Event | None]] = []
     for tensor in tensors:
         found = None if copies is None else copies.find(tensor)
@@ -167,11 +157,7 @@ def fetch(device: Device, on_host: HostValue) -> list[torch.Tensor]:
 
 
 def shapes_of(tensors: Sequence[torch.Tensor]) -> str:
-    """Return the dtypes and shapes of tensors as text, for a note on an error.
-
-    >>> shapes_of([torch.ones(2, 3)])
-    'float32(2, 3)'
-    """
+    """Return the dtypes and shapes of tensors as text, such as ``float32(2, 3)``, for a note on an error."""
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}" for t in tensors) or "no tensors"
 
 
@@ -182,8 +168,7 @@ _SENT_AS = "_roundpipe_sent_as"  # attribute of a parameter: its dtype on device
 
 def sent_dtype(parameter: torch.Tensor) -> torch.dtype:
     """Return the dtype of a parameter on devices, which can differ from its dtype on the host."""
-    found: torch.dtype = parameter.__dict__.get(_SENT_AS, parameter.dtype)
-    return found
+    return cast("torch.dtype", parameter.__dict__.get(_SENT_AS, parameter.dtype))
 
 
 def sent_nbytes(parameter: torch.Tensor) -> int:
@@ -226,11 +211,9 @@ def send_as(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
             parameter.__dict__.pop(_SENT_AS, None)
 
 
-# Block masks of flex attention: split along the batch, and flattened for copies to a device.
-#
-# A `BlockMask` contains tensors with the blocks of each row of the batch, and a function `mask_mod(b, h, q, kv)` for
-# the elements. In a microbatch that begins at a later row, an offset must be added to `b`. So a mask is one leaf here,
-# even if it is registered with torch. `torch.distributed.pipelining` splits masks in the same way.
+# A `BlockMask` of flex attention contains tensors with the blocks of each row of the batch, and a function
+# `mask_mod(b, h, q, kv)` for the elements. In a microbatch that begins at a later row, an offset must be added to `b`.
+# So a mask is one leaf here, even if it is registered with torch, as in `torch.distributed.pipelining`.
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -278,21 +261,8 @@ def cut_mask(mask: Any, start: int, stop: int) -> Any:
     return part
 
 
-# -- on the way to a device ------------------------------------------------------------------------------------------
-
-
 def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any]], Any]]:
-    """Return the tensors of a ``BlockMask`` and of its function's closure, and a function that rebuilds the mask.
-
-    >>> from torch.nn.attention.flex_attention import create_block_mask
-    >>> def mask_mod_of(allowed):
-    ...     return lambda b, h, q_idx, kv_idx: allowed[b] | (q_idx == kv_idx)
-    >>> allowed = torch.tensor([True, False])
-    >>> mask = create_block_mask(mask_mod_of(allowed), 2, None, 128, 128, device="cpu")
-    >>> tensors, together = parts_of_mask(mask)
-    >>> any(tensor is allowed for tensor in tensors), together(tensors).shape
-    (True, (2, 1, 128, 128))
-    """
+    """Return the tensors of a ``BlockMask`` and of its function's closure, and a function that rebuilds the mask."""
     names = [name for name, value in vars(mask).items() if isinstance(value, torch.Tensor)]
     tensors = [getattr(mask, name) for name in names]
     inside: list[torch.Tensor] = []

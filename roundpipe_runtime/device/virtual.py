@@ -6,13 +6,13 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..errors import DeviceMemoryError, UseAfterReleaseError
-from .protocol import HOST_CLOCK, NOW, Clock, Event
+from .protocol import HOST_CLOCK, NOW, Clock, Device, Event, Runs
 from .worker import Worker
 
 _POISON_INTEGER = 0x5A
@@ -48,7 +48,7 @@ class _Ledger:
 _LEDGER = _Ledger()
 
 
-class VirtualDevice:
+class VirtualDevice(Device):
     """A device simulated on the CPU, which computes with its own copies of tensors on its own thread.
 
     Args:
@@ -84,7 +84,6 @@ class VirtualDevice:
 
     @property
     def memory(self) -> int | None:
-        """The memory limit of the device in bytes; ``None`` for no limit."""
         return self.memory_limit
 
     @property
@@ -116,16 +115,7 @@ class VirtualDevice:
         return tensor
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
-        """Return a copy of a host tensor; in check mode, an event ``ready`` that is not complete raises an error.
-
-        Args:
-            tensor: host tensor.
-            ready: event after which the host tensor is complete (default: the tensor is complete already).
-            parameter: ignored by virtual devices.
-
-        Returns:
-            The copy, on the device.
-        """
+        # in check mode, an event `ready` that is not complete raises an error
         if ready is not None and not ready.done():
             if self.check:
                 raise UseAfterReleaseError(f"{self.name} copies a {_drawn(tensor)} before the event `ready` is done.")
@@ -139,43 +129,19 @@ class VirtualDevice:
             return self.allocate(tensor).copy_(tensor)
 
     def reserve(self, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for a parameter, as :meth:`allocate` does."""
         return self.allocate(like)
 
     def copy_rows_in(
-        self,
-        target: torch.Tensor,
-        source: torch.Tensor,
-        runs: Sequence[tuple[int, int]],
-        *,
-        after_compute: bool = False,
+        self, target: torch.Tensor, source: torch.Tensor, runs: Runs, *, after_compute: bool = False
     ) -> None:
-        """Copy rows of a host tensor to the virtual device immediately.
-
-        Args:
-            target: device memory into which the rows are copied.
-            source: host tensor from which the rows are copied.
-            runs: ranges of rows to copy, as pairs ``(start, stop)``.
-            after_compute: ignored by virtual devices.
-        """
         self.use([target])
         with torch.no_grad():
             for start, stop in runs:
                 target[start:stop].copy_(source[start:stop])
 
     def copy_rows_out(
-        self, tensor: torch.Tensor, runs: Sequence[tuple[int, int]], target: torch.Tensor | None = None
+        self, tensor: torch.Tensor, runs: Runs, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a host tensor with copies of some rows, and zeros elsewhere.
-
-        Args:
-            tensor: device tensor to copy from.
-            runs: ranges of rows to copy, as pairs ``(start, stop)``.
-            target: ignored by virtual devices.
-
-        Returns:
-            The host copy, and an event that is complete already.
-        """
         self.use([tensor])
         with torch.no_grad():
             host = torch.zeros_like(tensor, requires_grad=False)
@@ -184,39 +150,24 @@ class VirtualDevice:
         return host, NOW
 
     def arrival(self) -> Event:
-        """Return an event that has already passed, because copies complete immediately."""
         return NOW
 
     def copy_out(
         self, tensor: torch.Tensor, *, last: bool = False, parameter: bool = False, target: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Event]:
-        """Return a copy of a tensor on the host, which is complete immediately.
-
-        Args:
-            tensor: device tensor to copy from.
-            last: ignored by virtual devices.
-            parameter: ignored by virtual devices.
-            target: ignored by virtual devices.
-
-        Returns:
-            The host copy, and an event that is complete already.
-        """
         self.use([tensor])
         return tensor.detach().clone(), NOW
 
     def computing(self, after: Event | None = None) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: a virtual device computes on the CPU, which has no streams to choose from."""
-        return _ALWAYS
+        return _ALWAYS  # the CPU has no streams to choose from
 
     def visit(self, nbytes: int = 1) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: on a virtual device, each stage ends before the next stage starts."""
-        return _ALWAYS
+        return _ALWAYS  # each stage ends before the next stage starts
 
     def synchronize(self) -> None:
         """Do nothing: a virtual device completes each computation immediately."""
 
     def clock(self) -> Clock:
-        """Return the clock of the CPU, which does the work of a virtual device."""
         return HOST_CLOCK
 
     def use(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -239,7 +190,6 @@ class VirtualDevice:
                 _LEDGER.write(tensor, self.name, "released")
 
     def close(self) -> None:
-        """End the thread that runs the device."""
         self.worker.close()
 
 

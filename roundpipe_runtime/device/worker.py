@@ -1,8 +1,4 @@
-"""Run work in threads, one per device: results, errors, Ctrl-C, forks, and the shared random generator.
-
-Submitting work to a thread returns a future. After an error in a forward or backward, each other thread ends its work
-when it next waits for a result. The caller gets the error, with notes that state where it happened.
-"""
+"""Run work in threads, one per device: results, errors, Ctrl-C, forks, and the shared random generator."""
 
 from __future__ import annotations
 
@@ -38,11 +34,6 @@ class Worker:
 
     The thread ends at :meth:`close`, when the worker is garbage-collected, or at the end of the program, which waits
     for the thread.
-
-    >>> worker = Worker("example")
-    >>> worker.submit(pow, 2, 10).result()
-    1024
-    >>> worker.close()
     """
 
     def __init__(self, name: str) -> None:
@@ -87,13 +78,7 @@ _WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 class Mailbox:
-    """Passes results between the threads of one forward or backward, until one of the threads fails.
-
-    >>> mailbox = Mailbox()
-    >>> mailbox.put("x", 1)
-    >>> mailbox.take("x")
-    1
-    """
+    """Passes results between the threads of one forward or backward, until one of the threads fails."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -134,11 +119,8 @@ class Mailbox:
 
 
 def collect(mailbox: Mailbox, work: list[Future[None]]) -> None:
-    """Wait until all threads of a forward or backward have ended, then raise the error of the first that failed.
-
-    Ctrl-C during the wait stops each thread after its current layer. The caller gets ``KeyboardInterrupt`` when all
-    threads have stopped.
-    """
+    """Wait until all threads of a forward or backward have ended, then raise the error of the first that failed."""
+    # Ctrl-C during the wait stops each thread after its current layer
     try:
         wait_for_futures(work)
     except BaseException as interruption:  # KeyboardInterrupt, or an exception of the user's signal handler
@@ -159,13 +141,7 @@ def add_note_once(error: BaseException, note: str) -> None:
 
 
 class Outcome:
-    """A context manager that stores the error of the with block, so that other ranks are notified before it is raised.
-
-    >>> with Outcome() as outcome:
-    ...     1 / 0
-    >>> outcome.error
-    ZeroDivisionError('division by zero')
-    """
+    """A context manager that stores the error of its with block, to be raised after other ranks are notified."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -180,12 +156,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def on_error(act: Callable[[BaseException], object]) -> Iterator[None]:
-    """Call ``act`` with an error of the with block, for example to undo changes, before the error propagates.
-
-    >>> with contextlib.suppress(ZeroDivisionError), on_error(print):
-    ...     1 / 0
-    division by zero
-    """
+    """Call ``act`` with an error of the with block, for example to undo changes, before the error propagates."""
     try:
         yield
     except BaseException as error:  # BaseException: changes must also be undone after Ctrl-C
@@ -210,7 +181,6 @@ def free_after_fork(lock: L) -> L:
 
 
 def _start_again() -> None:
-    """Restart worker threads and release locks in a forked process, which does not inherit threads."""
     for worker in list(_WORKERS):
         if not worker.is_closed:
             worker._start()
@@ -225,20 +195,12 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 class Uninterrupted:
     """A context manager that defers ``KeyboardInterrupt`` to the end of the with block.
 
-    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread. Until the end
-    of the with block, ``Uninterrupted`` installs a SIGINT handler that does not raise ``KeyboardInterrupt``. In threads
-    other than the main thread, and if SIGINT has no Python handler, ``Uninterrupted`` has no effect.
-
-    In this example, the parameters get all gradients or none::
-
-        with Uninterrupted():
-            for parameter, gradient in gradients.items():
-                parameter.grad = gradient
+    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread. The block
+    replaces this handler, except in other threads, and if SIGINT has no Python handler.
     """
 
-    # stop: function that is called at once with the exception of the handler, to make the block end soon. If the block
-    # raises no error, its end raises the exception. Later signals are ignored. Without `stop`, the handler is called at
-    # the end of the block.
+    # stop: called at once with the exception of the handler, to make the block end soon, whose end raises the exception
+    # if the block raises no error. Later signals are ignored. Without `stop`, the handler is called at the end.
 
     __slots__ = ("_before", "_error", "_late", "_stop")
 
@@ -277,16 +239,9 @@ class Uninterrupted:
 
 
 def wait_for(future: Future[T]) -> T:
-    """Wait until a future is done and return its result; Ctrl-C ends only the wait.
-
-    Ctrl-C during ``Future.result`` can raise ``RuntimeError``, or leave the lock of the future locked
-    (https://github.com/python/cpython/issues/78667).
-
-    >>> future = Future()
-    >>> future.set_result(3)
-    >>> wait_for(future)
-    3
-    """
+    """Wait until a future is done and return its result; Ctrl-C ends only the wait."""
+    # Ctrl-C during `Future.result` can raise `RuntimeError`, or leave the lock of the future locked
+    # (https://github.com/python/cpython/issues/78667)
     news: queue.SimpleQueue[object] = queue.SimpleQueue()  # signal handlers can use a SimpleQueue
     with Uninterrupted(stop=news.put):
         future.add_done_callback(news.put)

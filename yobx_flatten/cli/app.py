@@ -22,24 +22,8 @@ from .folder_commands import adapter, chat, generate, verify
 from .inspect_commands import check, explain, list_classes
 
 _LIBRARIES = (
-    "yobx-flatten",
-    "torch",
-    "transformers",
-    "onnx",
-    "onnxscript",
-    "onnxruntime",
-    "onnxruntime-genai",
-    "openvino",
-    "executorch",
-    "torchao",
-    "optree",
-    "jax",
-    "diffusers",
-    "accelerate",
-    "peft",
-    "safetensors",
-    "typer",
-    "rich",
+    "yobx-flatten torch transformers onnx onnxscript onnxruntime onnxruntime-genai openvino executorch torchao optree "
+    "jax diffusers accelerate peft safetensors typer rich"
 )
 
 
@@ -49,7 +33,7 @@ def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fals
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    for name in _LIBRARIES:
+    for name in _LIBRARIES.split():
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -71,22 +55,20 @@ def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fals
     return 0
 
 
-def is_installed_copy() -> bool:
-    root = _root()
-    return not (root / "matrix" / "__main__.py").is_file() or not (root / "benchmarks").is_dir()
-
-
-def _root() -> pathlib.Path:
-    return pathlib.Path(__file__).resolve().parent.parent.parent
+def clone() -> pathlib.Path | None:
+    """Return the folder of the repository; ``None`` for an installed copy, which has no benchmarks and no matrix."""
+    root = pathlib.Path(__file__).resolve().parent.parent.parent
+    return root if (root / "matrix" / "__main__.py").is_file() and (root / "benchmarks").is_dir() else None
 
 
 def repository(what: str) -> pathlib.Path:
-    if is_installed_copy():
+    root = clone()
+    if root is None:
         raise UserError(
             f"{what} is part of the repository, not of the installed package: clone the repository, and run "
             "`pip install -e '.[all]'` and this command in the clone"
         )
-    return _root()
+    return root
 
 
 def matrix(arguments: typer.Context) -> int:
@@ -140,18 +122,12 @@ def _all_commands(
 def _app() -> typer.Typer:
     made = typer.Typer(name="yobx-flatten", no_args_is_help=True, pretty_exceptions_enable=False)
     made.callback()(_all_commands)
-    made.command("demo")(demo)
-    made.command("export")(export)
-    made.command("verify")(verify)
-    made.command("adapter")(adapter)
-    made.command("generate")(generate)
-    made.command("chat")(chat)
-    made.command("check")(check)
-    made.command("explain")(explain)
+    for command in (demo, export, verify, adapter, generate, chat, check, explain):
+        made.command(command.__name__)(command)
     made.command("list")(list_classes)
     made.command("env")(env)
-    # an installed copy has no benchmarks and no matrix: its help does not list these commands
-    hidden = is_installed_copy()
+    # the help of an installed copy does not list the commands that need a clone
+    hidden = clone() is None
     made.command("bench", hidden=hidden)(bench)
     made.command("matrix", hidden=hidden, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
         matrix
@@ -174,17 +150,13 @@ def reference(app: typer.Typer) -> str:
     for name, command in group.commands.items():
         if command.hidden:
             continue
-        rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
         lines += [f"### {name}", "", " ".join((command.help or "").split()), ""]
+        rows = []
+        for parameter in (one for one in command.params if one.name != "help"):
+            is_option, default = parameter.param_type_name == "option", parameter.default
+            title = ", ".join((*parameter.opts, *parameter.secondary_opts)) if is_option else parameter.metavar
+            is_shown = is_option and default not in (None, False, "") and not callable(default)
+            text = (parameter.help or "").replace("|", r"\|") + (f" Default: `{default}`." if is_shown else "")
+            rows.append(f"| `{title}` | {text} |")
         lines += ["| | |", "|---|---|", *rows, ""] if rows else []
     return "\n".join(lines)
-
-
-def _row(parameter: Any) -> str:
-    is_option = parameter.param_type_name == "option"
-    name = ", ".join((*parameter.opts, *parameter.secondary_opts)) if is_option else parameter.metavar
-    default = parameter.default
-    shown = (
-        f" Default: `{default}`." if is_option and default not in (None, False, "") and not callable(default) else ""
-    )
-    return f"| `{name}` | {(parameter.help or '').replace('|', chr(92) + '|')}{shown} |"

@@ -1,9 +1,4 @@
-"""``yobx-flatten demo``: export small models of real architectures, and print one line of results for each.
-
-The models have random weights, and compute the KV caches of the test inputs. Some test inputs have left padding. The
-number of cached tokens is below, at or above the size of the attention window. Each decoding step gets the KV cache of
-the previous step.
-"""
+"""``yobx-flatten demo``: export small models of real architectures, and print one line of results for each."""
 
 # Zen of Python --> bytes --> example, cases --+
 #                                              +--> export_onnx --> replay --> one row of the table
@@ -37,7 +32,6 @@ from ..terminal.running import UserError
 
 WINDOW = 8
 STEPS = 6
-
 
 # ByT5's vocabulary: three special tokens, then one per byte.
 _TOKENS = {"vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
@@ -102,7 +96,9 @@ def demo(
     check_writable(output, in_parent=False)
     is_new = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
-    text = _zen_of_python()
+    with contextlib.redirect_stdout(io.StringIO()):
+        import this  # prints the text
+    text = codecs.decode(this.s, "rot13").replace("\n\n", "\n")
     rows: list[_Row] = []
     try:
         with progress("building the first model") as show:
@@ -118,17 +114,48 @@ def demo(
             are = "is" if len(written) == 1 else "are"
             found = f"interrupted; {', '.join(written)} in {rows[0].path.parent} {are} complete"
         raise type(error)(found) from None
-    failed = any(row.failure is not None for row in rows)
     if json:
-        say_json([_as_dict(row) for row in rows])
+        runtimes = ("torch.export", "onnxruntime")
+        say_json(
+            [
+                {
+                    "model": row.model,
+                    "file": str(row.path),
+                    "layers": row.layers.replace("\n", ", "),
+                    "leaves": row.leaves,
+                    "export_seconds": row.report.export_seconds,
+                    "onnx_seconds": row.report.onnx_seconds,
+                    "bytes": row.report.onnx_bytes,
+                    "max_difference": {runtime: _largest(row.report, runtime) for runtime in runtimes},
+                    "ok": row.failure is None,
+                    "failure": row.failure,
+                }
+                for row in rows
+            ]
+        )
     else:
         _show(rows, text, output)
-    return int(failed)
+    return int(any(row.failure is not None for row in rows))
 
 
 def _show(rows: Sequence[_Row], text: str, output: pathlib.Path) -> None:
     say(f"Text: the Zen of Python (python -c 'import this'), {len(text.encode())} bytes, one token per byte.\n")
-    cells = [_cells(row) for row in rows]
+    cells = []
+    for row in rows:
+        report = row.report
+        cells.append(
+            {
+                "model": row.model,
+                "cache layers": row.layers,
+                "leaves": str(row.leaves),
+                "export s": f"{report.export_seconds:.1f}",
+                "ONNX s": f"{report.onnx_seconds or 0:.1f}",
+                "ONNX MB": f"{(report.onnx_bytes or 0) / 1e6:.2f}",
+                "cases": str(sum(case.runtime == "onnxruntime" for case in report.cases)),
+                "max diff. torch": _worst(report, "torch.export"),
+                "max diff. ONNX": _worst(report, "onnxruntime"),
+            }
+        )
     table(list(cells[0]), [list(row.values()) for row in cells])
     say(f"Files: {', '.join(row.path.name for row in rows)} in {output}")
     say(f"{_LEGEND}, of {len(CASES) + 1} cases each: {', '.join(('the example', *CASES))}")
@@ -146,27 +173,14 @@ def _show(rows: Sequence[_Row], text: str, output: pathlib.Path) -> None:
     say("Read:  docs/ in the repository; `make docs` builds the site")
 
 
-def _as_dict(row: _Row) -> dict[str, Any]:
-    runtimes = ("torch.export", "onnxruntime")
-    return {
-        "model": row.model,
-        "file": str(row.path),
-        "layers": row.layers.replace("\n", ", "),
-        "leaves": row.leaves,
-        "export_seconds": row.report.export_seconds,
-        "onnx_seconds": row.report.onnx_seconds,
-        "bytes": row.report.onnx_bytes,
-        "max_difference": {runtime: _largest(row.report, runtime) for runtime in runtimes},
-        "ok": row.failure is None,
-        "failure": row.failure,
-    }
-
-
-# -- one model -------------------------------------------------------------------------------------------------------
-
-
 def _export(name: str, text: str, output: pathlib.Path) -> _Row:
-    model = _build(name)
+    import transformers
+
+    config_class, model_class, options = MODELS[name]
+    config = getattr(transformers, config_class)(**options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, model_class)(config).eval()
     kwargs = _inputs(model, EXAMPLE, text)
     cases = [Case(title, (), _inputs(model, sizes, text), STEPS) for title, sizes in CASES.items()]
     path, failure = output / f"{name}.onnx", None
@@ -178,16 +192,6 @@ def _export(name: str, text: str, output: pathlib.Path) -> _Row:
         report, failure = error.report, str(error)
     leaves = sum(leaf.startswith(CACHE) for leaf in report.input_names)
     return _Row(name, _layers(cache_of(kwargs)), leaves, path, report, failure)
-
-
-def _build(name: str) -> Any:
-    import transformers
-
-    config_class, model_class, options = MODELS[name]
-    config = getattr(transformers, config_class)(**options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return getattr(transformers, model_class)(config).eval()
 
 
 def _inputs(model: Any, sizes: DecodeSizes, text: str) -> dict[str, Any]:
@@ -209,13 +213,6 @@ def _tokens(text: str, rows: int, length: int) -> torch.Tensor:
     return torch.tensor([tokenizer(some, add_special_tokens=False)["input_ids"][:length] for some in beginnings])
 
 
-def _zen_of_python() -> str:
-    with contextlib.redirect_stdout(io.StringIO()):
-        import this
-
-    return codecs.decode(this.s, "rot13").replace("\n\n", "\n")
-
-
 def _layers(cache: Any) -> str:
     """Count the layers of a KV cache by type: ``2x W8 + 2x D`` is two layers with a window of 8 and two without."""
     if hasattr(cache, "cross_attention_cache"):
@@ -224,28 +221,10 @@ def _layers(cache: Any) -> str:
     return " + ".join(f"{count}x {code}" for code, count in codes.items())
 
 
-# -- terminal output -----------------------------------------------------------------------------------------------
-
-
 _LEGEND = (
     f"Cache layers: D keeps all tokens, W{WINDOW} the last {WINDOW} tokens, cross the encoder's tokens; 2x: two such "
     "layers.\nDifferences are the largest of all outputs"
 )
-
-
-def _cells(row: _Row) -> dict[str, str]:
-    report = row.report
-    return {
-        "model": row.model,
-        "cache layers": row.layers,
-        "leaves": str(row.leaves),
-        "export s": f"{report.export_seconds:.1f}",
-        "ONNX s": f"{report.onnx_seconds or 0:.1f}",
-        "ONNX MB": f"{(report.onnx_bytes or 0) / 1e6:.2f}",
-        "cases": str(sum(case.runtime == "onnxruntime" for case in report.cases)),
-        "max diff. torch": _worst(report, "torch.export"),
-        "max diff. ONNX": _worst(report, "onnxruntime"),
-    }
 
 
 def _worst(report: ExportReport, runtime: str) -> str:

@@ -56,7 +56,15 @@ def export(
     model's outputs, and 40 generated tokens with model.generate (8 tokens for 1 GB of weights or more; --proof changes
     this). DIR is created only if all checks pass. Exit status: 0 all checks passed; 1 a file differs from the model.
     """
-    quantization = _quantization(quantize, perplexity_ratio, activations)
+    quantization = None
+    if quantize is not None:
+        quantization = Quantization(quantize, perplexity_ratio=perplexity_ratio, activations=activations)
+    elif perplexity_ratio is not None:
+        raise UserError("--perplexity-ratio is for quantised weights. Add --quantize int8 or --quantize int4.")
+    elif activations != "auto":
+        raise UserError(
+            "--activations is for quantised weights. Add --quantize keep, --quantize int8 or --quantize int4."
+        )
     adapters = named_folders(adapter) if adapter else {} if room_for_adapters else None
     if adapter and room_for_adapters:
         raise UserError("--adapter and --room-for-adapters cannot be combined: pass one of the two options.")
@@ -85,30 +93,15 @@ def export(
             word_times=word_times,
             adapters=adapters,
         )
-    say_json(_as_dict(done, found)) if json else _show(done, found, output)
-    return 0
-
-
-def _quantization(
-    quantize: Quantize, perplexity_ratio: PerplexityRatio, activations: Activations
-) -> Quantization | None:
-    if quantize is not None:
-        return Quantization(quantize, perplexity_ratio=perplexity_ratio, activations=activations)
-    if perplexity_ratio is not None:
-        raise UserError("--perplexity-ratio is for quantised weights. Add --quantize int8 or --quantize int4.")
-    if activations != "auto":
-        raise UserError(
-            "--activations is for quantised weights. Add --quantize keep, --quantize int8 or --quantize int4."
-        )
-    return None
-
-
-def _show(done: ExportedFolder, found: FoundModel, output: pathlib.Path) -> None:
+    if json:
+        say_json(_as_dict(done, found))
+        return 0
     if not found.has_weights:
         say(f"{found}\n")
     say(f"{done}\nCPU time: {time.process_time():.0f} s")
     following = f'\n       yobx-flatten generate {output} --prompt "..."' if done.task in _WRITES else ""
     say(f"\nNext:  yobx-flatten verify {output}{following}")
+    return 0
 
 
 def _as_dict(done: ExportedFolder, found: FoundModel) -> dict[str, object]:

@@ -80,7 +80,16 @@ def verify(
     if model is not None:
         if device is not None or explain is not None:
             raise UserError("--device and --explain are for exported folders, and do not work with --model.")
-        return _verify_file(folder, model, names or [], trust=trust, json=json)
+        strange = next((pair for pair in names or [] if "=" not in pair), None)
+        if strange is not None:
+            raise UserError(
+                f"--map takes NAME_IN_THE_FILE=NAME_IN_THE_MODEL, as in --map ids=input_ids, found {strange}"
+            )
+        renamed = dict(pair.split("=", 1) for pair in names or [])
+        with progress(f"reading {folder}") as show:
+            found = verify_file(folder, model, names=renamed, trust=trust, on_file=show)
+        say_json(found.as_dict()) if json else say(str(found))
+        return {True: 0, False: CHECK_FAILED, None: REFUSED}[found.ok]
     if names or (folder.exists() and not (folder / MANIFEST).exists()):
         why = "--map works only with --model" if names else f"{folder}: yobx-flatten export did not write it"
         raise UserError(f"{why}. Name the model:\n    yobx-flatten verify {folder} --model MODEL")
@@ -101,17 +110,6 @@ def verify(
         if explained is not None:
             say(f"\n{explained}")
     return 0 if report.ok and (explained is None or explained.ok) else CHECK_FAILED
-
-
-def _verify_file(path: pathlib.Path, model: str, pairs: list[str], *, trust: bool, json: bool) -> int:
-    strange = next((pair for pair in pairs if "=" not in pair), None)
-    if strange is not None:
-        raise UserError(f"--map takes NAME_IN_THE_FILE=NAME_IN_THE_MODEL, as in --map ids=input_ids, found {strange}")
-    names = dict(pair.split("=", 1) for pair in pairs)
-    with progress(f"reading {path}") as show:
-        found = verify_file(path, model, names=names, trust=trust, on_file=show)
-    say_json(found.as_dict()) if json else say(str(found))
-    return {True: 0, False: CHECK_FAILED, None: REFUSED}[found.ok]
 
 
 def adapter(

@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -37,11 +37,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def is_object_name(text: str) -> bool:
-    """Return whether a text has the form ``module:name``.
-
-    >>> is_object_name("my_inputs:make"), is_object_name("C:/models"), is_object_name("llama")
-    (True, False, False)
-    """
+    """Return whether a text has the form ``module:name``, unlike ``C:/models``."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -103,32 +99,24 @@ def check(
         own = call_of(object_of(target))
         if own is None:
             raise UserError(f"{target} must return (module, kwargs) or (module, args, kwargs)")
-        calls = [_Call(target, *own)]
+        calls: dict[str, tuple[Any, tuple[Any, ...], Mapping[str, Any], Any]] = {target: (*own, "auto")}
     else:
         model = find_model(target)
         if not model.has_weights:
             sys.stderr.write(printable(f"{model}\n"))
         _, pieces = pieces_for(model.load(), "auto")
         # the axes that may vary are those that export_folder declares
-        calls = [_Call(piece.stem, piece.module, (), piece.kwargs, piece.dynamic_shapes) for piece in pieces]
+        calls = {piece.stem: (piece.module, (), piece.kwargs, piece.dynamic_shapes) for piece in pieces}
     found: dict[str, Findings] = {}
-    for call in calls:
+    for name, call in calls.items():
         with register_flattening_functions(patch_transformers="transformers" in sys.modules):
-            found[call.name] = check_inputs(call.module, call.args, call.kwargs, call.dynamic_shapes)
+            found[name] = check_inputs(*call)
     if json:
         say_json({name: [_as_dict(finding) for finding in findings] for name, findings in found.items()})
     else:
         for name, findings in found.items():
             say(f"{name}: {findings}")
     return CHECK_FAILED if any(findings.errors for findings in found.values()) else 0
-
-
-class _Call(NamedTuple):
-    name: str
-    module: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    dynamic_shapes: Any = "auto"
 
 
 def _as_dict(finding: Any) -> dict[str, Any]:
@@ -157,7 +145,13 @@ def explain(
     """
     path = pathlib.Path(target)
     if path.exists():
-        drawn = _folder(path, trust=trust) if is_folder(path) else [_file(path, trust=trust)]
+        files = sorted([*path.glob("*.onnx"), *path.glob("*.pt2")]) if is_folder(path) else [path]
+        if is_folder(path) and call_files(path):
+            drawn = [(str(path), str(RecordedCalls.load(path)))]
+        elif not files:
+            raise UserError(f"{path} contains no .onnx or .pt2 file and no recorded calls")
+        else:
+            drawn = [_file(file, trust=trust) for file in files]
     elif is_object_name(target):
         found = object_of(target)
         call = call_of(found)
@@ -175,15 +169,6 @@ def explain(
     for number, (name, text) in enumerate(drawn):
         say(("\n" if number else "") + (f"{name}\n{text}" if len(drawn) > 1 else text))
     return 0
-
-
-def _folder(path: pathlib.Path, *, trust: bool) -> list[tuple[str, str]]:
-    if call_files(path):
-        return [(str(path), str(RecordedCalls.load(path)))]
-    files = sorted([*path.glob("*.onnx"), *path.glob("*.pt2")])
-    if not files:
-        raise UserError(f"{path} contains no .onnx or .pt2 file and no recorded calls")
-    return [_file(file, trust=trust) for file in files]
 
 
 def _file(path: pathlib.Path, *, trust: bool) -> tuple[str, str]:

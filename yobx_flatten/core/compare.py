@@ -58,13 +58,7 @@ class Comparison(NamedTuple):
 
 
 def compare(expected: object, found: object, kind: Kind) -> Comparison:
-    """Compare two values (tensors, arrays, numbers or text) with the measure and the tolerance of ``kind``.
-
-    >>> bool(compare(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.00001]), "file"))
-    True
-    >>> compare(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), "layers").difference
-    0.1
-    """
+    """Compare two values (tensors, arrays, numbers or text) with the measure and the tolerance of ``kind``."""
     allowed = tolerance(kind, *([expected.dtype] if isinstance(expected, torch.Tensor) else []))
     if kind == "file" or not (isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor)):
         try:
@@ -83,11 +77,7 @@ def compare(expected: object, found: object, kind: Kind) -> Comparison:
 
 
 def tolerance(kind: Kind, *types: torch.dtype | str) -> float:
-    """Return the tolerance of a comparison of the given ``kind``, for the least precise of the given dtypes.
-
-    >>> tolerance("file", "float32", "float16"), tolerance("file"), tolerance("layers", torch.bfloat16)
-    (0.06, 0.0001, 0.03125)
-    """
+    """Return the tolerance of a comparison of the given ``kind``, for the least precise of the given dtypes."""
     given = (getattr(torch, one, None) if isinstance(one, str) else one for one in types)
     floats = [one for one in given if isinstance(one, torch.dtype) and one.is_floating_point]
     if kind in _ABSOLUTE:
@@ -108,15 +98,8 @@ def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def largest_difference(expected: object, found: object) -> float:
-    """Return the largest absolute difference of two values: tensors, arrays, numbers, text or ``None``.
-
-    >>> largest_difference(torch.tensor([1, 2**60]), torch.tensor([1, 2**60 + 1]))
-    1.0
-    >>> largest_difference(torch.tensor([1 + 2j]), torch.tensor([1 + 0j]))
-    2.0
-    """
+    """Return the largest absolute difference of two leaves, of real and imaginary parts; infinite for one NaN."""
     # expected: a leaf; a Python number may be compared with a 0-d tensor of any dtype
-    # returns: the largest absolute difference of real and imaginary parts; infinite if only one value is NaN
     if is_text(expected) or is_text(found):
         text, other_text = (getattr(value, "tolist", lambda value=value: value)() for value in (expected, found))
         if text != other_text:
@@ -154,12 +137,8 @@ def shares_of_nan(expected: object, names: Sequence[str]) -> dict[str, float]:
 
 
 def share_of_nan(expected: object) -> float | None:
-    """Return the share of NaN elements in a value; comparisons do not detect NaN, which counts as equal to NaN.
-
-    >>> share_of_nan(torch.tensor([1.0, math.nan])), share_of_nan(torch.tensor([math.nan, math.inf])), share_of_nan(3)
-    (0.5, 1.0, 0.0)
-    """
-    # returns: 1.0 if no element is finite; `None` for text and for a leaf without elements
+    """Return the share of NaN elements, 1.0 if no element is finite; ``None`` for text and leaves without elements."""
+    # comparisons do not detect NaN, which counts as equal to NaN
     if is_text(expected) or not _is_data(expected):
         return None
     if isinstance(expected, int):  # of any size

@@ -1,9 +1,7 @@
 """List the contents of an object without running code of its class, and copy values that can be written in place.
 
-Attributes are read from the ``__dict__`` and the slots of an instance, and items with the methods of the built-in
-container. ``getattr``, ``isinstance``, ``len`` and ``iter`` are not used, since they can run code of the class.
-
-The contents of classes, Python modules, functions, methods, weak references, generators and frames are not listed.
+``getattr``, ``isinstance``, ``len`` and ``iter`` are not used, since they can run code of the class. The contents of
+classes, Python modules, functions, methods, weak references, generators and frames are not listed.
 """
 
 # class Layer(Base):                  state.layers          a list            list.__iter__
@@ -15,6 +13,7 @@ The contents of classes, Python modules, functions, methods, weak references, ge
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import functools
 import random
@@ -36,53 +35,30 @@ NUMBERS = (bool, int, float, complex, str, bytes, bytearray, type(None), type(..
 _mro: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
 _namespace: Callable[[type], Any] = type.__dict__["__dict__"].__get__
 
-_CLOSED = (
-    *NUMBERS,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.MethodWrapperType,
-    types.WrapperDescriptorType,
-    types.MethodDescriptorType,
-    types.CodeType,
-    types.FrameType,
-    types.TracebackType,
-    types.GeneratorType,
-    types.CoroutineType,
-    types.AsyncGeneratorType,
-    types.CellType,
-    property,
-    classmethod,
-    staticmethod,
-    weakref.ref,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
+_OF_PYTHON = (
+    "Module Function BuiltinFunction Method MethodWrapper WrapperDescriptor MethodDescriptor Code Frame Traceback "
+    "Generator Coroutine AsyncGenerator Cell"
 )
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CLOSED = (*NUMBERS, type, property, classmethod, staticmethod, weakref.ref, *_OF_TORCH)
+_CLOSED += tuple(getattr(types, f"{name}Type") for name in _OF_PYTHON.split())
 
 _Items = Callable[[Any], Iterable[tuple[str, Any]]]
 
 
-def _by_position(cls: Any) -> _Items:
+def _numbered(cls: Any, path: str = "[{}]") -> _Items:
     iterate = cls.__iter__
-    return lambda obj: ((f"[{index}]", item) for index, item in enumerate(iterate(obj)))
-
-
-def _of_a_set(cls: Any) -> _Items:
-    iterate = cls.__iter__  # an item of a set has no path in Python; a number identifies it
-    return lambda obj: ((f"{{{index}}}", item) for index, item in enumerate(iterate(obj)))
+    return lambda obj: ((path.format(index), item) for index, item in enumerate(iterate(obj)))
 
 
 _ITEMS: dict[type, _Items] = {
     dict: lambda obj: ((f"[{format_key(key)}]", value) for key, value in dict.items(obj)),
-    list: _by_position(list),
-    tuple: _by_position(tuple),
-    collections.deque: _by_position(collections.deque),
-    set: _of_a_set(set),
-    frozenset: _of_a_set(frozenset),
+    list: _numbered(list),
+    tuple: _numbered(tuple),
+    collections.deque: _numbered(collections.deque),
+    # an item of a set has no path in Python; a number identifies it
+    set: _numbered(set, "{{{}}}"),
+    frozenset: _numbered(frozenset, "{{{}}}"),
 }
 
 
@@ -98,10 +74,8 @@ class Layout(NamedTuple):
     def names(self, obj: object) -> list[tuple[str, Any]]:
         found: list[tuple[str, Any]] = []
         for name, read in self.slots:
-            try:
+            with contextlib.suppress(AttributeError):  # a slot that was never set
                 found.append((name, read(obj)))
-            except AttributeError:  # a slot that was never set
-                continue
         if self.attributes is not None:
             found += dict.items(self.attributes(obj))
         return found
@@ -179,12 +153,7 @@ def _loaded(module: str, name: str) -> Any:
 
 
 def format_key(key: object) -> str:
-    """Return a dict key as text; an object that is not of a built-in type is shown as the name of its class.
-
-    >>> from collections import OrderedDict
-    >>> format_key("a"), format_key((1, "b")), format_key(OrderedDict())
-    ("'a'", "(1, 'b')", '<OrderedDict>')
-    """
+    """Return a dict key as text; an object that is not of a built-in type is shown as the name of its class."""
     if any(type(key) is kind for kind in NUMBERS):
         return repr(key)
     if type(key) is tuple:
@@ -193,8 +162,6 @@ def format_key(key: object) -> str:
     cls: Any = key if issubclass(type(key), type) else type(key)  # not isinstance, which may run code of the key
     return f"<{QUALNAME_OF(cls)}>"
 
-
-# -- values that can be written in place -----------------------------------------------------------------------------
 
 # Returns a fingerprint of an object that changes with each write: the values, or a tensor's version and memory.
 Reader: TypeAlias = Callable[[Any], object]
@@ -225,10 +192,10 @@ def mark_of_tensor(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _place(tensor: torch.Tensor) -> object:
-    def read() -> object:
-        return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride()
-
-    return result_or(read, lambda error: None)  # a fake tensor has no memory
+    return result_or(
+        lambda: (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride()),
+        lambda error: None,  # a fake tensor has no memory
+    )
 
 
 def mark_with_bits(tensor: torch.Tensor) -> object:

@@ -1,18 +1,13 @@
-"""Find the side effects of a call, and undo them.
+"""Find the side effects of a call, such as a tensor written in place or a longer list, and undo them.
 
-A call can write a tensor in place, extend a list, set an attribute or rebind a variable of a closure.
-:class:`Snapshot` records the objects before the call, without copies::
+A :class:`Snapshot` records the objects that a call can reach before the call, without copies::
 
     before = Snapshot.of(args=args, module=module, loss_fn=loss_fn)
     result = module(*args)
     before.changes()      {"args[0]": "written", "module.seen": "grown", "loss_fn.count": "replaced"}
 
-:func:`undisturbed` copies the values that a call can write, and restores the values after the call.
-
-A snapshot contains all objects that a call can reach, in breadth-first order. A call reaches the items of containers,
-the attributes of objects, and the closure variables and defaults of functions. A call also reaches classes and globals
-of code outside of installed libraries. Snapshots omit the state of optimizers, since it is twice as large as the model,
-and another thread may write it. A snapshot runs no code of a user, and names each object by the first path found.
+A call reaches items, attributes, closure variables, defaults, and classes and globals of code outside of installed
+libraries. Snapshots omit the state of optimizers, which is twice as large as the model. No code of a user runs.
 """
 
 from __future__ import annotations
@@ -49,7 +44,7 @@ Effect: TypeAlias = Literal["written", "replaced", "grown", "set", "removed"]
 
 _MANY_ITEMS = 10_000  # the items of a larger container, such as the rows of a data set, are not entered
 
-_PLAIN = (*NUMBERS, torch.dtype, torch.device, torch.layout)
+_PLAIN_TYPES = frozenset((*NUMBERS, torch.dtype, torch.device, torch.layout))
 
 
 class Effects(dict[str, Effect]):
@@ -135,8 +130,16 @@ def undisturbed(
     before.keep_values(parameters)
     shared.keep_values(())
     undoing, undoing_shared = Undoing(before.restore), Undoing(shared.restore)
-    with undoing_shared, undoing_shared, undoing, undoing, _torch_generators_restored(seed):
-        yield before
+    with undoing_shared, undoing_shared, undoing, undoing:
+        devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices):
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)
+                if devices:
+                    torch.cuda.manual_seed_all(seed)
+                for generator in shared_generators().values():
+                    generator.seed(seed)
+            yield before
 
 
 def shared_generators() -> dict[str, Any]:
@@ -144,9 +147,6 @@ def shared_generators() -> dict[str, Any]:
     numpy = sys.modules.get("numpy.random")
     shared: dict[str, Any] = {"random": random.getstate} | ({} if numpy is None else {"numpy.random": numpy.get_state})
     return {name: read.__self__ for name, read in shared.items()}
-
-
-# -- the walk --------------------------------------------------------------------------------------------------------
 
 
 class _Walk:
@@ -181,23 +181,24 @@ class _Walk:
         elif kind is types.MethodType:
             self._waiting += [(path, obj.__func__), (path, obj.__self__)]
         elif issubclass(kind, type):
-            self._visit_class(obj)
-        elif (content := self._content(path, obj)) is not None:
-            self.contents.append(content)
+            if _is_own_code(obj.__module__):
+                self._hold(obj.__qualname__, obj, _CLASS)
+                functions = [getattr(one, "__func__", one) for one in vars(obj).values()]
+                kinds = types.FunctionType, REMEMBERING
+                self._waiting += [(f.__qualname__, f) for f in functions if type(f) in kinds]
+        else:
+            if kind not in self._readers:
+                self._readers[kind] = reader_of(kind)
+            reader = self._readers[kind]
+            if reader is None:
+                self._visit_object(path, obj, self._layouts(kind))
+                return
+            # batch norm writes its statistics without a new version
+            if reader is mark_of_tensor and (id(obj) in self._buffers or obj.is_inference()):
+                reader = mark_with_bits
+            self.contents.append(content := _Content(path, obj, reader))
             self._waiting += [(f"{path}.grad", content.grad)]
             self._waiting += [(path, obj.__wrapped__)] if kind is REMEMBERING else []
-        else:
-            self._visit_object(path, obj, self._layouts(kind))
-
-    def _content(self, path: str, obj: Any) -> _Content | None:
-        kind = type(obj)
-        if kind not in self._readers:
-            self._readers[kind] = reader_of(kind)
-        reader = self._readers[kind]
-        # batch norm writes its statistics without a new version
-        if reader is mark_of_tensor and (id(obj) in self._buffers or obj.is_inference()):
-            reader = mark_with_bits
-        return None if reader is None else _Content(path, obj, reader)
 
     def _visit_object(self, path: str, obj: Any, layout: Layout) -> None:
         kind = type(obj)
@@ -235,13 +236,6 @@ class _Walk:
         if _is_own_code(function.__module__):
             names = [name for name in _global_names(code) if name in function.__globals__]
             self._hold("", function.__globals__, _Globals(tuple(names)))
-
-    def _visit_class(self, cls: type) -> None:
-        if _is_own_code(cls.__module__):
-            self._hold(cls.__qualname__, cls, _CLASS)
-            functions = [getattr(one, "__func__", one) for one in vars(cls).values()]
-            kinds = types.FunctionType, REMEMBERING
-            self._waiting += [(f.__qualname__, f) for f in functions if type(f) in kinds]
 
     def _hold(self, path: str, owner: Any, way: _Way) -> None:
         before = way.read(owner)
@@ -296,9 +290,6 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*code.co_names, *itertools.chain.from_iterable(inner)]))
 
 
-# -- holders of objects ------------------------------------------------------------------------------------------------
-
-
 class _Way:
     """Reads, restores and names the items or attributes of objects of one type; the base class handles dicts."""
 
@@ -314,8 +305,6 @@ class _Way:
 
 
 class _Ordered(_Way):
-    """Reads and restores an ``OrderedDict``, which stores its order separately from its items."""
-
     def read(self, owner: Any) -> dict[Any, Any]:
         return dict(collections.OrderedDict.items(owner)) if owner else {}
 
@@ -343,8 +332,6 @@ class _OwnAttributes(_Attributes):
 
 
 class _Children(_Attributes):
-    """Reads and restores the parameters, buffers or submodules of a module; numeric names are written as indices."""
-
     def spell(self, key: Any) -> str:
         return f"[{key}]" if isinstance(key, str) and key.isdigit() else super().spell(key)
 
@@ -421,8 +408,7 @@ class _Globals(_Way):
         return {name: value for name, value in found.items() if not isinstance(value, types.ModuleType)}
 
     def write(self, owner: Any, before: Mapping[Any, Any]) -> None:
-        for name, value in before.items():
-            owner[name] = value
+        owner.update(before)
 
     def spell(self, key: Any) -> str:
         return str(key)
@@ -445,16 +431,15 @@ class _ClassAttributes(_Attributes):
 
 _OF_TORCH = frozenset(vars(torch.nn.Module()))
 _OWN_ATTRIBUTES, _ATTRIBUTES, _CHILDREN = _OwnAttributes(), _Attributes(), _Children()
-_CELL, _CLASS = _Cell(), _ClassAttributes()
+_CLASS = _ClassAttributes()
 _BUILT_IN: dict[type, _Way] = {
     collections.OrderedDict: _Ordered(),  # before the class that it is derived from
     dict: _Way(),
     list: _Sequence(),
     collections.deque: _Sequence(),
     set: _Set(),
-    types.CellType: _CELL,
+    types.CellType: _Cell(),
 }
-_PLAIN_TYPES = frozenset(_PLAIN)
 
 
 def _is_data(value: object) -> bool:
@@ -479,22 +464,20 @@ class _Holder(NamedTuple):
             common = all(map(_is_same, before.values(), after.values()))
             effect: Effect = "removed" if len(after) < len(before) else "grown" if common else "replaced"
             found.note(self.path, effect, None, self.owner)
-        elif isinstance(self.way, _Set):
+            return
+        if isinstance(self.way, _Set):
             found.note(self.path, "grown" if before.keys() <= after.keys() else "removed", None, self.owner)
-        else:
-            for key in {**before, **after}:
-                self._compare_entry(key, after, found)
-
-    def _compare_entry(self, key: Any, after: Mapping[Any, Any], found: Effects) -> None:
-        path = self.path + self.way.spell(key)
-        if key not in after:
-            found.note(path, "removed", self.before[key], None)
-        elif key not in self.before:
-            found.note(path, "set", None, after[key])
-        elif not _is_same(self.before[key], after[key]):
-            one, other = self.before[key], after[key]
-            effect: Effect = "set" if one is None else "grown" if _is_longer(one, other) else "replaced"
-            found.note(path, effect, one, other)
+            return
+        for key in {**before, **after}:
+            path = self.path + self.way.spell(key)
+            one, other = before.get(key), after.get(key)
+            if key not in after:
+                found.note(path, "removed", one, None)
+            elif key not in before:
+                found.note(path, "set", None, other)
+            elif not _is_same(one, other):
+                effect = "set" if one is None else "grown" if _is_longer(one, other) else "replaced"
+                found.note(path, effect, one, other)
 
     def restore(self) -> None:
         after = self.way.read(self.owner)
@@ -529,9 +512,6 @@ def _is_longer(one: object, other: object) -> bool:
     return len(differ) == 1 and differ[0][1] > differ[0][0]
 
 
-# -- objects with values ---------------------------------------------------------------------------------------------
-
-
 class _Content:
     """A tensor, an array or a random generator, whose values a call can write in place."""
 
@@ -559,16 +539,3 @@ class _Content:
     def restore(self) -> None:
         if self._restore is not None:
             self._restore()
-
-
-@contextlib.contextmanager
-def _torch_generators_restored(seed: int | None) -> Iterator[None]:
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices=devices):
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
-            if devices:
-                torch.cuda.manual_seed_all(seed)
-            for generator in shared_generators().values():
-                generator.seed(seed)
-        yield

@@ -17,17 +17,7 @@ class DeferredSignals:
     """Context manager that runs the handlers of received signals only at the end of its ``with`` block.
 
     Python can run a signal handler between any two lines of the main thread, and the handler can raise an exception, as
-    for Ctrl-C. In the ``with`` block, each Python handler is replaced by a handler that only records the signal.
-
-    An exception of a deferred handler is raised after the last line of the block, and the caller can undo its work::
-
-        try:
-            with DeferredSignals():
-                begin()
-        except BaseException:
-            with DeferredSignals():
-                undo()
-            raise
+    for Ctrl-C. An exception of a deferred handler is raised after the last line of the block.
     """
 
     __slots__ = ("_before", "_late")
@@ -77,11 +67,8 @@ class DeferredSignals:
 class Undoing:
     """Context manager that calls an undo function on exit; signal handlers are deferred until the function returns.
 
-    Enter the context manager twice: if Ctrl-C arrives before the first line of the inner exit, the outer exit calls the
-    undo function::
-
-        with (undoing := Undoing(restore)), undoing:  # the same object is entered twice
-            change()
+    Enter the same object twice: if Ctrl-C arrives before the first line of the inner exit, the outer exit calls the
+    undo function.
     """
 
     __slots__ = ("_is_undone", "_undo")

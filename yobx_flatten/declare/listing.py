@@ -58,7 +58,14 @@ def flattening_list() -> list[FlatteningRow]:
     """
     if not is_installed("transformers"):
         return []
-    return [*_layers(), *_nodes()]
+    from ..huggingface.recipes import transformers_recipes
+
+    layers = [*_layers()]
+    # classes are found in imported modules only; these modules contain the documented classes
+    for name in ("modeling_outputs", "tokenization_utils_base", "feature_extraction_utils"):
+        importlib.import_module(f"transformers.{name}")
+    nodes = [_node(cls, recipe) for cls, recipe in transformers_recipes().items()]
+    return layers + sorted(nodes, key=lambda row: ("cache", "output", "container").index(row.kind))
 
 
 # Classes that are newer than 4.56, the oldest tested version. A renamed class has the version of its first name
@@ -76,8 +83,6 @@ def _since(cls: type) -> str:
         return "5.17"
     return next((version for version, names in _SINCE.items() if name in names), "4.56")
 
-
-# -- layers ----------------------------------------------------------------------------------------------------------
 
 # by letter: leaves, counters, static data
 _LAYERS: dict[str, tuple[str, str, str]] = {
@@ -120,24 +125,11 @@ def _layers() -> Iterator[FlatteningRow]:
         yield FlatteningRow("layer", describe_class(cls), cls.__name__.replace("_", ""), *_BY_ATTRIBUTES, "-", "", "")
 
 
-# -- nodes -----------------------------------------------------------------------------------------------------------
-
 _CACHES: dict[str, tuple[str, str, str]] = {
     "EncoderDecoderCache": ("its two caches", "in its two caches", "is_updated, where the layers do not show it"),
     "KVSharingDict": ("the tensors of its tuples", "none", "its keys"),
 }
 _LAYERED = ("those of its layers; its own tensors", "in its layers", "its layers' codes; every other attribute")
-
-
-def _nodes() -> Iterator[FlatteningRow]:
-    from ..huggingface.recipes import transformers_recipes
-
-    # classes are found in imported modules only; these modules contain the documented classes
-    for name in ("modeling_outputs", "tokenization_utils_base", "feature_extraction_utils"):
-        importlib.import_module(f"transformers.{name}")
-    rows = [_node(cls, recipe) for cls, recipe in transformers_recipes().items()]
-    for kind in ("cache", "output", "container"):
-        yield from (row for row in rows if row.kind == kind)
 
 
 def _node(cls: type, recipe: Recipe | None) -> FlatteningRow:

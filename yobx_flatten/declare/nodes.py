@@ -1,14 +1,11 @@
 """Register a class as a pytree node with decorators in the style of JAX, or copy a registration between libraries.
 
-The decorators register a class with torch (Python pytree, C++ pytree and ``torch.fx``), optree and JAX. A class is
-registered with optree or JAX only when the program imports that library, since this package imports neither.
-
-The static part of a flattened object is called *aux* in JAX and *context* in torch. JAX calls the unflatten function as
-``unflatten(aux, children)``, with the static part first.
+The static part of a flattened object is called *aux* in JAX and *context* in torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -34,11 +31,7 @@ _Functions = tuple[contract.Flatten, contract.FlattenWithKeys | None, contract.U
 
 
 def register(
-    cls: type,
-    *,
-    children: Iterable[str] | None = None,
-    static: Iterable[str] = (),
-    backends: Backends = "all",
+    cls: type, *, children: Iterable[str] | None = None, static: Iterable[str] = (), backends: Backends = "all"
 ) -> bool:
     """Register a class as a pytree node that is flattened by its fields, by its methods, or by the given attributes.
 
@@ -56,8 +49,7 @@ def register(
     Raises:
         InvalidRegistrationError: when the class is not supported, a name is invalid, or ``children`` is missing.
         AlreadyRegisteredError: when this package has already registered the class with different functions.
-        InvalidArgumentError: when ``backends`` names an unknown library.
-        MissingDependencyError: when ``backends`` names a library that is not installed.
+        InvalidArgumentError, MissingDependencyError: when ``backends`` names an unknown or a missing library.
 
     >>> import dataclasses, torch, yobx_flatten
     >>> @dataclasses.dataclass
@@ -107,8 +99,7 @@ def register_pytree_node(
         InvalidRegistrationError: when ``cls`` is not a class, is a named tuple or an enum, or when a function does not
             accept its arguments.
         AlreadyRegisteredError: when this package has already registered the class with different functions.
-        InvalidArgumentError: when ``backends`` names an unknown library.
-        MissingDependencyError: when ``backends`` names a library that is not installed.
+        InvalidArgumentError, MissingDependencyError: when ``backends`` names an unknown or a missing library.
 
     >>> import torch, yobx_flatten
     >>> class Dense:
@@ -337,7 +328,15 @@ def _register_functions(
         if function is not None or (argument == "flatten") is (caller == "register_pytree_node"):
             contract.require_callable(cls, argument, function, 1, caller=caller)
     contract.require_callable(cls, "unflatten", unflatten, 2, caller=caller, needed="(static, children)")
-    _check_argument_order(cls, unflatten, caller)
+    first = ""
+    with contextlib.suppress(TypeError, ValueError):  # builtins have no signature
+        first = next(iter(inspect.signature(unflatten).parameters), "")
+    if first in ("children", "values", "leaves"):  # the argument order of torch
+        raise InvalidRegistrationError(
+            f"{caller}({cls.__qualname__}): unflatten is called as f(static, children), the order of JAX, but its "
+            f"first parameter is {first!r}. Define unflatten(static, children), or register torch's order, (children, "
+            f"static):\n    register_class_flattening({cls.__qualname__}, flatten, unflatten, flatten_with_keys)"
+        )
     return _claim(cls, functions_of_jax, (flatten, unflatten, flatten_with_keys), caller, backends)
 
 
@@ -361,26 +360,8 @@ def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
     return _claim(cls, functions_of_jax, (flatten, unflatten, keyed), caller, backends)
 
 
-def _check_argument_order(cls: type, unflatten: JaxUnflatten, caller: str) -> None:
-    """Refuse an unflatten function with torch's argument order, ``(children, static)``, instead of JAX's order."""
-    try:
-        first = next(iter(inspect.signature(unflatten).parameters), "")
-    except (TypeError, ValueError):  # builtins have no signature
-        return
-    if first in ("children", "values", "leaves"):
-        raise InvalidRegistrationError(
-            f"{caller}({cls.__qualname__}): unflatten is called as f(static, children), the order of JAX, but its "
-            f"first parameter is {first!r}. Define unflatten(static, children), or register torch's order, (children, "
-            f"static):\n    register_class_flattening({cls.__qualname__}, flatten, unflatten, flatten_with_keys)"
-        )
-
-
 def _claim(
-    cls: type,
-    make: Callable[..., _Functions],
-    written: tuple[Any, ...],
-    caller: str,
-    backends: Backends,
+    cls: type, make: Callable[..., _Functions], written: tuple[Any, ...], caller: str, backends: Backends
 ) -> bool:
     """Register a class with flatten functions from ``make``; return ``False`` if it has the same functions already."""
     libraries = REGISTRY.libraries(backends, caller)
@@ -400,9 +381,6 @@ def _claim(
         remedy = f"{caller}({cls.__qualname__}{more})"
         recipe = contract.Recipe.from_functions(cls, flatten, unflatten, flatten_with_keys, remedy=remedy)
     return REGISTRY.claim_for_user(recipe, libraries) is not None
-
-
-# -- registrations of another library ----------------------------------------------------------------------------------
 
 
 def mirror(
@@ -449,14 +427,33 @@ def mirror(
     >>> cls = optree.unregister_pytree_node(Pair, namespace="pairs")
     """
     contract.require_node(cls, "mirror")
-    targets = _targets(source, to)
+    targets = (to,) if isinstance(to, str) else tuple(to)
+    for name in (source, *targets):
+        if name not in _SOURCES:
+            raise InvalidArgumentError(
+                f"mirror: expected one of the libraries {', '.join(map(repr, _SOURCES))}, found "
+                f'{describe_class(name)}.\n    mirror(MyClass, source="jax", to=("torch",))'
+            )
+        require(name, purpose="mirror")
+    if source in targets or not targets:
+        raise InvalidArgumentError(
+            f"mirror: expected a library in source=, and others in to=; found source={source!r} and to={targets!r}.\n"
+            '    mirror(MyClass, source="jax", to=("torch",))'
+        )
     start = f"mirror({cls.__qualname__}, source={source!r}, "
     recipe = REGISTRY.recipe_in_force(cls, source)
     if recipe is None:  # the functions that an earlier `mirror` from this source copied are copied again
         held = [REGISTRY.recipe_in_force(cls, library) for library in _SOURCES]
         recipe = next((one for one in held if one is not None and one.remedy.startswith(start)), None)
     if recipe is None:
-        flatten, flatten_with_keys, unflatten = _SOURCES[source](cls, namespace)
+        functions = _SOURCES[source](cls, namespace)
+        if functions is None:
+            library = {"jax": "JAX", "optree": f"optree (namespace {namespace!r})"}.get(source, source)
+            raise NotRegisteredError(
+                f"mirror({cls.__qualname__}): {describe_class(cls)} is not registered with {library}. Register the "
+                f"class with {library} first, or with all libraries at once:\n    register({cls.__qualname__})"
+            )
+        flatten, flatten_with_keys, unflatten = functions
         recipe = contract.Recipe.from_functions(
             cls, flatten, unflatten, flatten_with_keys, remedy=f"{start}to={targets!r})"
         )
@@ -471,43 +468,16 @@ def mirror(
     return True
 
 
-def _targets(source: str, to: str | Iterable[str]) -> tuple[str, ...]:
-    names = (to,) if isinstance(to, str) else tuple(to)
-    known = ", ".join(map(repr, _SOURCES))
-    for name in (source, *names):
-        if name not in _SOURCES:
-            raise InvalidArgumentError(
-                f"mirror: expected one of the libraries {known}, found {describe_class(name)}.\n"
-                '    mirror(MyClass, source="jax", to=("torch",))'
-            )
-        require(name, purpose="mirror")
-    if source in names or not names:
-        raise InvalidArgumentError(
-            f"mirror: expected a library in source=, and others in to=; found source={source!r} and to={names!r}.\n"
-            '    mirror(MyClass, source="jax", to=("torch",))'
-        )
-    return names
-
-
-def _unknown(cls: type, library: str, line: str) -> NotRegisteredError:
-    return NotRegisteredError(
-        f"mirror({cls.__qualname__}): {describe_class(cls)} is not registered with {library}. Register the class with "
-        f"{library} first, or with all libraries at once:\n    {line}"
-    )
-
-
-def _from_torch(cls: type, namespace: str) -> _Functions:
+def _from_torch(cls: type, namespace: str) -> _Functions | None:
     node = pytree.SUPPORTED_NODES.get(cls)
-    if node is None:
-        raise _unknown(cls, "torch", f"register({cls.__qualname__})")
-    return node.flatten_fn, node.flatten_with_keys_fn, node.unflatten_fn
+    return None if node is None else (node.flatten_fn, node.flatten_with_keys_fn, node.unflatten_fn)
 
 
-def _from_jax(cls: type, namespace: str) -> _Functions:
+def _from_jax(cls: type, namespace: str) -> _Functions | None:
     # JAX has no registrations before its import
     tree_util = getattr(sys.modules.get("jax"), "tree_util", None)
     if tree_util is None or not tree_util.default_registry.is_node(cls):
-        raise _unknown(cls, "JAX", f"register({cls.__qualname__})")
+        return None
     registry, leaf = tree_util.default_registry, tree_util.tree_structure(0)
 
     def flatten(obj: object) -> tuple[list[Any], Any]:
@@ -527,12 +497,18 @@ def _from_jax(cls: type, namespace: str) -> _Functions:
     return flatten, flatten_with_keys, unflatten
 
 
-def _from_optree(cls: type, namespace: str) -> _Functions:
+def _from_optree(cls: type, namespace: str) -> _Functions | None:
     optree = sys.modules.get("optree")
     entry = None if optree is None else optree.register_pytree_node.get(cls, namespace=namespace)
     if entry is None or optree is None:
-        raise _unknown(cls, f"optree (namespace {namespace!r})", f"register({cls.__qualname__})")
-    flatten_func, unflatten_func = entry.flatten_func, entry.unflatten_func
+        return None
+    flatten_func, unflatten_func, kind = entry.flatten_func, entry.unflatten_func, entry.path_entry_type
+    torch_keys = {
+        optree.GetAttrEntry: pytree.GetAttrKey,
+        optree.SequenceEntry: pytree.SequenceKey,
+        optree.MappingEntry: pytree.MappingKey,
+    }
+    key_of = next((key for known, key in torch_keys.items() if issubclass(kind, known)), torch_key)
 
     def flatten(obj: object) -> tuple[list[Any], Any]:
         children, static, *_ = flatten_func(obj)
@@ -542,7 +518,7 @@ def _from_optree(cls: type, namespace: str) -> _Functions:
         children, static, *rest = flatten_func(obj)
         children = list(children)
         entries = range(len(children)) if not rest or rest[0] is None else rest[0]
-        return [(_torch_key(optree, entry, e), child) for e, child in zip(entries, children, strict=True)], static
+        return [(key_of(entry), child) for entry, child in zip(entries, children, strict=True)], static
 
     def unflatten(children: Iterable[Any], static: Static) -> Any:
         return unflatten_func(static, tuple(children))
@@ -550,17 +526,4 @@ def _from_optree(cls: type, namespace: str) -> _Functions:
     return flatten, flatten_with_keys, unflatten
 
 
-def _torch_key(optree: Any, entry: Any, key: Any) -> Any:
-    kind = entry.path_entry_type
-    if issubclass(kind, optree.GetAttrEntry):
-        return pytree.GetAttrKey(key)
-    if issubclass(kind, optree.SequenceEntry):
-        return pytree.SequenceKey(key)
-    return pytree.MappingKey(key) if issubclass(kind, optree.MappingEntry) else torch_key(key)
-
-
-_SOURCES: dict[str, Callable[[type, str], _Functions]] = {
-    "torch": _from_torch,
-    "jax": _from_jax,
-    "optree": _from_optree,
-}
+_SOURCES = {"torch": _from_torch, "jax": _from_jax, "optree": _from_optree}

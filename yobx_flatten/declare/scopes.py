@@ -102,7 +102,11 @@ def register_class_flattening(
         claim = REGISTRY.claim_for_user(recipe, libraries)
         if claim is not None and f_check is not None:
             with undone_on_failure(functools.partial(REGISTRY.release, claim)):  # also after Ctrl-C during the check
-                _run_check(recipe, f_check)
+                sample = f_check()
+                if sample is False:
+                    raise RoundTripError(f"f_check of {cls.__qualname__} returned False. Return an instance to check.")
+                if sample is not None and sample is not True:
+                    check_round_trip(recipe, sample)
         is_new = claim is not None
         level, text = (logging.INFO, "registered %s") if is_new else (logging.DEBUG, "%s is registered already")
         say(level, text, describe_class(cls))
@@ -389,12 +393,3 @@ def _undone_when_dropped(undo: Undo) -> Iterator[None]:
 def options_in_use() -> dict[str, bool]:
     """Return options ``patch_...`` of :func:`register_flattening_functions`: true for imported libraries."""
     return {f"patch_{library}": library in sys.modules for library in ("transformers", "diffusers")}
-
-
-def _run_check(recipe: Recipe, f_check: Callable[[], Any]) -> None:
-    sample = f_check()
-    if sample is None or sample is True:
-        return
-    if sample is False:
-        raise RoundTripError(f"f_check of {recipe.cls.__qualname__} returned False. Return an instance to check.")
-    check_round_trip(recipe, sample)

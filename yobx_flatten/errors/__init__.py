@@ -157,10 +157,10 @@ def describe_class(obj: object) -> str:
     if obj is None:
         return "None"
     name = type(obj).__name__
+
+    def shown() -> str:
+        text = " ".join(repr(obj).split())  # on one line
+        return f"the {name} {text if len(text) <= 60 else text[:57] + '...'}"
+
     # a user's __repr__ can raise any error
-    return result_or(lambda: _shown(name, obj), lambda error: f"a {name}, whose __repr__ raises {type(error).__name__}")
-
-
-def _shown(name: str, obj: object) -> str:
-    text = " ".join(repr(obj).split())  # on one line
-    return f"the {name} {text if len(text) <= 60 else text[:57] + '...'}"
+    return result_or(shown, lambda error: f"a {name}, whose __repr__ raises {type(error).__name__}")

@@ -11,11 +11,7 @@ from . import MissingDependencyError
 
 
 def is_installed(library: str) -> bool:
-    """Return whether a library is installed, without importing the library.
-
-    >>> is_installed("torch"), is_installed("no_such_library")
-    (True, False)
-    """
+    """Return whether a library is installed, without importing the library."""
     try:
         return importlib.util.find_spec(library) is not None
     except ImportError:  # raised by another library's import hook

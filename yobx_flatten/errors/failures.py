@@ -17,11 +17,7 @@ _U = TypeVar("_U")
 
 
 def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T | _U:
-    """Return the result of ``run()``, or, if it raises an error, the result of ``otherwise(error)``.
-
-    >>> result_or(lambda: repr(3), lambda error: "?"), result_or(lambda: 1 // 0, lambda error: -1)
-    ('3', -1)
-    """
+    """Return the result of ``run()``, or, if it raises an error, the result of ``otherwise(error)``."""
     # otherwise: returns the result for an error; each caller explains why the error may be dropped
     try:
         return run()
@@ -31,13 +27,7 @@ def result_or(run: Callable[[], _T], otherwise: Callable[[Exception], _U]) -> _T
 
 @contextlib.contextmanager
 def raised_as(error_of: Callable[[Exception], Exception | None], *own: type[Exception]) -> Iterator[None]:
-    """Convert any error raised in a ``with`` block to an error of this package, with the original error as its cause.
-
-    >>> with raised_as(lambda error: ValueError(f"not a number: {error}")):
-    ...     int("three")
-    Traceback (most recent call last):
-    ValueError: not a number: invalid literal for int() with base 10: 'three'
-    """
+    """Convert an error of a ``with`` block to an error of this package, with the original error as its cause."""
     # error_of: returns the new error; `None` for the original error
     # own: classes that are not converted
     try:
@@ -55,33 +45,18 @@ def raised_as(error_of: Callable[[Exception], Exception | None], *own: type[Exce
 
 @contextlib.contextmanager
 def noted_on_failure(note_for: Callable[[Exception], str]) -> Iterator[None]:
-    """Add a note to any exception that a ``with`` block raises.
-
-    >>> with noted_on_failure(lambda error: "in the third row"):
-    ...     int("three")
-    Traceback (most recent call last):
-    ValueError: invalid literal for int() with base 10: 'three'
-    in the third row
-    """
-    # note_for: returns the note; empty for none
+    """Add a note to any exception that a ``with`` block raises; an empty note is not added."""
     try:
         yield
     except Exception as error:
-        note = note_for(error)
-        if note:
+        if note := note_for(error):
             error.add_note(note)
         raise
 
 
 @contextlib.contextmanager
 def undone_on_failure(undo: Callable[[], object]) -> Iterator[None]:
-    """Call an undo function if the ``with`` block fails, also after Ctrl-C; the error propagates.
-
-    >>> with undone_on_failure(lambda: print("undone")):
-    ...     raise ValueError("no")
-    Traceback (most recent call last):
-    ValueError: no
-    """
+    """Call an undo function if the ``with`` block fails, also after Ctrl-C; the error propagates."""
     try:
         yield
     except BaseException:  # also Ctrl-C and the end of the process
@@ -127,7 +102,6 @@ def table(rows: Iterable[Sequence[str]], *, align: str = "", indent: str = "  ",
     # rows: the cells of each row; the first row can be a header. The last cell of a row is never padded, so a row can
     # end early with a sentence.
     # align: one sign per column, `"<"` for the left and `">"` for the right. Default: all to the left.
-    # indent: prefix of every line; two spaces by default
     # width: most characters of a line, for which the first cells are shortened at their start. Default: no limit.
     cells = [list(row) for row in rows]
     signs = align.ljust(max(map(len, cells), default=0), "<")

@@ -1,7 +1,4 @@
-"""Add to errors the names of libraries whose installed version is newer than the newest tested version.
-
-CONTRIBUTING.md ("Renewing the versions") explains how to update the newest tested versions.
-"""
+"""Add to errors the names of libraries whose installed version is newer than the newest tested version."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import dataclasses
 from .failures import noted_on_failure
 
 NEWEST_TRIED = {"torch": "2.15.0", "transformers": "5.24.0", "onnxruntime": "1.32.0"}
-"""The newest version of each library with which all tests were run."""
+"""The newest version of each library with which all tests were run; CONTRIBUTING.md explains how to update them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,10 +24,7 @@ class Untried:
 
 
 def untried_versions() -> list[Untried]:
-    """Return the libraries whose installed version is newer than the newest tested version. Nothing is imported.
-
-    Build suffixes of versions are ignored: ``2.13.0+cpu`` is 2.13.0.
-    """
+    """Return the libraries whose installed version is newer than the newest tested version. Nothing is imported."""
     import importlib.metadata  # takes a tenth of a second, in which Ctrl-C would print a stack trace
 
     from packaging.version import InvalidVersion, Version
@@ -38,7 +32,7 @@ def untried_versions() -> list[Untried]:
     found = []
     for library, tried in NEWEST_TRIED.items():
         try:
-            installed = Version(importlib.metadata.version(library)).public
+            installed = Version(importlib.metadata.version(library)).public  # `2.13.0+cpu` is 2.13.0
         except (importlib.metadata.PackageNotFoundError, InvalidVersion):
             continue
         if Version(installed) > Version(tried):
@@ -49,9 +43,8 @@ def untried_versions() -> list[Untried]:
 def possible_cause() -> str:
     """Return a sentence that names newer library versions as a possible cause; empty if all versions are tested."""
     untried = untried_versions()
-    if not untried:
-        return ""
-    return f"{', and '.join(map(str, untried))}: {'it' if len(untried) == 1 else 'they'} may be the cause"
+    they = "it" if len(untried) == 1 else "they"
+    return f"{', and '.join(map(str, untried))}: {they} may be the cause" if untried else ""
 
 
 class VersionDependentError(Exception):
@@ -63,11 +56,7 @@ class VersionDependentError(Exception):
 
 
 def without_cause(error: BaseException) -> str:
-    """Return the text of an error without the sentence of :func:`possible_cause`, to embed the text in another message.
-
-    >>> without_cause(ValueError("no such thing"))
-    'no such thing'
-    """
+    """Return the text of an error without :func:`possible_cause`, to embed the text in another message."""
     text, line = str(error), possible_cause()
     return text.removesuffix(f"\n{line}") if line and isinstance(error, VersionDependentError) else text
 

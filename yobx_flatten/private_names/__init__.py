@@ -1,7 +1,4 @@
-"""Import private names of other libraries, in one file per library; no other module imports private names.
-
-A private name is looked up on first use; if the installed version lacks the name, an error is raised.
-"""
+"""Import private names of other libraries on first use, in one file per library; no other module imports them."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from typing import Any, NamedTuple
 
 
 class Private(NamedTuple):
-    """The module and name of a private object of another library, and what can replace the object."""
-
     module: str
     name: str  # its name in the module, with dots for an attribute of a class
     instead: str  # replacement for releases without the name

@@ -54,18 +54,15 @@ spec_protocols = pytree._SUPPORTED_PROTOCOLS
 
 
 def cxx_pytree_exists() -> bool:
-    """Return whether torch can use its C++ pytree, which needs optree."""
-    return bool(pytree._cxx_pytree_exists)
+    return bool(pytree._cxx_pytree_exists)  # needs optree
 
 
 def cxx_pytree_is_imported() -> bool:
-    """Return whether torch has imported its C++ pytree; before, registrations wait in ``cxx_pytree_pending()``."""
     return bool(pytree._cxx_pytree_imported)
 
 
 def cxx_pytree_pending() -> list[Any]:
-    """Return torch's list of registrations that wait for the import of the C++ pytree."""
-    return pytree._cxx_pytree_pending_imports
+    return pytree._cxx_pytree_pending_imports  # registrations that wait for the import of the C++ pytree
 
 
 # -- tensors and modes that see each operator ------------------------------------------------------------------------
@@ -76,16 +73,12 @@ DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 TensorBase = torch._C.TensorBase
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 functorch = torch._C._functorch
-
-
-def dispatch_depth() -> int:
-    """Return the number of active ``TorchDispatchMode`` objects, which is at least one in a trace."""
-    return int(torch._C._len_torch_dispatch_stack())
+# the number of active `TorchDispatchMode` objects, which is at least one in a trace
+dispatch_depth = torch._C._len_torch_dispatch_stack
 
 
 def is_jit_tracing() -> bool:
-    """Return whether ``torch.jit.trace`` is running; ``torch.jit.is_tracing`` is slower."""
-    return torch._C._get_tracing_state() is not None
+    return torch._C._get_tracing_state() is not None  # `torch.jit.is_tracing` is slower
 
 
 def storage_use_count() -> Any:
@@ -144,8 +137,8 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 # -- operators -------------------------------------------------------------------------------------------------------
 
 
-def operator_names() -> list[str]:
-    return list(torch._C._dispatch_get_all_op_names())
+operator_names = torch._C._dispatch_get_all_op_names
+operators_with_kernel = torch._C._dispatch_get_registrations_for_dispatch_key
 
 
 def has_instructions(name: str) -> bool:
@@ -153,21 +146,14 @@ def has_instructions(name: str) -> bool:
     return bool(getattr(torch.cpu, f"_is_{name.lower()}_supported")())
 
 
-def operators_with_kernel(key: str) -> list[str]:
-    """Return the names of the operators that have a kernel for a dispatch key."""
-    return list(torch._C._dispatch_get_registrations_for_dispatch_key(key))
-
-
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
 def default_store() -> Any:
-    """Return the store (key-value server) of torch's default process group."""
     return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
 
 
 def backend_options(device: torch.device) -> Any:
-    """Return the options, such as the timeout, of the default process group's backend for a device."""
     return torch.distributed.group.WORLD._get_backend(device).options  # type: ignore[union-attr] # the group exists
 
 

@@ -13,9 +13,7 @@ if TYPE_CHECKING:  # transformers counts as untyped
 _NAMES = {
     "export_patches": Private("transformers.exporters.utils", "_PATCHES", "the model as it is"),
     "onnx_translations": Private(
-        "transformers.exporters.exporter_onnx",
-        "_ONNX_TRANSLATION_TABLE",
-        "grouped products written out",
+        "transformers.exporters.exporter_onnx", "_ONNX_TRANSLATION_TABLE", "grouped products written out"
     ),
 }
 if not TYPE_CHECKING:

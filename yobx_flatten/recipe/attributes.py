@@ -29,18 +29,6 @@ _FIT = frozenset({str, int, bool, type(None), bytes, range, torch.dtype, torch.d
 _approved: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by id
 
 
-def snake_case(name: str) -> str:
-    """Convert a class name in CamelCase to a function name in snake_case.
-
-    >>> snake_case("HiddenState"), snake_case("BaseModelOutput"), snake_case("_Private")
-    ('hidden_state', 'base_model_output', '_private')
-    >>> snake_case("Pair[int, str]")
-    'pair_int_str_'
-    """
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-    return re.sub(r"\W+", "_", words)  # a class made by `type` can have any name
-
-
 def functions_from_fields(
     cls: type, names: Iterable[str], static_names: Iterable[str] = (), *, names_in_static: bool = True
 ) -> FlattenFunctions:
@@ -78,7 +66,27 @@ def functions_from_fields(
     require_node(cls, "functions_from_fields")
     require_content(cls, "functions_from_fields")
     names, static_names = names_of(names), names_of(static_names)
-    _check_names(cls, names + static_names)
+    caller = f"functions_from_fields({cls.__qualname__})"
+    for name in names + static_names:
+        if not str(name).isidentifier() or keyword.iskeyword(name):
+            raise InvalidRegistrationError(
+                f"{caller}: {name!r} is not the name of an attribute. Write the three functions yourself:\n"
+                f"    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
+            )
+        if not cls.__dictoffset__ and not hasattr(cls, name):
+            raise InvalidRegistrationError(f"{caller}: {describe_class(cls)} has no slot {name!r}. Leave it out.")
+        found = getattr(cls, name, None)
+        if isinstance(found, property) and not found.fset:
+            raise InvalidRegistrationError(
+                f"{caller}: {name!r} is a property without a setter, so an instance cannot be rebuilt from it. Name "
+                "the attribute that the property reads."
+            )
+    twice = next((name for name, count in Counter(names + static_names).items() if count > 1), None)
+    if twice is not None:
+        raise InvalidRegistrationError(
+            f"{caller}: {twice!r} of {describe_class(cls)} is given twice. Name each attribute once, as a child "
+            "or as static data."
+        )
     flatten, flatten_with_keys = _flattening(cls, names, static_names, names_in_static)
     unflatten = _unflattening(cls, names, static_names, names_in_static)
     return name_functions(cls, FlattenFunctions(flatten, flatten_with_keys, unflatten))
@@ -113,7 +121,16 @@ def _flattening(
         try:
             return parts_of(obj)
         except AttributeError as error:
-            raise _unset(cls, names, static_names, obj, error) from error
+            unset = error.name if error.obj is obj else None
+            if unset not in (*names, *static_names):  # raised by the code of a property
+                raise UnsetFieldError(f"{cls.__qualname__} cannot be flattened: {error}") from error
+            found = [one for one in (*names, *held_attributes(obj)) if one != unset and one not in static_names]
+            more = f", static={[one for one in static_names if one != unset]}" if static_names else ""
+            raise UnsetFieldError(
+                f"{cls.__qualname__}.{unset} was never set, but is registered as a child or as static data. Set the "
+                f"attribute in every instance, to None if there is no value:\n    self.{unset} = None\nor register the "
+                f"class without it:\n    register({cls.__qualname__}, children={list(dict.fromkeys(found))}{more})"
+            ) from error
 
     def flatten_with_keys(obj: Any) -> tuple[list[tuple[Any, Any]], Static]:
         children, static = flatten(obj)
@@ -154,8 +171,11 @@ def _unflattening(cls: type, names: list[str], static_names: list[str], names_in
 
 
 def name_functions(cls: type, functions: FlattenFunctions) -> FlattenFunctions:
+    """Name the functions after a class: ``flatten_hidden_state`` for the class ``HiddenState``."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
+    snake_case = re.sub(r"\W+", "_", words)  # a class made by `type` can have any name
     for prefix, function in zip(("flatten", "flatten_with_keys", "unflatten"), functions, strict=True):
-        function.__name__ = function.__qualname__ = f"{prefix}_{snake_case(cls.__name__)}"
+        function.__name__ = function.__qualname__ = f"{prefix}_{snake_case}"
         function.__doc__ = f"{prefix} for {cls.__qualname__}"
         function.__module__ = cls.__module__
     return functions
@@ -184,11 +204,7 @@ def _is_fit(value: Any) -> bool:
 
 
 def builtin_base(cls: type) -> type:
-    """Return the base class whose ``__new__`` allocates an instance of ``cls`` without running code of ``cls``.
-
-    >>> builtin_base(type("State", (dict,), {}))
-    <class 'dict'>
-    """
+    """Return the base class whose ``__new__`` allocates an instance of ``cls`` without running code of ``cls``."""
     return next(base for base in cls.__mro__ if base.__flags__ & (_HEAP_TYPE | _IMMUTABLE) != _HEAP_TYPE)
 
 
@@ -206,42 +222,5 @@ def require_content(cls: type, caller: str) -> None:
         )
 
 
-def _unset(cls: type, names: list[str], static: list[str], obj: object, error: AttributeError) -> UnsetFieldError:
-    name = error.name if error.obj is obj else None
-    if name not in (*names, *static):  # raised by the code of a property
-        return UnsetFieldError(f"{cls.__qualname__} cannot be flattened: {error}")
-    found = [one for one in (*names, *held_attributes(obj)) if one != name and one not in static]
-    more = f", static={[one for one in static if one != name]}" if static else ""
-    return UnsetFieldError(
-        f"{cls.__qualname__}.{name} was never set, but is registered as a child or as static data. Set the attribute "
-        f"in every instance, to None if there is no value:\n    self.{name} = None\nor register the class without it:\n"
-        f"    register({cls.__qualname__}, children={list(dict.fromkeys(found))}{more})"
-    )
-
-
 def names_of(names: str | Iterable[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
-
-
-def _check_names(cls: type, names: list[str]) -> None:
-    caller = f"functions_from_fields({cls.__qualname__})"
-    for name in names:
-        if not str(name).isidentifier() or keyword.iskeyword(name):
-            raise InvalidRegistrationError(
-                f"{caller}: {name!r} is not the name of an attribute. Write the three functions yourself:\n"
-                f"    register_class_flattening({cls.__qualname__}, f_flatten, f_unflatten, f_flatten_with_keys)"
-            )
-        if not cls.__dictoffset__ and not hasattr(cls, name):
-            raise InvalidRegistrationError(f"{caller}: {describe_class(cls)} has no slot {name!r}. Leave it out.")
-        found = getattr(cls, name, None)
-        if isinstance(found, property) and not found.fset:
-            raise InvalidRegistrationError(
-                f"{caller}: {name!r} is a property without a setter, so an instance cannot be rebuilt from it. Name "
-                "the attribute that the property reads."
-            )
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
-    if twice is not None:
-        raise InvalidRegistrationError(
-            f"{caller}: {twice!r} of {describe_class(cls)} is given twice. Name each attribute once, as a child "
-            "or as static data."
-        )

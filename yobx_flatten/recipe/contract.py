@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -79,7 +80,10 @@ class Recipe:
         )
 
     def same_functions(self, other: Recipe) -> bool:
-        mine, theirs = (self.flatten, self.unflatten, _given(self)), (other.flatten, other.unflatten, _given(other))
+        mine, theirs = (
+            (recipe.flatten, recipe.unflatten, recipe.flatten_with_keys if recipe.has_keys else None)
+            for recipe in (self, other)
+        )
         # not always `==`: the registry calls this under its lock, and a callable object can define `__eq__`
         return all(
             one is other or (isinstance(one, types.MethodType) and one == other)
@@ -89,7 +93,7 @@ class Recipe:
     @property
     def has_keys(self) -> bool:
         """Whether a ``flatten_with_keys`` function was registered; without the function, the children are numbered."""
-        return _given(self) is not None
+        return getattr(self.flatten_with_keys, "__name__", "") != "flatten_with_positions"
 
 
 def require_class(target: object, function: str = "register_class_flattening") -> None:
@@ -164,12 +168,6 @@ def require_callable(
         ) from None
 
 
-def _given(recipe: Recipe) -> FlattenWithKeys | None:
-    # `None` if the author gave no keyed function
-    function = recipe.flatten_with_keys
-    return None if getattr(function, "__name__", "") == "flatten_with_positions" else function
-
-
 def with_positions(flatten: Flatten) -> FlattenWithKeys:
     def flatten_with_positions(obj: object) -> tuple[list[tuple[KeyEntry, Any]], Any]:
         children, static = flatten(obj)
@@ -194,20 +192,15 @@ def slots_of(cls: type) -> list[str]:
 
 def held_attributes(obj: object) -> dict[str, Any]:
     """Return the attributes in ``__dict__`` and slots of an instance by name, without running code of its class."""
-    held = {name: _slot(type(obj), obj, name) for name in slots_of(type(obj))}
+    cls, held = type(obj), dict[str, Any]()
+    for name in slots_of(cls):
+        descriptor = inspect.getattr_static(cls, name, None)
+        if type(descriptor) is MemberDescriptorType:
+            with contextlib.suppress(AttributeError):  # never set
+                held[name] = descriptor.__get__(obj, cls)
     stored = getattr(obj, "__dict__", {})
     # the items of a dict with `self.__dict__ = self` are not attributes
-    return {name: value for name, value in held.items() if value is not UNSET} | ({} if stored is obj else dict(stored))
-
-
-def _slot(cls: type, obj: object, name: str) -> Any:
-    descriptor = inspect.getattr_static(cls, name, None)
-    if type(descriptor) is not MemberDescriptorType:
-        return UNSET
-    try:
-        return descriptor.__get__(obj, cls)
-    except AttributeError:
-        return UNSET
+    return held | ({} if stored is obj else dict(stored))
 
 
 def is_derived(cls: type, name: str, value: object) -> bool:
@@ -223,20 +216,27 @@ def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], No
     if cls.__dictoffset__ == 0 and not more_slots:
         return None
     known = frozenset(declared)
+    of_class = {name: inspect.getattr_static(cls, name, UNSET) for name in declared}
+    properties = frozenset(name for name, found in of_class.items() if hasattr(type(found), "__set__"))
 
     def undeclared(obj: object) -> None:
         held = held_attributes(obj)
         lost = [name for name, value in held.items() if name not in known and not is_derived(cls, name, value)]
-        if lost := [name for name in lost if not _is_behind(cls, known, obj, name)]:
+        if lost and properties:  # their setters may set further attributes
+            made: Any = object.__new__(cls)
+            for name in properties:
+                setattr(made, name, getattr(obj, name))
+            behind = held_attributes(made)
+            lost = [name for name in lost if behind.get(name, UNSET) is not held[name]]
+        if lost:
             present = sorted(name for name in known if name in held or hasattr(cls, name))
             raise lost_attribute(cls, lost[-1], [*present, *lost[:-1]])
 
     if more_slots:
         return undeclared
-    of_class = [inspect.getattr_static(cls, name, UNSET) for name in declared]
-    stored = frozenset(n for n, found in zip(declared, of_class, strict=True) if not _is_data_descriptor(found))
+    stored = known - properties
     # when all attributes are in `__dict__`, equal counts mean equal names
-    compares_names = hasattr(cls, "__getattr__") or any(found is not UNSET for found in of_class)
+    compares_names = hasattr(cls, "__getattr__") or any(found is not UNSET for found in of_class.values())
 
     def check(obj: Any) -> None:
         held = obj.__dict__
@@ -244,21 +244,6 @@ def undeclared_check(cls: type, declared: Collection[str]) -> Callable[[Any], No
             undeclared(obj)
 
     return check
-
-
-def _is_behind(cls: type, declared: frozenset[str], obj: object, name: str) -> bool:
-    """Return whether the setter of a declared attribute (a property) also sets the attribute ``name``."""
-    behind = {one for one in declared if _is_data_descriptor(inspect.getattr_static(cls, one, UNSET))}
-    if not behind:
-        return False
-    made: Any = object.__new__(cls)
-    for one in behind:
-        setattr(made, one, getattr(obj, one))
-    return held_attributes(made).get(name, UNSET) is held_attributes(obj)[name]
-
-
-def _is_data_descriptor(found: object) -> bool:
-    return hasattr(type(found), "__set__")
 
 
 def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[str]) -> RoundTripError:
@@ -270,9 +255,7 @@ def lost_attribute(cls: type, name: str, declared: Collection[str] | Iterator[st
 
 
 class HeldStatic:
-    """A wrapper that makes static data hashable; two wrappers are equal if their contents are equal."""
-
-    # JAX hashes and compares static data at every call of a compiled function
+    """A wrapper that makes static data hashable: JAX hashes and compares static data at every call."""
 
     __slots__ = ("_hash", "value")
 
@@ -291,13 +274,7 @@ class HeldStatic:
 
 
 def hashable(static: Static) -> Static:
-    """Return static data unchanged if it is hashable, else wrapped in a hashable object.
-
-    >>> hashable("relu"), hash(hashable(["relu", 3])) == hash(hashable(["relu", 3]))
-    ('relu', True)
-    >>> original(hashable({"name": [1, 2]}))
-    {'name': [1, 2]}
-    """
+    """Return static data unchanged if it is hashable, else wrapped in a hashable object."""
     try:
         hash(static)
     except TypeError:
@@ -311,12 +288,7 @@ def original(static: Static) -> Static:
 
 
 def own_copy(value: Static) -> Static:
-    """Return a copy of static data with new lists, dicts and sets at every level.
-
-    >>> names = ["a"]
-    >>> own_copy((names, 1))[0] is names
-    False
-    """
+    """Return a copy of static data with new lists, dicts and sets at every level."""
     kind = type(value)
     if kind is list:
         return [own_copy(item) for item in value]

@@ -1,7 +1,4 @@
-"""Make flatten functions for a class that declares its fields.
-
-A class is recognized by its attributes, so that pydantic, attrs, flax, chex and equinox are not imported.
-"""
+"""Make flatten functions for a class that declares its fields, and which is recognized by its attributes."""
 
 # class                                  children                       static part
 # pydantic model                         fields, extra values, private  fields with it in `json_schema_extra`, and
@@ -81,15 +78,6 @@ def _by_metadata(cls: type, fields: Iterable[Any]) -> FlattenFunctions:
     return functions_from_fields(cls, [name for name in metadata if name not in static_names], static_names)
 
 
-def _attrs_functions(cls: Any) -> FlattenFunctions:
-    # by attribute name (`_x`), not by the name of the constructor's parameter (`x`): no constructor is called
-    return _by_metadata(cls, cls.__attrs_attrs__)
-
-
-def _is_written_for_jax(cls: type) -> bool:
-    return hasattr(cls, "tree_unflatten") and (hasattr(cls, "tree_flatten") or hasattr(cls, "tree_flatten_with_keys"))
-
-
 def _jax_functions(cls: Any) -> FlattenFunctions:
     plain, with_keys = getattr(cls, "tree_flatten", None), getattr(cls, "tree_flatten_with_keys", None)
     flatten, flatten_with_keys, unflatten = functions_of_jax(cls, plain, cls.tree_unflatten, with_keys)
@@ -121,10 +109,6 @@ def functions_of_jax(
         None if flatten_with_keys is None else torch_flatten_with_keys,
         torch_unflatten,
     )
-
-
-def _is_pydantic_model(cls: type) -> bool:
-    return hasattr(cls, "__pydantic_fields__") and hasattr(cls, "model_construct")
 
 
 def _pydantic_functions(cls: Any) -> FlattenFunctions:
@@ -173,18 +157,10 @@ def _pydantic_functions(cls: Any) -> FlattenFunctions:
     return FlattenFunctions(flatten, flatten_with_keys, unflatten)
 
 
-def _has_only_slots(cls: type) -> bool:
-    return cls.__dictoffset__ == 0 and cls.__itemsize__ == 0 and bool(slots_of(cls))
-
-
 # -- mappings ----------------------------------------------------------------------------------------------------------
 #
 # The constructor rebuilds an instance. So content outside of the items is refused, and the items that the constructor
-# makes are compared with the given items:
-#
-#     class Config(dict):                     config.scale = tensor     flatten raises: the attribute is not an item
-#         def __init__(self, name):           Config(items)             unflatten raises: its items are {"name": items}
-#             super().__init__(name=name)
+# makes are compared with the given items.
 
 
 def is_mapping_like(cls: type) -> bool:
@@ -192,11 +168,7 @@ def is_mapping_like(cls: type) -> bool:
 
 
 def is_mapping(cls: type) -> bool:
-    """Return whether a class is a mapping that stores all of its content, including dataclass fields, as items.
-
-    A ``ModelOutput`` of transformers stores all of its content as items; a chex dataclass only has the methods of a
-    mapping. A dataclass that derives from ``dict`` must store its fields as items.
-    """
+    """Return whether a class is a mapping that stores all of its content as items, unlike a chex dataclass."""
     if not is_mapping_like(cls):
         return False
     written = [value for base in _written(cls) for value in vars(base).values()]
@@ -204,7 +176,8 @@ def is_mapping(cls: type) -> bool:
         return False
     if not dataclasses.is_dataclass(cls):
         return True
-    return issubclass(cls, dict) and any(name in vars(base) for base in _written(cls) for name in _KEEPS_ITEMS)
+    keeps_items = ("__post_init__", "__setitem__")  # as in a `ModelOutput` of transformers
+    return issubclass(cls, dict) and any(name in vars(base) for base in _written(cls) for name in keeps_items)
 
 
 def mapping_functions(cls: type) -> FlattenFunctions:
@@ -225,38 +198,41 @@ def mapping_functions(cls: type) -> FlattenFunctions:
     return FlattenFunctions(flatten, flatten_with_keys, unflatten)
 
 
-_KEEPS_ITEMS = ("__post_init__", "__setitem__")
-
-
 def _written(cls: type) -> list[type]:
     """Return a class and its base classes, without base classes that are written in C."""
     return list(cls.__mro__[: cls.__mro__.index(builtin_base(cls))])
 
 
-# -- content outside items --------------------------------------------------------------------------------------------
-
-
 def _check_of(cls: type) -> Callable[[Any], None]:
+    """Return a function that refuses instances with content outside of the items."""
     if dataclasses.is_dataclass(cls):
-        return _check_of_fields(cls)
+        names = [field.name for field in dataclasses.fields(cls)]
+        declared = frozenset(names)
+
+        def check_fields(obj: Any) -> None:
+            for name in names:
+                value = getattr(obj, name, None)  # a field without an item must be None
+                if value is not dict.get(obj, name):
+                    raise _not_an_item(obj, name, [name])
+            if not vars(obj).keys() <= declared:
+                _check_attributes(obj)
+
+        return check_fields
     if not cls.__dictoffset__:
         return lambda obj: None
-    return _check_attributes if issubclass(cls, (dict, collections.UserDict)) else _check_of_constructor(cls)
+    if issubclass(cls, (dict, collections.UserDict)):
+        return _check_attributes
+    rebuild, known = _rebuilding(cls), set[str]()  # known: the attributes that the constructor sets
 
+    def check_attributes(obj: Any) -> None:
+        if obj.__dict__.keys() <= known:
+            return
+        known.update(rebuild(dict(zip(obj.keys(), obj.values(), strict=True))).__dict__)
+        more = [name for name, value in obj.__dict__.items() if not (name in known or is_derived(cls, name, value))]
+        if more:
+            raise _not_an_item(obj, more[0], more)
 
-def _check_of_fields(cls: type) -> Callable[[Any], None]:
-    names = [field.name for field in dataclasses.fields(cls)]
-    known = frozenset(names)
-
-    def check_items(obj: Any) -> None:
-        for name in names:
-            value = getattr(obj, name, None)  # a field without an item must be None
-            if value is not dict.get(obj, name):
-                raise _not_an_item(obj, name, [name])
-        if not vars(obj).keys() <= known:
-            _check_attributes(obj)
-
-    return check_items
+    return check_attributes
 
 
 def _check_attributes(obj: Any) -> None:
@@ -275,21 +251,6 @@ def _check_attributes(obj: Any) -> None:
         raise _not_an_item(obj, more[0], more)
 
 
-def _check_of_constructor(cls: type) -> Callable[[Any], None]:
-    """Return a function that refuses instances with attributes that the constructor does not set."""
-    rebuild, known = _rebuilding(cls), set[str]()
-
-    def check_items(obj: Any) -> None:
-        if obj.__dict__.keys() <= known:
-            return
-        known.update(rebuild(dict(zip(obj.keys(), obj.values(), strict=True))).__dict__)
-        more = [name for name, value in obj.__dict__.items() if not (name in known or is_derived(cls, name, value))]
-        if more:
-            raise _not_an_item(obj, more[0], more)
-
-    return check_items
-
-
 def _not_an_item(obj: object, name: str, names: list[str]) -> RoundTripError:
     cls = type(obj)
     if isinstance(obj, dict):
@@ -300,9 +261,6 @@ def _not_an_item(obj: object, name: str, names: list[str]) -> RoundTripError:
         f"{cls.__qualname__}: its attribute {name!r} would be lost: only items are exported. Store the value as an "
         f"item, or register the class (static data in static=[...]):\n    {line}"
     )
-
-
-# -- unflattened ----------------------------------------------------------------------------------------------------
 
 
 def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
@@ -324,43 +282,43 @@ def _rebuilding(cls: type) -> Callable[[dict[Any, Any]], Any]:
         pairs = zip(found.values(), items.values(), strict=False)
         is_kept = all(one is given or isinstance(given, (dict, list, tuple)) for one, given in pairs)
         if list(found) != list(items) or not is_kept:
+            made, given = (
+                ", ".join(f"{key!r}: {type(value).__name__}" for key, value in held.items()) for held in (found, items)
+            )
             raise RoundTripError(
-                f"{cls.__qualname__}: its constructor changes the items: {_format_items(found)} instead of "
-                f"{_format_items(items)}. To rebuild it without its constructor:\n"
-                f"    register({cls.__qualname__}, children=[])"
+                f"{cls.__qualname__}: its constructor changes the items: {{{made}}} instead of {{{given}}}. To rebuild "
+                f"it without its constructor:\n    register({cls.__qualname__}, children=[])"
             )
         return obj
 
     return rebuild
 
 
-def _format_items(items: Mapping[Any, Any]) -> str:
-    return f"{{{', '.join(f'{key!r}: {type(value).__name__}' for key, value in items.items())}}}"
-
-
 # The first matching row is used: the author's own methods come before generated ones.
-_READERS: tuple[tuple[Callable[[type], bool], Callable[[type], FlattenFunctions]], ...] = (
-    (_is_pydantic_model, _pydantic_functions),
-    (_is_written_for_jax, _jax_functions),
-    (lambda cls: hasattr(cls, "__attrs_attrs__"), _attrs_functions),
+_READERS: tuple[tuple[Callable[[Any], bool], Callable[[Any], FlattenFunctions]], ...] = (
+    (lambda cls: hasattr(cls, "__pydantic_fields__") and hasattr(cls, "model_construct"), _pydantic_functions),
+    (
+        lambda cls: (
+            hasattr(cls, "tree_unflatten") and (hasattr(cls, "tree_flatten") or hasattr(cls, "tree_flatten_with_keys"))
+        ),
+        _jax_functions,
+    ),
+    # by attribute name (`_x`), not by the name of the constructor's parameter (`x`): no constructor is called
+    (lambda cls: hasattr(cls, "__attrs_attrs__"), lambda cls: _by_metadata(cls, cls.__attrs_attrs__)),
     (is_mapping, mapping_functions),
     (dataclasses.is_dataclass, lambda cls: _by_metadata(cls, dataclasses.fields(cls))),
-    (_has_only_slots, lambda cls: functions_from_fields(cls, slots_of(cls))),
+    (
+        lambda cls: cls.__dictoffset__ == 0 and cls.__itemsize__ == 0 and bool(slots_of(cls)),
+        lambda cls: functions_from_fields(cls, slots_of(cls)),
+    ),
 )
 
 
-_TORCH = (GetAttrKey, MappingKey, SequenceKey)
-
-
 def torch_key(key: object) -> KeyEntry:
-    """Convert a pytree key of JAX, or of a library with similar keys, to a pytree key of torch.
-
-    >>> torch_key("a"), torch_key(0)
-    (MappingKey(key='a'), SequenceKey(idx=0))
-    """
+    """Convert a pytree key of JAX, or of a library with similar keys, to a pytree key of torch."""
     # key: `GetAttrKey`, `DictKey`, `SequenceKey` or `FlattenedIndexKey` of `jax.tree_util`, a key of torch, or a bare
     # value: an integer is a position, any other value a key of a mapping
-    if isinstance(key, _TORCH):
+    if isinstance(key, (GetAttrKey, MappingKey, SequenceKey)):
         return key
     # by attribute, not by class, so that JAX is not imported
     if hasattr(key, "idx"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,9 +20,6 @@ def check_round_trip(recipe: Recipe, sample: object) -> None:
         raise RoundTripError(f"f_check of {name} returned a {type(sample).__qualname__}; return an instance of {name}.")
     for check in CHECKS.values():
         check(recipe, sample)
-
-
-# -- the checks ------------------------------------------------------------------------------------------------------
 
 
 def _check_no_tensors_in_static(recipe: Recipe, sample: object) -> None:
@@ -165,9 +162,6 @@ CHECKS: dict[str, Callable[[Recipe, Any], None]] = {
 }
 
 
-# -- helpers ---------------------------------------------------------------------------------------------------------
-
-
 def _flatten(recipe: Recipe, obj: object) -> tuple[list[Any], Any]:
     return _pair(recipe.cls.__qualname__, "f_flatten", recipe.flatten(obj))
 
@@ -210,13 +204,7 @@ class _OperatorLog(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call] # torch annotates it no further
         self.operators: dict[str, None] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Collection[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operators[f"torch.ops.{func}"] = None
         return func(*args, **(kwargs or {}))
 

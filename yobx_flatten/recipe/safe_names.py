@@ -1,8 +1,7 @@
-"""Find the object that a file names, without importing or calling code that the file chooses.
+"""Find the object that a file names as ``module:name``, without importing or calling code that the file chooses.
 
-An untrusted file names enums, dataclasses, configurations and functions as ``module:name``. Names are resolved only in
-imported modules, and in a fixed table of modules in which model libraries define caches, outputs and configurations. A
-named object must have the expected type and be defined under that name; most of the standard library is refused.
+Names are resolved only in imported modules, and in a fixed table of modules in which model libraries define caches,
+outputs and configurations. A named object must have the expected type and be defined under that name.
 """
 
 from __future__ import annotations
@@ -26,18 +25,9 @@ _KNOWN = re.compile(
 )
 
 
-def may_be_imported(module: str) -> bool:
-    """Return whether a module is in the fixed table of modules that a file may import.
-
-    >>> may_be_imported("transformers.models.llama.modeling_llama"), may_be_imported("numpy.f2py.__main__")
-    (True, False)
-    """
-    return _KNOWN.fullmatch(module) is not None
-
-
 def import_known(module: str) -> None:
     """Import a module if the fixed table of modules that a file may import contains it; otherwise do nothing."""
-    if module in sys.modules or not may_be_imported(module):
+    if module in sys.modules or _KNOWN.fullmatch(module) is None:
         return
     try:
         importlib.import_module(module)
@@ -95,11 +85,6 @@ def _is_class(base: type) -> Callable[[Any, str], bool]:
     )
 
 
-def _is_plain_dataclass(found: object, name: str) -> bool:
-    """Return whether an object is a dataclass of which no code runs when an instance is made and deleted."""
-    return _is_class(object)(found, name) and dataclasses.is_dataclass(found) and not hasattr(found, "__del__")
-
-
 # standard functions that only compute from their arguments
 _FUNCTIONS = ("abs", "all", "any", "divmod", "len", "max", "min", "pow", "round", "sorted", "sum")
 _PURE = {f"builtins:{name}" for name in _FUNCTIONS} | {"json:dumps", "json:loads"}
@@ -138,7 +123,10 @@ _FITS: dict[str, Callable[[Any, str], bool]] = {
     "namedtuple": lambda found, name: (
         _is_class(tuple)(found, name) and hasattr(found, "_fields") and not hasattr(found, "__del__")
     ),
-    "dataclass": _is_plain_dataclass,
+    # without `__del__`, so that no code runs when an instance is deleted
+    "dataclass": lambda found, name: (
+        _is_class(object)(found, name) and dataclasses.is_dataclass(found) and not hasattr(found, "__del__")
+    ),
     "config": _is_config,
     "class": _is_class(object),
     "numpy scalar": _is_numpy_scalar,

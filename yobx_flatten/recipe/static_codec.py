@@ -1,8 +1,7 @@
 """Convert the static part of a node (torch: *context*, JAX: *aux*) to JSON and back, without loss.
 
-JSON converts tuples to lists and integer keys to strings. With plain JSON, a tree spec that ``torch.export.save``
-stored would differ from the spec of the inputs, and the loaded program would refuse its own inputs. A value that
-JSON would change is therefore stored as a dict with the single key ``"!<kind>"``.
+A value that JSON would change, such as a tuple, is stored as a dict with the single key ``"!<kind>"``. Otherwise a
+loaded program would refuse its own inputs, whose spec would differ from the stored spec.
 """
 
 from __future__ import annotations
@@ -37,19 +36,11 @@ class _Kind(NamedTuple):
 
 def is_array(value: object) -> bool:
     """Return whether a value is a tensor, a NumPy array or a JAX array; tracers of JAX count as arrays."""
-    if isinstance(value, torch.Tensor):
-        return True
-    return _is_of("numpy", "ndarray", value) or _is_of("jax", "Array", value)
+    return isinstance(value, torch.Tensor) or _is_of("numpy", "ndarray", value) or _is_of("jax", "Array", value)
 
 
 def dump_static(value: Static, *, where: str = "") -> Any:
-    """Convert static data to values that :mod:`json` can write.
-
-    >>> dump_static(["key_0", ("relu", None)])
-    ['key_0', {'!tuple': ['relu', None]}]
-    >>> load_static(dump_static({1: (2, torch.float16)}))
-    {1: (2, torch.float16)}
-    """
+    """Convert static data to values that :mod:`json` can write, such as ``{"!tuple": ["relu", None]}``."""
     # where: name of the value in messages, such as `"State.window"`
     if type(value) in _PLAIN:
         return value
@@ -100,13 +91,7 @@ def load_static(data: Static) -> Static:
 
 
 def check_static(value: Static, *, where: str = "") -> None:
-    """Raise an error for static data that cannot be stored as JSON, or that differs after it is stored and loaded.
-
-    >>> check_static({"sizes": (2, 3)})
-    >>> check_static({"sizes": [torch.zeros(2)]}, where="State.config")
-    Traceback (most recent call last):
-    yobx_flatten.errors.StaticDataError: Static data holds the Tensor tensor([0., 0.]) at State.config['sizes'][0], ...
-    """
+    """Raise an error for static data that cannot be stored as JSON, or that differs after it is stored and loaded."""
     # where: name of the value in the message, such as `"State.window"`
 
     def fits() -> bool:
@@ -130,27 +115,22 @@ def _at(where: str) -> str:
     return f" at {where}" if where else ""
 
 
-class _NoNameError(Exception):
-    """Error for a class, function or constant that cannot be found by name in its module."""
+class _NoNameError(Exception): ...
 
 
-def _name_of(value: object) -> str:
+def _found_name(value: object) -> str | None:
     name = f"{getattr(value, '__module__', None)}:{getattr(value, '__qualname__', None)}"
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         found = getattr(found, part, None)
-    if found is not value:
+    return name if found is value else None
+
+
+def _name_of(value: object) -> str:
+    if (name := _found_name(value)) is None:
         raise _NoNameError(value)
     return name
-
-
-def _has_name(value: object) -> bool:
-    try:
-        _name_of(value)
-    except _NoNameError:
-        return False
-    return True
 
 
 def _constant_name(value: object) -> str | None:
@@ -171,11 +151,8 @@ def _numpy_dtype(name: str) -> Any:
 
 def _is_numpy_dtype(value: Any) -> bool:
     # the scalar class determines a dtype, except structured dtypes and non-native byte orders
-    return _is_of("numpy", "dtype", value) and _has_name(value.type) and _numpy_dtype(_name_of(value.type)) == value
-
-
-def _numpy_scalar(name: str, content: str) -> Any:
-    return importlib.import_module("numpy").frombuffer(bytes.fromhex(content), _numpy_dtype(name))[0]
+    name = _found_name(value.type) if _is_of("numpy", "dtype", value) else None
+    return name is not None and _numpy_dtype(name) == value
 
 
 def _load_dataclass(name: str, values: dict[str, Any]) -> Any:
@@ -226,10 +203,6 @@ def _put_items(values: dict[Any, Any], put: _Put) -> list[Any]:
     return [[put(k, f" key {k!r}"), put(x, f"[{k!r}]")] for k, x in values.items()]
 
 
-def _load_items(data: list[Any]) -> list[tuple[Any, Any]]:
-    return [(load_static(k), load_static(x)) for k, x in data]
-
-
 # The first row that fits is used, so a subclass is before its base class.
 _KINDS: dict[str, _Kind] = {
     # combined and empty flags have no name
@@ -252,8 +225,8 @@ _KINDS: dict[str, _Kind] = {
     ),
     "set": _Kind(lambda v: type(v) is set, _put_sorted, lambda d: {load_static(x) for x in d}),
     "frozenset": _Kind(lambda v: type(v) is frozenset, _put_sorted, lambda d: frozenset(load_static(x) for x in d)),
-    "dict": _Kind(lambda v: type(v) is dict, _put_items, lambda d: dict(_load_items(d))),
-    "ordered": _Kind(lambda v: type(v) is OrderedDict, _put_items, lambda d: OrderedDict(_load_items(d))),
+    "dict": _Kind(lambda v: type(v) is dict, _put_items, lambda d: dict(load_static(d))),
+    "ordered": _Kind(lambda v: type(v) is OrderedDict, _put_items, lambda d: OrderedDict(load_static(d))),
     "dtype": _Kind(lambda v: isinstance(v, torch.dtype), lambda v, put: str(v).removeprefix("torch."), _load_dtype),
     "device": _Kind(lambda v: isinstance(v, torch.device), lambda v, put: str(v), torch.device),
     "slice": _Kind(
@@ -269,7 +242,7 @@ _KINDS: dict[str, _Kind] = {
     "numpy": _Kind(
         lambda v: _is_of("numpy", "generic", v) and _is_numpy_dtype(v.dtype) and not v.dtype.hasobject,
         lambda v, put: [_name_of(v.dtype.type), v.tobytes().hex()],
-        lambda d: _numpy_scalar(*d),
+        lambda d: importlib.import_module("numpy").frombuffer(bytes.fromhex(d[1]), _numpy_dtype(d[0]))[0],
     ),
     # transformers configurations, which several caches store
     "config": _Kind(
@@ -286,7 +259,9 @@ _KINDS: dict[str, _Kind] = {
         lambda d: _load_dataclass(*d),
     ),
     "function": _Kind(
-        lambda v: callable(v) and _has_name(v), lambda v, put: _name_of(v), lambda d: find_named(d, "function")
+        lambda v: callable(v) and _found_name(v) is not None,
+        lambda v, put: _name_of(v),
+        lambda d: find_named(d, "function"),
     ),
     "constant": _Kind(
         lambda v: _constant_name(v) is not None, lambda v, put: _constant_name(v), lambda d: find_named(d, "constant")
@@ -299,29 +274,26 @@ _BUILT_IN = {cls.__name__ for cls in (list, dict, set, tuple, int, float, str, b
 
 def check_spec(text: str) -> None:
     """Refuse a stored tree spec in which an enum or a ``defaultdict`` factory would make torch import a module."""
-    for node in _dicts(_parsed(text)):
+    for node in _dicts(text):
         context = node.get("context")
-        if node.get("type") == "collections.defaultdict" and not _is_built_in(context):
-            raise StaticDataError("A tree spec has a defaultdict whose default factory is not a built-in type.")
-        for part in _dicts(_parsed(context) if isinstance(context, str) else context):
+        if node.get("type") == "collections.defaultdict":
+            factory = context if isinstance(context, dict) else {}
+            name = factory.get("default_factory_name")
+            is_built_in = isinstance(name, str) and name in _BUILT_IN
+            if not is_built_in or factory.get("default_factory_module") != "builtins":
+                raise StaticDataError("A tree spec has a defaultdict whose default factory is not a built-in type.")
+        for part in _dicts(context):
             if "__enum__" in part:
                 find_named(part.get("fqn"), "enum")
 
 
-def _parsed(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):  # a class may store any text as context
-        return None
-
-
-def _is_built_in(context: object) -> bool:
-    factory = context if isinstance(context, dict) else {}
-    name = factory.get("default_factory_name")
-    return factory.get("default_factory_module") == "builtins" and isinstance(name, str) and name in _BUILT_IN
-
-
 def _dicts(tree: object) -> Iterator[dict[str, Any]]:
+    """Yield the dicts in a JSON document, given as text or as values; a text that is not JSON has none."""
+    if isinstance(tree, str):
+        try:
+            tree = json.loads(tree)
+        except (ValueError, RecursionError):  # a class may store any text as context
+            return
     waiting = [tree]
     while waiting:
         one = waiting.pop()
@@ -348,7 +320,14 @@ def objection_to(stated: Mapping[str, Any]) -> str | None:
     names = stated.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         return f"has architectures = {names!r}, which is not a list of names"
-    for key, value in _leaves(stated):
+    # all items of a list have the dotted path of the list
+    waiting: list[tuple[str, Any]] = [("", stated)]
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting.extend((f"{key}.{name}".lstrip("."), below) for name, below in value.items())
+        elif isinstance(value, list):
+            waiting.extend((key, below) for below in value)
         last = key.rpartition(".")[2]
         if type(value) is int and _COUNTS.search(last):
             most = _MOST_LABELS if last.endswith("labels") else _MOST
@@ -357,16 +336,3 @@ def objection_to(stated: Mapping[str, Any]) -> str | None:
         if isinstance(value, str) and "attn_implementation" in key and "/" in value:
             return f"states {key} = {value!r}, code from the Hub: remove it to use transformers' implementation"
     return None
-
-
-def _leaves(stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a JSON document with their dotted paths; all items of a list have the path of the list."""
-    waiting: list[tuple[str, Any]] = [("", stated)]
-    while waiting:
-        key, one = waiting.pop()
-        if isinstance(one, Mapping):
-            waiting.extend((f"{key}.{name}".lstrip("."), value) for name, value in one.items())
-        elif isinstance(one, list):
-            waiting.extend((key, value) for value in one)
-        else:
-            yield key, one

@@ -1,8 +1,6 @@
 """Store which ``with`` blocks need a class registered; after the last block, restore its earlier registration.
 
-A *library* is torch (three pytree tables), optree or JAX. A *claim* is one ``with`` block's or caller's request to keep
-a class registered. The first request saves the entry that each pytree table has for the class (*found*), and registers
-the flatten functions. The end of the last request restores the saved entries. The ``with`` blocks can end in any order.
+A *library* is torch (three pytree tables), optree or JAX. The ``with`` blocks can end in any order.
 """
 
 # claims on DynamicCache      registered      what happens
@@ -56,17 +54,16 @@ class Registry:
         self._libraries = dict(libraries)
         self._slots: dict[tuple[str, type], _Slot] = {}
         self._retired: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
-        self._lock = LOCK
 
     def recipe_in_force(self, cls: type, library: str = "torch") -> Recipe | None:
         """Return the functions that this package registered for a class with a library; ``None`` if there are none."""
-        with self._lock:
+        with LOCK:
             slot = self._slots.get((library, cls))
             return None if slot is None else slot.recipe
 
     def remedy(self, cls: type) -> str | None:
         """Return the code line that registers a class, for error messages; ``None`` for an unknown class."""
-        with self._lock:
+        with LOCK:
             for library in self._libraries:
                 if (library, cls) in self._slots:
                     return self._slots[library, cls].recipe.remedy
@@ -74,7 +71,7 @@ class Registry:
 
     def registered_base(self, cls: type) -> type | None:
         """Return the nearest base class that the user registered; a registration does not apply to subclasses."""
-        with self._lock:
+        with LOCK:
             held = {key[1] for key, slot in self._slots.items() if slot.by_user}
             return next((base for base in cls.__mro__[1:] if base in held), None)
 
@@ -96,14 +93,13 @@ class Registry:
 
     def claim(self, recipe: Recipe) -> Claim | None:
         """Register a class with torch for a ``with`` block; return ``None`` if the user has registered the class."""
-        (library,) = TORCH
-        with self._lock:
-            slot = self._slots.get((library, recipe.cls))
+        with LOCK:
+            slot = self._slots.get(("torch", recipe.cls))
             if slot is None:
                 return self._open(recipe, TORCH, by_user=False)
             if slot.by_user:
                 return None
-            for backend in self._libraries[library]:
+            for backend in self._libraries["torch"]:
                 if backend.read(recipe.cls) is None:  # other code has unregistered the class
                     backend.write(slot.recipe)
             claim = Claim(slot.recipe, False, TORCH)
@@ -112,7 +108,7 @@ class Registry:
 
     def claim_for_user(self, recipe: Recipe, libraries: tuple[str, ...] = TORCH) -> Claim | None:
         """Register a class until the user unregisters it, in those of ``libraries`` where it is not registered yet."""
-        with self._lock:
+        with LOCK:
             free, refused = [], None
             for library in libraries:
                 slot = self._slots.get((library, recipe.cls))
@@ -127,24 +123,50 @@ class Registry:
             if refused is None:
                 return self._open(recipe, tuple(free), by_user=True) if free else None
         # outside of the lock: the message can call a user's `__repr__`
-        raise errors.AlreadyRegisteredError(_registered_twice(refused, recipe))
+        name = recipe.cls.__qualname__
+        held = "with register_class_flattening" if refused.by_user else "by a block"
+        way_out = (
+            f"Unregister it first:\n    unregister_class_flattening({name})"
+            if refused.by_user
+            else f"To keep your functions inside the block, register before you enter it:\n"
+            f"    register_class_flattening({name}, ...)\n    {refused.recipe.remedy}"
+        )
+        functions = [getattr(one.flatten, "func", one.flatten) for one in (refused.recipe, recipe)]  # of a partial
+        before, now = (getattr(function, "__qualname__", repr(function)) for function in functions)
+        differs = f" ({before} instead of {now})" if before != now else ""
+        start = f"{errors.describe_class(recipe.cls)} is already registered {held}"
+        raise errors.AlreadyRegisteredError(f"{start}, with other functions{differs}. {way_out}")
 
     def release(self, claim: Claim) -> None:
         """End a request to keep a class registered; after the last request, restore its earlier registration."""
-        with self._lock:
+        with LOCK:
             for library in claim.libraries:
                 self._release(library, claim)
 
     def release_user(self, cls: type) -> None:
         """Unregister, in all libraries, a class that the user registered; raise an error for any other class."""
-        with self._lock:
+        with LOCK:
             slots = [self._slots[library, cls] for library in self._libraries if (library, cls) in self._slots]
             claims = [claim for slot in slots for claim in slot.claims if claim.by_user]
             for claim in claims:
                 self.release(claim)
-            problem = None if claims else self._not_hers(cls, slots)
-        if problem is not None:
-            raise errors.NotRegisteredError(problem)
+            tables = [backend for library in self._libraries.values() for backend in library]
+            holders = [] if claims or slots else [one.name for one in tables if one.read(cls) is not None]
+        if claims:
+            return
+        start = f"unregister_class_flattening({cls.__qualname__}): {errors.describe_class(cls)}"
+        if slots:
+            raise errors.NotRegisteredError(
+                f"{start} is registered by a block, until the block ends:\n    {slots[0].recipe.remedy}"
+            )
+        if holders:
+            raise errors.NotRegisteredError(
+                f"{start} was registered by other code (in {', '.join(holders)}), not through "
+                "register_class_flattening. It stays registered."
+            )
+        raise errors.NotRegisteredError(
+            f"{start} is not registered. Register the class:\n    register_class_flattening({cls.__qualname__}, ...)"
+        )
 
     def _release(self, library: str, claim: Claim) -> None:
         key = library, claim.recipe.cls
@@ -177,55 +199,17 @@ class Registry:
             self._slots[library, recipe.cls] = _Slot(recipe, found[library], [claim])
         return claim
 
-    def _not_hers(self, cls: type, slots: list[_Slot]) -> str:
-        start = f"unregister_class_flattening({cls.__qualname__}): {errors.describe_class(cls)}"
-        if slots:
-            return f"{start} is registered by a block, until the block ends:\n    {slots[0].recipe.remedy}"
-        tables = [backend for library in self._libraries.values() for backend in library]
-        holders = ", ".join(backend.name for backend in tables if backend.read(cls) is not None)
-        if holders:
-            return (
-                f"{start} was registered by other code (in {holders}), not through register_class_flattening. It stays "
-                "registered."
-            )
-        return f"{start} is not registered. Register the class:\n    register_class_flattening({cls.__qualname__}, ...)"
-
-
-def _registered_twice(slot: _Slot, recipe: Recipe) -> str:
-    name = recipe.cls.__qualname__
-    held = "by a block" if not slot.by_user else "with register_class_flattening"
-    way_out = (
-        f"Unregister it first:\n    unregister_class_flattening({name})"
-        if slot.by_user
-        else f"To keep your functions inside the block, register before you enter it:\n"
-        f"    register_class_flattening({name}, ...)\n    {slot.recipe.remedy}"
-    )
-    before, now = _function_name(slot.recipe.flatten), _function_name(recipe.flatten)
-    differs = f" ({before} instead of {now})" if before != now else ""
-    return f"{errors.describe_class(recipe.cls)} is already registered {held}, with other functions{differs}. {way_out}"
-
-
-def _function_name(function: object) -> str:
-    inner = getattr(function, "func", function)  # functools.partial
-    return getattr(inner, "__qualname__", repr(inner))
-
 
 REGISTRY = Registry({"torch": (TorchPython(), TorchCpp(), TorchFx()), "optree": (Optree(),), "jax": (Jax(),)})
 
 
 class Backend(Protocol):
-    """The interface through which :class:`Registry` reads and writes a library's table of registered classes.
-
-    A method that raises an error leaves the library's table unchanged.
-    """
+    """A library's table of registered classes; a method that raises an error leaves the table unchanged."""
 
     name: str
 
-    def read(self, cls: type) -> Any:
-        """Return the library's entry for ``cls``, or ``None`` if the class is not registered."""
+    def read(self, cls: type) -> Any: ...  # the entry of a class; `None` if the class is not registered
 
-    def write(self, recipe: Recipe) -> None:
-        """Register a class with the functions in ``recipe``, replacing the class's registration."""
+    def write(self, recipe: Recipe) -> None: ...  # replaces the entry of the class
 
-    def restore(self, recipe: Recipe, found: Any) -> None:
-        """Unregister the functions in ``recipe``, and restore ``found``, the class's registration before ``write``."""
+    def restore(self, recipe: Recipe, found: Any) -> None: ...  # undoes `write`: `found` is the entry from before

@@ -1,9 +1,4 @@
-"""Register classes with optree and JAX, at once or, if the library is not imported yet, right after its import.
-
-In optree, registered classes are in the namespace ``"yobx_flatten"``: ``optree.tree_flatten(tree,
-namespace="yobx_flatten")`` flattens the registered classes, and ``optree.tree_accessors(tree,
-namespace="yobx_flatten")[0].codify("inputs")`` returns ``inputs['a'][0].x``.
-"""
+"""Register classes with optree and JAX, at once or, if the library is not imported yet, right after its import."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -25,55 +20,110 @@ from .torch_tables import order_kept, register_again, registered, replace, unreg
 
 NAMESPACE = "yobx_flatten"
 
+logger = logging.getLogger("yobx_flatten")
 
-class Optree:
-    """Registers classes in optree's namespace ``"yobx_flatten"``, or stores the classes until optree is imported."""
+
+class _Optional:
+    """Registers classes with a library that may be imported later; until its import, the classes are stored here."""
+
+    # a method holds the lock from the check of the library until the change is done, so that no other thread imports
+    # the library between the two
+
+    name: str
+
+    def __init__(self) -> None:
+        self._recipes: dict[type, Recipe] = {}  # until the import
+        self._hook = ImportHook(self.name.__eq__, self._imported)
+        self._there = False
+
+    def read(self, cls: type) -> Any:
+        with LOCK:
+            return self._read(cls) if self._is_there() else self._recipes.get(cls)
+
+    def write(self, recipe: Recipe) -> None:
+        with LOCK:
+            if self._is_there():
+                self._write(recipe)
+                return
+            if not self._recipes:
+                self._hook.install()
+            self._recipes[recipe.cls] = recipe
+
+    def restore(self, recipe: Recipe, found: object) -> None:
+        with LOCK:
+            if self._is_there():
+                self._restore(recipe, found)
+            elif self._recipes.get(recipe.cls) is recipe:
+                del self._recipes[recipe.cls]
+                if not self._recipes:
+                    self._hook.remove()
+
+    def _is_there(self) -> bool:
+        """Return whether the library is imported; if so, register the classes that were stored until the import."""
+        # no import and no wait for an import: the importing thread may wait for our lock
+        if not self._there:
+            module = sys.modules.get(self.name)
+            # importlib sets `_initializing` while a module is being imported
+            if module is None or getattr(module.__spec__, "_initializing", False):
+                return False
+            self._imported(module)
+        return True
+
+    def _imported(self, module: ModuleType) -> None:
+        with LOCK:
+            self._there = True
+            self._hook.remove()
+            recipes, self._recipes = self._recipes, {}
+            for recipe in recipes.values():
+                # an error must not break the import of the library
+                result_or(functools.partial(self._write, recipe), functools.partial(_log_refusal, module, recipe))
+
+    # read and change the registry of the imported library
+
+    def _read(self, cls: type) -> Any: ...
+
+    def _write(self, recipe: Recipe) -> None: ...
+
+    def _restore(self, recipe: Recipe, found: object) -> None: ...
+
+
+def _log_refusal(module: ModuleType, recipe: Recipe, error: Exception) -> None:
+    logger.error("%s did not accept %s", module.__name__, recipe.cls, exc_info=error)
+
+
+class Optree(_Optional):
+    """Registers classes in optree's namespace ``"yobx_flatten"``."""
 
     name = "optree"
 
-    def __init__(self) -> None:
-        self.waiting = Waiting("optree", self._put)
+    def _read(self, cls: type) -> Any:
+        return registered(NAMESPACE, cls)
 
-    def read(self, cls: type) -> Any:
-        """Return a class's entry in optree, or the one to add when optree is imported; ``None`` if there is none."""
-        with self.waiting.lock:
-            return registered(NAMESPACE, cls) if self.waiting.library_is_there() else self.waiting.get(cls)
+    def _write(self, recipe: Recipe) -> None:
+        optree = sys.modules["optree"]
 
-    def write(self, recipe: Recipe) -> None:
-        self.waiting.put(recipe)
-
-    def restore(self, recipe: Recipe, found: object) -> None:
-        with self.waiting.lock:
-            if not self.waiting.library_is_there():
-                self.waiting.drop(recipe)
-                return
-            current = registered(NAMESPACE, recipe.cls)
-            function = getattr(current, "flatten_func", None)
-            is_ours = (
-                isinstance(function, functools.partial)
-                and function.func in (_flatten, _flatten_by_position)
-                and function.args[0] is recipe
+        def register() -> None:
+            optree.register_pytree_node(
+                recipe.cls,
+                functools.partial(_flatten if recipe.has_keys else _flatten_by_position, recipe),
+                lambda static, children: recipe.unflatten(list(children), static),
+                path_entry_type=_entry_type() if recipe.has_keys else optree.FlattenedEntry,
+                namespace=NAMESPACE,
             )
-            if current is not None and not is_ours:
-                return  # other code registered the class after us
-            with order_kept(found):
-                if current is not None:
-                    unregister(NAMESPACE, recipe.cls)
-                register_again(found)
 
-    def _put(self, recipe: Recipe) -> None:
-        replace(registered(NAMESPACE, recipe.cls), NAMESPACE, recipe.cls, lambda: _register(recipe))
+        replace(registered(NAMESPACE, recipe.cls), NAMESPACE, recipe.cls, register)
 
-
-def _register(recipe: Recipe) -> None:
-    optree = sys.modules["optree"]
-    optree.register_pytree_node(
-        recipe.cls,
-        functools.partial(_flatten, recipe) if recipe.has_keys else functools.partial(_flatten_by_position, recipe),
-        functools.partial(_unflatten, recipe),
-        path_entry_type=_entry_type() if recipe.has_keys else optree.FlattenedEntry,
-        namespace=NAMESPACE,
-    )
+    def _restore(self, recipe: Recipe, found: object) -> None:
+        current = registered(NAMESPACE, recipe.cls)
+        function: Any = getattr(current, "flatten_func", None)
+        is_partial = isinstance(function, functools.partial)
+        is_ours = is_partial and function.func in (_flatten, _flatten_by_position) and function.args[0] is recipe
+        if current is not None and not is_ours:
+            return  # other code registered the class after us
+        with order_kept(found):
+            if current is not None:
+                unregister(NAMESPACE, recipe.cls)
+            register_again(found)
 
 
 def _flatten(recipe: Recipe, obj: object) -> tuple[list[Any], Any, list[Any]]:
@@ -83,10 +133,6 @@ def _flatten(recipe: Recipe, obj: object) -> tuple[list[Any], Any, list[Any]]:
 
 def _flatten_by_position(recipe: Recipe, obj: object) -> tuple[list[Any], Any]:
     return recipe.flatten(obj)
-
-
-def _unflatten(recipe: Recipe, static: Static, children: Iterable[Any]) -> Any:
-    return recipe.unflatten(list(children), static)
 
 
 class _Attribute(str):
@@ -100,7 +146,6 @@ class _Index(int):
 
 
 def _entry(key: KeyEntry) -> Any:
-    """Convert a torch key to a path entry for optree, whose class distinguishes attributes from indices."""
     if isinstance(key, GetAttrKey):
         return _Attribute(key.name)
     if isinstance(key, SequenceKey):
@@ -124,9 +169,6 @@ def _entry_type() -> Any:
     return KeyedEntry
 
 
-_THEIRS = "registered with JAX by other code"
-
-
 # JAX cannot remove or replace the registration of a class, because compiled functions rely on the registration
 # (https://github.com/jax-ml/jax/issues/21666). So the functions that are registered with JAX look up the recipe:
 #
@@ -137,41 +179,27 @@ _THEIRS = "registered with JAX by other code"
 #                                     continue to use the earlier recipe
 
 
-class Jax:
-    """Registers classes in JAX's pytree registry, or stores the classes until JAX is imported."""
+class Jax(_Optional):
+    """Registers classes in JAX's pytree registry."""
 
     name = "jax"
 
     def __init__(self) -> None:
-        self.waiting = Waiting("jax", self._put)
+        super().__init__()
         self._nodes: dict[type, _Node] = {}  # entries are never removed, as in JAX
 
-    def read(self, cls: type) -> Any:
-        """Return a class's registered functions; ``_THEIRS`` if other code registered it with JAX; else ``None``."""
-        with self.waiting.lock:
-            if not self.waiting.library_is_there():
-                return self.waiting.get(cls)
-            node = self._nodes.get(cls)
-            if node is not None:
-                return node.in_force
-            return _THEIRS if _is_node(cls) else None
+    def _read(self, cls: type) -> Any:
+        if (node := self._nodes.get(cls)) is not None:
+            return node.in_force
+        tree_util = sys.modules["jax"].tree_util
+        if hasattr(tree_util, "is_tree_node"):
+            is_node = tree_util.is_tree_node(cls)
+        else:  # older versions of JAX have no public function for this
+            is_node = cls in sys.modules["jax._src.tree_util"]._registry
+        return "registered with JAX by other code" if is_node else None
 
-    def write(self, recipe: Recipe) -> None:
-        self.waiting.put(recipe)
-
-    def restore(self, recipe: Recipe, found: object) -> None:
-        """Mark the class as unregistered; JAX, which cannot unregister a class, continues to call its functions."""
-        with self.waiting.lock:
-            if not self.waiting.library_is_there():
-                self.waiting.drop(recipe)
-                return
-            node = self._nodes.get(recipe.cls)
-            if node is not None and node.in_force is recipe:
-                node.in_force = None
-
-    def _put(self, recipe: Recipe) -> None:
-        node = self._nodes.get(recipe.cls)
-        if node is not None:
+    def _write(self, recipe: Recipe) -> None:
+        if (node := self._nodes.get(recipe.cls)) is not None:
             node.put(recipe)
             return
         node = _Node(recipe)
@@ -186,6 +214,11 @@ class Jax:
             ) from error
         self._nodes[recipe.cls] = node
 
+    def _restore(self, recipe: Recipe, found: object) -> None:
+        node = self._nodes.get(recipe.cls)
+        if node is not None and node.in_force is recipe:
+            node.in_force = None  # JAX, which cannot unregister a class, continues to call its functions
+
 
 class _Node:
     """Functions registered with JAX for one class, which call the flatten functions that the user registered last."""
@@ -196,7 +229,6 @@ class _Node:
         self._current = (0, recipe)  # one tuple, so that another thread never reads a number with a different recipe
 
     def put(self, recipe: Recipe) -> None:
-        """Make JAX flatten the class with the functions in ``recipe`` instead of the earlier functions."""
         same = (i for i, known in enumerate(self._recipes) if known.same_functions(recipe))
         number = next(same, len(self._recipes))
         self._recipes[number : number + 1] = [recipe]
@@ -230,14 +262,6 @@ def _aux(number: int, static: Static) -> Any:
     return _Later(number, aux) if number else aux
 
 
-def _is_node(cls: type) -> bool:
-    tree_util = sys.modules["jax"].tree_util
-    if hasattr(tree_util, "is_tree_node"):
-        return bool(tree_util.is_tree_node(cls))
-    # older versions of JAX have no public function for this
-    return cls in sys.modules["jax._src.tree_util"]._registry
-
-
 def _jax_key(key: KeyEntry) -> Any:
     tree_util = sys.modules["jax"].tree_util
     if isinstance(key, GetAttrKey):
@@ -245,65 +269,3 @@ def _jax_key(key: KeyEntry) -> Any:
     if isinstance(key, SequenceKey):
         return tree_util.SequenceKey(key.idx)
     return tree_util.DictKey(key.key) if isinstance(key, MappingKey) else key
-
-
-logger = logging.getLogger("yobx_flatten")
-
-
-class Waiting:
-    """Classes, with their flatten functions, to be registered with a library when the library is imported."""
-
-    # deliver: registers one recipe with the library; called while `lock` is held
-    # lock: a backend holds the lock from its check of the library until its change is done, so that no other thread
-    # imports the library between the two
-
-    def __init__(self, library: str, deliver: Callable[[Recipe], None]) -> None:
-        self._library, self._deliver = library, deliver
-        self._recipes: dict[type, Recipe] = {}
-        self._hook = ImportHook(lambda name: name == library, self._imported)
-        self._there = False
-        self.lock = LOCK
-
-    def library_is_there(self) -> bool:
-        """Return whether the library is imported; if so, register the classes that were stored until the import."""
-        # no import and no wait for an import: the importing thread may wait for our lock
-        with self.lock:
-            if not self._there:
-                module = sys.modules.get(self._library)
-                # importlib sets `_initializing` while a module is being imported
-                if module is None or getattr(module.__spec__, "_initializing", False):
-                    return False
-                self._imported(module)
-            return True
-
-    def put(self, recipe: Recipe) -> None:
-        with self.lock:
-            if self.library_is_there():
-                self._deliver(recipe)
-                return
-            if not self._recipes:
-                self._hook.install()
-            self._recipes[recipe.cls] = recipe
-
-    def get(self, cls: type) -> Recipe | None:
-        return self._recipes.get(cls)
-
-    def drop(self, recipe: Recipe) -> None:
-        with self.lock:
-            if self._recipes.get(recipe.cls) is recipe:
-                del self._recipes[recipe.cls]
-                if not self._recipes:
-                    self._hook.remove()
-
-    def _imported(self, module: ModuleType) -> None:
-        with self.lock:
-            self._there = True
-            self._hook.remove()
-            recipes, self._recipes = self._recipes, {}
-            for recipe in recipes.values():
-                # an error must not break the import of the library
-                result_or(functools.partial(self._deliver, recipe), functools.partial(_refused, module, recipe))
-
-
-def _refused(module: ModuleType, recipe: Recipe, error: Exception) -> None:
-    logger.error("%s did not accept %s", module.__name__, recipe.cls, exc_info=error)

@@ -64,9 +64,7 @@ class AttributePatch:
 
 
 class _Traces(threading.local):
-    """The number of :func:`tracing_here` blocks that each thread is in."""
-
-    count = 0
+    count = 0  # `tracing_here` blocks that the thread is in
 
 
 _TRACES = _Traces()
@@ -107,10 +105,7 @@ def _in_traces(original: Any, version: Any) -> Any:
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """An import hook that calls a function right after the first import of a module.
-
-    With the hook, a patch need not import a large module early (``torch.export._trace`` imports all of dynamo).
-    """
+    """Calls a function right after the first import of a module, so that a patch need not import the module early."""
 
     def __init__(self, wanted: Callable[[str], bool], action: Callable[[ModuleType], None]) -> None:
         self._wanted, self._action = wanted, action
@@ -127,31 +122,26 @@ class ImportHook(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find a module with the other import finders, and make its loader call the hook's function after an import."""
         if not self._wanted(fullname):
             return None
-        for finder in sys.meta_path:
-            if isinstance(finder, ImportHook) or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                # Python calls the first hook only: it acts for all hooks of this module
-                hooks = [hook for hook in sys.meta_path if isinstance(hook, ImportHook) and hook._wanted(fullname)]
-                _act_after(spec.loader, [hook._action for hook in hooks])
-                return spec
-        return None
+        others = (one for one in sys.meta_path if not isinstance(one, ImportHook) and hasattr(one, "find_spec"))
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None and spec.loader is not None), None)
+        if spec is None:
+            return None
+        # Python calls the first hook only: it acts for all hooks of this module
+        hooks = [hook for hook in sys.meta_path if isinstance(hook, ImportHook) and hook._wanted(fullname)]
+        loader: Any = spec.loader
+        execute = loader.exec_module
 
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            for hook in hooks:
+                hook._action(module)
 
-def _act_after(loader: Any, actions: list[Callable[[ModuleType], None]]) -> None:
-    execute = loader.exec_module
-
-    def exec_module(module: ModuleType) -> None:
-        del loader.exec_module
-        execute(module)
-        for action in actions:
-            action(module)
-
-    loader.exec_module = exec_module  # on this module's own loader object, until it is used
+        loader.exec_module = exec_module  # on this module's own loader object, until it is used
+        return spec
 
 
 class ImportedPatch:

@@ -1,7 +1,6 @@
 """Register classes with torch: ``torch.utils._pytree``, ``torch.fx._pytree`` and ``torch.utils._cxx_pytree``.
 
-torch's ``_deregister_pytree_node`` cannot restore an earlier registration; for two classes without a serialized name,
-it raises ``KeyError`` after it has changed some tables. Only this file reads and writes torch's pytree tables.
+torch's ``_deregister_pytree_node`` cannot restore an earlier registration, and fails for some pairs of classes.
 """
 
 from __future__ import annotations
@@ -68,7 +67,8 @@ class TorchPython:
                 pytree.SUPPORTED_SERIALIZED_TYPES[cls] = serialised_node(cls, name, dump, load)
                 pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name] = cls
                 pytree.CONSTANT_NODES.discard(cls)
-            _forget_loaded_specs()
+            # it caches specs by text, and would return a spec of the former class with this name
+            pytree.treespec_loads.cache_clear()
 
     def restore(self, recipe: Recipe, found: _FoundNode | None) -> None:
         cls = recipe.cls
@@ -95,19 +95,11 @@ class TorchPython:
                     pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.setdefault(found.serial.serialized_type_name, cls)
                 if found.constant:
                     pytree.CONSTANT_NODES.add(cls)
-            _forget_loaded_specs()
-
-
-def _forget_loaded_specs() -> None:
-    # `treespec_loads` caches specs by text, and would return a spec of the former class with this name
-    pytree.treespec_loads.cache_clear()
+            pytree.treespec_loads.cache_clear()
 
 
 _MISSING = object()
 
-
-# Register classes with `torch.fx._pytree`, by which a graph module flattens its inputs.
-#
 # Without a rule, fx uses the Python pytree and compares whole specs. A rule of another library, such as that of
 # transformers for `DynamicCache`, would silently flatten the inputs in a different order.
 
@@ -139,15 +131,13 @@ class TorchFx:
         cls = recipe.cls
         if cls in fx_pytree.SUPPORTED_NODES and not self.holds(recipe):
             return  # other code registered the class after us
-        if found is None:
-            fx_pytree.SUPPORTED_NODES.pop(cls, None)
-            fx_pytree.SUPPORTED_NODES_EXACT_MATCH.pop(cls, None)
-            return
-        fx_pytree.SUPPORTED_NODES[cls] = found.flatten_spec
-        if found.exact_match is _MISSING:
-            fx_pytree.SUPPORTED_NODES_EXACT_MATCH.pop(cls, None)
-        else:
-            fx_pytree.SUPPORTED_NODES_EXACT_MATCH[cls] = found.exact_match
+        rules = found or _FoundRules(_MISSING, _MISSING)
+        tables: tuple[dict[Any, Any], ...] = (fx_pytree.SUPPORTED_NODES, fx_pytree.SUPPORTED_NODES_EXACT_MATCH)
+        for table, rule in zip(tables, rules, strict=True):
+            if rule is _MISSING:
+                table.pop(cls, None)
+            else:
+                table[cls] = rule
 
 
 def _flatten_spec(recipe: Recipe, obj: object, spec: pytree.TreeSpec) -> list[Any]:
@@ -166,8 +156,6 @@ def _flatten_spec(recipe: Recipe, obj: object, spec: pytree.TreeSpec) -> list[An
     return children
 
 
-# -- torch.utils._cxx_pytree: optree's "torch" namespace and its pending list ------------------------------------------
-#
 # `torch.compile` imports the module, usually long after a class was registered. Before the import, torch stores
 # registrations in a pending list. torch's own deregistration ignores the list: an unregistered class is registered
 # again at the import, and a class that is in the list twice makes every later `torch.compile` in the process fail.
@@ -176,9 +164,7 @@ _NAMESPACE = "torch"
 
 
 class _Pending(NamedTuple):
-    """An entry of torch's list of pending C++ registrations, and its position in the list."""
-
-    place: int
+    place: int  # in torch's list of pending C++ registrations
     entry: tuple[tuple[Any, ...], dict[str, Any]]
 
 

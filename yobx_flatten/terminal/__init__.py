@@ -5,25 +5,32 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def ended_by_ctrl_c(program: str) -> Iterator[None]:
-    """In a ``with`` block, make Ctrl-C end the process with exit status 130."""
-    # an imported library may catch KeyboardInterrupt, so the handler does not raise it
+def handled(
+    number: int, handler: Callable[..., object], instead_of: Callable[..., object] | signal.Handlers
+) -> Iterator[None]:
+    """In a ``with`` block, handle a signal, unless the process has another handler than ``instead_of``."""
+    # only the main thread receives signals
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not is_main or signal.getsignal(number) is not instead_of:
         yield
         return
+    signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, instead_of)
 
-    def end(*_: object) -> None:
+
+def ended_by_ctrl_c(program: str) -> contextlib.AbstractContextManager[None]:
+    """In a ``with`` block, make Ctrl-C end the process with exit status 130."""
+
+    def end(*_: object) -> None:  # an imported library may catch KeyboardInterrupt, which is therefore not raised
         sys.stderr.write(f"{program}: interrupted, nothing was written\n")
         sys.stderr.flush()
         os._exit(130)
 
-    signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return handled(signal.SIGINT, end, instead_of=signal.default_int_handler)

@@ -78,7 +78,14 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     words = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
     shown_on = console()
     if sum(words) + 2 * len(words) > shown_on.width:
-        say("\n".join(line for row in rows for line in _in_lines(headings, row, shown_on.width)))
+        how: dict[str, Any] = {"width": shown_on.width, "break_long_words": False, "break_on_hyphens": False}
+        lines = []
+        for row in rows:
+            named = zip(headings[2:], row[2:], strict=True)
+            rest = "; ".join(f"{heading}: {cell}" for heading, cell in named if cell not in ("", "-"))
+            lines += textwrap.wrap("  ".join(row[:2]), subsequent_indent="    ", **how)
+            lines += textwrap.wrap(rest, initial_indent="    ", subsequent_indent="    ", **how)
+        say("\n".join(lines))
         return
     made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for heading, longest in zip(headings, words, strict=True):
@@ -86,16 +93,6 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         made.add_row(*(Text(printable(cell)) for cell in row))
     shown_on.print(made)
-
-
-def _in_lines(headings: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    named = zip(headings[2:], row[2:], strict=True)
-    rest = "; ".join(f"{heading}: {cell}" for heading, cell in named if cell not in ("", "-"))
-    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return [
-        *textwrap.wrap("  ".join(row[:2]), width, subsequent_indent="    ", **how),
-        *textwrap.wrap(rest, width, initial_indent="    ", subsequent_indent="    ", **how),
-    ]
 
 
 class _Lines(logging.Handler):
@@ -114,9 +111,8 @@ class _Lines(logging.Handler):
 @contextlib.contextmanager
 def progress(first: str) -> Iterator[Any]:
     """Show the progress of a command on stderr: a bar, or one line per step if stderr is not a terminal."""
-    # yields: a function that shows a step; steps that the package logs are shown automatically
-    # If a step is logged with `done` and `total`, the bar shows both numbers and an estimate of the remaining time.
-    # After a step with the finished `share` of all work, each step shows the remaining time of the command.
+    # yields: a function that shows a step; steps that the package logs are shown automatically. A step with `done` and
+    # `total` also shows the remaining time of the step, and a step with the finished `share` that of the command.
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     shown_on = console(stderr=True)

@@ -1,13 +1,5 @@
 """Run a command-line program, print an error as one line, and return an exit status in every case."""
 
-# Exit statuses:
-#
-# 0    success
-# 1    a check failed
-# 2    the request is invalid: a wrong name, a missing library
-# 130  interrupted
-# 143  ended by SIGTERM
-
 from __future__ import annotations
 
 import contextlib
@@ -18,7 +10,6 @@ import inspect
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
@@ -27,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from ..errors import FlattenError, ReplayError
 from ..errors.dependencies import install_line, is_installed
 from ..errors.tried_versions import VersionDependentError, possible_cause, without_cause
-from . import ended_by_ctrl_c
+from . import ended_by_ctrl_c, handled
 from .output import printable
 
 if TYPE_CHECKING:
@@ -41,7 +32,9 @@ def starting(
     with terminable():
         try:
             with ended_by_ctrl_c(program):
-                if not has_libraries(program):
+                if missing := [name for name in ("typer", "rich") if not is_installed(name)]:
+                    wanted = " and ".join(missing)
+                    sys.stderr.write(f"{program}: the command line needs {wanted}: {install_line('cli')}\n")
                     return 2
                 run = start()
         except (ImportError, RuntimeError, KeyboardInterrupt) as error:
@@ -49,14 +42,6 @@ def starting(
                 raise
             return explain_failure(error, debug=False, program=program)
         return run(argv)
-
-
-def has_libraries(program: str) -> bool:
-    missing = [name for name in ("typer", "rich") if not is_installed(name)]
-    if missing:
-        wanted = " and ".join(missing)
-        sys.stderr.write(f"{program}: the command line needs {wanted}: {install_line('cli')}\n")
-    return not missing
 
 
 def reflow_help(app: typer.Typer) -> None:
@@ -167,8 +152,8 @@ def lasting_streams() -> Iterator[None]:
         yield
 
 
+# exit statuses; a request is refused if it is invalid: a wrong name, a missing library
 CHECK_FAILED, REFUSED, INTERRUPTED, TERMINATED = 1, 2, 130, 143
-
 
 # names of options in other programs, each with the name of our option
 _PAIRS = (
@@ -220,7 +205,7 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
         return CHECK_FAILED, str(error)  # with its report, case by case
     if isinstance(error, expected):
         line = possible_cause() if isinstance(error, VersionDependentError) else ""
-        return REFUSED, _with(line, " ".join(without_cause(error).split()))
+        return REFUSED, "\n".join(filter(None, [" ".join(without_cause(error).split()), line]))
     # newer versions of typer contain their own copy of click
     if {base.__name__ for base in type(error).__mro__} & {"ClickException", "TyperException"}:
         formatted = getattr(error, "format_message", lambda: str(error))()
@@ -242,11 +227,8 @@ def _status_and_text(error: BaseException, expected: tuple[type[Exception], ...]
     if isinstance(error, MemoryError):
         return REFUSED, "out of memory"
     first = next((line for line in str(error).splitlines() if line.strip()), "no message")
-    return REFUSED, _with(possible_cause(), f"{type(error).__name__}: {first.strip()} (--debug shows where)")
-
-
-def _with(line: str, text: str) -> str:
-    return f"{text}\n{line}" if line else text
+    text = f"{type(error).__name__}: {first.strip()} (--debug shows where)"
+    return REFUSED, "\n".join(filter(None, [text, possible_cause()]))
 
 
 def meant_option(typed: str, known: Iterable[str]) -> str:
@@ -261,14 +243,8 @@ class Terminated(KeyboardInterrupt):
     """Raised when the process receives SIGTERM; the message lists files that were already written."""
 
 
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
+def terminable() -> contextlib.AbstractContextManager[None]:
     """In a ``with`` block, raise :class:`Terminated` on SIGTERM, unless the process has its own signal handler."""
-    # only the main thread receives signals
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
     process = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -277,8 +253,4 @@ def terminable() -> Iterator[None]:
             os.kill(os.getpid(), number)
         raise Terminated
 
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return handled(signal.SIGTERM, end, instead_of=signal.SIG_DFL)

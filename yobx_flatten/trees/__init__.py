@@ -6,11 +6,4 @@ from .describe import string_type
 from .shapes import check_dynamic_shapes, dynamic_shapes, make_dynamic_shapes_kv_cache
 from .walk import Leaf, leaves
 
-__all__ = [
-    "Leaf",
-    "check_dynamic_shapes",
-    "dynamic_shapes",
-    "leaves",
-    "make_dynamic_shapes_kv_cache",
-    "string_type",
-]
+__all__ = ["Leaf", "check_dynamic_shapes", "dynamic_shapes", "leaves", "make_dynamic_shapes_kv_cache", "string_type"]

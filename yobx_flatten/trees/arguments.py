@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ..errors import DynamicShapesError, InvalidArgumentError, NotRegisteredError, describe_class
-from ..recipe.aliases import DynamicShapes, PyTree
+from ..recipe.aliases import DynamicShapes
 from .walk import check_no_cycles, class_name, node_of, torch_leaves
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
@@ -42,7 +41,19 @@ def check_arguments(module: object, args: object, kwargs: object) -> None:
             f"kwargs: expected a dict of keyword arguments, found {describe_class(kwargs)}.{_EXAMPLE}"
         )
     for name, value in inputs_by_name(module, args, kwargs).items():
-        _check_tensors(value, name)
+        check_no_cycles(value, name)
+        for path, leaf in torch_leaves(value, name):
+            if not issubclass(type(leaf), torch.Tensor) or not (leaf.is_nested or leaf.layout in _SPARSE):
+                continue
+            kind, cure = "sparse", f"it dense:\n    {path}.to_dense()"
+            if leaf.is_nested:
+                kind = "nested"
+                cure = f"its rows padded to one length, and a mask:\n    torch.nested.to_padded_tensor({path}, 0.0)"
+            refused = InvalidArgumentError(
+                f"{path} is a {kind} tensor, which torch.export does not accept. Pass {cure}"
+            )
+            refused.path = path  # type: ignore[attr-defined] # for check_inputs
+            raise refused
     try:
         signature = inspect.signature(module.forward)
     except (TypeError, ValueError):  # a scripted module has no signature to check
@@ -57,21 +68,6 @@ def check_arguments(module: object, args: object, kwargs: object) -> None:
         ) from None
 
 
-def _check_tensors(tree: PyTree, name: str) -> None:
-    """Raise an error for an input that contains itself, a nested tensor or a sparse tensor."""
-    check_no_cycles(tree, name)
-    for path, leaf in torch_leaves(tree, name):
-        if not issubclass(type(leaf), torch.Tensor) or not (leaf.is_nested or leaf.layout in _SPARSE):
-            continue
-        kind, cure = "sparse", f"it dense:\n    {path}.to_dense()"
-        if leaf.is_nested:
-            kind = "nested"
-            cure = f"its rows padded to one length, and a mask:\n    torch.nested.to_padded_tensor({path}, 0.0)"
-        error = InvalidArgumentError(f"{path} is a {kind} tensor, which torch.export does not accept. Pass {cure}")
-        error.path = path  # type: ignore[attr-defined] # for check_inputs
-        raise error
-
-
 def instance_hint(given: object) -> str:
     """If ``given`` is a class, return a sentence for an error message on how to make an instance; else ``""``."""
     how = ".from_pretrained(FOLDER)" if hasattr(given, "from_pretrained") else "(...)"
@@ -79,11 +75,7 @@ def instance_hint(given: object) -> str:
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Return a sentence for an error message that suggests known names for misspelt names, or ``""``.
-
-    >>> did_you_mean(["attention_masks"], ["input_ids", "attention_mask"])
-    " Did you mean 'attention_mask'?"
-    """
+    """Return a sentence for an error message that suggests known names for misspelt names, or ``""``."""
     names = list(known)
     close = [match for name in unknown for match in difflib.get_close_matches(name, names, n=1)]
     return f" Did you mean {', '.join(map(repr, close))}?" if close else ""
@@ -149,7 +141,8 @@ def has_no_data(module: torch.nn.Module, leaves: Iterable[Any], brought: Collect
     # brought: names of weights that are loaded when a layer is called; none by default
     from ..private_names.of_torch import FakeTensor
 
-    weights = [(name, tensor) for name, tensor in _state(module) if name not in brought]
+    state = (*module.named_parameters(), *module.named_buffers())
+    weights = [(name, tensor) for name, tensor in state if name not in brought]
     for name, tensor in [*weights, *(("an input", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))]:
         if isinstance(tensor, FakeTensor):
             return f"{name} is a FakeTensor, which has no data"
@@ -174,22 +167,16 @@ def check_not_offloaded(module: torch.nn.Module) -> None:
 def on_other_devices(module: torch.nn.Module, tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, str, str]]:
     """Return the inputs on a different device than the weights, as (path, input's device, weights' device)."""
     # several devices are valid if hooks of accelerate move the inputs, and a 0-d tensor may be on the CPU
-    devices = Counter(tensor.device for _, tensor in _state(module))
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
     if len(devices) != 1 or any(hasattr(part, "_hf_hook") for part in module.modules()):
         return []
     (device,) = devices
-    found = []
-    for path, tensor in tensors:
-        number = tensor.dim() == 0 and tensor.device.type == "cpu"
-        if tensor.device != device and not number:
-            found.append((path, str(tensor.device), str(device)))
-    return found
+    return [
+        (path, str(tensor.device), str(device))
+        for path, tensor in tensors
+        if tensor.device != device and not (tensor.dim() == 0 and tensor.device.type == "cpu")
+    ]
 
 
 def about_devices(path: str, found: str, weights: str) -> str:
     return f"{path} is on {found}, the weights are on {weights}. The trace fails unless forward moves it. Move it:"
-
-
-def _state(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()

@@ -1,8 +1,4 @@
-"""Describe a nested object in one line: :func:`string_type`.
-
-A table maps class names to functions that describe an object. NumPy and transformers are not imported, since the table
-has names of classes instead of classes.
-"""
+"""Describe a nested object in one line: :func:`string_type`."""
 
 # C T 1 s2x3 [0.0,5.0:A2.5 N1nans]
 # | | |  |    |   |    |    +------ number of NaN, left out of the rest
@@ -32,8 +28,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("yobx_flatten")
 
-# The names in torch, NumPy and ml_dtypes of the element types, in the order of onnx.TensorProto. ONNX stores strings in
-# NumPy arrays of objects.
+# The names in torch, NumPy and ml_dtypes of the element types, in the order of onnx.TensorProto; strings are objects.
 _ORDER = """
     undefined float32 uint8 int8 uint16 int16 int32 int64 object bool float16 float64 uint32 uint64 complex64
     complex128 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz uint4 int4 float4_e2m1fn
@@ -44,9 +39,7 @@ _STRING, _UNDEFINED = _ELEMENT_TYPES["object"], _ELEMENT_TYPES["undefined"]
 
 # torch has no minimum for these types; they are converted (only 53 bits of uint64 are exact)
 _COMPARABLE = {"uint16": torch.int64, "uint32": torch.int64, "uint64": torch.float64}
-
-# far below Python's recursion limit: each level needs about four frames
-_DEEPEST = 100
+_DEEPEST = 100  # far below Python's recursion limit: each level needs about four frames
 _LONGEST_SET = 10
 _PAIR = ("keys", "values")
 _PLAIN_LAYERS = {"DynamicLayer"}, {"StaticLayer"}
@@ -148,7 +141,7 @@ _Rule = Callable[[_Writer, Any], str]
 
 def _rule(obj: object) -> _Rule:
     if isinstance(obj, enum.Enum):
-        return _enum  # first: many enums are integers or strings
+        return lambda writer, obj: f"{_name(obj)}.{obj.name}"  # first: many enums are integers or strings
     for base in type(obj).__mro__:
         package = str(base.__module__).partition(".")[0]
         rule = _RULES.get(f"{package}:{base.__name__}") or _RULES.get(base.__name__)
@@ -161,44 +154,12 @@ def _name(obj: object) -> str:
     return type(obj).__name__
 
 
-def _word(writer: _Writer, obj: object) -> str:
-    return "None" if obj is None else _name(obj)
-
-
 def _number(writer: _Writer, obj: Any) -> str:
     if hasattr(obj, "dtype"):  # a NumPy scalar; some are also Python floats
         name = str(obj.dtype.name)
     else:
         name = next(base.__name__ for base in type(obj).__mro__ if base in (bool, int, float, complex))
     return f"{name}={obj}" if writer.values else name
-
-
-def _string(writer: _Writer, obj: object) -> str:
-    return "str" if isinstance(obj, str) else "bytes"
-
-
-def _enum(writer: _Writer, obj: enum.Enum) -> str:
-    return f"{_name(obj)}.{obj.name}"
-
-
-def _class(writer: _Writer, obj: type) -> str:
-    return f"type({obj.__name__})"
-
-
-def _printed(writer: _Writer, obj: object) -> str:
-    return f"{_name(obj)}({obj})"
-
-
-def _numpy_dtype(writer: _Writer, obj: object) -> str:
-    return f"dtype({obj})"
-
-
-def _repr(writer: _Writer, obj: object) -> str:
-    return "".join(repr(obj).split())
-
-
-def _fx_node(writer: _Writer, obj: torch.fx.Node) -> str:
-    return f"%{obj.target}"
 
 
 def _opaque(writer: _Writer, obj: object) -> str:
@@ -241,9 +202,7 @@ def _set(writer: _Writer, obj: Collection[Any]) -> str:
 
 
 def _dict(writer: _Writer, obj: dict[Any, Any]) -> str:
-    if type(obj) is not dict:
-        return _mapping(writer, obj)
-    if not all(isinstance(key, int) for key in obj):
+    if type(obj) is not dict or not all(isinstance(key, int) for key in obj):
         return _mapping(writer, obj)
     if all(isinstance(value, str) or _rule(value) is _dim for value in obj.values()):
         # The dynamic shape of one tensor: here a string is the name of a dimension.
@@ -276,13 +235,13 @@ def _cache(writer: _Writer, obj: object) -> str:
     if writer.lists and obj.layers and {_name(layer) for layer in obj.layers} in _PLAIN_LAYERS:
         keys, values = ([getattr(layer, name) for layer in obj.layers] for name in _PAIR)
         return f"{_name(obj)}(key_cache={writer.text(keys)}, value_cache={writer.text(values)})"
-    return f"{_name(obj)}({', '.join([_layer_in_cache(writer, layer) for layer in obj.layers])})"
-
-
-def _layer_in_cache(writer: _Writer, layer: Any) -> str:
-    pair = [writer.text(getattr(layer, name)) for name in _PAIR] if hasattr(layer, "keys") else []
-    states = [name for name, value in vars(layer).items() if name not in _PAIR and _is_state(value)]
-    return f"{_name(layer)}({', '.join(pair + ([writer.named(layer, states)] if states else []))})"
+    layers = []
+    for layer in obj.layers:
+        parts = [writer.text(getattr(layer, name)) for name in _PAIR] if hasattr(layer, "keys") else []
+        states = [name for name, value in vars(layer).items() if name not in _PAIR and _is_state(value)]
+        parts += [writer.named(layer, states)] if states else []
+        layers.append(f"{_name(layer)}({', '.join(parts)})")
+    return f"{_name(obj)}({', '.join(layers)})"
 
 
 def _is_state(value: Any) -> bool:
@@ -290,14 +249,6 @@ def _is_state(value: Any) -> bool:
     if isinstance(value, dict):
         return any(isinstance(child, torch.Tensor) for child in value.values())
     return isinstance(value, torch.Tensor) and value.ndim > 1
-
-
-def _layer(writer: _Writer, obj: object) -> str:
-    return f"{_name(obj)}({writer.named(obj, _PAIR)})"
-
-
-def _batch(writer: _Writer, obj: object) -> str:
-    return f"{_name(obj)}({writer.named(obj, ['data'])})"
 
 
 def _array_text(writer: _Writer, letter: str, code: int, shape: Iterable[Any]) -> str:
@@ -361,7 +312,8 @@ def _torch_values(tensor: torch.Tensor) -> str:
     if flat.numel() == 0:
         return f"[N{nans}nans]"
     wide = torch.float32 if flat.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
-    return _range(flat.min().item(), flat.max().item(), flat.to(wide).mean().item(), nans)
+    tail = f"N{nans}nans" if nans else ""
+    return f"[{flat.min().item()},{flat.max().item()}:A{flat.to(wide).mean().item()}{tail}]"
 
 
 def _numpy_values(array: numpy.ndarray[Any, Any]) -> str:
@@ -376,38 +328,44 @@ def _numpy_values(array: numpy.ndarray[Any, Any]) -> str:
         flat = flat[flat == flat]
         if flat.size == 0:
             return f"[N{nans}nans]"
-        return _range(flat.min(), flat.max(), flat.astype("float64").mean(), nans)
-
-
-def _range(least: object, most: object, mean: object, nans: int) -> str:
-    return f"[{least},{most}:A{mean}{f'N{nans}nans' if nans else ''}]"
+        tail = f"N{nans}nans" if nans else ""
+        return f"[{flat.min()},{flat.max()}:A{flat.astype('float64').mean()}{tail}]"
 
 
 # `package:Class`, or `Class` of any package; the first base of a type that is in the table decides.
 _RULES: dict[str, _Rule] = {
     name: rule
     for rule, names in (
-        (_word, "builtins:NoneType builtins:slice torch:SymInt torch:SymFloat torch:SymBool"),
+        (
+            lambda writer, obj: "None" if obj is None else _name(obj),
+            "builtins:NoneType builtins:slice torch:SymInt torch:SymFloat torch:SymBool",
+        ),
         (_number, "builtins:bool builtins:int builtins:float builtins:complex numpy:generic"),
-        (_string, "builtins:str builtins:bytes numpy:character"),
-        (_class, "builtins:type"),
+        (lambda writer, obj: "str" if isinstance(obj, str) else "bytes", "builtins:str builtins:bytes numpy:character"),
+        (lambda writer, obj: f"type({obj.__name__})", "builtins:type"),
         (_tuple, "builtins:tuple"),
         (_list, "builtins:list"),
         (_set, "builtins:set builtins:frozenset"),
         (_dict, "builtins:dict"),
         (_ndarray, "numpy:ndarray"),
-        (_numpy_dtype, "numpy:dtype"),
+        (lambda writer, obj: f"dtype({obj})", "numpy:dtype"),
         (_tensor, "torch:Tensor"),
         (_ort_value, "onnxruntime:OrtValue"),
         (_dim, "torch:Dim torch:_DimHint"),
-        (_printed, "torch:dtype torch:device torch:layout torch:memory_format"),
-        (_repr, "torch:TreeSpec torch:MappingKey torch:SequenceKey torch:GetAttrKey torch:Proxy"),
-        (_fx_node, "torch:Node"),
+        (lambda writer, obj: f"{_name(obj)}({obj})", "torch:dtype torch:device torch:layout torch:memory_format"),
+        (
+            lambda writer, obj: "".join(repr(obj).split()),
+            "torch:TreeSpec torch:MappingKey torch:SequenceKey torch:GetAttrKey torch:Proxy",
+        ),
+        (lambda writer, obj: f"%{obj.target}", "torch:Node"),
         # In new versions of transformers a configuration is a dataclass of fifty fields.
         (_opaque, "torch:Module transformers:PreTrainedConfig transformers:PretrainedConfig"),
-        (_batch, "transformers:BatchEncoding transformers:BatchFeature"),
+        (
+            lambda writer, obj: f"{_name(obj)}({writer.named(obj, ['data'])})",
+            "transformers:BatchEncoding transformers:BatchFeature",
+        ),
         (_cache, "Cache EncoderDecoderCache"),  # any package: model code can define caches
-        (_layer, "CacheLayerMixin"),
+        (lambda writer, obj: f"{_name(obj)}({writer.named(obj, _PAIR)})", "CacheLayerMixin"),
     )
     for name in names.split()
 }

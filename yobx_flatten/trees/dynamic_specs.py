@@ -1,9 +1,6 @@
 """Convert specifications of ``torch.fx.experimental.dynamic_spec`` to ``dynamic_shapes``.
 
-torch 2.15 itself converts a ``ShapeVar`` to an unbacked size, with which few models can be traced ("Could not guard on
-data-dependent expression u1 > 1"), and accepts no specification for a cache. Here, a model is traced with
-``dynamic_shapes`` and the sizes of the example, and the program checks expressions such as ``B * 2`` (see
-:mod:`yobx_flatten.export.stated_sizes`).
+torch 2.15 itself converts a ``ShapeVar`` to an unbacked size, with which few models can be traced.
 """
 
 # B = ShapeVar("batch", max=64)
@@ -101,7 +98,29 @@ def without_specs(inputs: Mapping[str, Any], shapes: Mapping[str, Any], assumpti
     written = {name: writing.write(value, shapes.get(name), (name,)) for name, value in inputs.items()}
     # `check_dynamic_shapes` refuses missing and unknown entries
     written = {name: written.get(name, entry) for name, entry in shapes.items()}
-    _check_values(writing.sizes, assumptions)
+    first: dict[Any, Size] = {}
+    for size in writing.sizes:
+        if size.variable is not None:
+            _check_range(size)
+            found = first.setdefault(size.expression, size)
+            if found.value != size.value:
+                raise DynamicShapesError(
+                    f"{size.place} ({_name(size.expression)}) is {size.value} in the example, but {found.place} is "
+                    f"{found.value} under that name. Sizes with one name must be equal: rename one of them."
+                )
+    values = {symbol: size.value for symbol, size in first.items()}
+    stated = [(size.place, size.expression, size.value) for size in writing.sizes]
+    for place, expression, value in [*stated, *(("assumptions", one, True) for one in assumptions)]:
+        unknown = sorted(_name(symbol) for symbol in expression.free_symbols - values.keys())
+        if unknown:
+            raise DynamicShapesError(
+                f"{place}: {_name(expression)} depends on {unknown}, which is not the size of any axis."
+            )
+        found_value = expression.subs(values)
+        if found_value != value:
+            named = {_name(symbol): value for symbol, value in values.items() if symbol in expression.free_symbols}
+            wrong = "does not hold" if value is True else f"is {found_value}, but the size is {value},"
+            raise DynamicShapesError(f"{place}: {_name(expression)} {wrong} in the example, where sizes are {named}.")
     return Stated(written, tuple(writing.sizes), assumptions)
 
 
@@ -213,33 +232,6 @@ class _Writing:
             place = path if axis is None else f"{path}: axis {axis}"
             raise DynamicShapesError(f"{place} should be {spec}, but is {size} in the example.")
         return None
-
-
-def _check_values(sizes: list[Size], assumptions: tuple[Any, ...]) -> None:
-    """Raise an error if a size of the example contradicts the ``dynamic_spec`` specification."""
-    first: dict[Any, Size] = {}
-    for size in sizes:
-        if size.variable is not None:
-            _check_range(size)
-            found = first.setdefault(size.expression, size)
-            if found.value != size.value:
-                raise DynamicShapesError(
-                    f"{size.place} ({_name(size.expression)}) is {size.value} in the example, but {found.place} is "
-                    f"{found.value} under that name. Sizes with one name must be equal: rename one of them."
-                )
-    values = {symbol: size.value for symbol, size in first.items()}
-    stated = [(size.place, size.expression, size.value) for size in sizes]
-    for place, expression, value in [*stated, *(("assumptions", one, True) for one in assumptions)]:
-        unknown = sorted(_name(symbol) for symbol in expression.free_symbols - values.keys())
-        if unknown:
-            raise DynamicShapesError(
-                f"{place}: {_name(expression)} depends on {unknown}, which is not the size of any axis."
-            )
-        found_value = expression.subs(values)
-        if found_value != value:
-            named = {_name(symbol): value for symbol, value in values.items() if symbol in expression.free_symbols}
-            wrong = "does not hold" if value is True else f"is {found_value}, but the size is {value},"
-            raise DynamicShapesError(f"{place}: {_name(expression)} {wrong} in the example, where sizes are {named}.")
 
 
 def _check_range(size: Size) -> None:

@@ -1,8 +1,6 @@
 """Make ``dynamic_shapes`` for nested inputs, and check ``dynamic_shapes`` before ``torch.export`` is called.
 
-``dynamic_shapes`` must have the structure of the inputs; an object of a registered class needs a *list* of one entry
-per child. In a KV cache, batch and length are dynamic, heads and head size are fixed. Each axis of a tensor outside of
-caches gets ``Dim.AUTO``, so that torch decides which axes are dynamic.
+``dynamic_shapes`` has the structure of the inputs; an object of a registered class needs a *list* of its children.
 """
 
 from __future__ import annotations
@@ -133,11 +131,7 @@ with axes [0, 1].
 
 
 def without_names(shapes: DynamicShapes) -> DynamicShapes:
-    """Replace text such as ``"batch"`` in ``dynamic_shapes``, which ``torch.export`` refuses, by ``Dim.DYNAMIC``.
-
-    >>> without_names({"x": {0: "batch", 1: Dim.AUTO}})["x"][0] is Dim.DYNAMIC
-    True
-    """
+    """Replace text such as ``"batch"`` in ``dynamic_shapes``, which ``torch.export`` refuses, by ``Dim.DYNAMIC``."""
     if isinstance(shapes, str):
         return Dim.DYNAMIC
     if isinstance(shapes, Mapping):
@@ -167,9 +161,6 @@ def shapes_of_leaves(inputs: PyTree, shapes: DynamicShapes) -> list[dict[int, An
     below = [None] * len(node.children) if shapes is None else shapes
     below = [below[key] for key in inputs] if isinstance(below, Mapping) else below
     return [leaf for child, spec in zip(node.children, below, strict=True) for leaf in shapes_of_leaves(child, spec)]
-
-
-# -- writing ---------------------------------------------------------------------------------------------------------
 
 
 _MEANINGS = ("batch", "length")
@@ -237,9 +228,6 @@ def builtin_kind(obj: object, node: Node | None = None) -> Any:
     return kind if kind in pytree.BUILTIN_TYPES and (node is None or node.recipe is None) else None
 
 
-# -- checking --------------------------------------------------------------------------------------------------------
-
-
 def check_entries(obj: PyTree, shapes: DynamicShapes, path: _Path = ()) -> None:
     """Check that a ``dynamic_shapes`` specification fits inputs in which no object contains itself."""
     if shapes is None:
@@ -263,7 +251,9 @@ def check_entries(obj: PyTree, shapes: DynamicShapes, path: _Path = ()) -> None:
         below = [shapes[key] for key in obj]
     else:
         cls = {namedtuple: type(obj)}.get(kind, kind)
-        if not (isinstance(shapes, (list, tuple)) if kind is None or not path else _spec_class(shapes) is cls):
+        given = get_node_type(shapes)
+        given = type(shapes) if given is namedtuple else given
+        if not (isinstance(shapes, (list, tuple)) if kind is None or not path else given is cls):
             name = "list" if kind is None or not path else cls.__qualname__
             raise _misfit(path, f"a {name} with {len(names)} entries for {names}", shapes)
         if len(shapes) != len(names):
@@ -274,11 +264,6 @@ def check_entries(obj: PyTree, shapes: DynamicShapes, path: _Path = ()) -> None:
         below = list(shapes)
     for name, child, spec in zip(names, node.children, below, strict=True):
         check_entries(child, spec, (*path, name))
-
-
-def _spec_class(shapes: DynamicShapes) -> type:
-    kind = get_node_type(shapes)
-    return type(shapes) if kind is namedtuple else kind
 
 
 def _check_leaf(obj: object, shapes: DynamicShapes, path: _Path) -> None:
@@ -305,7 +290,8 @@ def _check_leaf(obj: object, shapes: DynamicShapes, path: _Path) -> None:
             )
         if dim is not None and type(dim) is not int and not _is_dim(dim):
             raise _misfit((*path, str(axis)), "a Dim, Dim.AUTO, Dim.DYNAMIC, a name, or None", dim)
-        if obj.shape[axis] in (0, 1) and _must_vary(dim):
+        is_dynamic = getattr(getattr(dim, "type", None), "name", None) == "DYNAMIC"
+        if obj.shape[axis] in (0, 1) and (is_dynamic or isinstance(dim, (str, torch.export.Dim))):
             raise DynamicShapesError(
                 f"{_format(path)}: axis {axis} should vary, but has size {obj.shape[axis]} in the example; "
                 "torch.export fixes sizes 0 and 1. Pass an example of size 2 or more along this axis."
@@ -314,11 +300,6 @@ def _check_leaf(obj: object, shapes: DynamicShapes, path: _Path) -> None:
 
 def _is_dim(dim: object) -> bool:
     return isinstance(dim, (str, torch.export.Dim, DimHint)) or dim is None
-
-
-def _must_vary(dim: object) -> bool:
-    hint = getattr(dim, "type", None)
-    return isinstance(dim, (str, torch.export.Dim)) or getattr(hint, "name", None) == "DYNAMIC"
 
 
 def _misfit(path: _Path, expected: str, found: object) -> DynamicShapesError:

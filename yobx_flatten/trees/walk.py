@@ -33,13 +33,7 @@ Children = Callable[[Any, tuple[Any, ...]], Sequence[tuple[Any, Any]] | None]
 
 
 def walk(tree: PyTree, children: Children) -> Iterator[Place]:
-    """Yield a nested object and all objects inside it, parents before children, in the order of the leaves.
-
-    >>> tree = {"x": [1]}
-    >>> tree["x"].append(tree)
-    >>> [(format_path("tree", p.keys), p.is_leaf, p.outer) for p in walk(tree, torch_children("tree"))]
-    [('tree', False, None), ("tree['x']", False, None), ("tree['x'][0]", True, None), ("tree['x'][1]", False, ())]
-    """
+    """Yield a nested object and all objects inside it, parents before children, in the order of the leaves."""
     above: dict[int, tuple[Any, ...]] = {}
     # an entry without keys ends an object, and keeps a reference to the object, so that its id is not reused
     stack: list[tuple[tuple[Any, ...] | None, Any, Any]] = [((), tree, None)]
@@ -86,32 +80,17 @@ def children_of(node: pytree.NodeDef, obj: object, name: str, keys: tuple[Any, .
 
 
 def format_path(name: str, keys: Iterable[Any]) -> str:
-    """Return the path to an object as a Python expression.
-
-    >>> format_path("batch", [pytree.MappingKey("x"), pytree.SequenceKey(1)])
-    "batch['x'][1]"
-    """
+    """Return the path to an object as a Python expression, such as ``batch['x'][1]``."""
     return name + "".join(map(format_entry, keys))
 
 
 def format_entry(key: object) -> str:
-    """Return one key of a pytree path as Python code.
-
-    >>> format_entry(pytree.MappingKey("a")), format_entry(pytree.SequenceKey(2)), format_entry(pytree.GetAttrKey("x"))
-    ("['a']", '[2]', '.x')
-    """
-    if isinstance(key, pytree.MappingKey):
-        return f"[{format_key(key.key)}]"
-    return str(key)
+    """Return one key of a pytree path as Python code: ``['a']``, ``[2]`` or ``.x``."""
+    return f"[{format_key(key.key)}]" if isinstance(key, pytree.MappingKey) else str(key)
 
 
 def class_name(cls: type) -> str:
-    """Return the full name of a class without calling code of its metaclass.
-
-    >>> from collections import OrderedDict
-    >>> class_name(OrderedDict), class_name(dict)
-    ('collections.OrderedDict', 'dict')
-    """
+    """Return the full name of a class without calling code of its metaclass; ``dict`` for a built-in class."""
     module, name = MODULE_OF(cls), QUALNAME_OF(cls)
     return name if module == "builtins" else f"{module}.{name}"
 
@@ -148,13 +127,12 @@ def leaves(tree: PyTree, *, name: str = "tree") -> list[Leaf]:
     >>> [(leaf.path, leaf.axes) for leaf in leaves({"x": torch.zeros(2), "y": [1]}, name="batch")]
     [("batch['x']", None), ("batch['y'][0]", None)]
     """
-    places = leaf_places(tree, torch_children(name), name)
-    return [Leaf(format_path(name, place.keys), place.obj, _meaning(place)) for place in places]
-
-
-def _meaning(place: Place) -> dict[int, str] | None:
-    recipe = REGISTRY.recipe_in_force(type(place.parent)) if place.keys else None
-    return None if recipe is None or recipe.axes is None else recipe.axes(key_name(place.keys[-1]))
+    found = []
+    for place in leaf_places(tree, torch_children(name), name):
+        recipe = REGISTRY.recipe_in_force(type(place.parent)) if place.keys else None
+        axes = None if recipe is None or recipe.axes is None else recipe.axes(key_name(place.keys[-1]))
+        found.append(Leaf(format_path(name, place.keys), place.obj, axes))
+    return found
 
 
 class Node(NamedTuple):
@@ -211,14 +189,7 @@ def recipe_for(cls: type) -> Recipe | None:
 
 
 def find_cycle(tree: PyTree, name: str = "tree") -> tuple[str, str] | None:
-    """Find an object that contains itself, directly or nested.
-
-    >>> batch = {"x": [1]}
-    >>> batch["x"].append(batch)
-    >>> find_cycle(batch, "batch")
-    ("batch['x'][1]", 'batch')
-    """
-    # returns: the path at which an object appears again inside itself, and its first path; `None` if there is no cycle
+    """Return the path at which an object contains itself, and the object's first path; ``None`` without a cycle."""
     for place in walk(tree, own_children):
         if place.outer is not None:
             return format_path(name, place.keys), format_path(name, place.outer)
@@ -240,29 +211,13 @@ def format_cycle(inner: str, outer: str) -> str:
 
 
 def key_name(key: object) -> str:
-    """Return one key of a pytree path as plain text, without brackets or quotes.
-
-    >>> import torch.utils._pytree as pytree
-    >>> key_name(pytree.MappingKey("input_ids")), key_name(pytree.SequenceKey(1)), key_name(pytree.GetAttrKey("x"))
-    ('input_ids', '1', 'x')
-    """
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-# -- names of leaves -------------------------------------------------------------------------------------------------
+    """Return one key of a pytree path as plain text, without brackets or quotes."""
+    attribute = next((one for one in ("key", "idx", "name") if hasattr(key, one)), None)
+    return str(key if attribute is None else getattr(key, attribute))
 
 
 def leaf_names(tree: PyTree, *, cache: str | None = CACHE) -> list[str]:
-    """Return a name for every leaf of nested inputs, made from the leaf's path.
-
-    >>> leaf_names({"input_ids": 1, "extra": [2, {"a": 3}]})
-    ['input_ids', 'extra.0', 'extra.1.a']
-    >>> leaf_names({"cache": [{"key": 1, "value": 2}]})
-    ['past_key_values.0.key', 'past_key_values.0.value']
-    """
+    """Return a name for every leaf of nested inputs, made from the leaf's path, such as ``extra.1.a``."""
     # cache: the name for a cache on the first level; by default, the input name that generation tools expect. `None`
     # keeps the names as they are.
     # returns: one name per leaf, in the order of `torch.utils._pytree.tree_leaves` inside the with block
@@ -283,13 +238,7 @@ def leaf_names(tree: PyTree, *, cache: str | None = CACHE) -> list[str]:
 
 
 def output_names(outputs: PyTree, taken: Collection[str] = ()) -> list[str]:
-    """Return a name for every leaf of a module's outputs, made from the leaf's path.
-
-    >>> output_names(3), output_names((1, 2)), output_names({"logits": 1, "cache": [{"key": 2, "value": 3}]})
-    (['output'], ['output.0', 'output.1'], ['logits', 'present.0.key', 'present.0.value'])
-    >>> output_names({"logits": 1, "attention_mask": 2}, ["input_ids", "attention_mask"])
-    ['logits', 'output.attention_mask']
-    """
+    """Return a name for every leaf of a module's outputs, made from the leaf's path, such as ``present.0.key``."""
     # taken: names of inputs. An output with the name of an input is called `output.<name>`, since names are unique in
     # an ONNX graph. For example, Qwen2Audio returns its attention mask.
     names = leaf_names(outputs, cache=PRESENT)
@@ -304,13 +253,7 @@ def leaves_of(tree: PyTree) -> list[Any]:
 
 
 def plain_names(tree: PyTree) -> list[str]:
-    """Return the key path of every leaf, as ``torch.export`` names it: ``cache.key_0``.
-
-    If no input names are given, exporters use key paths with underscores instead of dots.
-
-    >>> plain_names({"input_ids": 1, "extra": [2, {"a": 3}]})
-    ['input_ids', 'extra.0', 'extra.1.a']
-    """
+    """Return the key path of every leaf, as ``torch.export`` names it: ``cache.key_0``."""
     return [".".join(map(key_name, place.keys)) for place in leaf_places(tree, own_children)]
 
 
@@ -338,17 +281,12 @@ def match(graph: Sequence[str], spellings: Sequence[Sequence[str]]) -> dict[str,
             if name not in found and spell(name) in known and known[spell(name)] not in found.values():
                 found[name] = known[spell(name)]
     by_order = {name: place for place, name in enumerate(graph)}
-    left = [names for place, names in enumerate(spellings) if place not in found.values()]
-    if found and any(_is_name(names) for names in left):
-        return found
+    left = [names[-1] for place, names in enumerate(spellings) if place not in found.values()]
+    if found and any(part and not part.isdigit() for path in left for part in path.split(".")):
+        return found  # a remaining leaf has a name
     if len(graph) == len(spellings) and found.items() <= by_order.items():
         return by_order
     return found
-
-
-def _is_name(spellings: Sequence[str]) -> bool:
-    """Return whether the key path of a leaf contains a name, not only positions in tuples and lists."""
-    return any(part and not part.isdigit() for part in spellings[-1].split("."))
 
 
 def plain_spelling(name: str) -> str:

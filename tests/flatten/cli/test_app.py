@@ -20,6 +20,7 @@ from yobx_flatten import ReplayError, __version__, save_nested
 from yobx_flatten.__main__ import main
 from yobx_flatten.cli import app as app_file
 from yobx_flatten.cli.app import app, reference
+from yobx_flatten.cli.inspect_commands import is_object_name
 from yobx_flatten.errors.dependencies import install_line
 from yobx_flatten.terminal.output import printable, say, say_json, table
 from yobx_flatten.terminal.running import Terminated, UserError, explain_failure, lasting_streams, terminable
@@ -142,7 +143,7 @@ def test_bench_lists_what_there_is(capsys):
 
 @pytest.mark.parametrize("name", ["bench", "matrix"])
 def test_the_help_of_an_installed_copy_leaves_them_out(name, monkeypatch):
-    monkeypatch.setattr(app_file, "is_installed_copy", lambda: True)
+    monkeypatch.setattr(app_file, "clone", lambda: None)
     installed = app_file._app()
     assert f" {name} " not in CliRunner().invoke(installed, ["--help"]).output
     assert f"### {name}" not in reference(installed)
@@ -437,3 +438,12 @@ def test_work_goes_on_when_its_reader_has_ended(tmp_path):
     assert done.stdout.splitlines() == ["line 0", "7"]
     assert done.stderr == ""
     assert (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_name"),
+    [("my_inputs:make", True), ("C:/models", False), ("llama", False)],
+    ids=lambda value: str(value),
+)
+def test_a_drive_is_not_the_module_of_an_object(text, is_name):
+    assert is_object_name(text) is is_name

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from yobx_flatten import ReplayError
-from yobx_flatten.core.compare import compare, largest_difference, tolerance
+from yobx_flatten.core.compare import compare, largest_difference, share_of_nan, tolerance
 from yobx_flatten.core.contents import Layouts, size_in_bytes
 from yobx_flatten.diagnose.comparison import compare_outputs
 from yobx_flatten.trees.walk import format_key
@@ -271,3 +271,21 @@ def test_sizes_are_those_of_the_elements():
 def test_a_tensor_that_knows_no_size_counts_nothing():
     ragged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
     assert size_in_bytes(ragged) in (0, 20)
+
+
+def test_a_comparison_returns_the_difference_and_a_tolerance_that_of_the_least_precise_dtype():
+    assert compare(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.00001]), "file")
+    assert compare(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), "layers").difference == pytest.approx(0.1)
+    assert (tolerance("file", "float32", "float16"), tolerance("file")) == (0.06, 0.0001)
+    assert tolerance("layers", torch.bfloat16) == 0.03125
+    assert largest_difference(torch.tensor([1, 2**60]), torch.tensor([1, 2**60 + 1])) == 1.0
+    assert largest_difference(torch.tensor([1 + 2j]), torch.tensor([1 + 0j])) == 2.0
+
+
+def test_the_share_of_nan_is_one_without_a_finite_element():
+    values = torch.tensor([1.0, math.nan]), torch.tensor([math.nan, math.inf]), 3
+    assert [share_of_nan(value) for value in values] == [0.5, 1.0, 0.0]
+
+
+def test_a_key_that_is_no_built_in_value_is_shown_by_its_class():
+    assert [format_key(key) for key in ("a", (1, "b"), OrderedDict())] == ["'a'", "(1, 'b')", "<OrderedDict>"]

@@ -320,3 +320,8 @@ def test_env_states_that_a_version_is_newer_than_any_tried(newer, capsys):
     )
     assert main(["env", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["newer_than_tried"] == ["transformers"]
+
+
+def test_a_missing_library_is_not_installed_and_other_errors_have_no_cause():
+    assert [dependencies.is_installed(name) for name in ("torch", "no_such_library")] == [True, False]
+    assert without_cause(ValueError("no such thing")) == "no such thing"

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from tests.modules import module_class
 from yobx_flatten import register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import InvalidRegistrationError, RoundTripError, StaticDataError, UnsetFieldError
-from yobx_flatten.recipe.attributes import checked, functions_from_fields
+from yobx_flatten.recipe.attributes import builtin_base, checked, functions_from_fields
 
 
 class Cell:
@@ -207,3 +207,20 @@ def test_a_class_may_bear_any_name(name):
     cls = type(name, (Cell,), {})
     flatten, _, unflatten = functions_from_fields(cls, ["hidden", "state"], ["size"])
     assert vars(unflatten(*flatten(cls(1, 2)))) == {"hidden": 1, "state": 2, "size": 3}
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        ("HiddenState", "flatten_hidden_state"),
+        ("BaseModelOutput", "flatten_base_model_output"),
+        ("_Private", "flatten__private"),
+        ("Pair[int, str]", "flatten_pair_int_str_"),
+    ],
+)
+def test_a_function_is_named_after_its_class(cls, name):
+    assert functions_from_fields(type(cls, (), {}), []).flatten.__name__ == name
+
+
+def test_the_base_that_makes_an_instance_is_the_built_in_one():
+    assert builtin_base(type("State", (dict,), {})) is dict

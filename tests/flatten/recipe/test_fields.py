@@ -9,7 +9,7 @@ import torch.utils._pytree as pytree
 
 from yobx_flatten import register, register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import InvalidRegistrationError, StaticDataError
-from yobx_flatten.recipe.fields import functions_of, recipe_of
+from yobx_flatten.recipe.fields import functions_of, recipe_of, torch_key
 
 
 @dataclasses.dataclass
@@ -376,3 +376,7 @@ def test_classes_of_every_reader_go_through_jax(number):
     assert type(doubled) is type(obj)
     assert float(jax.tree.leaves(doubled)[0]) == 4
     unregister_class_flattening(type(obj))
+
+
+def test_a_bare_key_is_a_position_or_the_key_of_a_mapping():
+    assert (torch_key("a"), torch_key(0)) == (pytree.MappingKey("a"), pytree.SequenceKey(0))

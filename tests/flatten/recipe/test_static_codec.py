@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from tests import fresh_process
 from yobx_flatten.errors import StaticDataError
-from yobx_flatten.recipe.contract import HeldStatic, hashable, original
+from yobx_flatten.recipe import safe_names
+from yobx_flatten.recipe.contract import HeldStatic, hashable, original, own_copy
 from yobx_flatten.recipe.static_codec import check_static, dump_static, is_array, load_static
 
 
@@ -339,3 +340,22 @@ def test_changing_the_data_does_not_change_the_key():
     original(key)["names"].append("c")
     assert original(key) == {"names": ["a"]}
     assert key == hashable({"names": ["a"]})
+
+
+def test_tuples_and_keys_that_are_no_strings_come_back():
+    assert dump_static(["key_0", ("relu", None)]) == ["key_0", {"!tuple": ["relu", None]}]
+    assert load_static(dump_static({1: (2, torch.float16)})) == {1: (2, torch.float16)}
+    check_static({"sizes": (2, 3)})
+    with pytest.raises(StaticDataError, match=r"the Tensor tensor\(\[0., 0.\]\) at State.config\['sizes'\]\[0\]"):
+        check_static({"sizes": [torch.zeros(2)]}, where="State.config")
+
+
+def test_a_held_value_comes_back_as_a_copy():
+    assert original(hashable({"name": [1, 2]})) == {"name": [1, 2]}
+    names = ["a"]
+    assert own_copy((names, 1))[0] is not names
+
+
+def test_only_modules_of_the_table_may_be_imported():
+    names = "transformers.models.llama.modeling_llama", "numpy.f2py.__main__"
+    assert [bool(safe_names._KNOWN.fullmatch(name)) for name in names] == [True, False]

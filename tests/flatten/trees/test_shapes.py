@@ -1,7 +1,7 @@
 """The leaves as torch sees them: order, names, axes, and `dynamic_shapes` that are written from the inputs."""
 
 import dataclasses
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from typing import Any
 
 import pytest
@@ -33,7 +33,22 @@ from yobx_flatten import (
     register_flattening_functions,
     unregister_class_flattening,
 )
-from yobx_flatten.trees.walk import find_cycle, leaf_names, leaves_of, match, output_names, plain_names
+from yobx_flatten.trees.arguments import did_you_mean
+from yobx_flatten.trees.shapes import without_names
+from yobx_flatten.trees.walk import (
+    class_name,
+    find_cycle,
+    format_entry,
+    format_path,
+    key_name,
+    leaf_names,
+    leaves_of,
+    match,
+    output_names,
+    plain_names,
+    torch_children,
+    walk,
+)
 
 AUTO = Dim.AUTO
 # before 5.10 or so transformers hands the positions to a static layer, which does not count itself
@@ -400,3 +415,36 @@ def test_keys_alone_are_what_torch_export_uses():
     inputs = {"input_ids": torch.zeros(1), "past_key_values": cache}
     assert plain_names(inputs) == ["input_ids", "past_key_values.key_0", "past_key_values.value_0"]
     assert [leaf.sum().item() for leaf in leaves_of(inputs)] == [0, 0, 2]
+
+
+def test_a_walk_yields_parents_first_and_the_place_of_a_cycle():
+    tree: Any = {"x": [1]}
+    tree["x"].append(tree)
+    found = [(format_path("tree", p.keys), p.is_leaf, p.outer) for p in walk(tree, torch_children("tree"))]
+    top = [("tree", False, None), ("tree['x']", False, None)]
+    assert found == [*top, ("tree['x'][0]", True, None), ("tree['x'][1]", False, ())]
+    assert find_cycle(tree, "batch") == ("batch['x'][1]", "batch")
+
+
+def test_keys_are_written_as_code_and_as_text():
+    keys = pytree.MappingKey("a"), pytree.SequenceKey(2), pytree.GetAttrKey("x")
+    assert [format_entry(key) for key in keys] == ["['a']", "[2]", ".x"]
+    assert [key_name(key) for key in keys] == ["a", "2", "x"]
+    assert format_path("batch", [pytree.MappingKey("x"), pytree.SequenceKey(1)]) == "batch['x'][1]"
+    assert (class_name(OrderedDict), class_name(dict)) == ("collections.OrderedDict", "dict")
+
+
+def test_leaves_are_named_by_their_paths():
+    inputs = {"input_ids": 1, "extra": [2, {"a": 3}]}
+    assert leaf_names(inputs) == plain_names(inputs) == ["input_ids", "extra.0", "extra.1.a"]
+    assert leaf_names({"cache": [{"key": 1, "value": 2}]}) == ["past_key_values.0.key", "past_key_values.0.value"]
+    assert (output_names(3), output_names((1, 2))) == (["output"], ["output.0", "output.1"])
+    outputs = {"logits": 1, "cache": [{"key": 2, "value": 3}]}
+    assert output_names(outputs) == ["logits", "present.0.key", "present.0.value"]
+    taken = ["input_ids", "attention_mask"]
+    assert output_names({"logits": 1, "attention_mask": 2}, taken) == ["logits", "output.attention_mask"]
+
+
+def test_text_in_shapes_is_a_dynamic_size_and_a_misspelt_name_gets_a_hint():
+    assert without_names({"x": {0: "batch", 1: Dim.AUTO}})["x"][0] is Dim.DYNAMIC
+    assert did_you_mean(["attention_masks"], ["input_ids", "attention_mask"]) == " Did you mean 'attention_mask'?"

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from roundpipe_runtime import Replicate, RoundPipe, RoundPipeRunConfig, SplitError, TensorChunkSpec
 from roundpipe_runtime.batch.joining import join
 from roundpipe_runtime.batch.splitting import split
-from roundpipe_runtime.device.transfer import cut_mask, parts_of_mask
+from roundpipe_runtime.device.transfer import cut_mask, flatten_value, parts_of_mask, shapes_of
 from roundpipe_runtime.errors import UnregisteredObjectError
 from tests.flatten.nodes import Dense, TrainState
 from tests.runtime.batch.rows import rows
@@ -278,3 +278,9 @@ def test_tensors_of_a_closure_travel_with_the_mask(name):
     if name == "a partial":
         assert moved.mask_mod(*at)  # every place is of document 0 now
     assert moved is not mask
+
+
+def test_a_value_is_rebuilt_around_other_tensors():
+    structure, tensors = flatten_value({"a": torch.ones(1), "b": 3})
+    assert structure.rebuild(["here"]) == {"a": "here", "b": 3}
+    assert (shapes_of(tensors), shapes_of([torch.ones(2, 3)])) == ("float32(1,)", "float32(2, 3)")

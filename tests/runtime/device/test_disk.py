@@ -1,6 +1,7 @@
 """Tests of roundpipe_runtime.device.disk: tensors of a file, of which memory has what is used."""
 
 import errno
+import mmap
 import os
 import pathlib
 import threading
@@ -187,3 +188,9 @@ def test_other_systems_are_refused(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "posix_fadvise")
     with pytest.raises(ConfigError, match="needs Linux"):
         DiskMemory(tmp_path)
+
+
+def test_ranges_that_touch_are_joined_and_ranges_of_tensors_are_whole_pages():
+    ranges = [(8192, 12288), (0, 4096), (4096, 8192), (16384, 20480)]
+    assert disk._joined(ranges) == [(0, 12288), (16384, 20480)]
+    assert disk.pages_of([torch.frombuffer(bytearray(3), dtype=torch.uint8)])[0][1] % mmap.PAGESIZE == 0

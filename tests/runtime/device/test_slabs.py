@@ -171,3 +171,8 @@ def test_sums_in_another_dtype_have_its_size(layer):
     memory = GradientMemory()
     memory.prepare(scan([layer]), lambda parameter: torch.float32)
     assert memory.take(0, layer.weight, torch.empty(8, 16)).dtype == torch.float32
+
+
+def test_a_slab_holds_small_tensors_after_a_large_one():
+    assert plan_slabs([6000, 2000, 100]) == [(8192, {0: 0, 1: 6016, 2: 8064})]
+    assert plan_slabs([5000, 4096]) == [(8192, {0: 0}), (4096, {1: 0})]

@@ -16,6 +16,7 @@ import torch
 
 from roundpipe_runtime.device.worker import (
     Mailbox,
+    Outcome,
     StoppedRun,
     Uninterrupted,
     Worker,
@@ -23,6 +24,7 @@ from roundpipe_runtime.device.worker import (
     collect,
     error_of,
     is_done,
+    on_error,
     wait_for,
 )
 from tests import fresh_process
@@ -376,3 +378,13 @@ def test_a_question_that_is_interrupted_leaves_no_lock(asked):
     future._condition = lock
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         assert threads.submit(lock.acquire, timeout=5).result()
+
+
+def test_an_error_is_stored_or_acted_on():
+    seen: list[BaseException] = []
+    with Outcome() as outcome, on_error(seen.append):
+        raise ZeroDivisionError("division by zero")
+    assert seen == [outcome.error]
+    future: concurrent.futures.Future[int] = concurrent.futures.Future()
+    future.set_result(3)
+    assert wait_for(future) == 3

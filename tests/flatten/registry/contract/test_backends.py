@@ -153,7 +153,7 @@ class WaitingLibrary:
     register_after_us = register
 
     def functions(self, cls):
-        return self.backend.waiting.get(cls)
+        return self.backend._recipes.get(cls)
 
 
 class JaxLibrary:

@@ -1,10 +1,8 @@
 """Adapt ``dynamic_shapes`` that were written for another registration of a KV cache to this package's registration.
 
 ``torch.export`` requires one entry of ``dynamic_shapes`` for each tensor into which a cache is flattened, in the same
-order; another registration of the cache class may use another order, or nested lists. Here, the entry for each tensor
-of a cache is moved to the place of that tensor in this package's order. A token counter that is a tensor has no axes;
-an integer token counter is dynamic if an axis of the cache is dynamic. ``Dim.AUTO`` is removed from an axis that never
-varies. A specification in an unknown form is unchanged, and torch reports its errors.
+order. A token counter that is a tensor has no axes; an integer token counter is dynamic if an axis of the cache is
+dynamic. A specification in an unknown form is unchanged, and torch reports its errors.
 """
 
 # n layers:
@@ -18,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -33,10 +31,7 @@ from ..registry.claims import REGISTRY
 
 
 def adapted_shapes(
-    module: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    shapes: DynamicShapes,
+    module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, shapes: DynamicShapes
 ) -> DynamicShapes:
     from ..private_names.of_torch import combine_args
 
@@ -100,7 +95,7 @@ class _Adapting:
                 ]
             if len(shapes) == len(children) - 1 and _counts(children[-1]) and all(map(_fits, children, shapes)):
                 return [*shapes, _entry_of_count(children[-1], any(map(_varies, shapes)))]
-        by_tensor = _by_parts(cache, shapes) or _by_attributes(cache, shapes)
+        by_tensor = _by_parts(cache, shapes) or _by_tensor(list(_tensors_of(cache)), shapes)
         return shapes if by_tensor is None else self.written(children, by_tensor)
 
     def written(self, children: list[Any], by_tensor: dict[int, Any]) -> list[Any]:
@@ -161,26 +156,19 @@ def _varies(entry: DynamicShapes) -> bool:
 def _by_parts(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
     """Convert ``dynamic_shapes`` of a cache, a list for keys and a list for values, to a dict by ``id`` of tensors."""
     parts = list(shapes.values()) if isinstance(shapes, dict) else shapes
-    layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
     if not isinstance(parts, (list, tuple)) or len(parts) != 2:
         return None
-    found: dict[int, Any] = {}
-    for name, entries in zip(("keys", "values"), parts, strict=True):
-        tensors = [getattr(layer, name) for layer in layers]
-        if not isinstance(entries, (list, tuple)) or len(entries) != len(tensors):
-            return None
-        if not all(map(_fits, tensors, entries)):
-            return None
-        found.update(zip(map(id, tensors), entries, strict=True))
-    return found
+    layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "keys", None) is not None]
+    keys = _by_tensor([layer.keys for layer in layers], parts[0])
+    values = None if keys is None else _by_tensor([layer.values for layer in layers], parts[1])
+    return None if keys is None or values is None else keys | values
 
 
-def _by_attributes(cache: TransformersCache, shapes: DynamicShapes) -> dict[int, Any] | None:
-    """Convert ``dynamic_shapes`` of a cache, a list with an entry for each tensor, to a dict by ``id`` of tensors."""
-    tensors = list(_tensors_of(cache))
-    if not isinstance(shapes, (list, tuple)) or len(shapes) != len(tensors) or not all(map(_fits, tensors, shapes)):
+def _by_tensor(tensors: Sequence[torch.Tensor], entries: DynamicShapes) -> dict[int, Any] | None:
+    """Return the ``dynamic_shapes`` entries of tensors by ``id``; ``None`` if one does not fit."""
+    if not isinstance(entries, (list, tuple)) or len(entries) != len(tensors) or not all(map(_fits, tensors, entries)):
         return None
-    return dict(zip(map(id, tensors), shapes, strict=True))
+    return dict(zip(map(id, tensors), entries, strict=True))
 
 
 def _tensors_of(obj: object, inside: tuple[int, ...] = ()) -> Iterator[torch.Tensor]:
@@ -238,10 +226,7 @@ def forget_attached(forward: Callable[..., Any]) -> None:
 
 
 def refuse_specs_of_keys(
-    module: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    spec: DynamicShapes,
+    module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, spec: DynamicShapes
 ) -> None:
     """Raise DynamicShapesError for a ``ShapesSpec`` with entries for a KV cache or another class with pytree keys."""
     # `torch.export` looks up the entries of an `ObjectSpec` by attribute name, and the children of caches have keys

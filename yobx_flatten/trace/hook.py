@@ -3,15 +3,6 @@
 Replaced functions are active only in a thread that runs a trace; eager models inside the block are unchanged.
 """
 
-# - Sizes that are equal only in the example stay independent (duck shapes off), and inputs that are slices are copied.
-# - Model libraries install their traceable functions (see `yobx_flatten.huggingface.tracing.support`).
-# - `torch.onnx.export` translates more operators (see `yobx_flatten.trace.onnx_operators`).
-# - `torch.nn.TransformerEncoder` returns zeros at padding, as in eager mode.
-# - A package of AOTInductor gets inputs with the strides that it was compiled for (see `yobx_flatten.trace.program`).
-# - A program remembers the classes of its inputs and outputs. If a class is not registered when the program is called,
-#   the error names the class; torch alone raises `KeyError: <class ...>`.
-# - A program refuses a value for an input that was `None` in the example.
-
 from __future__ import annotations
 
 import contextlib
@@ -33,7 +24,7 @@ from ..private_names.of_torch import fx_config, pytree, spec_protocols
 from ..recipe.aliases import DynamicShapes, PyTree
 from ..registry.patches import LOCK, AttributePatch, ImportedPatch, TracePatch, tracing_here
 from .adapted_shapes import adapted_shapes, refuse_specs_of_keys
-from .onnx_operators import TRANSLATIONS, add_translation, filled_registry, remembering_decompositions
+from .onnx_operators import TRANSLATIONS, filled_registry, remembering_decompositions
 from .program import (
     called_contiguous,
     enums_as_texts,
@@ -57,7 +48,19 @@ def with_zeros_at_padding(original: Callable[..., Tensor]) -> Callable[..., Tens
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        if src_key_padding_mask is None or mask is not None or not _drops_padding(self, src):
+        first: Any = self.layers[0]
+        if (
+            src_key_padding_mask is None
+            or mask is not None
+            # without the fast path of eager mode, which computes no outputs at padding
+            or not torch.backends.mha.get_fastpath_enabled()
+            or not getattr(self, "use_nested_tensor", False)
+            or not getattr(self, "mask_check", True)
+            or not first.self_attn.batch_first
+            or first.training
+            or src.dim() != 3
+            or torch.is_autocast_enabled()
+        ):
             return original(self, src, mask, src_key_padding_mask, is_causal)
         output = src
         for layer in self.layers:
@@ -91,37 +94,25 @@ def without_running(original: Callable[..., Any]) -> Callable[..., Any]:
 class ExportHook:
     def __init__(self) -> None:
         # these modules import all of dynamo or onnxscript, which a block that only flattens does not need
-        self._on_import = [
-            ImportedPatch("torch.export._trace", _wrapping(None, "_export", self._wrapped)),
-            ImportedPatch("torch.onnx._internal.exporter._registration", self._translations_patch),
-            ImportedPatch(
-                "torch.onnx._internal.exporter._decomp",
-                _wrapping(None, "create_onnx_friendly_decomposition_table", remembering_decompositions),
-            ),
-            ImportedPatch(
-                "torch.onnx._internal.fx.passes.type_promotion",
-                _wrapping("_TypePromotionInterpreter", "run_node", without_running),
-            ),
-            ImportedPatch("torch._inductor.compile_fx", _wrapping(None, "_aoti_flatten_inputs", remembering_strides)),
-            ImportedPatch(
-                "torch.export.pt2_archive._package", _wrapping("AOTICompiledModel", "__call__", called_contiguous)
-            ),
-            ImportedPatch("torch._export.serde.serialize", _wrapping(None, "typing", remembering_hints)),
-            ImportedPatch(
-                "torch._export.serde.serialize",
-                _wrapping("GraphModuleDeserializer", "_parse_sym_expr", remembering_expressions),
-            ),
+        onnx, loader = "torch.onnx._internal", "torch._export.serde.serialize"
+        wrapped: list[tuple[str, str | None, str, Callable[[Any], Any]]] = [
+            ("torch.export._trace", None, "_export", self._wrapped),
+            (f"{onnx}.exporter._decomp", None, "create_onnx_friendly_decomposition_table", remembering_decompositions),
+            (f"{onnx}.fx.passes.type_promotion", "_TypePromotionInterpreter", "run_node", without_running),
+            ("torch._inductor.compile_fx", None, "_aoti_flatten_inputs", remembering_strides),
+            ("torch.export.pt2_archive._package", "AOTICompiledModel", "__call__", called_contiguous),
+            (loader, None, "typing", remembering_hints),
+            (loader, "GraphModuleDeserializer", "_parse_sym_expr", remembering_expressions),
         ]
-        self._on_program = AttributePatch(ExportedProgram, "__init__", remembering(ExportedProgram.__init__))
-        self._encoder = TracePatch(torch.nn.TransformerEncoder, "forward", with_zeros_at_padding)
-
-        def libraries() -> set[str]:
-            return {support.modules for support in open_supports()}
-
-        self._on_load = []
+        self._on_import = [ImportedPatch(module, _wrapping(owner, name, make)) for module, owner, name, make in wrapped]
+        self._on_import.append(ImportedPatch(f"{onnx}.exporter._registration", self._translations_patch))
+        self._at_once: list[AttributePatch | TracePatch] = [
+            AttributePatch(ExportedProgram, "__init__", remembering(ExportedProgram.__init__)),
+            TracePatch(torch.nn.TransformerEncoder, "forward", with_zeros_at_padding),
+        ]
         for number, protocol in spec_protocols.items():
-            reader = importing_classes(protocol.json_to_treespec, libraries)
-            self._on_load.append(AttributePatch(spec_protocols, number, protocol._replace(json_to_treespec=reader)))
+            reader = importing_classes(protocol.json_to_treespec, lambda: {one.modules for one in open_supports()})
+            self._at_once.append(AttributePatch(spec_protocols, number, protocol._replace(json_to_treespec=reader)))
 
     @property
     def active(self) -> bool:
@@ -135,7 +126,7 @@ class ExportHook:
             OPEN.append(support)
             if len(OPEN) > 1:
                 return
-            for patch in (self._on_program, self._encoder, *self._on_load):
+            for patch in self._at_once:
                 patch.acquire()
             _LOADER_LOG.addFilter(_is_sound)
         for imported in self._on_import:
@@ -148,7 +139,7 @@ class ExportHook:
             OPEN.remove(support)
             if OPEN:
                 return
-            for patch in (self._on_program, self._encoder, *self._on_load):
+            for patch in self._at_once:
                 patch.release()
             _LOADER_LOG.removeFilter(_is_sound)
             for imported in self._on_import:
@@ -162,9 +153,19 @@ class ExportHook:
 
         def from_torchlib(cls: Any, *args: Any, **kwargs: Any) -> Any:
             filled = filled_registry(original, cls, args, kwargs)
-            added = itertools.chain(TRANSLATIONS, *(support.translations() for support in open_supports()))
-            for translation in added:
-                add_translation(filled, module, translation)
+            for translation in itertools.chain(TRANSLATIONS, *(one.translations() for one in open_supports())):
+                if filled.opset_version >= translation.opset:
+                    # used before others of the same operator; `register_op` would print on the terminal that a plain
+                    # function has no ONNX signature
+                    entry = module.OnnxDecompMeta(
+                        onnx_function=translation.function,
+                        fx_target=translation.operator,
+                        signature=None,
+                        is_custom=True,
+                        is_complex=translation.is_complex,
+                        skip_signature_inference=True,
+                    )
+                    filled._register(translation.operator, entry)
             return filled
 
         return AttributePatch(registry, "from_torchlib", classmethod(from_torchlib))
@@ -172,12 +173,7 @@ class ExportHook:
     def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _export(
-            mod: Callable[..., Any],
-            args: Any,
-            kwargs: Any = None,
-            dynamic_shapes: DynamicShapes = None,
-            *more: Any,
-            **options: Any,
+            mod: Any, args: Any, kwargs: Any = None, dynamic_shapes: DynamicShapes = None, *more: Any, **options: Any
         ) -> Any:
             with LOCK:
                 # code that imported this function inside a block may call it after the block
@@ -196,7 +192,7 @@ class ExportHook:
             args, kwargs = _with_own_memory((args, kwargs))
             with contextlib.ExitStack() as stack:
                 stack.enter_context(tracing_here())
-                # per thread, so it is set in the tracing thread, not in the thread that entered the block
+                # per thread, so set in the tracing thread: sizes that are equal only in the example stay independent
                 stack.enter_context(fx_config.patch(use_duck_shape=False))
                 tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 if dynamic_shapes is not None and len(tensors) > FEW_TENSORS:
@@ -257,20 +253,6 @@ def _is_sound(record: logging.LogRecord) -> bool:
 
 
 EXPORT_HOOK = ExportHook()
-
-
-def _drops_padding(encoder: Any, src: Tensor) -> bool:
-    """Return whether a ``TransformerEncoder`` computes no outputs at padding in eager mode (its fast path)."""
-    first = encoder.layers[0]
-    return bool(
-        torch.backends.mha.get_fastpath_enabled()
-        and getattr(encoder, "use_nested_tensor", False)
-        and getattr(encoder, "mask_check", True)
-        and first.self_attn.batch_first
-        and not first.training
-        and src.dim() == 3
-        and not torch.is_autocast_enabled()
-    )
 
 
 def check_nested_kwargs(

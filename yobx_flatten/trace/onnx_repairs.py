@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
+import pkgutil
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,19 +21,35 @@ _DIRECT = 16
 """Longest vectors for which ``cdist`` computes all differences; for longer vectors it uses matrix products."""
 
 
-def _operators() -> Any:
-    from onnxscript import opset18
+class _Library:
+    """A module of an optional library, or an object ``module:name``, that is imported at its first use."""
 
-    return opset18
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python and tools look up such names in every object
+            raise AttributeError(name)
+        return getattr(pkgutil.resolve_name(self._name), name)
+
+
+op: Any = _Library("onnxscript:opset18")
+_opset23: Any = _Library("onnxscript:opset23")
+if TYPE_CHECKING:
+    import onnx_ir
+    import onnx_ir.passes.common
+
+    ir, passes = onnx_ir, onnx_ir.passes.common
+else:
+    ir, passes = _Library("onnx_ir"), _Library("onnx_ir.passes.common")
 
 
 def _like(value: float, like: OnnxValue) -> OnnxValue:
-    op = _operators()
     return op.CastLike(op.Constant(value_float=value), like)
 
 
 def _axes(*axes: int) -> OnnxValue:
-    return _operators().Constant(value_ints=list(axes))
+    return op.Constant(value_ints=list(axes))
 
 
 def _is_float(x: OnnxValue) -> bool:
@@ -40,7 +57,6 @@ def _is_float(x: OnnxValue) -> bool:
 
 
 def _is_negative(x: OnnxValue) -> OnnxValue:
-    op = _operators()
     zero = _like(0.0, x)
     below = op.Less(op.Div(_like(1.0, x), x), zero)  # only a division distinguishes -0.0 from 0.0
     return op.Or(op.Less(x, zero), op.And(op.Equal(x, zero), below))
@@ -50,7 +66,6 @@ def _is_negative(x: OnnxValue) -> OnnxValue:
 
 
 def _atan2(y: OnnxValue, x: OnnxValue) -> OnnxValue:
-    op = _operators()
     high, wide = op.Abs(y), op.Abs(x)
     # 0/0 is 0 and inf/inf is 1: the angle within the first quadrant
     slope = op.Where(op.Equal(high, wide), op.Sign(high), op.Div(high, wide))
@@ -60,22 +75,10 @@ def _atan2(y: OnnxValue, x: OnnxValue) -> OnnxValue:
 
 
 def _log_sigmoid(x: OnnxValue) -> OnnxValue:
-    op = _operators()
     return op.Sub(op.Min(x, _like(0.0, x)), op.Log(op.Add(op.Exp(op.Neg(op.Abs(x))), _like(1.0, x))))
 
 
-def _log_sigmoid_forward(x: OnnxValue) -> tuple[OnnxValue, OnnxValue]:
-    op = _operators()
-    return _log_sigmoid(x), op.Exp(op.Neg(op.Abs(x)))
-
-
-def _signbit(x: OnnxValue) -> OnnxValue:
-    op = _operators()
-    return _is_negative(x) if _is_float(x) else op.Less(x, _like(0.0, x))
-
-
 def _copysign(x: OnnxValue, sign: OnnxValue | float) -> OnnxValue:
-    op = _operators()
     size = op.Abs(x)
     if isinstance(sign, (int, float)):
         return op.Neg(size) if math.copysign(1.0, sign) < 0 else size
@@ -83,7 +86,6 @@ def _copysign(x: OnnxValue, sign: OnnxValue | float) -> OnnxValue:
 
 
 def _hypot(x: OnnxValue, y: OnnxValue) -> OnnxValue:
-    op = _operators()
     wide, high = op.Abs(x), op.Abs(y)
     longest = op.Max(wide, high)
     # squares of large numbers overflow and squares of small numbers underflow, so divide by the larger side first
@@ -93,7 +95,6 @@ def _hypot(x: OnnxValue, y: OnnxValue) -> OnnxValue:
 
 
 def _logaddexp(x: OnnxValue, y: OnnxValue, *, base: float = math.e) -> OnnxValue:
-    op = _operators()
     # relative to the larger number, since exponentials of large numbers are infinite
     apart = op.Where(op.Equal(x, y), _like(0.0, x), op.Neg(op.Abs(op.Sub(x, y))))
     rest = op.Log(op.Add(op.Exp(op.Mul(apart, _like(math.log(base), x))), _like(1.0, x)))
@@ -102,7 +103,6 @@ def _logaddexp(x: OnnxValue, y: OnnxValue, *, base: float = math.e) -> OnnxValue
 
 def _number_of(x: OnnxValue, y: OnnxValue, *, largest: bool) -> OnnxValue:
     """Translate ``fmax`` (or ``fmin``) to ONNX: the larger of two numbers, or the other number if one is NaN."""
-    op = _operators()
     found = op.Max(x, y) if largest else op.Min(x, y)
     if not _is_float(x):
         return found
@@ -110,7 +110,6 @@ def _number_of(x: OnnxValue, y: OnnxValue, *, largest: bool) -> OnnxValue:
 
 
 def _remainder(x: OnnxValue, divisor: OnnxValue) -> OnnxValue:
-    op = _operators()
     if not _is_float(x):
         return op.Mod(x, divisor)  # ONNX's result has the sign of the divisor, like torch's
     found = op.Mod(x, divisor, fmod=1)
@@ -120,13 +119,11 @@ def _remainder(x: OnnxValue, divisor: OnnxValue) -> OnnxValue:
 
 
 def _remainder_of_number(x: OnnxValue, divisor: float) -> OnnxValue:
-    op = _operators()
     given = op.Constant(value_float=float(divisor)) if _is_float(x) else op.Constant(value_int=int(divisor))
     return _remainder(x, op.CastLike(given, x))
 
 
 def _clamp(x: OnnxValue, least: float | None = None, most: float | None = None) -> OnnxValue:
-    op = _operators()
     if not _is_float(x):
         # a limit may be a size, which is a value of the graph
         held = [op.Constant(value_int=int(end)) if isinstance(end, (int, float)) else end for end in (least, most)]
@@ -143,10 +140,8 @@ def _clamp(x: OnnxValue, least: float | None = None, most: float | None = None) 
 
 def _extreme(x: OnnxValue, dims: Sequence[int] | None, keepdim: bool, *, largest: bool, is_float: bool) -> OnnxValue:
     """Translate ``max`` (or ``min``) along axes to ONNX; the result is NaN if the numbers contain NaN."""
-    op = _operators()
     axes = _axes(*dims) if dims else None
-    reduce = op.ReduceMax if largest else op.ReduceMin
-    found = reduce(x, axes, keepdims=int(keepdim))
+    found = (op.ReduceMax if largest else op.ReduceMin)(x, axes, keepdims=int(keepdim))
     if not is_float:
         return found
     unknown = op.ReduceMax(op.Cast(op.IsNaN(x), to=_INT64), axes, keepdims=int(keepdim))
@@ -155,9 +150,7 @@ def _extreme(x: OnnxValue, dims: Sequence[int] | None, keepdim: bool, *, largest
 
 def _place_of_extreme(x: OnnxValue, dim: int, keepdim: bool, *, largest: bool, is_float: bool) -> OnnxValue:
     """Translate ``argmax`` (or ``argmin``) along an axis to ONNX; the result is the index of the first NaN, if any."""
-    op = _operators()
-    find = op.ArgMax if largest else op.ArgMin
-    found = find(x, axis=dim, keepdims=int(keepdim))
+    found = (op.ArgMax if largest else op.ArgMin)(x, axis=dim, keepdims=int(keepdim))
     if not is_float:
         return found
     unknown = op.Cast(op.IsNaN(x), to=_INT64)
@@ -166,22 +159,20 @@ def _place_of_extreme(x: OnnxValue, dim: int, keepdim: bool, *, largest: bool, i
 
 
 def _extreme_with_place(x: OnnxValue, dim: int, keepdim: bool = False, *, largest: bool) -> tuple[OnnxValue, OnnxValue]:
-    op = _operators()
     if len(x.shape) == 0:
         return op.Identity(x), op.Constant(value_int=0)
     how = {"largest": largest, "is_float": _is_float(x)}
     return _extreme(x, [dim], keepdim, **how), _place_of_extreme(x, dim, keepdim, **how)
 
 
-def _extreme_along(x: OnnxValue, dim: Sequence[int] = (), keepdim: bool = False, *, largest: bool) -> OnnxValue:
-    dims = [dim] if isinstance(dim, int) else list(dim)
+def _extreme_along(x: OnnxValue, dim: Any = None, keepdim: bool = False, *, largest: bool) -> OnnxValue:
     if len(x.shape) == 0:
-        return _operators().Identity(x)
+        return op.Identity(x)
+    dims = [dim] if isinstance(dim, int) else dim
     return _extreme(x, dims, keepdim, largest=largest, is_float=_is_float(x))
 
 
 def _place_along(x: OnnxValue, dim: int | None = None, keepdim: bool = False, *, largest: bool) -> OnnxValue:
-    op = _operators()
     if dim is None or len(x.shape) == 0:
         flat = op.Reshape(x, _axes(-1))
         place = _place_of_extreme(flat, 0, False, largest=largest, is_float=_is_float(x))
@@ -189,16 +180,9 @@ def _place_along(x: OnnxValue, dim: int | None = None, keepdim: bool = False, *,
     return _place_of_extreme(x, dim, keepdim, largest=largest, is_float=_is_float(x))
 
 
-def _aminmax(x: OnnxValue, dim: int | None = None, keepdim: bool = False) -> tuple[OnnxValue, OnnxValue]:
-    dims = [] if dim is None else [dim]
-    least, most = (_extreme_along(x, dims, keepdim, largest=largest) for largest in (False, True))
-    return least, most
-
-
 def _up_to_each(x: OnnxValue, dim: int, empty: float) -> tuple[OnnxValue, OnnxValue, list[int]]:
     """Repeat an axis of n values n times: copy ``i`` has the values up to position ``i``, and then ``empty``."""
     # returns: `x` with the copies as its last two axes; the positions; the permutation that moves the last axis back
-    op = _operators()
     rank = len(x.shape)
     dim %= rank
     order = [axis for axis in range(rank) if axis != dim] + [dim]
@@ -211,7 +195,6 @@ def _up_to_each(x: OnnxValue, dim: int, empty: float) -> tuple[OnnxValue, OnnxVa
 
 
 def _cumprod(x: OnnxValue, dim: int, dtype: int | None = None) -> OnnxValue:
-    op = _operators()
     given = x if dtype is None or dtype == -1 else op.Cast(x, to=dtype)
     if len(x.shape) == 0:
         return op.Identity(given)
@@ -220,7 +203,6 @@ def _cumprod(x: OnnxValue, dim: int, dtype: int | None = None) -> OnnxValue:
 
 
 def _logcumsumexp(x: OnnxValue, dim: int) -> OnnxValue:
-    op = _operators()
     if len(x.shape) == 0:
         return op.Identity(x)
     rows, _, back = _up_to_each(x, dim, -math.inf)
@@ -233,7 +215,6 @@ def _logcumsumexp(x: OnnxValue, dim: int) -> OnnxValue:
 
 
 def _cumulative_extreme(x: OnnxValue, dim: int, *, largest: bool) -> tuple[OnnxValue, OnnxValue]:
-    op = _operators()
     if len(x.shape) == 0:
         return op.Identity(x), op.Constant(value_int=0)
     rows, places, back = _up_to_each(x, dim, -math.inf if largest else math.inf)
@@ -249,7 +230,6 @@ def _cumulative_extreme(x: OnnxValue, dim: int, *, largest: bool) -> tuple[OnnxV
 
 def _kth(x: OnnxValue, k: OnnxValue, dim: int, keepdim: bool, *, is_float: bool) -> tuple[OnnxValue, OnnxValue]:
     """Translate ``kthvalue`` to ONNX: the k-th smallest number and its index; NaN counts as the largest number."""
-    op = _operators()
     given = op.Where(op.IsNaN(x), _like(math.inf, x), x) if is_float else x
     _, places = op.TopK(given, k, axis=dim, largest=0, sorted=1)
     place = op.Gather(places, op.Sub(k, _axes(1)), axis=dim)
@@ -257,17 +237,8 @@ def _kth(x: OnnxValue, k: OnnxValue, dim: int, keepdim: bool, *, is_float: bool)
     return (found, place) if keepdim else (op.Squeeze(found, _axes(dim)), op.Squeeze(place, _axes(dim)))
 
 
-def _kthvalue(x: OnnxValue, k: int, dim: int = -1, keepdim: bool = False) -> tuple[OnnxValue, OnnxValue]:
-    return _kth(x, _axes(k), dim, keepdim, is_float=_is_float(x))
-
-
-def _median(x: OnnxValue, dim: int, keepdim: bool = False) -> tuple[OnnxValue, OnnxValue]:
-    return _middle(x, dim, keepdim, is_float=_is_float(x))
-
-
 def _middle(x: OnnxValue, dim: int, keepdim: bool, *, is_float: bool) -> tuple[OnnxValue, OnnxValue]:
     """Translate ``median`` to ONNX: the lower of two middle numbers, or NaN if there is a NaN, and its index."""
-    op = _operators()
     count = op.Gather(op.Shape(x), _axes(dim))
     found, place = _kth(x, op.Div(op.Add(count, _axes(1)), _axes(2)), dim, keepdim, is_float=is_float)
     if not is_float:
@@ -278,10 +249,6 @@ def _middle(x: OnnxValue, dim: int, keepdim: bool, *, is_float: bool) -> tuple[O
     return op.Where(is_there, _like(math.nan, x), found), op.Where(is_there, first, place)
 
 
-def _median_of_all(x: OnnxValue) -> OnnxValue:
-    return _middle(_operators().Reshape(x, _axes(-1)), 0, False, is_float=_is_float(x))[0]
-
-
 def _searchsorted(
     ordered: OnnxValue,
     values: OnnxValue,
@@ -290,7 +257,6 @@ def _searchsorted(
     side: str | None = None,
     sorter: OnnxValue | None = None,
 ) -> OnnxValue:
-    op = _operators()
     if sorter is not None:
         ordered = op.GatherElements(ordered, sorter, axis=-1)
     is_right = right or side == "right"
@@ -301,17 +267,14 @@ def _searchsorted(
 
 
 def _isin(elements: OnnxValue, of: OnnxValue, assume_unique: bool = False, invert: bool = False) -> OnnxValue:
-    op = _operators()
     same = op.Equal(op.Unsqueeze(elements, _axes(-1)), op.Reshape(of, _axes(-1)))
     # padded with one value that is not equal, since the maximum of an empty axis is undefined
-    found = op.ReduceMax(
-        op.Pad(op.Cast(same, to=_INT64), _axes(*[0] * (2 * len(elements.shape) + 1), 1)), _axes(-1), keepdims=0
-    )
+    padded = op.Pad(op.Cast(same, to=_INT64), _axes(*[0] * (2 * len(elements.shape) + 1), 1))
+    found = op.ReduceMax(padded, _axes(-1), keepdims=0)
     return op.Not(op.Cast(found, to=_BOOL)) if invert else op.Cast(found, to=_BOOL)
 
 
 def _split(x: OnnxValue, size: OnnxValue | int, dim: int = 0) -> OnnxValue:
-    op = _operators()
     if isinstance(size, int):
         return op.SplitToSequence(x, op.Constant(value_int=size), axis=dim)
     # a dynamic size: ONNX splits by the list of the sizes of all parts
@@ -324,7 +287,6 @@ def _split(x: OnnxValue, size: OnnxValue | int, dim: int = 0) -> OnnxValue:
 def _scatter_mean(
     x: OnnxValue, dim: int, index: OnnxValue, source: OnnxValue, reduce: str, include_self: bool = True
 ) -> OnnxValue:
-    op = _operators()
     if reduce != "mean" or len(x.shape) == 0:
         from onnxscript.function_libs.torch_lib.ops.core import aten_scatter_reduce
 
@@ -350,7 +312,6 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> OnnxValue:
-    op = _operators()
     if label_smoothing == 0:
         from onnxscript.function_libs.torch_lib.ops.nn import aten_cross_entropy_loss
 
@@ -364,9 +325,8 @@ def _cross_entropy(
     shape[axis] = -1
     ones = op.Expand(_like(1.0, scores), op.Gather(op.Shape(scores), _axes(axis)))
     weights = op.Reshape(ones if weight is None else weight, _axes(*shape))
-    chosen = op.Squeeze(
-        op.GatherElements(op.Mul(logs, weights), op.Unsqueeze(label, _axes(axis)), axis=axis), _axes(axis)
-    )
+    of_labels = op.GatherElements(op.Mul(logs, weights), op.Unsqueeze(label, _axes(axis)), axis=axis)
+    chosen = op.Squeeze(of_labels, _axes(axis))
     spread = op.ReduceSum(op.Mul(logs, weights), _axes(axis), keepdims=0)
     classes = op.CastLike(op.Gather(op.Shape(scores), _axes(axis)), scores)
     smoothed = op.Div(op.Mul(spread, _like(label_smoothing, scores)), classes)
@@ -382,7 +342,6 @@ def _cross_entropy(
 
 
 def _cdist(x: OnnxValue, y: OnnxValue, p: float, compute_mode: int | None = None) -> OnnxValue:
-    op = _operators()
     width = x.shape[-1]
     if p == 2 and compute_mode != 2 and isinstance(width, int) and width > _DIRECT:
         # from products of the vectors, without the differences of all pairs
@@ -395,30 +354,50 @@ def _cdist(x: OnnxValue, y: OnnxValue, p: float, compute_mode: int | None = None
         products = op.Mul(op.MatMul(x, op.Transpose(y, perm=order)), _like(2.0, x))
         return op.Sqrt(op.Max(op.Sub(op.Add(squares, others), products), _like(0.0, x)))
     apart = op.Abs(op.Sub(op.Unsqueeze(x, _axes(-2)), op.Unsqueeze(y, _axes(-3))))
-    last = {"keepdims": 0}
     if p == math.inf:
-        return op.ReduceMax(apart, _axes(-1), **last)
+        return op.ReduceMax(apart, _axes(-1), keepdims=0)
     if p == 0:
-        return op.ReduceSum(op.CastLike(op.Greater(apart, _like(0.0, x)), x), _axes(-1), **last)
+        return op.ReduceSum(op.CastLike(op.Greater(apart, _like(0.0, x)), x), _axes(-1), keepdims=0)
     if p == 1:
-        return op.ReduceSum(apart, _axes(-1), **last)
+        return op.ReduceSum(apart, _axes(-1), keepdims=0)
     if p == 2:
-        return op.Sqrt(op.ReduceSum(op.Mul(apart, apart), _axes(-1), **last))
-    powers = op.ReduceSum(op.Pow(apart, _like(p, x)), _axes(-1), **last)
-    return op.Pow(powers, _like(1.0 / p, x))
+        return op.Sqrt(op.ReduceSum(op.Mul(apart, apart), _axes(-1), keepdims=0))
+    return op.Pow(op.ReduceSum(op.Pow(apart, _like(p, x)), _axes(-1), keepdims=0), _like(1.0 / p, x))
 
 
-def plain_attention(
+def _is_one_operator(query: OnnxValue, key: OnnxValue, value: OnnxValue, enable_gqa: bool) -> bool:
+    """Return whether ONNX's ``Attention`` accepts the tensors: four axes, one batch size, matching numbers of heads."""
+    shapes = [one.shape for one in (query, key, value)]
+    if any(shape is None or len(shape) != 4 for shape in shapes):
+        return False
+    rows, heads = ([shape[axis] for shape in shapes] for axis in (0, 1))
+    if rows[0] != rows[1] or rows[1] != rows[2] or not all(isinstance(count, int) for count in heads):
+        return False
+    one_for_each = heads[0] == heads[1] or heads[1] == 1  # a single head is broadcast, whatever enable_gqa is
+    return heads[1] == heads[2] and heads[0] % heads[1] == 0 and (enable_gqa or one_for_each)
+
+
+def attention(
     query: OnnxValue,
     key: OnnxValue,
     value: OnnxValue,
-    mask: OnnxValue | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    attn_mask: OnnxValue | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    in_one: bool = False,
 ) -> OnnxValue:
-    """Translate attention to basic ONNX operators, for tensors of any rank; it returns 0 for fully masked queries."""
-    op = _operators()
+    """Translate attention to ``Attention`` (``in_one``, opset 23) or basic operators: 0 for fully masked queries."""
+    if dropout_p != 0:
+        from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
+
+        return aten_scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if in_one and _is_one_operator(query, key, value, enable_gqa):
+        return _opset23.Attention(query, key, value, attn_mask, scale=scale, is_causal=int(is_causal))[0]
     rank, width = len(key.shape), query.shape[-1]
     if enable_gqa and not (isinstance(query.shape[-3], int) and query.shape[-3] == key.shape[-3]):
         key, value = _for_each_query(key, query, rank), _for_each_query(value, query, rank)
@@ -427,12 +406,11 @@ def plain_attention(
     else:
         query = op.Mul(query, _like(1 / math.sqrt(width) if scale is None else scale, query))
     scores = op.MatMul(query, op.Transpose(key, perm=[*range(rank - 2), rank - 1, rank - 2]))
-    nothing, is_bool = _like(-math.inf, query), mask is not None and mask.dtype == _BOOL
+    mask, is_bool = attn_mask, attn_mask is not None and attn_mask.dtype == _BOOL
     if is_causal:
         first, step = op.Constant(value_int=0), op.Constant(value_int=1)
-        rows, columns = (
-            op.Range(first, op.Gather(op.Shape(scores), op.Constant(value_int=axis)), step) for axis in (-2, -1)
-        )
+        counts = (op.Gather(op.Shape(scores), op.Constant(value_int=axis)) for axis in (-2, -1))
+        rows, columns = (op.Range(first, count, step) for count in counts)
         mask, is_bool = op.LessOrEqual(op.Unsqueeze(columns, _axes(0)), op.Unsqueeze(rows, _axes(1))), True
     if mask is None:
         return op.MatMul(op.Softmax(scores, axis=-1), value)
@@ -441,13 +419,12 @@ def plain_attention(
         is_blind = op.Equal(op.ReduceMax(op.CastLike(mask, query), _axes(-1), keepdims=1), _like(0.0, query))
     else:
         scores = op.Add(scores, mask)
-        is_blind = op.Equal(op.ReduceMax(scores, _axes(-1), keepdims=1), nothing)
+        is_blind = op.Equal(op.ReduceMax(scores, _axes(-1), keepdims=1), _like(-math.inf, query))
     return op.MatMul(op.Where(is_blind, _like(0.0, query), op.Softmax(scores, axis=-1)), value)
 
 
 def _for_each_query(x: OnnxValue, query: OnnxValue, rank: int) -> OnnxValue:
     """Repeat each head of keys or values for the query heads that use it (grouped-query attention)."""
-    op = _operators()
     shape, heads = op.Shape(x), op.Gather(op.Shape(query), _axes(rank - 3))
     times = op.Div(heads, op.Gather(shape, _axes(rank - 3)))
     rows, last = op.Slice(shape, _axes(0), _axes(rank - 2)), op.Slice(shape, _axes(rank - 2), _axes(rank))
@@ -456,46 +433,46 @@ def _for_each_query(x: OnnxValue, query: OnnxValue, rank: int) -> OnnxValue:
     return op.Reshape(each, op.Concat(*before, heads, last, axis=0))
 
 
-def _repairs() -> dict[Any, Callable[..., Any]]:
-    aten, both = torch.ops.aten, ((True, "max"), (False, "min"))
-    found: dict[Any, Callable[..., Any]] = {
-        aten.atan2.default: _atan2,
-        aten.log_sigmoid.default: _log_sigmoid,
-        aten.log_sigmoid_forward.default: _log_sigmoid_forward,
-        aten.signbit.default: _signbit,
-        aten.copysign.Tensor: _copysign,
-        aten.copysign.Scalar: _copysign,
-        aten.hypot.default: _hypot,
-        aten.logaddexp.default: _logaddexp,
-        aten.logaddexp2.default: functools.partial(_logaddexp, base=2.0),
-        aten.remainder.Tensor: _remainder,
-        aten.remainder.Scalar: _remainder_of_number,
-        aten.clamp.default: _clamp,
-        aten.clamp_min.default: _clamp,
-        aten.clamp_max.default: lambda x, most: _clamp(x, None, most),
-        aten.cumprod.default: _cumprod,
-        aten.logcumsumexp.default: _logcumsumexp,
-        aten.kthvalue.default: _kthvalue,
-        aten.median.dim: _median,
-        aten.median.default: _median_of_all,
-        aten.searchsorted.Tensor: _searchsorted,
-        aten.isin.Tensor_Tensor: _isin,
-        aten.aminmax.default: _aminmax,
-        aten.scatter_reduce.two: _scatter_mean,
-        aten.split.Tensor: _split,
-        aten.cross_entropy_loss.default: _cross_entropy,
-        aten._cdist_forward.default: _cdist,
-    }
-    for largest, name in both:
-        packets = {"number": getattr(aten, f"f{name}"), "all": getattr(aten, name), "along": getattr(aten, f"a{name}")}
-        found[packets["number"].default] = functools.partial(_number_of, largest=largest)
-        found[packets["all"].default] = functools.partial(_extreme_along, largest=largest)
-        found[packets["all"].dim] = functools.partial(_extreme_with_place, largest=largest)
-        found[packets["along"].default] = functools.partial(_extreme_along, largest=largest)
-        found[getattr(aten, f"arg{name}").default] = functools.partial(_place_along, largest=largest)
-        found[getattr(aten, f"cum{name}").default] = functools.partial(_cumulative_extreme, largest=largest)
-    return found
-
-
-REPAIRS = _repairs()
+_aten = torch.ops.aten
+REPAIRS: dict[Any, Callable[..., Any]] = {
+    _aten.atan2.default: _atan2,
+    _aten.log_sigmoid.default: _log_sigmoid,
+    _aten.log_sigmoid_forward.default: lambda x: (_log_sigmoid(x), op.Exp(op.Neg(op.Abs(x)))),
+    _aten.signbit.default: lambda x: _is_negative(x) if _is_float(x) else op.Less(x, _like(0.0, x)),
+    _aten.copysign.Tensor: _copysign,
+    _aten.copysign.Scalar: _copysign,
+    _aten.hypot.default: _hypot,
+    _aten.logaddexp.default: _logaddexp,
+    _aten.logaddexp2.default: partial(_logaddexp, base=2.0),
+    _aten.remainder.Tensor: _remainder,
+    _aten.remainder.Scalar: _remainder_of_number,
+    _aten.clamp.default: _clamp,
+    _aten.clamp_min.default: _clamp,
+    _aten.clamp_max.default: lambda x, most: _clamp(x, None, most),
+    _aten.cumprod.default: _cumprod,
+    _aten.logcumsumexp.default: _logcumsumexp,
+    _aten.kthvalue.default: lambda x, k, dim=-1, keepdim=False: _kth(x, _axes(k), dim, keepdim, is_float=_is_float(x)),
+    _aten.median.dim: lambda x, dim, keepdim=False: _middle(x, dim, keepdim, is_float=_is_float(x)),
+    _aten.median.default: lambda x: _middle(op.Reshape(x, _axes(-1)), 0, False, is_float=_is_float(x))[0],
+    _aten.searchsorted.Tensor: _searchsorted,
+    _aten.isin.Tensor_Tensor: _isin,
+    _aten.aminmax.default: lambda x, dim=None, keepdim=False: tuple(
+        _extreme_along(x, dim, keepdim, largest=largest) for largest in (False, True)
+    ),
+    _aten.scatter_reduce.two: _scatter_mean,
+    _aten.split.Tensor: _split,
+    _aten.cross_entropy_loss.default: _cross_entropy,
+    _aten._cdist_forward.default: _cdist,
+} | {
+    operator: partial(function, largest=name == "max")
+    for name in ("max", "min")
+    for operator, function in (
+        (getattr(_aten, f"f{name}").default, _number_of),
+        (getattr(_aten, name).default, _extreme_along),
+        (getattr(_aten, name).dim, _extreme_with_place),
+        (getattr(_aten, f"a{name}").default, _extreme_along),
+        (getattr(_aten, f"arg{name}").default, _place_along),
+        (getattr(_aten, f"cum{name}").default, _cumulative_extreme),
+    )
+}
 """By torch operator: the function that translates the operator to ONNX operators correctly."""

@@ -41,7 +41,6 @@ def traced_inputs(program: ExportedProgram) -> list[Any]:
 
 # Numbers, texts, enums and ``None`` among the inputs: a program fixes the values of its example.
 
-
 _Hook = Callable[[torch.nn.Module, tuple[Any, ...], Mapping[str, Any]], Any]
 _Members = dict[int, enum.Enum]
 
@@ -65,9 +64,7 @@ def enums_as_texts(args: PyTree, kwargs: PyTree) -> tuple[PyTree, PyTree, _Membe
     leaves, spec = pytree.tree_flatten((args, kwargs))
     members = {place: leaf for place, leaf in enumerate(leaves) if _is_enum(leaf)}
     if members:
-        args, kwargs = pytree.tree_unflatten(
-            [text_of(leaf) if place in members else leaf for place, leaf in enumerate(leaves)], spec
-        )
+        args, kwargs = pytree.tree_unflatten([text_of(one) if _is_enum(one) else one for one in leaves], spec)
     return args, kwargs, members
 
 
@@ -123,32 +120,26 @@ def _check_call(
     for place in members:
         leaves[place] = text_of(leaves[place])
     for place, value in constants.items():
-        if not _is_same(value, leaves[place]):
-            path, _ = pytree.tree_flatten_with_path(call)[0][place]
-            raise SpecMismatchError(_message(path, value, leaves[place]))
-    return pytree.tree_unflatten(leaves, found) if members else None
-
-
-def _is_same(value: object, leaf: object) -> bool:
-    if value is None or leaf is None or isinstance(leaf, torch.Tensor):
-        return value is leaf
-    return bool(value == leaf) or (value != value and leaf != leaf)
-
-
-def _message(path: tuple[Any, ...], value: object, leaf: object) -> str:
-    part, *rest = path
-    where = ("args", "kwargs")[part.idx] + pytree.keystr(tuple(rest))
-    found = f"a tensor of shape {tuple(leaf.shape)}" if isinstance(leaf, torch.Tensor) else describe_class(leaf)
-    if value is None:
-        return (
-            f"{where} was None when this program was exported, so the program has no such input and would ignore "
-            f"{found}. Pass None, or export again with a tensor for this input in the example."
+        leaf = leaves[place]
+        is_tensor = isinstance(leaf, torch.Tensor)
+        by_identity = value is None or leaf is None or is_tensor
+        if value is leaf or (not by_identity and (bool(value == leaf) or (value != value and leaf != leaf))):
+            continue
+        path: tuple[Any, ...] = pytree.tree_flatten_with_path(call)[0][place][0]
+        part, *rest = path
+        where = ("args", "kwargs")[part.idx] + pytree.keystr(tuple(rest))
+        shown = f"a tensor of shape {tuple(leaf.shape)}" if is_tensor else describe_class(leaf)
+        if value is None:
+            raise SpecMismatchError(
+                f"{where} was None when this program was exported, so the program has no such input and would ignore "
+                f"{shown}. Pass None, or export again with a tensor for this input in the example."
+            )
+        raise SpecMismatchError(
+            f"{where} was {value!r} when this program was exported, and is fixed in the program. The call passes "
+            f"{shown if is_tensor else repr(leaf)}. Pass {value!r}, or export again with the other value, or with a "
+            "tensor, in the example."
         )
-    return (
-        f"{where} was {value!r} when this program was exported, and is fixed in the program. The call passes "
-        f"{found if isinstance(leaf, torch.Tensor) else repr(leaf)}. Pass {value!r}, or export again with the other "
-        "value, or with a tensor, in the example."
-    )
+    return pytree.tree_unflatten(leaves, found) if members else None
 
 
 class StoredInteger(int):
@@ -297,9 +288,6 @@ def _require_registered(classes: tuple[type, ...], *call: Any) -> None:
         )
 
 
-# Remove assertions that hold for all sizes, and the sizes computed only for them.
-
-
 def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
     """Remove from an exported program assertions that hold for all sizes, and nodes that only assertions read."""
     graph = program.graph_module.graph
@@ -319,8 +307,10 @@ def without_needless_assertions(program: ExportedProgram) -> ExportedProgram:
             needless.add(node)
     if not needless:
         return program
+    numbers = torch.SymInt, torch.SymBool, bool, int
     for node in reversed(list(graph.nodes)):  # sizes that only these assertions read come before them
-        if node in needless and not node.users and (node.target is assertion or _is_number(node)):
+        is_number = node.op == "call_function" and isinstance(node.meta.get("val"), numbers)
+        if node in needless and not node.users and (node.target is assertion or is_number):
             needless.update(node.all_input_nodes)
             graph.erase_node(node)
     program.graph_module.recompile()
@@ -349,15 +339,9 @@ def _in_order(extreme: sympy.Expr) -> sympy.Expr:
     return extreme
 
 
-def _is_number(node: torch.fx.Node) -> bool:
-    value = node.meta.get("val")
-    return node.op == "call_function" and isinstance(value, (torch.SymInt, torch.SymBool, bool, int))
-
-
 # Load stored programs faster, also before their classes are imported. torch reads the types of the fields from the
 # annotations of a class for each of thousands of records, and parses the sizes of each tensor with sympy, although most
 # sizes repeat. So both results are cached.
-
 
 # class -> the globals that its annotations were read with, and the types of its fields
 _HINTS: dict[type, tuple[Any, dict[str, Any]]] = {}
@@ -392,12 +376,9 @@ def remembering_hints(typing: ModuleType) -> types.SimpleNamespace:
     """Return a ``typing`` module whose ``get_type_hints`` caches by class, so that torch loads programs faster."""
 
     @functools.wraps(typing.get_type_hints)
-    def get_type_hints(
-        obj: object, globalns: dict[str, Any] | None = None, *more: Any, **options: Any
-    ) -> dict[str, Any]:
+    def get_type_hints(obj: object, globalns: Any = None, *more: Any, **options: Any) -> Any:
         if more or options or not isinstance(obj, type):
-            found: dict[str, Any] = typing.get_type_hints(obj, globalns, *more, **options)
-            return found
+            return typing.get_type_hints(obj, globalns, *more, **options)
         given_for, hints = _HINTS.get(obj, (None, None))
         if hints is None or given_for is not globalns:
             hints = typing.get_type_hints(obj, globalns)
@@ -426,7 +407,6 @@ def remembering_expressions(parse: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Make the inputs of AOTInductor packages contiguous where the compiled code expects it.
-
 
 _KEY = "yobx_flatten.contiguous"  # in the metadata of a package: 1 or 0 for each tensor among its inputs
 _METADATA = "aot_inductor.metadata"

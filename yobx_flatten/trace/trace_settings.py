@@ -23,50 +23,6 @@ _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _STEPS = DispatchKey.CompositeImplicitAutograd
 
 
-class AttentionSizes:
-    """Context manager in which a trace computes only the output size of attention, and does not run its operators."""
-
-    # torch runs the twenty operators of the attention on fake tensors. With dynamic sizes this takes two fifths of a
-    # trace of Llama. The conditions of these operators on the sizes are also checked here, so that the program has the
-    # same guards. Unusual arguments, and calls that need gradients, run the operators.
-
-    def __init__(self, in_trace: Callable[[], bool]) -> None:
-        # in_trace: returns whether the calling thread traces; torch has one table of kernels for all threads
-        self._in_trace = in_trace
-
-    def __enter__(self) -> None:
-        self._is_ours = _STEPS not in _ATTENTION.py_kernels
-        if self._is_ours:
-            _ATTENTION.py_impl(_STEPS)(self._attention)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._is_ours:
-            del _ATTENTION.py_kernels[_STEPS]
-            _ATTENTION._dispatch_cache.clear()
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
-        # a trace that records operators needs these operators
-        is_size_alone = get_proxy_mode() is None and not torch.is_grad_enabled()
-        if self._in_trace() and is_size_alone and _is_usual(given, is_causal, enable_gqa):
-            return query.new_empty(_size(query, key, value, attn_mask))
-        result: Tensor = _ATTENTION._op_dk(
-            _STEPS, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        return result
-
-
 class _PlainAttention:
     """Context manager in which a traced ``scaled_dot_product_attention`` has the output strides of its math kernel."""
 
@@ -84,13 +40,15 @@ class _PlainAttention:
         # torch 2.15 also stores the choice in a context variable, which must be restored in the context that set it: a
         # separate context, since the first and the last trace may run in different threads
         self._context = contextvars.Context()
-        self._sizes = AttentionSizes(lambda: threading.get_ident() in self._holders)
 
     def __enter__(self) -> None:
         with LOCK:
             if not self._holders:
                 self._context.run(self._choice.enter_context, sdpa_kernel(SDPBackend.MATH))
-                self._choice.enter_context(self._sizes)
+                if _STEPS not in _ATTENTION.py_kernels:
+                    _ATTENTION.py_impl(_STEPS)(self._attention)
+                    self._choice.callback(_ATTENTION._dispatch_cache.clear)
+                    self._choice.callback(_ATTENTION.py_kernels.pop, _STEPS)  # runs first
             self._holders.append(threading.get_ident())
 
     def __exit__(self, *exception: object) -> None:
@@ -98,6 +56,33 @@ class _PlainAttention:
             self._holders.remove(threading.get_ident())
             if not self._holders:
                 self._context.run(self._choice.close)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Compute only the output size of attention in a thread that traces, and do not run its operators."""
+        # torch runs the twenty operators of the attention on fake tensors. With dynamic sizes this takes two fifths of
+        # a trace of Llama. The conditions of these operators on the sizes are also checked here, so that the program
+        # has the same guards. Unusual arguments, calls that need gradients, and traces that record operators run the
+        # operators.
+        given = [tensor for tensor in (query, key, value, attn_mask) if tensor is not None]
+        is_size_alone = get_proxy_mode() is None and not torch.is_grad_enabled()
+        # torch has one table of kernels for all threads
+        if threading.get_ident() in self._holders and is_size_alone and _is_usual(given, is_causal, enable_gqa):
+            return query.new_empty(_size(query, key, value, attn_mask))
+        result: Tensor = _ATTENTION._op_dk(
+            _STEPS, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+        return result
 
     def forget_others(self) -> None:
         """After a fork, forget the traces of other threads, since the child process has only the forking thread."""
@@ -120,7 +105,7 @@ FEW_TENSORS = 5  # inputs of an encoder: tokens, a mask, positions, types; with 
 
 
 def fake_tensor_cache_off() -> contextlib.AbstractContextManager[None]:
-    # Also a setting per thread; imported here because it imports all of dynamo.
+    # also a setting per thread; imported here because it imports all of dynamo
     from ..private_names.of_torch import dynamo_config
 
     off: contextlib.AbstractContextManager[None] = dynamo_config.patch(fake_tensor_cache_enabled=False)
@@ -132,11 +117,9 @@ def _is_usual(given: list[Tensor], is_causal: bool, enable_gqa: bool) -> bool:
     query, key, value, *masks = given
     if any(type(tensor) is not FakeTensor or tensor.device != query.device for tensor in given):
         return False
-    if any(tensor.dim() != 4 for tensor in (query, key, value)) or any(mask.dim() > 4 for mask in masks):
+    if any(tensor.dim() != 4 or tensor.dtype != query.dtype for tensor in (query, key, value)):
         return False
-    if query.dtype != key.dtype or query.dtype != value.dtype or (masks and is_causal):
-        return False
-    if any(mask.dtype not in (torch.bool, query.dtype) for mask in masks):
+    if any(is_causal or mask.dim() > 4 or mask.dtype not in (torch.bool, query.dtype) for mask in masks):
         return False
     heads, fewer, others = (tensor.shape[1] for tensor in (query, key, value))
     if not all(isinstance(size, int) for size in (heads, fewer, others)):

@@ -20,7 +20,7 @@ from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_onnx,
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.export import Quantization
 from yobx_flatten.export.onnx import quantized, rounding
-from yobx_flatten.export.onnx.quantize import quantize_graph
+from yobx_flatten.export.onnx.quantize import quantize_model
 from yobx_flatten.export.onnx.quantized import _channels
 from yobx_flatten.export.onnx.rounding import _split, round_with_feedback
 from yobx_flatten.export.onnx.stored_matrix import InputSplit
@@ -41,7 +41,7 @@ def _product(path, linear, x, how="int8", **options):
     free = ({0: torch.export.Dim.DYNAMIC},)
     export_onnx(linear, (x,), path=path, cases=[], dynamic_shapes=free)
     model = ir.load(path)
-    quantize_graph(model, Quantization(how), **options)
+    quantize_model(model, Quantization(how), **options)
     ir.save(model, path)
     return onnxruntime.InferenceSession(path).run(None, {"input": x.numpy()})[0], model.graph
 
@@ -160,7 +160,7 @@ def test_products_of_the_same_inputs_share_the_parts(tmp_path):
     free = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
     export_onnx(model, (x,), path=path, cases=[], dynamic_shapes=free)
     stored = ir.load(path)
-    quantize_graph(stored, Quantization("keep"), rounds_inputs=False, splits={"x": _split(_with_large_channels(), 32)})
+    quantize_model(stored, Quantization("keep"), rounds_inputs=False, splits={"x": _split(_with_large_channels(), 32)})
     ir.save(stored, path)
     kinds = [node.op_type for node in stored.graph]
     assert [kinds.count(kind) for kind in ("ReduceSum", "MatMulNBits", "MatMul")] == [1, 3, 3]
@@ -193,7 +193,7 @@ def test_layers_that_share_a_matrix_have_large_channels_of_their_own(tmp_path):
     stored = ir.load(path)
     splits = {"x": tuple(range(4, 576, 48)), "y": tuple(range(11, 576, 48))}
     splits = {name: InputSplit(channels=channels) for name, channels in splits.items()}
-    quantize_graph(stored, Quantization("keep"), rounds_inputs=False, splits=splits)
+    quantize_model(stored, Quantization("keep"), rounds_inputs=False, splits=splits)
     ir.save(stored, path)
     feeds = {name: value.numpy() for name, value in given.items()}
     found = onnxruntime.InferenceSession(path).run(None, feeds)

@@ -23,7 +23,6 @@ from ...runners.adapters import Adapter, rooms_in
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import has_mapped_weights, mapped_options, open_session
 from ...runners.signature import KEY, Expression, bound_by_sums, decides_by_parts, holds, is_of_one_size, names_in
-from ..example import Example
 from ..flat_program import names_by_argument, signature_of
 from ..proof.replay import ByName, InSharedMemory, Side, check_last_scores, first_difference
 from ..proof.report import ExportReport
@@ -31,7 +30,7 @@ from ..quantization import Quantization
 from ..source import Source, replay_cases, replay_file
 from ..traced import Traced
 from .file import UnprovenFile, convert
-from .quantize import quantize_model, remark_quantized
+from .quantize import check_quantized, quantize_model, remark_quantized
 from .sizes import OtherSizes, fix_sizes, refuse_sizes, sizes_in
 
 logger = logging.getLogger("yobx_flatten")
@@ -45,11 +44,6 @@ _COUNTED = (
     *("RMSNormalization", "LayerNormalization", "Softmax"),
 )
 """Operators of attention and normalization, which a report counts."""
-
-_SEVERAL_ROWS = (
-    "onnxruntime's GroupQueryAttention can add several tokens to a filled cache for one row only. With several rows, "
-    "pass whole prompts first, then one token per call, as generation loops do."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +112,10 @@ def write_proven(
                     report.remark(*first_difference(file.path, decomposed, case, example.names, report.tolerance))
         if not failed or last:
             if "GroupQueryAttention" in report.operators:
-                report.remark(_SEVERAL_ROWS)
+                report.remark(
+                    "onnxruntime's GroupQueryAttention can add several tokens to a filled cache for one row only. With "
+                    "several rows, pass whole prompts first, then one token per call, as generation loops do."
+                )
             return
         result = failed[0]
         name, difference, most = result.worst(report.tolerance)
@@ -153,7 +150,9 @@ def _written(
     report.remark(*_state_sizes(converted.model, source, shared=attempt.share))
     with report.timed("save"):
         if quantization is not None:
-            remark_quantized(quantize_model(converted.model, quantization, report), quantization, report)
+            found = quantize_model(converted.model, quantization)
+            check_quantized(found, quantization, report)
+            remark_quantized(found, quantization, report)
         report.onnx_bytes = file.save(converted.model)
     return converted
 
@@ -211,7 +210,24 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
     """Compare an ONNX file with the module, and report the file's limits, inside ``register_flattening_functions``."""
     example, traced = source.example, source.traced
-    report.remark(*_remarks(example, traced))
+    if traced.written:
+        report.remark(
+            f"an ONNX file keeps no state between calls: {', '.join(traced.written)} always has its value "
+            "from the export."
+        )
+    if traced.drawing:
+        report.remark(
+            "onnxruntime draws its own random numbers, so outputs cannot be compared: export without random numbers "
+            "(module.eval()), or pass them as an input."
+        )
+    takes = argument_of(example.module.forward) is not None
+    can_generate: Any = getattr(example.module, "can_generate", None)
+    generates = callable(can_generate) and can_generate()
+    if generates and takes and not any(name.startswith(f"{CACHE}.") for name in traced.input_names):
+        report.remark(
+            "this file has no cache: each call reads all tokens of the text again. For a file with a cache: "
+            "export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...), or export_folder(model, folder)."
+        )
     runners: list[OnnxRunner] = []
 
     def sides(adapter: Adapter | None = None) -> Sequence[Side]:
@@ -232,30 +248,6 @@ def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> Non
         with adapter.active():  # copies of the cases, since rounding errors and outputs are cached by case
             cases = [dataclasses.replace(case, name=f"{adapter.name}: {case.name}") for case in source.cases]
             replay_cases(sides(adapter), example, traced, cases, report)
-
-
-def _remarks(example: Example, traced: Traced) -> list[str]:
-    """Return notes on abilities of the module that the ONNX file lacks, such as keeping state between calls."""
-    remarks = []
-    if traced.written:
-        remarks.append(
-            f"an ONNX file keeps no state between calls: {', '.join(traced.written)} always has its value "
-            "from the export."
-        )
-    if traced.drawing:
-        remarks.append(
-            "onnxruntime draws its own random numbers, so outputs cannot be compared: export without random numbers "
-            "(module.eval()), or pass them as an input."
-        )
-    takes = argument_of(example.module.forward) is not None
-    can_generate: Any = getattr(example.module, "can_generate", None)
-    generates = callable(can_generate) and can_generate()
-    if generates and takes and not any(name.startswith(f"{CACHE}.") for name in traced.input_names):
-        remarks.append(
-            "this file has no cache: each call reads all tokens of the text again. For a file with a cache: "
-            "export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=...), or export_folder(model, folder)."
-        )
-    return remarks
 
 
 def _why_not_loaded(module: torch.nn.Module, failure: FlattenError) -> str:

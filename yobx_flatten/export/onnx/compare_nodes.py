@@ -20,10 +20,10 @@ from ...errors import DamagedFileError
 from ...files.document import damage_as, read_onnx
 from ...runners.onnx_runner import OnnxRunner, row_by_row
 from ...runners.onnx_session import open_session, session_options
+from ...trace.onnx_repairs import ir
 
 if TYPE_CHECKING:
     import onnx
-    import onnx_ir as ir
 
 _AT_A_TIME = 200
 """Number of intermediate values that one run of the ONNX file returns; all of them are in memory at once."""
@@ -68,17 +68,32 @@ class Compared:
 def compare_nodes(path: pathlib.Path, right: pathlib.Path, inputs: Mapping[str, Any]) -> Compared:
     """Compare the node outputs of an ONNX file with the node outputs of a correct file, up to the first difference."""
     one, other = (_Values(file) for file in (path, right))
-    names = [name for name in one.names if name in other.producers]
-    count = 0
+    names = [name for name in one.producers if name in other.producers]
     for start in range(0, len(names), _AT_A_TIME):
         chunk = names[start : start + _AT_A_TIME]
         found, expected = one.run(chunk, inputs), other.run(chunk, inputs)
-        for name in chunk:
-            count += 1
+        for count, name in enumerate(chunk, start + 1):
             difference = _difference(found[name], expected[name])
-            if difference is not None:
-                return Compared(count, _described(one, other, name, difference, set(names[: start + count])))
-    return Compared(count, None)
+            if difference is None:
+                continue
+            node, same = one.producers[name], other.producers[name]
+            # nodes on which the inputs depend, and whose outputs were not compared
+            before, waiting, seen = [], list(node.input), set(names[:count])
+            while waiting:
+                read = waiting.pop()
+                earlier = None if read in seen else one.producers.get(read)
+                seen.add(read)
+                if earlier is not None and earlier.op_type != "Constant":
+                    before.append(earlier)
+                    waiting += earlier.input
+            nodes = [node, *before]
+            causes = [cause for each in nodes for cause in _causes(each, other.producers.get(each.output[0]))]
+            causes += _weights(one, other, [read for each in nodes for read in each.input])
+            others = tuple(f"{each.name or each.output[0]} ({each.op_type})" for each in before)
+            place = node.name or name, node.op_type, name
+            first = NodeDifference(*place, *difference, _source(node) or _source(same), tuple(causes), others)
+            return Compared(count, first)
+    return Compared(len(names), None)
 
 
 class _Values:
@@ -87,10 +102,7 @@ class _Values:
     def __init__(self, path: pathlib.Path) -> None:
         self.path = path
         self.model = read_onnx(path, failure=DamagedFileError)
-        graph = self.model.graph
-        self.producers = {name: node for node in graph.node for name in node.output if name}
-        self.names = list(self.producers)
-        self._outputs = [value.name for value in graph.output]
+        self.producers = {name: node for node in self.model.graph.node for name in node.output if name}
 
     def run(self, names: Sequence[str], inputs: Mapping[str, Any]) -> dict[str, Any]:
         import onnx
@@ -98,7 +110,7 @@ class _Values:
 
         model = onnx.ModelProto()
         model.CopyFrom(self.model)
-        known = set(self._outputs)
+        known = {value.name for value in model.graph.output}
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
         options = session_options()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
@@ -113,8 +125,6 @@ class _Values:
 
     def initializers(self) -> dict[str, ir.TensorProtocol]:
         """Return the weights of the file by name; the data of a weight is read when the weight is used."""
-        import onnx_ir as ir
-
         with damage_as(DamagedFileError, str(self.path)):
             held = ir.load(self.path).graph.initializers
         return {name: value.const_value for name, value in held.items() if value.const_value is not None}
@@ -132,36 +142,6 @@ def _difference(found: Any, expected: Any) -> tuple[tuple[int, ...], str, str] |
     apart = torch.where((one == other) | (one.isnan() & other.isnan()), 0.0, (one - other).abs()).nan_to_num(torch.inf)
     index = tuple(int(part) for part in numpy.unravel_index(int(apart.argmax()), apart.shape))
     return index, f"{one[index]:.6g}", f"{other[index]:.6g}"
-
-
-def _described(
-    one: _Values, other: _Values, name: str, difference: tuple[tuple[int, ...], str, str], compared: set[str]
-) -> NodeDifference:
-    node, same = one.producers[name], other.producers[name]
-    before = list(_uncompared(one, node, compared))
-    causes = [cause for first in (node, *before) for cause in _causes(first, other.producers.get(first.output[0]))]
-    causes += _weights(one, other, [*node.input, *(read for first in before for read in first.input)])
-    return NodeDifference(
-        node.name or name,
-        node.op_type,
-        name,
-        *difference,
-        _source(node) or _source(same),
-        tuple(causes),
-        tuple(f"{first.name or first.output[0]} ({first.op_type})" for first in before),
-    )
-
-
-def _uncompared(file: _Values, node: onnx.NodeProto, compared: set[str]) -> Iterator[onnx.NodeProto]:
-    """Yield the nodes on which a node's inputs depend, if their outputs were not compared between the two files."""
-    waiting, seen = list(node.input), set(compared)
-    while waiting:
-        name = waiting.pop()
-        producer = None if name in seen else file.producers.get(name)
-        seen.add(name)
-        if producer is not None and producer.op_type != "Constant":
-            yield producer
-            waiting += producer.input
 
 
 def _causes(node: onnx.NodeProto, same: onnx.NodeProto | None) -> Iterator[str]:

@@ -8,8 +8,9 @@ import pathlib
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
@@ -21,17 +22,24 @@ from ...files.scratch import data_path, move_in, publish_files, scratch_for
 from ...huggingface.cache_names import CACHE, PRESENT
 from ...huggingface.layer_weights import Reader
 from ...runners.ports import FIRST
+from ...trace.onnx_repairs import ir
 from ..flat_program import decompose_untranslated, flat_program
 from .rewrite.attention import fuse_attention, put_tokens_first
 from .rewrite.graph import join_projections, keep_last_scores, optimize_graph, repair_graph, sizes_of, text_of_size
 from .rewrite.group_query_attention import share_cache
 from .weights import read_lazily, write_weights
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
 LARGE = 2**28
 """Weights of at least this many bytes in total are written to a second file next to the ONNX file."""
+
+
+# The ONNX exporter logs for four operators of torchvision that torchvision is not installed, also for models that do
+# not use these operators. This package reports a failed conversion of the opset instead of a logged traceback.
+_NOISE = {
+    "torch.onnx._internal.exporter._registration": "torchvision is not installed",
+    "torch.onnx._internal.exporter._compat": "Setting ONNX exporter to use operator set version",
+    "onnxscript.version_converter": "",
+}
 
 
 def convert(
@@ -54,7 +62,9 @@ def convert(
     # by_torch: whether torch decomposes the whole program, instead of only the operators without a translation
     # readers: functions that read the weights without data in the program, by name of the weight
     # rooms: matrices of adapters that become optional inputs, see `adapters.rooms_in`
-    with _without_noise():
+    with without_records(_NOISE), warnings.catch_warnings():
+        # torch 2.13 uses its own deprecated class LeafSpec when it copies a TreeSpec
+        warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
         converted = torch.onnx.export(
             program if by_torch else _decomposed_where_needed(program),
             opset_version=opset_version,
@@ -63,8 +73,7 @@ def convert(
             optimize=False,
             custom_translation_table=dict(translations or {}),
         )
-    if converted is None:  # only the TorchScript exporter returns None
-        raise FlattenError("torch.onnx.export returned nothing.")
+    assert converted is not None  # only the TorchScript exporter returns None
     found = converted.model.opset_imports.get("")
     if opset_version is not None and found != opset_version:
         raise InvalidArgumentError(
@@ -90,18 +99,11 @@ def convert(
     if fuse:
         put_tokens_first(converted.model)
     keep_last_scores(converted.model)
-    name_axes(converted.model, axes, _example_sizes(program))
+    traced = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
+    dims: list[Any] = [dim for value in traced if isinstance(value, torch.Tensor) for dim in value.shape]
+    sizes = {str(dim): dim.node.hint for dim in dims if isinstance(dim, torch.SymInt) and dim.node.has_hint()}
+    name_axes(converted.model, axes or {}, sizes)
     return converted
-
-
-def _example_sizes(program: ExportedProgram) -> dict[str, int]:
-    """Return the value, in the example inputs, of each symbol in the shapes of the inputs."""
-    sizes: dict[str, int] = {}
-    for node in program.graph.nodes:
-        value = node.meta.get("val") if node.op == "placeholder" else None
-        dims: Sequence[int | torch.SymInt] = value.shape if isinstance(value, torch.Tensor) else ()
-        sizes |= {str(dim): dim.node.hint for dim in dims if isinstance(dim, torch.SymInt) and dim.node.has_hint()}
-    return sizes
 
 
 def _decomposed_where_needed(program: ExportedProgram) -> ExportedProgram:
@@ -131,15 +133,12 @@ class UnprovenFile:
     def save(self, model: ir.Model) -> int:
         """Write an ``onnx_ir.Model``; return the number of bytes written, including a separate file of weights."""
         # protobuf copies the weights in the first file; weights in the second file are written one by one
-        import onnx_ir
-
         weights = model.graph.initializers.values()
         if sum(value.const_value.nbytes for value in weights if value.const_value is not None) < LARGE:
-            onnx_ir.external_data.load_to_model(model)  # if the model was loaded from two files
-            onnx_ir.save(model, self.path)
+            ir.external_data.load_to_model(model)  # if the model was loaded from two files
         else:
             write_weights(model, data_path(self.path, self.target))
-            onnx_ir.save(model, self.path)
+        ir.save(model, self.path)
         return sum(file.stat().st_size for file in self.folder.iterdir())
 
     def replace_by(self, model: ir.Model) -> int:
@@ -169,53 +168,17 @@ def unproven_file(target: pathlib.Path) -> Iterator[UnprovenFile]:
         yield UnprovenFile(target, folder)
 
 
-@contextlib.contextmanager
-def _without_noise() -> Iterator[None]:
-    # The ONNX exporter logs for four operators of torchvision that torchvision is not installed, also for models that
-    # do not use these operators. This package reports a failed conversion of the opset instead of a logged traceback.
-    unwanted = {
-        "torch.onnx._internal.exporter._registration": "torchvision is not installed",
-        "torch.onnx._internal.exporter._compat": "Setting ONNX exporter to use operator set version",
-        "onnxscript.version_converter": "",
-    }
-    with without_records(unwanted), warnings.catch_warnings():
-        # torch 2.13 uses its own deprecated class LeafSpec when it copies a TreeSpec
-        warnings.filterwarnings("ignore", r".isinstance\(treespec, LeafSpec\). is deprecated", FutureWarning)
-        yield
-
-
 _SUM = re.compile(r"(\w+) \+ (past_\w+)")
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 _CACHE = re.compile(rf"{CACHE}\.(\d+)\.(?:(decoder|encoder)\.)?(key|value)")
 _ENCODER = ("encoder_hidden_states", "encoder_outputs.", "encoder_attention_mask", "decoder_input_ids")
 
 
-def name_axes(
-    model: ir.Model, chosen: Mapping[tuple[str, int], str] | None = None, sizes: Mapping[str, int] | None = None
-) -> None:
+def name_axes(model: ir.Model, chosen: Mapping[tuple[str, int], str], sizes: Mapping[str, int]) -> None:
     """Rename, in place, the dynamic axes of an ONNX graph as in optimum; axes with the same symbol share one name."""
     # chosen: names that the caller gave to axes, by input and axis
     # sizes: the size of each symbol in the example, if it is known
-    import onnx_ir as ir
-
     graph = model.graph
-    names = _names_of_symbols(graph, dict(chosen or {}), sizes or {})
-    if not names:
-        return
-    values = {id(value): value for value in (*graph.inputs, *graph.outputs)}
-    for node in graph.all_nodes():
-        values.update((id(value), value) for value in node.outputs)
-    whole = _totals(graph, names)
-    for value in values.values():
-        if value.shape is None:
-            continue
-        spelled = [_format(dim, names, whole) for dim in value.shape]
-        if spelled != [text_of_size(dim) for dim in value.shape]:
-            value.shape = ir.Shape(spelled)
-
-
-def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes: Mapping[str, int]) -> dict[str, str]:
-    """Return a name for each symbolic size: the caller's name, or a Hugging Face name such as ``sequence_length``."""
     inputs, outputs = (
         {one.name: [text_of_size(dim) for dim in one.shape] for one in values if one.name and one.shape is not None}
         for values in (graph.inputs, graph.outputs)
@@ -232,7 +195,15 @@ def _names_of_symbols(graph: ir.Graph, chosen: dict[tuple[str, int], str], sizes
         shared = [other for other, known in names.items() if known == name]
         if all(sizes.get(other) == sizes.get(symbol) for other in shared):
             names[symbol] = name
-    return names
+    if not names:
+        return
+    whole = _totals(graph, names)
+    computed = (value for node in graph.all_nodes() for value in node.outputs)
+    for value in {id(value): value for value in (*graph.inputs, *graph.outputs, *computed)}.values():
+        if value.shape is not None:
+            spelled = [_format(dim, names, whole) for dim in value.shape]
+            if spelled != [text_of_size(dim) for dim in value.shape]:
+                value.shape = ir.Shape(spelled)
 
 
 def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
@@ -277,28 +248,15 @@ def _parts(inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Sequence[A
         axes = "images" if "input_ids" in inputs else "batch_size", "channels", "height", "width"
         parts |= {("pixel_values", axis): part for axis, part in enumerate(axes)}
         both = {inputs[name][0] for name in ("input_ids", "pixel_values") if isinstance(inputs.get(name, [0])[0], str)}
-        if len(both) == 2 and any(
-            both <= set(shape) for shape in outputs.values()
-        ):  # a score for each pair, as in CLIP
+        # a score for each pair, as in CLIP
+        if len(both) == 2 and any(both <= set(shape) for shape in outputs.values()):
             parts |= dict.fromkeys([place for place, part in parts.items() if part == "batch_size"], "texts")
-    return _told_apart(parts, inputs)
-
-
-def _told_apart(parts: dict[tuple[str, int], str], inputs: Mapping[str, Sequence[Any]]) -> dict[tuple[str, int], str]:
-    """Append numbers to axis names of window lengths if sliding windows have different symbolic sizes."""
-    seen: dict[str, list[Any]] = {}
-    named = {}
-    for (name, axis), part in parts.items():
-        if part.startswith("past_"):
-            symbols = seen.setdefault(part, [])
-            symbol = inputs[name][axis]
-            if symbol not in symbols:
-                symbols.append(symbol)
-            number = symbols.index(symbol)
-            named[name, axis] = f"{part}_{number + 1}" if number and part.endswith("window_length") else part
-        else:
-            named[name, axis] = part
-    return named
+    # sliding windows of different symbolic sizes get numbers
+    windows = {place: inputs[place[0]][place[1]] for place, part in parts.items() if part.endswith("window_length")}
+    numbers = {symbol: number for number, symbol in enumerate(dict.fromkeys(windows.values()), 1)}
+    for place, symbol in windows.items():
+        parts[place] += f"_{numbers[symbol]}" if numbers[symbol] > 1 else ""
+    return parts
 
 
 def _totals(graph: ir.Graph, names: Mapping[str, str]) -> dict[str, str]:
@@ -329,9 +287,6 @@ def _format(dim: int | ir.SymbolicDim, names: Mapping[str, str], whole: Mapping[
 def open_rooms(model: ir.Model, rooms: Mapping[str, str]) -> None:
     """Make the LoRA matrices of an ONNX graph optional inputs; without an adapter, the LoRA rank is 0."""
     # rooms: name of the input by name of the matrix
-    import numpy
-    import onnx_ir as ir
-
     graph = model.graph
     for name, given in rooms.items():
         value = graph.initializers.get(name)

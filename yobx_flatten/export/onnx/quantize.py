@@ -15,21 +15,20 @@ from typing import Any
 import numpy
 
 from ...errors import InvalidArgumentError
+from ...trace.onnx_repairs import ir
 from ..proof.report import ExportReport
 from ..quantization import Bits, Quantization, Role, nothing_kept, remark_of_kept
-from .rewrite.graph import attribute
+from .rewrite.graph import Nodes, attribute
 from .rounding import RoundedMatrices
 from .stored_matrix import (
     Grids,
     InputSplits,
-    SplitInputs,
     StoredMatrix,
     cast_value,
     keep_integers,
     new_value,
     plus,
     replace_product,
-    reshaped,
     take_rows,
 )
 from .weights import Floats, unmap
@@ -45,18 +44,14 @@ class QuantizedWeights:
     count: int = 0  # number of matrices
     float_bytes: int = 0  # size of the matrices before
     bytes: int = 0  # size of the matrices with scales and zero points
-    # names of matrices that the file also stores unquantized, since other nodes read them
-    tied: list[str] = dataclasses.field(default_factory=list)
-    # names of quantized matrices that an embedding also reads
-    shared: list[str] = dataclasses.field(default_factory=list)
+    tied: list[str] = dataclasses.field(default_factory=list)  # names of matrices that are also stored unquantized
+    shared: list[str] = dataclasses.field(default_factory=list)  # names of matrices that an embedding also reads
     roles: dict[str, Role] = dataclasses.field(default_factory=dict)
-    # number of weights that were integers with scales already, by their bits
-    kept: dict[int, int] = dataclasses.field(default_factory=dict)
+    kept: dict[int, int] = dataclasses.field(default_factory=dict)  # weights that were integers already, by their bits
     by_text: int = 0  # number of matrices that were rounded with a calibration text
     tables: int = 0  # number of embedding tables that were rounded to 8 bits
     by_token: int = 0  # number of matrices with one scale per output, and activations with one scale per token
-    # number of weights by block size; 0 is one scale per output
-    blocks: dict[int, int] = dataclasses.field(default_factory=dict)
+    blocks: dict[int, int] = dataclasses.field(default_factory=dict)  # weights by block size; 0: a scale per output
 
     @property
     def block_size(self) -> int:
@@ -78,7 +73,7 @@ class QuantizedWeights:
         self.roles[name] = Role(name, before.count + 1, before.size + size, last, most)
 
 
-def quantize_graph(
+def quantize_model(
     model: Any,
     quantization: Quantization,
     bits: Bits | None = None,
@@ -89,19 +84,16 @@ def quantize_graph(
     splits: InputSplits | None = None,
     found: QuantizedWeights | None = None,
 ) -> QuantizedWeights:
-    """Replace the weights of all linear layers in a graph by weights that are quantized when the file is written."""
+    """Replace the weights of all linear layers of a model by weights that are quantized when the file is written."""
     # a matrix whose values are already integers times scales keeps its integers, if they fit into the requested bits
     # bits: bits by role; the bits of the quantization for all other roles
-    # grids: caches the search for matrices that are integers with scales already
     # rounded: matrices that were rounded with a calibration text
     # rounds_inputs: whether the activations are quantized to 8 bits
-    # splits: how activations are split into two parts
     # found: gets the counts; may contain matrices that were quantized earlier
     grids = Grids() if grids is None else grids
     widths = () if quantization.weights == "keep" else (4, 8)
     found = QuantizedWeights() if found is None else found
-    size = quantization.block_size
-    made = {width: _Parts(Quantization("int4" if width == 4 else "int8", size)) for width in widths}
+    parts = _Parts(Quantization("int4", quantization.block_size))
     stored: dict[tuple[str, bool], StoredMatrix | None] = {}
     read: dict[str, tuple[Any, bool]] = {}
     products = Products(model.graph, splits or {})
@@ -118,8 +110,8 @@ def quantize_graph(
             elif rounded is not None and key in rounded and rounded[key].bits == width:
                 stored[key] = keep_integers(model.graph, value, rounded[key], transposed=transposed)
                 found.by_text += 1
-            elif width in made:
-                stored[key] = _rounded(model.graph, value, transposed, made[width], quantization, width)
+            elif width in widths:
+                stored[key] = _rounded(model.graph, value, transposed, parts, quantization, width)
             else:
                 stored[key] = None
             if (matrix := stored[key]) is not None:
@@ -136,9 +128,13 @@ def quantize_graph(
     if found.count:
         model.opset_imports["com.microsoft"] = 1
     for name, (value, transposed) in read.items():
-        matrix = stored[name, transposed]
-        if transposed and matrix is not None and share_table(value, matrix) and value not in tables:
-            found.shared.append(name)
+        matrix, readers = stored[name, transposed], [use.node for use in value.uses()]
+        are_whole = matrix is not None and value.const_value.shape[1] % matrix.block_size == 0
+        if transposed and matrix is not None and are_whole and readers and _is_gathered(value):
+            for node in readers:
+                take_rows(node, matrix)
+            if value not in tables:
+                found.shared.append(name)
         if value.uses() or value.is_graph_output():  # another node reads the unquantized matrix
             found.tied.append(value.name)
         else:
@@ -180,29 +176,15 @@ def _role_of(node: Any, value: Any) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[-1])
 
 
-def quantize_model(
-    model: Any,
-    quantization: Quantization,
-    report: ExportReport,
-    bits: Bits | None = None,
-    grids: Grids | None = None,
-    rounded: RoundedMatrices | None = None,
-    *,
-    rounds_inputs: bool = True,
-    splits: InputSplits | None = None,
-    found: QuantizedWeights | None = None,
-) -> QuantizedWeights:
-    """Make an ONNX model quantize its weights while it is saved; raise an error if no weight can be quantized."""
-    how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "splits": splits, "found": found}
-    found = quantize_graph(model, quantization, bits, grids, rounded, **how)
-    if not found.roles and not found.by_token:
+def check_quantized(found: QuantizedWeights, quantization: Quantization, report: ExportReport) -> None:
+    """Raise an error if no weight of a model can be quantized."""
+    if not found.roles:
         raise InvalidArgumentError(
             f"quantize={quantization.weights!r}: the file of {report.module} has no matrix of "
             f"{quantization.block_size} or more rows and columns. Use a smaller block_size, or leave quantize out."
         )
     if not found.count and quantization.weights == "keep":
         raise nothing_kept(report.module)
-    return found
 
 
 def remark_quantized(
@@ -253,8 +235,7 @@ def _weight_of(node: Any, block_size: int) -> tuple[Any, bool] | None:
         return None
     value, transposed = node.inputs[1], False
     if node.op_type == "Gemm":
-        numbers = {name: attribute(node, name, usual) for name, usual in (("alpha", 1.0), ("beta", 1.0))}
-        if set(numbers.values()) != {1.0} or attribute(node, "transA", 0):
+        if {attribute(node, "alpha", 1.0), attribute(node, "beta", 1.0)} != {1.0} or attribute(node, "transA", 0):
             return None
         transposed = bool(attribute(node, "transB", 0))
     before = value.producer()
@@ -279,8 +260,6 @@ class _Parts:
 
     def part(self, tensor: Any, transposed: bool, index: int) -> Any:
         """Return the packed integers (``index`` 0), scales (1) or zero points (2) of a quantized weight."""
-        import onnx_ir as ir
-
         if self._weight != (id(tensor), transposed):
             array = tensor.numpy()
             self._parts = self._quantization.quantize(numpy.ascontiguousarray(array.T if transposed else array))
@@ -294,28 +273,53 @@ def _rounded(
     graph: Any, value: Any, transposed: bool, parts: _Parts, quantization: Quantization, bits: int
 ) -> StoredMatrix:
     """Add a quantized copy of a weight to a graph; the copy is computed when the file is written."""
-    import onnx_ir as ir
-
     if bits == 8:
         size = quantization.block_for(8, int(value.const_value.shape[1 if transposed else 0]))
         return round_to_8_bits(graph, value, size, transposed=transposed)
-    tensor, packed, size = value.const_value, 8 // bits, quantization.block_size
+    tensor, size = value.const_value, quantization.block_size
     columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
     blocks = -(-rows // size)
-    shapes = [[columns, blocks, size // packed], [columns, blocks], [columns, -(-blocks // packed)]]
-    types = [ir.DataType.UINT8, tensor.dtype, ir.DataType.UINT8]
+    held = (  # two integers, or two zero points, in each byte
+        ("Q4", [columns, blocks, size // 2], ir.DataType.UINT8),
+        ("scales", [columns, blocks], tensor.dtype),
+        ("zero_points", [columns, -(-blocks // 2)], ir.DataType.UINT8),
+    )
     values = []
-    for index, suffix in enumerate((f"_Q{bits}", "_scales", "_zero_points")):
-        name, shape = f"{value.name}{'_T' if transposed else ''}{suffix}", ir.Shape(shapes[index])
+    for index, (suffix, shape, dtype) in enumerate(held):
+        name = f"{value.name}{'_T' if transposed else ''}_{suffix}"
         read = functools.partial(parts.part, tensor, transposed, index)
-        values.append(new_value(graph, name, ir.LazyTensor(read, dtype=types[index], shape=shape, name=name)))
-    nbytes = sum(one.const_value.nbytes for one in values)
-    return StoredMatrix(bits, size, rows, columns, values, nbytes)
+        values.append(new_value(graph, name, ir.LazyTensor(read, dtype=dtype, shape=ir.Shape(shape), name=name)))
+    return StoredMatrix(bits, size, rows, columns, values, sum(one.const_value.nbytes for one in values))
 
 
 _FLOATS, _INTEGERS = 1, 4
 """The ``accuracy_level`` of onnxruntime: 1 multiplies floats; 4 rounds inputs to 8 bits and multiplies integers. Level
 1 takes a third longer than 4 with 4-bit weights, and 15 times as long with 8-bit weights (no kernel)."""
+
+_TINY = 1e-30  # added to the largest value of a block, by which its scale is computed, because it may be 0
+
+# Multiply with a matrix in 8 bits at nearly the precision of float inputs.
+#
+#     x ──┬── round to 8 bits in blocks ──┬── high ──┬── Concat ── MatMulNBits ── Split ── Add ──> y
+#         └───────── minus ───────────────┴── low ───┘
+#
+# onnxruntime rounds the inputs of an 8-bit matrix to 8 bits, in blocks with a scale each. `high` is already rounded in
+# this way, so onnxruntime does not change it; `low` is 254 times smaller, and has its own scale. Both are rows of one
+# product, which reads each weight once and hardly takes longer than a product of one row.
+#
+#     x ──┬── Clip ──┬────────── small ──┬── Concat ── MatMulNBits ── Split ── Add ──> y
+#         └── minus ─┴── rest of large ──┘
+#
+# With a limit for small values (`input_splits`), three nodes are enough: the scale of a block no longer depends on its
+# few large values, and the remainder of a large value, which is alone in its block, is exact.
+#
+#     x ──┬── Mul by 0 or 1 ──── small ── MatMulNBits ──┬── Add ──> y
+#         └── Gather ── large channels ── MatMul ───────┘
+#                                           rows of W in float
+#
+# Two rows take twice the time for many tokens. If the same channels are large for all tokens, as after a norm, a
+# separate product in float is faster (LLM.int8(), Dettmers et al. 2022). It is joined with the product for the offsets
+# of blocks.
 
 
 class Products:
@@ -326,50 +330,72 @@ class Products:
         self._sums: dict[tuple[Any, int, bool], Any] = {}
         self._terms: dict[tuple[Any, Any], Any] = {}
         self._large: dict[tuple[str, bool, Sequence[int]], Any] = {}
-        self._inputs = SplitInputs(splits)
+        self._splits = splits
+        self._rows: dict[tuple[ir.Graph, ir.Value, int], ir.Value] = {}
+        self._apart_inputs: dict[tuple[ir.Graph, ir.Value], tuple[ir.Value, ir.Value]] = {}
 
     def replace(self, node: Any, stored: StoredMatrix, weight: tuple[Any, bool], *, rounds_inputs: bool) -> None:
         # weight: the unquantized matrix, and whether it is transposed
-        import onnx_ir as ir
-
         sizes = {"K": stored.rows, "N": stored.columns, "bits": stored.bits, "block_size": stored.block_size}
         x = node.inputs[0]
         # a product can keep its inputs in float if they are float32, and their size is a multiple of the block
-        rounds_inputs = (
-            rounds_inputs
-            or stored.parts[1].const_value.dtype.name != "FLOAT"
-            or x.shape is None
-            or len(x.shape) < 2
-            or stored.rows % stored.block_size != 0
-        )
-        split = None if rounds_inputs else self._inputs.of(x)
+        is_float = stored.parts[1].const_value.dtype.name == "FLOAT" and stored.rows % stored.block_size == 0
+        rounds_inputs = rounds_inputs or not is_float or x.shape is None or len(x.shape) < 2
+        split = None if rounds_inputs else self._splits.get(str(x.name))
         sizes["accuracy_level"] = _FLOATS if stored.bits == 4 and not rounds_inputs and split is None else _INTEGERS
-        made: list[Any] = []
+        made = Nodes()
         rows = small = x
         terms: list[tuple[Any, Any]] = []  # inputs and matrices of float products to add
         in_two = not rounds_inputs and (stored.bits == 8 if split is None else split.limit < math.inf)
         if split is not None and split.channels:
-            made, small, large = self._inputs.large(node.graph, x, stored.rows)
+            small, large = self._apart(made, node.graph, x, stored.rows)
             rows, in_two = small, False
             terms.append((large, self._rows_of(*weight, split.channels)))
         elif in_two:
-            made, rows = self._inputs.rows(node.graph, x, len(x.shape), stored)
-        product = ir.node("MatMulNBits", [rows, *stored.parts], sizes, domain="com.microsoft", name=node.name)
-        made += [product, *(self._inputs.joined(product.outputs[0]) if in_two else [])]
-        found = made[-1].outputs[0]
+            rows = self._in_two(made, node.graph, x, len(x.shape), stored)
+        product = made.add("MatMulNBits", rows, *stored.parts, domain="com.microsoft", name=node.name, **sizes)
+        found = product
+        if in_two:  # the product of small values, and below the product of large values
+            made.append(ir.node("Split", [product], {"axis": 0, "num_outputs": 2}, num_outputs=2))
+            found = made.add("Add", *made[-1].outputs)
         if stored.offsets is not None:
-            turned = ir.node("Transpose", [stored.offsets], {"perm": [1, 0]})
-            made += [*self._sum(node.graph, small, len(x.shape), stored), turned]
-            terms.insert(0, (self._sums[small, stored.block_size, stored.is_half], turned.outputs[0]))
+            sums = self._sum(made, node.graph, small, len(x.shape), stored)
+            terms.insert(0, (sums, made.add("Transpose", stored.offsets, perm=[1, 0])))
         if terms:
-            made += self._term(terms)
-            made += plus(found, made[-1].outputs[0], stored)
+            plus(made, found, self._term(made, terms), stored)
         replace_product(node, product, made)
+
+    def _in_two(self, made: Nodes, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> ir.Value:
+        """Return a value with the small values of ``x`` and, below on axis 0, the large values."""
+        key, split, kept = (graph, x, stored.block_size), self._splits.get(str(x.name)), [0] * (rank - 1)
+        if key in self._rows:
+            return self._rows[key]
+        if split is None:  # values rounded as `MatMulNBits` rounds its inputs, and the rounding errors
+            cut = made.reshape(x, *kept, stored.blocks, stored.block_size)
+            each, most = made.add("Constant", value_ints=[-1]), made.add("Constant", value_float=127.0)
+            largest = made.add("ReduceMax", made.add("Abs", cut), each, keepdims=1)
+            per_unit = made.add("Div", most, made.add("Add", largest, made.add("Constant", value_float=_TINY)))
+            high = made.add("Div", made.add("Round", made.add("Mul", cut, per_unit)), per_unit)
+            both = made.add("Concat", high, made.add("Sub", cut, high), axis=0)
+            self._rows[key] = made.reshape(both, *kept, stored.rows)
+        else:  # small values, and the remainder of large values
+            ends = [made.add("Constant", value_float=end) for end in (-split.limit, split.limit)]
+            small = made.add("Clip", x, *ends)
+            self._rows[key] = made.add("Concat", small, made.add("Sub", x, small), axis=0)
+        return self._rows[key]
+
+    def _apart(self, made: Nodes, graph: ir.Graph, x: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
+        """Return an input with zeros in its large channels, and the values of the large channels."""
+        if (graph, x) not in self._apart_inputs:
+            channels = numpy.array(self._splits[str(x.name)].channels)
+            is_small = numpy.ones(size, numpy.float32)
+            is_small[channels] = 0
+            factors, places = (made.add("Constant", value=ir.tensor(array)) for array in (is_small, channels))
+            self._apart_inputs[graph, x] = made.add("Mul", x, factors), made.add("Gather", x, places, axis=-1)
+        return self._apart_inputs[graph, x]
 
     def _rows_of(self, value: Any, transposed: bool, channels: Sequence[int]) -> Any:
         """Add a constant to the graph: the rows of a float matrix (inputs, outputs) for the given input channels."""
-        import onnx_ir as ir
-
         key = value.name, transposed, channels  # layers may share a matrix, and have different large channels
         if key not in self._large:
             array = value.const_value.numpy()
@@ -379,55 +405,32 @@ class Products:
             self._large[key] = new_value(self._graph, f"{value.name}_large_{len(self._large)}", ir.tensor(rows))
         return self._large[key]
 
-    def _term(self, terms: list[tuple[Any, Any]]) -> list[Any]:
-        """Return nodes that compute a matrix product, or the sum of two matrix products, with one ``MatMul``."""
-        import onnx_ir as ir
-
+    def _term(self, made: Nodes, terms: list[tuple[Any, Any]]) -> ir.Value:
+        """Compute a matrix product, or the sum of two matrix products, with one ``MatMul``."""
         if len(terms) == 1:
-            return [ir.node("MatMul", list(terms[0]))]
+            return made.add("MatMul", *terms[0])
         inputs, matrices = zip(*terms, strict=True)
-        made = []
         if inputs not in self._terms:
-            made.append(ir.node("Concat", list(inputs), {"axis": -1}))
-            self._terms[inputs] = made[0].outputs[0]
-        joined = ir.node("Concat", list(matrices), {"axis": 0})
-        return [*made, joined, ir.node("MatMul", [self._terms[inputs], joined.outputs[0]])]
+            self._terms[inputs] = made.add("Concat", *inputs, axis=-1)
+        return made.add("MatMul", self._terms[inputs], made.add("Concat", *matrices, axis=0))
 
-    def _sum(self, graph: Any, x: Any, rank: int, stored: StoredMatrix) -> list[Any]:
-        """Return nodes that compute the sum of each block of an input in float32; no nodes if the sums exist."""
-        import onnx_ir as ir
-
+    def _sum(self, made: Nodes, graph: Any, x: Any, rank: int, stored: StoredMatrix) -> Any:
+        """Return the sum of each block of an input in float32, computed once."""
         key = x, stored.block_size, stored.is_half
         known = self._sums.get(key)
-        if known is not None and known.producer().graph is graph:
-            return []
-        cast = [ir.node("Cast", [x], {"to": ir.DataType.FLOAT.value})] if stored.is_half else []
-        cut = reshaped(cast[0].outputs[0] if cast else x, rank - 1, [stored.blocks, stored.block_size])
-        last = ir.node("Constant", [], {"value_ints": [-1]})
-        total = ir.node("ReduceSum", [cut[-1].outputs[0], last.outputs[0]], {"keepdims": 0})
-        self._sums[key] = total.outputs[0]
-        return [*cast, *cut, last, total]
-
-
-def share_table(value: Any, stored: StoredMatrix) -> bool:
-    """Replace each ``Gather`` that reads rows of a matrix by onnxruntime's ``GatherBlockQuantized``, if possible."""
-    readers = [use.node for use in value.uses()]
-    if not readers or not _is_gathered(value) or value.const_value.shape[1] % stored.block_size:
-        return False
-    for node in readers:
-        take_rows(node, stored)
-    return True
+        if known is None or known.producer().graph is not graph:
+            exact = made.add("Cast", x, to=ir.DataType.FLOAT.value) if stored.is_half else x
+            cut = made.reshape(exact, *[0] * (rank - 1), stored.blocks, stored.block_size)
+            known = made.add("ReduceSum", cut, made.add("Constant", value_ints=[-1]), keepdims=0)
+            self._sums[key] = known
+        return known
 
 
 def gathered(graph: Any) -> list[Any]:
     """Return the matrices of a graph that only ``Gather`` nodes read by row, such as embedding tables."""
-    found = []
-    for value in graph.initializers.values():
-        tensor = value.const_value
-        is_matrix = tensor is not None and len(tensor.shape) == 2 and tensor.dtype.name in ("FLOAT", "FLOAT16")
-        if is_matrix and value.uses() and _is_gathered(value):
-            found.append(value)
-    return found
+    held = [value for value in graph.initializers.values() if value.const_value is not None and value.uses()]
+    matrices = [value for value in held if len(value.const_value.shape) == 2 and _is_gathered(value)]
+    return [value for value in matrices if value.const_value.dtype.name in ("FLOAT", "FLOAT16")]
 
 
 def _is_gathered(value: Any) -> bool:
@@ -451,8 +454,6 @@ def round_to_8_bits(graph: Any, value: Any, size: int, *, transposed: bool, is_t
     """Add an 8-bit copy of a matrix to a graph; the weights are rounded when the file is written."""
     # is_table: whether only `Gather` reads the matrix. Only then are scales stored in float16 and cast in the graph:
     # with cast scales, MatMulNBits returns zeros if onnxruntime's graph optimization is turned off.
-    import onnx_ir as ir
-
     tensor = value.const_value
     columns, rows = map(int, tensor.shape if transposed else reversed(tensor.shape))
     blocks, name = -(-rows // size), f"{value.name}{'_T' if transposed else ''}"
@@ -486,16 +487,11 @@ def _blocks(matrix: Floats, size: int) -> Floats:
 
 def _part(tensor: Any, transposed: bool, size: int, kind: Any, index: int) -> Any:
     """Return the integers of a matrix in 8 bits (``index`` 0), or the scales of its blocks (``index`` 1)."""
-    import onnx_ir as ir
-
     blocks = _blocks(_read(tensor, transposed), size).astype(numpy.float32)
     unmap(tensor)
-    return ir.tensor(_parts(blocks, kind)[index])
-
-
-def _parts(blocks: Floats, kind: Any) -> tuple[Any, ...]:
     scales = (numpy.abs(blocks).max(2) / _MOST).astype(kind)
+    if index == 1:
+        return ir.tensor(scales)
     wide = scales[..., None].astype(numpy.float32)
     steps = numpy.where(wide == 0, numpy.float32(1), wide)  # the scale of a block of zeros is 0
-    whole = numpy.rint(blocks / steps).clip(-_MOST, _MOST)
-    return (whole + _MIDDLE).astype(numpy.uint8), scales
+    return ir.tensor((numpy.rint(blocks / steps).clip(-_MOST, _MOST) + _MIDDLE).astype(numpy.uint8))

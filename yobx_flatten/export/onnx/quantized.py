@@ -9,25 +9,24 @@ import dataclasses
 import functools
 import shutil
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
 
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import open_session, session_options
+from ...trace.onnx_repairs import ir
 from ..proof.eager_runs import Texts
 from ..proof.quality import Quality
 from ..proof.report import ExportReport
 from ..quantization import Bits, Budget, Quantization, measure, reads_once, rounding_calls
 from ..source import Source
 from .file import UnprovenFile
-from .quantize import QuantizedWeights, products_of, quantize_model, remark_quantized
+from .quantize import QuantizedWeights, check_quantized, products_of, quantize_model, remark_quantized
+from .rewrite.graph import Nodes
 from .rounding import RoundedMatrices, input_moments, input_splits, read_matrix, round_by_text, round_with_feedback
 from .stored_matrix import Grids, InputSplits, new_value, replace_product
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _NOTICED = 3e-4
 """Divergence, in nats, at which about one greedy token in a hundred differs from the model's."""
@@ -54,12 +53,11 @@ def quantize_file(
     file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport
 ) -> Quality | None:
     """Quantize the weights of an ONNX file that has passed its checks; return the :class:`Quality` of the new file."""
-    import onnx_ir as ir
-
     grids = Grids()
     with report.timed("quantize"):
-        model = ir.load(file.path)
-        roles = quantize_model(model, quantization, report, grids=grids).roles
+        found = quantize_model(ir.load(file.path), quantization, grids=grids)
+        check_quantized(found, quantization, report)
+    roles = found.roles
     if quantization.activations == "token" or (quantization.may_be_by_token and _is_by_token(file, source, grids)):
         quality, is_enough = _quantize_by_token(file, quantization, source, report, grids)
         if is_enough:
@@ -74,9 +72,8 @@ def quantize_file(
     def quantized(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None) -> tuple[Any, QuantizedWeights]:
         with report.timed("quantize"):
             model = ir.load(file.path)  # large weights are memory-mapped
-            parts = bits, grids, rounded
             how: dict[str, Any] = {"rounds_inputs": rounds_inputs, "splits": splits}
-            return model, quantize_model(model, quantization, report, *parts, **how)
+            return model, quantize_model(model, quantization, bits, grids, rounded, **how)
 
     def try_bits(bits: Bits, *, rounds_inputs: bool, splits: InputSplits | None = None) -> Quality:
         model, found = quantized(bits, rounds_inputs=rounds_inputs, splits=splits)
@@ -109,8 +106,6 @@ def quantize_file(
 
 def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
     """Return whether a file reads a text in one call without a cache, and int8 would round all float32 matrices."""
-    import onnx_ir as ir
-
     if not source.cases or not reads_once(source.example.kwargs):
         return False
     weights = [weight for _, weight in products_of(ir.load(file.path), Quantization("int8"))]
@@ -123,14 +118,12 @@ def _quantize_by_token(
 ) -> tuple[Quality | None, bool]:
     """Quantize activations per token and weights per output; return the quality, and whether it is sufficient."""
     # all other products are quantized in blocks; the file is replaced only if the quality is sufficient
-    import onnx_ir as ir
-
     with report.timed("quantize"):
         model, found = ir.load(file.path), QuantizedWeights()
         groups = _grouped(products_of(model, quantization))
         for group in _with_moments(groups, file, model.graph, quantization, source):
             _replace(group, model, found)
-        found = quantize_model(model, quantization, report, grids=grids, found=found)
+        found = quantize_model(model, quantization, grids=grids, found=found)
     quality = _measured(model, found, file, quantization, source, report, []) if source.cases else None
     is_asked = quantization.activations == "token"
     if quality is not None and not is_asked and not (quality.ok and quality.relative_difference <= _NEAR):
@@ -166,8 +159,6 @@ def _measured(
 
 
 def _splits(file: UnprovenFile, quantization: Quantization, source: Source, report: ExportReport) -> InputSplits:
-    import onnx_ir as ir
-
     with report.timed("splits"):
         model = ir.load(file.path)
         return input_splits(file, model.graph, products_of(model, quantization), quantization, source)
@@ -183,7 +174,6 @@ def _choose_inputs(
 ) -> tuple[Quality, bool, InputSplits]:
     """Choose by error whether activations are quantized, split into small and large values, or kept in float."""
     # whole: the quality with activations that are quantized whole
-    # find: returns how activations are split in two parts
     # measured: returns the quality for these splits; without splits, activations stay in float
     # is_fine: whether the error of the weights is so small that two parts are tried first
     # returned: the quality, whether activations are quantized whole, and how they are split
@@ -248,31 +238,23 @@ class _Group:
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)
     moments: torch.Tensor | None = None  # sum of the second moments of the inputs on the calibration text
 
-    def add(self, other: _Group) -> None:
-        self.nodes += other.nodes
-        self.weights |= other.weights
-        self.inputs |= other.inputs
-
 
 def _grouped(products: list[tuple[Any, tuple[Any, bool]]]) -> list[_Group]:
     """Group matrix products with common inputs or common weights, since layers may share weights (ALBERT)."""
     groups: list[_Group] = []
-    products = [(node, weight) for node, weight in products if weight[0].uses() and _is_own(weight[0])]
     for node, (value, transposed) in products:
-        x = node.inputs[0]
-        key = value.name, transposed
+        x, key = node.inputs[0], (value.name, transposed)
+        readers = [use.node.op_type for use in value.uses()]
+        if not readers or not (set(readers) <= {"MatMul", "Gemm"} or readers == ["Transpose"]):
+            continue  # a matrix that is tied to an embedding
         joined = _Group([(node, key)], {key: value}, {x.name: x})
         for group in [one for one in groups if one.weights.keys() & joined.weights or x.name in one.inputs]:
-            joined.add(group)
+            joined.nodes += group.nodes
+            joined.weights |= group.weights
+            joined.inputs |= group.inputs
             groups.remove(group)
         groups.append(joined)
     return groups
-
-
-def _is_own(value: Any) -> bool:
-    """Return whether only matrix products read a weight; ``False`` for a matrix tied to an embedding."""
-    readers = [use.node.op_type for use in value.uses()]
-    return set(readers) <= {"MatMul", "Gemm"} or readers == ["Transpose"]
 
 
 def _with_moments(
@@ -327,10 +309,15 @@ def _replace(group: _Group, model: ir.Model, found: QuantizedWeights) -> None:
         found.add(value, sum(part.nbytes for part in parts))
         found.blocks[0] = found.blocks.get(0, 0) + numbers.size
         found.by_token += 1
-    divided: dict[Any, Any] = {}
+    divided: dict[Any, tuple[ir.Value, ir.Value]] = {}
     for node, key in group.nodes:
-        made = _divided(node, channels, graph, divided)
-        _put(node, made, divided[node.graph, node.inputs[0]], stored[key], graph)
+        made = Nodes()
+        whole, largest = _divided(made, node, channels, graph, divided)
+        (step, zero), (weights_in_8_bits, scales) = _steps(graph), stored[key]
+        given = [whole, weights_in_8_bits, step, scales, zero]
+        product = made.add("MatMulIntegerToFloat", *given, domain="com.microsoft", name=node.name)
+        made.add("Mul", product, largest)
+        replace_product(node, product, made)
     for (name, _), value in group.weights.items():
         if not value.uses() and name in graph.initializers:
             del graph.initializers[name]
@@ -346,47 +333,29 @@ def _channels(moments: torch.Tensor, sizes: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _constant(graph: ir.Graph, name: str, array: Any) -> ir.Value:
-    import onnx_ir as ir
-
     known = graph.initializers.get(name)
     found: ir.Value = new_value(graph, name, ir.tensor(array)) if known is None else known
     return found
 
 
-def _divided(node: Any, channels: torch.Tensor, graph: ir.Graph, known: dict[Any, Any]) -> list[ir.Node]:
-    """Return nodes that quantize a product's input with one scale per token; no nodes if another product has them."""
-    import onnx_ir as ir
-
+def _divided(
+    made: Nodes, node: Any, channels: torch.Tensor, graph: ir.Graph, known: dict[Any, tuple[ir.Value, ir.Value]]
+) -> tuple[ir.Value, ir.Value]:
+    """Quantize a product's input with one scale per token; return the integers, and the largest value of each token."""
     x = node.inputs[0]
-    if (node.graph, x) in known:
-        return []
-    made = []
-    if not bool((channels == 1).all()):
-        by = _constant(graph, f"{x.name}_channels", channels.reciprocal().numpy())
-        made.append(ir.node("Mul", [x, by]))
-    smooth = made[-1].outputs[0] if made else x
-    last = _constant(graph, "last_axis", numpy.array([-1], numpy.int64))
-    least = _constant(graph, "least_of_a_token", numpy.float32(_LEAST))
-    size = ir.node("Abs", [smooth])
-    largest = ir.node("ReduceMax", [size.outputs[0], last], {"keepdims": 1})
-    positive = ir.node("Max", [largest.outputs[0], least])
-    parts = ir.node("Div", [smooth, positive.outputs[0]])
-    whole = ir.node("QuantizeLinear", [parts.outputs[0], *_steps(graph)])
-    known[node.graph, x] = whole.outputs[0], positive.outputs[0]
-    return [*made, size, largest, positive, parts, whole]
+    if (node.graph, x) not in known:
+        smooth = x
+        if not bool((channels == 1).all()):
+            smooth = made.add("Mul", x, _constant(graph, f"{x.name}_channels", channels.reciprocal().numpy()))
+        last = _constant(graph, "last_axis", numpy.array([-1], numpy.int64))
+        largest = made.add("ReduceMax", made.add("Abs", smooth), last, keepdims=1)
+        positive = made.add("Max", largest, _constant(graph, "least_of_a_token", numpy.float32(_LEAST)))
+        whole = made.add("QuantizeLinear", made.add("Div", smooth, positive), *_steps(graph))
+        known[node.graph, x] = whole, positive
+    return known[node.graph, x]
 
 
 def _steps(graph: ir.Graph) -> list[ir.Value]:
     """Add the scale and the zero point of quantized activations to the graph, and return both."""
     numbers = {"step_of_a_token": numpy.float32(1 / _STEPS), "zero_of_a_token": numpy.uint8(_MIDDLE)}
     return [_constant(graph, name, number) for name, number in numbers.items()]
-
-
-def _put(node: Any, made: list[ir.Node], inputs: tuple[Any, Any], stored: list[Any], graph: ir.Graph) -> None:
-    import onnx_ir as ir
-
-    (whole, largest), (numbers, scales) = inputs, stored
-    step, zero = _steps(graph)
-    given = [whole, numbers, step, scales, zero]
-    product = ir.node("MatMulIntegerToFloat", given, domain="com.microsoft", name=node.name)
-    replace_product(node, product, [*made, product, ir.node("Mul", [product.outputs[0], largest])])

@@ -23,6 +23,7 @@ from ...errors.failures import STEP
 from ...private_names.of_torch import pytree
 from ...runners.onnx_runner import OnnxRunner
 from ...runners.onnx_session import mapped_options, open_session
+from ...trace.onnx_repairs import ir
 from ..proof.eager_runs import Case, clone
 from ..quantization import Quantization, from_the_start, rounding_calls
 from ..source import Source
@@ -79,16 +80,14 @@ class _Form:
                 offset = first.half().float()
             else:
                 offset = (-first / scale).round().clamp(0, self.most)
-            made = [costs.mul((self.near(block, scale, offset) - block).square()).sum(1, keepdim=True), scale, offset]
+            near = self.value(self.numbers(block, scale, offset), scale, offset)
+            made = [costs.mul((near - block).square()).sum(1, keepdim=True), scale, offset]
             best = [torch.where(made[0] < best[0], *pair) for pair in zip(made, best, strict=True)] if best else made
         return best[1], best[2], best[0]
 
     def numbers(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         steps = (weights - offset) / scale if self.is_lowest else weights / scale + offset
         return steps.round_().clamp_(0, self.most)
-
-    def near(self, weights: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        return self.value(self.numbers(weights, scale, offset), scale, offset)
 
     def value(self, numbers: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         return numbers * scale + offset if self.is_lowest else (numbers - offset) * scale
@@ -238,7 +237,15 @@ def input_moments(
     # names: names of the leaves of the inputs, in order
     # tokens: the text, int64 of shape (texts, length)
     most = max(_LEAST, sum(one.stat().st_size for one in file.folder.iterdir() if one.is_file()) // 4)
-    for part in _parts(sizes, most):
+    parts: list[list[str]] = []  # lists of values whose second moments fit into `most` bytes
+    held = 0
+    for name, size in sizes.items():
+        held += 4 * size * size
+        if not parts or held > most:
+            parts.append([])
+            held = 4 * size * size
+        parts[-1].append(name)
+    for part in parts:
         found = {name: torch.zeros(sizes[name], sizes[name]) for name in part}
         count = 0
         for read in read_inputs(file, {name: sizes[name] for name in part}, calls, names, tokens):
@@ -257,8 +264,6 @@ def read_inputs(
     file: UnprovenFile, sizes: Mapping[str, int], calls: Sequence[Case], names: Sequence[str], tokens: torch.Tensor
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Run a file on each call; yield the intermediate values named in ``sizes`` as float32 tensors (tokens, size)."""
-    import onnx_ir as ir
-
     model = ir.load(file.path)
     held = {output.name for output in model.graph.outputs}
     made = {output.name: output for node in model.graph for output in node.outputs if output.name in sizes}
@@ -282,20 +287,6 @@ def read_inputs(
             yield {name: outputs[name].reshape(-1, size).float() for name, size in sizes.items()}
     finally:
         path.unlink(missing_ok=True)
-
-
-def _parts(sizes: Mapping[str, int], most: int) -> Iterator[list[str]]:
-    """Split value names into lists such that the second moments of the values in a list fit into ``most`` bytes."""
-    part: list[str] = []
-    held = 0
-    for name, size in sizes.items():
-        if part and held + 4 * size * size > most:
-            yield part
-            part, held = [], 0
-        part.append(name)
-        held += 4 * size * size
-    if part:
-        yield part
 
 
 _TEXTS, _LENGTH = 4, 64

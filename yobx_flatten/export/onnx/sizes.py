@@ -12,9 +12,8 @@ If an asserted relation uses an operator that ONNX lacks, the file declares the 
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -23,30 +22,33 @@ from ...core.effects import undisturbed
 from ...huggingface.cache_names import CACHE
 from ...private_names.of_torch import pytree
 from ...runners.signature import COMPARISONS, Expression, Signature, format_expression, holds, names_in, place_of_sizes
+from ...trace.onnx_repairs import ir
 from ...trees.walk import leaf_names, leaves_of
 from ..example import Example
 from ..proof.eager_runs import REFUSALS, Case, clone, written_parameters
 from ..traced import Traced
 from ..varied import arguments_with, resized_leaves
-from .rewrite.graph import copy_type, text_of_size
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from .rewrite.graph import Nodes, copy_type, text_of_size
 
 
-def refuse_sizes(
-    model: ir.Model, signature: Signature, largest: Mapping[tuple[str, int], int] = types.MappingProxyType({})
-) -> list[str]:
+def refuse_sizes(model: ir.Model, signature: Signature, largest: Mapping[tuple[str, int], int]) -> list[str]:
     """Make an ONNX graph fail for input sizes that its ``ExportedProgram`` refuses; return the relations as strings."""
     # largest: upper bounds by input and axis, above which the model's code takes another branch
     # without the size of a cache, since cache memory that is shared between calls is longer than its contents
     places = {name: place for name, place in place_of_sizes(signature).items() if not place[0].startswith(CACHE)}
     inputs = {value.name: value for value in model.graph.inputs}
-    # without sums of sizes, which operators that concatenate tokens check
     refused = [
         one
         for one in signature.relations
-        if isinstance(one, tuple) and one[0] in COMPARISONS and not _is_sum(one) and names_in(one) <= places.keys()
+        if isinstance(one, tuple)
+        and one[0] in COMPARISONS
+        and names_in(one) <= places.keys()
+        # without sums of sizes, which operators that concatenate tokens check
+        and not all(
+            isinstance(side, str)
+            or (isinstance(side, tuple) and side[0] == "+" and all(type(part) in (int, str) for part in side[1:]))
+            for side in one[1:]
+        )
     ]
     shown = {name: f"{given}.shape[{axis}]" for name, (given, axis) in places.items()}
     texts = [format_expression(one, shown) for one in refused]
@@ -60,16 +62,13 @@ def refuse_sizes(
     by_input: dict[str, list[tuple[Expression, str]]] = {}
     for one, text in zip(refused, texts, strict=True):
         by_input.setdefault(places[min(names_in(one))][0], []).append((one, text))
+    axes = {size: (inputs[given], axis) for size, (given, axis) in places.items()}
     for name, found in by_input.items():
-        _guard(
-            model.graph, inputs[name], found, {size: (inputs[given], axis) for size, (given, axis) in places.items()}
-        )
+        _guard(model.graph, inputs[name], found, axes)
     return texts
 
 
 def fix_sizes(model: ir.Model, fixed: Mapping[tuple[str, int], int]) -> None:
-    import onnx_ir as ir
-
     inputs = {value.name: value for value in model.graph.inputs}
     shapes = {name: value.shape for name, value in inputs.items() if value.shape is not None}
     sizes = {str(text_of_size(shapes[name][axis])): size for (name, axis), size in fixed.items()}
@@ -79,29 +78,13 @@ def fix_sizes(model: ir.Model, fixed: Mapping[tuple[str, int], int]) -> None:
             value.shape = ir.Shape([sizes.get(str(text_of_size(dim)), text_of_size(dim)) for dim in value.shape])
 
 
-def _is_sum(found: Expression) -> bool:
-    """Return whether each side of a relation between sizes is a single size or a sum of sizes and numbers."""
-    parts: Iterable[Expression] = found[1:] if isinstance(found, tuple) else ()
-    return all(
-        isinstance(part, str)
-        or (isinstance(part, tuple) and part[0] == "+" and all(type(x) in (int, str) for x in part[1:]))
-        for part in parts
-    )
-
-
 def _guard(
     graph: ir.Graph, given: ir.Value, relations: list[tuple[Expression, str]], sizes: Mapping[str, tuple[ir.Value, int]]
 ) -> None:
     """Insert, between an input and its consumers, a ``Reshape`` that fails if the sizes violate a relation."""
-    import onnx_ir as ir
-
     readers = list(given.uses())
-    nodes: list[ir.Node] = []
-
-    def add(kind: str, *inputs: ir.Value, name: str | None = None, **attributes: Any) -> ir.Value:
-        node = ir.node(kind, list(inputs), attributes or None, name=name)
-        nodes.append(node)
-        return node.outputs[0]
+    made = Nodes()
+    add = made.add
 
     def number(found: Expression) -> ir.Value:
         """Add nodes that compute an expression of input sizes; return its value, int64 of shape (1,)."""
@@ -113,8 +96,7 @@ def _guard(
         kind, first, *others = found[0], number(found[1]), *map(number, found[2:])
         for other in others:
             if kind == "//":  # ONNX's Div rounds towards zero
-                whole = add("Sub", first, add("Mod", first, other))
-                first = add("Div", whole, other)
+                first = add("Div", add("Sub", first, add("Mod", first, other)), other)
             else:
                 first = add(_OPERATORS[kind], first, other)
         return first
@@ -125,16 +107,14 @@ def _guard(
         assert isinstance(relation, tuple)
         kind, first, second = relation
         met = add(_COMPARISONS[kind], number(first), number(second))
-        broken = met if kind == "!=" else add("Not", met)
-        place = add("Cast", broken, to=int(ir.DataType.INT64))
+        place = add("Cast", met if kind == "!=" else add("Not", met), to=int(ir.DataType.INT64))
         whole = add("Mul", whole, add("Gather", entry, place, name=f"these sizes are refused, expected {text}"))
     same = add("Reshape", given, whole)
     same.shape = given.shape
     copy_type(same, given)
     for reader, index in readers:
         reader.replace_input_with(index, same)
-    first = next(iter(graph))
-    graph.insert_before(first, nodes)
+    graph.insert_before(next(iter(graph)), made)
 
 
 _COMPARISONS = {"==": "Equal", "!=": "Equal", "<=": "LessOrEqual", "<": "Less"}
@@ -155,7 +135,7 @@ class OtherSizes:
         """Return whether program and model agree at input sizes that violate ``relation``; ``False`` if unknown."""
         if not names_in(relation) <= self.sizes.keys():
             return False
-        tried = list(_breaking(relation, self.sizes))
+        tried = list(itertools.islice(_breaking(relation, self.sizes), _TRIES))
         return bool(tried) and all(map(self._same, tried))
 
     @functools.cached_property
@@ -203,14 +183,7 @@ def sizes_in(case: Case, example: Example, signature: Signature) -> dict[str, in
 
 def _breaking(relation: Expression, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Yield input sizes that violate a relation and differ in one size from the example inputs."""
-    count = 0
     for name in sorted(names_in(relation)):
         own = sizes[name]
-        near = [size for step in range(1, 2 * own + 4) for size in (own - step, own + step) if size > 1]
-        for size in near:
-            other = {**sizes, name: size}
-            if not holds(relation, other):
-                yield other
-                count += 1
-                if count == _TRIES:
-                    return
+        near = (size for step in range(1, 2 * own + 4) for size in (own - step, own + step) if size > 1)
+        yield from (other for size in near if not holds(relation, other := {**sizes, name: size}))

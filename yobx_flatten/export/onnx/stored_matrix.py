@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy
 import torch
 
-from .weights import WeightGrid, find_grid, unmap
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from ...trace.onnx_repairs import ir
+from .rewrite.graph import Nodes
+from .weights import WeightGrid, find_grid, pairs, unmap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,74 +27,52 @@ class StoredMatrix:
     is_half: bool = False  # whether its inputs are float16
 
     @property
-    def blocks(self) -> int:
-        """Number of quantization blocks in a column of the matrix."""
+    def blocks(self) -> int:  # in a column of the matrix
         return -(-self.rows // self.block_size)
 
 
 def new_value(graph: Any, name: str, tensor: Any) -> Any:
     """Add an initializer to an ONNX graph, and return its value."""
-    import onnx_ir as ir
-
     value = ir.Value(name=name, const_value=tensor)
     value.shape, value.type = tensor.shape, ir.TensorType(tensor.dtype)
     graph.register_initializer(value)
     return value
 
 
-def replace_product(node: Any, product: Any, made: list[Any]) -> None:
+def replace_product(node: Any, product: ir.Value, made: Nodes) -> None:
     """Replace a ``MatMul`` or ``Gemm`` by the nodes of a quantized product, and add the bias of the ``Gemm``."""
-    import onnx_ir as ir
-
     output, before = node.outputs[0], node.inputs[1].producer()
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
-        made.append(ir.node("Add", [made[-1].outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
-    if made[-1] is not product:
-        product.outputs[0].type = output.type
-        product.outputs[0].name = f"{output.name}_product"
-    ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [made[-1].outputs[0]])
+        made.add("Add", made[-1].outputs[0], node.inputs[2], name=f"{node.name}_bias")
+    found = made[-1].outputs[0]
+    if found is not product:
+        product.type, product.name = output.type, f"{output.name}_product"
+    ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [found])
     if before is not None and not before.outputs[0].uses():
         before.graph.remove(before, safe=True)
 
 
 def take_rows(node: Any, stored: StoredMatrix) -> None:
     """Replace a ``Gather`` of embedding rows by ``GatherBlockQuantized``, which reads a quantized matrix."""
-    import onnx_ir as ir
-
     sizes = {"bits": stored.bits, "block_size": stored.block_size, "gather_axis": 0, "quantize_axis": 1}
-    shape = ir.node("Constant", [], {"value_ints": [stored.columns, -1]})
-    flat = [ir.node("Reshape", [part, shape.outputs[0]]) for part in stored.parts]
-    parts = [one.outputs[0] for one in flat]
-    rows, output = node.inputs[1], node.outputs[0]
-    gather = ir.node(
-        "GatherBlockQuantized", [parts[0], rows, *parts[1:]], sizes, domain="com.microsoft", name=node.name
-    )
-    made = [shape, *flat, gather]
+    made, rows = Nodes(), node.inputs[1]
+    shape = made.add("Constant", value_ints=[stored.columns, -1])
+    first, *parts = (made.add("Reshape", part, shape) for part in stored.parts)
+    found = made.add("GatherBlockQuantized", first, rows, *parts, domain="com.microsoft", name=node.name, **sizes)
     if stored.offsets is not None:
-        rank = len(rows.shape)
-        cut = reshaped(gather.outputs[0], rank, [stored.blocks, stored.block_size])
-        found = ir.node("Gather", [stored.offsets, rows], {"axis": 0})
-        last = ir.node("Constant", [], {"value_ints": [-1]})
-        each = ir.node("Unsqueeze", [found.outputs[0], last.outputs[0]])
-        made += [*cut, found, last, each, *plus(cut[-1].outputs[0], each.outputs[0], stored)]
-        made += reshaped(made[-1].outputs[0], rank, [stored.rows])
-    ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [output], [made[-1].outputs[0]])
+        kept = [0] * len(rows.shape)
+        cut = made.reshape(found, *kept, stored.blocks, stored.block_size)
+        offsets = made.add("Gather", stored.offsets, rows, axis=0)
+        each = made.add("Unsqueeze", offsets, made.add("Constant", value_ints=[-1]))
+        found = made.reshape(plus(made, cut, each, stored), *kept, stored.rows)
+    ir.convenience.replace_nodes_and_values(node.graph, node, [node], made, [node.outputs[0]], [found])
 
 
-def reshaped(value: Any, rank: int, sizes: Sequence[int]) -> list[Any]:
-    """Return nodes that reshape a value to its first ``rank`` axes followed by ``sizes``."""
-    import onnx_ir as ir
-
-    shape = ir.node("Constant", [], {"value_ints": [*[0] * rank, *sizes]})
-    return [shape, ir.node("Reshape", [value, shape.outputs[0]])]
-
-
-def plus(value: Any, offset: Any, stored: StoredMatrix) -> list[Any]:
-    """Return nodes that add float32 offsets to a value; if the value is float16, the offsets are cast to float16."""
-    import onnx_ir as ir
-
-    cast = [ir.node("Cast", [offset], {"to": ir.DataType.FLOAT16.value})] if stored.is_half else []
-    return [*cast, ir.node("Add", [value, cast[0].outputs[0] if cast else offset])]
+def plus(made: Nodes, value: ir.Value, offset: ir.Value, stored: StoredMatrix) -> ir.Value:
+    """Add float32 offsets to a value; if the value is float16, the offsets are cast to float16."""
+    if stored.is_half:
+        offset = made.add("Cast", offset, to=ir.DataType.FLOAT16.value)
+    return made.add("Add", value, offset)
 
 
 _ROWS = 16
@@ -104,13 +81,9 @@ _ROWS = 16
 
 def holds_integers(module: torch.nn.Module) -> bool:
     """Return whether some weights of a module are integers times a scale, as in a quantized checkpoint."""
-    matrices = (weight for weight in module.parameters() if weight.dim() == 2)
-    kinds = torch.float32, torch.float16
-    return any(
-        find_grid(numpy.ascontiguousarray(weight[:_ROWS].detach().numpy())) is not None
-        for weight in matrices
-        if weight.dtype in kinds
-    )
+    floats = torch.float32, torch.float16
+    matrices = (weight for weight in module.parameters() if weight.dim() == 2 and weight.dtype in floats)
+    return any(find_grid(numpy.ascontiguousarray(one[:_ROWS].detach().numpy())) is not None for one in matrices)
 
 
 class Grids:
@@ -134,68 +107,41 @@ class Grids:
 
 
 def keep_integers(graph: Any, value: Any, grid: WeightGrid, *, transposed: bool) -> StoredMatrix:
-    import onnx_ir as ir
+    name, dtype = f"{value.name}{'' if transposed else '_T'}", value.const_value.dtype
 
-    name, is_half = f"{value.name}{'' if transposed else '_T'}", value.const_value.dtype.name == "FLOAT16"
-    held = [new_value(graph, f"{name}_Q{grid.bits}", ir.tensor(grid.packed()))]
+    def stored(suffix: str, array: Any) -> Any:
+        return new_value(graph, f"{name}_{suffix}", ir.tensor(array))
+
     # scales in the dtype of the inputs: with scales that the graph casts, MatMulNBits returns zeros if onnxruntime's
     # graph optimization is turned off
-    held.append(new_value(graph, f"{name}_scales", ir.tensor(grid.scales.astype(value.const_value.dtype.numpy()))))
-    parts = list(held)
+    parts = [stored(f"Q{grid.bits}", grid.packed()), stored("scales", grid.scales.astype(dtype.numpy()))]
     if grid.zeros is not None:
-        parts.append(new_value(graph, f"{name}_zero_points", ir.tensor(grid.packed_zeros())))
-        held.append(parts[-1])
-    offsets = None
+        zeros = grid.zeros
+        if grid.bits == 4:
+            zeros = pairs(numpy.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2))))
+        parts.append(stored("zero_points", zeros))
+    held, offsets = list(parts), None
     if grid.lowest is not None:
-        held.append(new_value(graph, f"{name}_lowest", ir.tensor(grid.lowest)))
+        held.append(stored("lowest", grid.lowest))
         # weights `(number - middle) * scale` need the offset `lowest + middle * scale`, in float32
-        first = graph[0]
-        middle = ir.node("Constant", [], {"value": ir.tensor(float(grid.middle), dtype=ir.DataType.FLOAT)})
-        graph.insert_before(first, middle)
-        lowest, scales = (cast_value(graph, value, ir.DataType.FLOAT) for value in (held[-1], held[1]))
-        times = ir.node("Mul", [scales, middle.outputs[0]])
-        total = ir.node("Add", [lowest, times.outputs[0]])
-        graph.insert_before(first, [times, total])
-        offsets = total.outputs[0]
+        first, made = graph[0], Nodes()
+        lowest, scales = (cast_value(graph, one, ir.DataType.FLOAT) for one in (held[-1], held[1]))
+        middle = made.add("Constant", value=ir.tensor(float(grid.middle), dtype=ir.DataType.FLOAT))
+        offsets = made.add("Add", lowest, made.add("Mul", scales, middle))
+        graph.insert_before(first, made)
     nbytes = sum(one.const_value.nbytes for one in held)
     columns, blocks, size = grid.numbers.shape
-    return StoredMatrix(grid.bits, size, blocks * size, columns, parts, nbytes, offsets, is_half)
+    return StoredMatrix(grid.bits, size, blocks * size, columns, parts, nbytes, offsets, dtype.name == "FLOAT16")
 
 
 def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
     """Return a value of the graph cast to another dtype; onnxruntime casts constants when it loads the file."""
-    import onnx_ir as ir
-
     if value.const_value.dtype == dtype:
         return value
     cast = ir.node("Cast", [value], {"to": int(dtype)})
     graph.insert_before(graph[0], cast)
     cast.outputs[0].dtype, cast.outputs[0].shape = dtype, value.shape
     return cast.outputs[0]
-
-
-# Multiply with a matrix in 8 bits at nearly the precision of float inputs.
-#
-#     x ──┬── round to 8 bits in blocks ──┬── high ──┬── Concat ── MatMulNBits ── Split ── Add ──> y
-#         └───────── minus ───────────────┴── low ───┘
-#
-# onnxruntime rounds the inputs of an 8-bit matrix to 8 bits, in blocks with a scale each. `high` is already rounded in
-# this way, so onnxruntime does not change it; `low` is 254 times smaller, and has its own scale. Both are rows of one
-# product, which reads each weight once and hardly takes longer than a product of one row.
-#
-#     x ──┬── Clip ──┬────────── small ──┬── Concat ── MatMulNBits ── Split ── Add ──> y
-#         └── minus ─┴── rest of large ──┘
-#
-# With a limit for small values (`input_splits`), three nodes are enough: the scale of a block no longer depends on its
-# few large values, and the remainder of a large value, which is alone in its block, is exact.
-#
-#     x ──┬── Mul by 0 or 1 ──── small ── MatMulNBits ──┬── Add ──> y
-#         └── Gather ── large channels ── MatMul ───────┘
-#                                           rows of W in float
-#
-# Two rows take twice the time for many tokens. If the same channels are large for all tokens, as after a norm, a
-# separate product in float is faster (LLM.int8(), Dettmers et al. 2022). It is joined with the product for the offsets
-# of blocks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,83 +154,3 @@ class InputSplit:
 
 InputSplits: TypeAlias = Mapping[str, InputSplit]
 """By the name of an activation in the ONNX graph: how the activation is split in two parts."""
-
-_LEAST = 1e-30  # added to the largest value of a block, by which its scale is computed, because it may be 0
-
-
-class SplitInputs:
-    """Splits inputs of quantized products into small and large values; equal inputs share the added nodes."""
-
-    def __init__(self, splits: InputSplits) -> None:
-        self._splits = splits
-        self._rows: dict[tuple[ir.Graph, ir.Value, int], ir.Value] = {}
-        self._large: dict[tuple[ir.Graph, ir.Value], tuple[ir.Value, ir.Value]] = {}
-
-    def of(self, x: ir.Value) -> InputSplit | None:
-        """Return how to separate small and large values of ``x``, or ``None`` if ``x`` was not measured on a text."""
-        return self._splits.get(str(x.name))
-
-    def rows(self, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> tuple[list[ir.Node], ir.Value]:
-        """Return the added nodes, and a value with the small values of ``x`` and, below on axis 0, the large values."""
-        import onnx_ir as ir
-
-        key, split = (graph, x, stored.block_size), self.of(x)
-        if key in self._rows:
-            return [], self._rows[key]
-        if split is None:
-            made = _by_blocks(x, rank, stored)
-        else:  # small values, and the remainder of large values
-            ends = [ir.node("Constant", [], {"value_float": end}) for end in (-split.limit, split.limit)]
-            small = ir.node("Clip", [x, *(end.outputs[0] for end in ends)])
-            rest = ir.node("Sub", [x, small.outputs[0]])
-            made = [*ends, small, rest, ir.node("Concat", [small.outputs[0], rest.outputs[0]], {"axis": 0})]
-        self._rows[key] = made[-1].outputs[0]
-        return made, self._rows[key]
-
-    def large(self, graph: ir.Graph, x: ir.Value, size: int) -> tuple[list[ir.Node], ir.Value, ir.Value]:
-        """Return the added nodes, the input with zeros in its large channels, and the values of the large channels."""
-        import onnx_ir as ir
-
-        made: list[ir.Node] = []
-        if (graph, x) not in self._large:
-            channels = numpy.array(self._splits[str(x.name)].channels)
-            is_small = numpy.ones(size, numpy.float32)
-            is_small[channels] = 0
-            held = [ir.node("Constant", [], {"value": ir.tensor(array)}) for array in (is_small, channels)]
-            taken = [one.outputs[0] for one in held]
-            made = [*held, ir.node("Mul", [x, taken[0]]), ir.node("Gather", [x, taken[1]], {"axis": -1})]
-            self._large[graph, x] = made[-2].outputs[0], made[-1].outputs[0]
-        return made, *self._large[graph, x]
-
-    @staticmethod
-    def joined(product: ir.Value) -> list[ir.Node]:
-        """Return nodes that add the first and the second half of a product on axis 0 (of small and of large values)."""
-        import onnx_ir as ir
-
-        parts = ir.node("Split", [product], {"axis": 0, "num_outputs": 2}, num_outputs=2)
-        return [parts, ir.node("Add", list(parts.outputs))]
-
-
-def _by_blocks(x: ir.Value, rank: int, stored: StoredMatrix) -> list[ir.Node]:
-    """Split inputs into values rounded as ``MatMulNBits`` rounds its inputs, and the rounding errors."""
-    import onnx_ir as ir
-
-    blocks = reshaped(x, rank - 1, [stored.blocks, stored.block_size])
-    numbers = {"each": [-1], "most": 127.0, "least": _LEAST}
-    given = {
-        name: ir.node("Constant", [], {"value_ints" if isinstance(value, list) else "value_float": value})
-        for name, value in numbers.items()
-    }
-    each, most, least = (node.outputs[0] for node in given.values())
-    cut = blocks[-1].outputs[0]
-    sizes = ir.node("Abs", [cut])
-    largest = ir.node("ReduceMax", [sizes.outputs[0], each], {"keepdims": 1})
-    positive = ir.node("Add", [largest.outputs[0], least])
-    per_unit = ir.node("Div", [most, positive.outputs[0]])
-    units = ir.node("Mul", [cut, per_unit.outputs[0]])
-    whole = ir.node("Round", [units.outputs[0]])
-    high = ir.node("Div", [whole.outputs[0], per_unit.outputs[0]])
-    low = ir.node("Sub", [cut, high.outputs[0]])
-    both = ir.node("Concat", [high.outputs[0], low.outputs[0]], {"axis": 0})
-    flat = reshaped(both.outputs[0], rank - 1, [stored.rows])
-    return [*blocks, *given.values(), sizes, largest, positive, per_unit, units, whole, high, low, both, *flat]

@@ -8,7 +8,7 @@ import functools
 import logging
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy
 import numpy.typing as npt
@@ -17,10 +17,8 @@ import torch
 from ...errors import FlattenError
 from ...errors.failures import STEP, format_bytes
 from ...huggingface.layer_weights import Reader
+from ...trace.onnx_repairs import ir
 from .rewrite.graph import attribute, sizes_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -32,8 +30,6 @@ _PAGE = 4096
 
 def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
     """Let a converted ONNX graph without weight data read each weight from its file when the graph is saved."""
-    import onnx_ir as ir
-
     from ...private_names.of_torch import is_fake
 
     made: dict[int, ir.LazyTensor] = {}  # by reader, so that tied weights are stored once
@@ -49,39 +45,30 @@ def read_lazily(model: ir.Model, readers: Mapping[str, Reader]) -> None:
                 functools.partial(_read, reader), dtype=held.dtype, shape=ir.Shape(sizes_of(held)), name=name
             )
         value.const_value = made[id(reader)]
-    _transpose_lazily(model.graph)
-
-
-def _read(reader: Reader) -> ir.TensorProtocol:
-    import onnx_ir as ir
-
-    return ir.tensor_adapters.TorchTensor(reader().detach())
-
-
-def _transpose_lazily(graph: ir.Graph) -> None:
-    """Transpose each weight when it is read, since constant folding would transpose all weights in memory."""
-    import onnx_ir as ir
-
+    # transpose each weight when it is read, since constant folding would transpose all weights in memory
+    graph = model.graph
     for node in list(graph):
-        value = node.inputs[0] if node.op_type == "Transpose" else None
-        if value is None or not value.is_initializer() or len(list(value.uses())) != 1 or value.is_graph_output():
+        weight, result = node.inputs[0] if node.op_type == "Transpose" else None, node.outputs[0]
+        if weight is None or not weight.is_initializer() or len(list(weight.uses())) != 1 or weight.is_graph_output():
             continue
-        tensor, result = value.const_value, node.outputs[0]
+        tensor, label = weight.const_value, result.name
         if tensor is None or result.is_graph_output():
             continue
         order = list(attribute(node, "perm", range(len(tensor.shape))[::-1]))
-        name, shape = result.name, ir.Shape([tensor.shape[axis] for axis in order])
-        lazy = ir.LazyTensor(functools.partial(_transposed, tensor, order), dtype=tensor.dtype, shape=shape, name=name)
-        made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=shape, const_value=lazy)
-        result.replace_all_uses_with(made)
+        read, shape = functools.partial(_transposed, tensor, order), ir.Shape([tensor.shape[axis] for axis in order])
+        lazy = ir.LazyTensor(read, dtype=tensor.dtype, shape=shape, name=label)
+        transposed = ir.Value(name=label, type=ir.TensorType(tensor.dtype), shape=shape, const_value=lazy)
+        result.replace_all_uses_with(transposed)
         graph.remove(node, safe=True)
-        graph.initializers.pop(str(value.name))
-        graph.register_initializer(made)
+        graph.initializers.pop(str(weight.name))
+        graph.register_initializer(transposed)
+
+
+def _read(reader: Reader) -> ir.TensorProtocol:
+    return ir.tensor_adapters.TorchTensor(reader().detach())
 
 
 def _transposed(tensor: ir.TensorProtocol, order: list[int]) -> ir.TensorProtocol:
-    import onnx_ir as ir
-
     read = tensor.raw() if isinstance(tensor, ir.LazyTensor) else tensor
     if isinstance(read.raw, torch.Tensor):  # torch is five times as fast as numpy
         return ir.tensor_adapters.TorchTensor(read.raw.detach().permute(order).contiguous())
@@ -90,8 +77,6 @@ def _transposed(tensor: ir.TensorProtocol, order: list[int]) -> ir.TensorProtoco
 
 def write_weights(model: ir.Model, path: pathlib.Path) -> None:
     """Write the weights of a model one by one to a separate file, and make the model refer to the separate file."""
-    import onnx_ir as ir
-
     held = [(value, tensor) for value in model.graph.initializers.values() if (tensor := value.const_value) is not None]
     held = [(value, tensor) for value, tensor in held if tensor.nbytes > _IN_MODEL and tensor.dtype.name != "STRING"]
     total, done = sum(tensor.nbytes for _, tensor in held), 0
@@ -124,6 +109,7 @@ def unmap(tensor: ir.TensorProtocol) -> None:
 
 
 Floats: TypeAlias = npt.NDArray[numpy.floating]
+Bytes: TypeAlias = npt.NDArray[numpy.uint8]
 
 _BLOCKS = (256, 128, 64, 32, 16)
 """Block sizes that onnxruntime's operators support: how many weights share a scale."""
@@ -149,10 +135,10 @@ class WeightGrid:
     """A matrix quantized in blocks along its rows: ``(numbers - zeros) * scales`` or ``numbers * scales + lowest``."""
 
     bits: int
-    numbers: Any  # uint8 of shape (rows, blocks, weights of a block), each below `2**bits`
-    scales: Any  # of shape (rows, blocks); float16 if that is exact, else float32
-    zeros: Any = None  # zero points, uint8 of shape (rows, blocks); `None` if all are `2**bits / 2`
-    lowest: Any = None  # the weight of the integer 0, in the shape and dtype of the scales; `None` with zero points
+    numbers: Bytes  # of shape (rows, blocks, weights of a block), each below `2**bits`
+    scales: Floats  # of shape (rows, blocks); float16 if that is exact, else float32
+    zeros: Bytes | None = None  # zero points of shape (rows, blocks); `None` if all are `2**bits / 2`
+    lowest: Floats | None = None  # weight of the integer 0, in shape and dtype of the scales; `None` with zero points
 
     @property
     def block_size(self) -> int:
@@ -163,14 +149,9 @@ class WeightGrid:
         """The integer that represents the weight 0 if blocks have no zero points."""
         return int(2 ** (self.bits - 1))
 
-    def packed(self) -> npt.NDArray[numpy.uint8]:
+    def packed(self) -> Bytes:
         """Return the integers in onnxruntime's layout: two 4-bit integers per byte, the first in the lower half."""
-        numbers: npt.NDArray[numpy.uint8] = self.numbers
-        return _pairs(numbers) if self.bits == 4 else numbers
-
-    def packed_zeros(self) -> npt.NDArray[numpy.uint8]:
-        zeros: npt.NDArray[numpy.uint8] = self.zeros
-        return _pairs(numpy.pad(zeros, ((0, 0), (0, zeros.shape[1] % 2)))) if self.bits == 4 else zeros
+        return pairs(self.numbers) if self.bits == 4 else self.numbers
 
     def weights(self) -> Floats:
         scales = self.scales[..., None].astype(numpy.float32)
@@ -179,8 +160,7 @@ class WeightGrid:
         else:
             zeros = self.middle if self.zeros is None else self.zeros[..., None].astype(numpy.int16)
             found = (self.numbers.astype(numpy.int16) - zeros).astype(numpy.float32) * scales
-        weights: Floats = found.reshape(len(self.numbers), -1)
-        return weights
+        return found.reshape(len(self.numbers), -1)
 
 
 def find_grid(matrix: Floats, most_bits: int = 8) -> WeightGrid | None:
@@ -210,14 +190,16 @@ def find_grid(matrix: Floats, most_bits: int = 8) -> WeightGrid | None:
                 if form(_sample(matrix, size), bits) is None:
                     continue
                 found = _whole(matrix, size, bits, form)
-                if found is not None and _gives_back(found, matrix):
-                    return found
+                if found is not None:
+                    apart = numpy.abs(found.weights() - matrix).reshape(-1, size).max(1)
+                    if (apart <= _allowed(matrix.reshape(-1, size))).all():
+                        return found
     return None
 
 
-def _pairs(numbers: npt.NDArray[numpy.uint8]) -> npt.NDArray[numpy.uint8]:
-    pairs: npt.NDArray[numpy.uint8] = numbers[..., 0::2] | (numbers[..., 1::2] << numpy.uint8(4))
-    return pairs
+def pairs(numbers: Bytes) -> Bytes:
+    found: Bytes = numbers[..., 0::2] | (numbers[..., 1::2] << numpy.uint8(4))
+    return found
 
 
 _Parts: TypeAlias = tuple[Floats, Floats, Floats | None, Floats | None]
@@ -244,30 +226,17 @@ def _whole(matrix: Floats, size: int, bits: int, form: _Form) -> WeightGrid | No
         None if chunks[0] is None else numpy.concatenate(chunks).reshape(len(matrix), -1)
         for chunks in zip(*made, strict=True)
     ]
-    scales, lowest = _short(joined[1], joined[3])
-    zeros = None if joined[2] is None else joined[2].astype(numpy.uint8)
-    return WeightGrid(bits, joined[0].reshape(len(matrix), -1, size), scales, zeros, lowest)
-
-
-def _short(scales: Floats, lowest: Floats | None) -> tuple[Floats, Floats | None]:
-    """Convert scales and lowest weights to float16 if the conversion is exact, else to float32."""
+    numbers, scales, zeros, lowest = joined
+    # scales and lowest weights become float16 if the conversion is exact, else float32
     with numpy.errstate(over="ignore"):
-        half = scales.astype(numpy.float16)
+        half, low = scales.astype(numpy.float16), None if lowest is None else lowest.astype(numpy.float16)
     # the precision of a computed scale is limited by the precision of the weights
     if (numpy.abs(half - scales) > 2.0**-20 * scales).any():
         half = scales.astype(numpy.float32)
-    if lowest is None:
-        return half, None
-    with numpy.errstate(over="ignore"):
-        low = lowest.astype(numpy.float16)
-    if half.dtype == numpy.float16 and (low == lowest).all():
-        return half, low
-    return half.astype(numpy.float32), lowest.astype(numpy.float32)
-
-
-def _gives_back(grid: WeightGrid, matrix: Floats) -> bool:
-    apart = numpy.abs(grid.weights() - matrix).reshape(-1, grid.block_size)
-    return bool((apart.max(1) <= _allowed(matrix.reshape(-1, grid.block_size))).all())
+    if lowest is not None and not (half.dtype == numpy.float16 and (low == lowest).all()):
+        half, low = half.astype(numpy.float32), lowest.astype(numpy.float32)
+    zeros = None if zeros is None else zeros.astype(numpy.uint8)
+    return WeightGrid(bits, numbers.reshape(len(matrix), -1, size), half, zeros, low)
 
 
 def _allowed(blocks: Floats) -> Floats:

@@ -1,13 +1,4 @@
-"""Replace each attention subgraph by one ``Attention`` operator (opset 23) with the KV cache as input.
-
-* ``Attention`` appends new keys and values to the KV cache itself, one head at a time.
-* Attention in separate nodes (``attn_implementation="eager"``, Gemma 2's soft cap) becomes one operator, and the
-  repetition of keys and values for every query head (``repeat_kv``) is removed.
-* A mask with one row for all queries is expanded, since onnxruntime requires one row per query.
-
-Transposes of queries, keys and values are removed, since ``RotaryEmbedding`` and ``Attention`` also accept the shape
-(batch, tokens, heads * size).
-"""
+"""Replace each attention subgraph by one ``Attention`` operator (opset 23) with the KV cache as input."""
 
 # past ── Concat ── Attention                past ── Attention ── present
 #  new ────┘  └─── present                    new ─────┘
@@ -19,20 +10,15 @@ Transposes of queries, keys and values are removed, since ``RotaryEmbedding`` an
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
-from .graph import attribute, copy_type, input_of, insert_before, number_of, only_reader, producer, replace_value
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
+from ....trace.onnx_repairs import ir, passes
+from .graph import Nodes, attribute, copy_type, input_of, insert_before, number_of, only_reader, producer, replace_value
 
 _AHEAD = 64  # largest number of nodes that are searched after a concatenation; sliding layers have fewer
 
 
 def fuse_attention(model: ir.Model) -> None:
     """Replace the nodes that compute attention by one operator with the KV cache as input, in place."""
-    import onnx_ir.passes.common as passes
-
     graph = model.graph
     changed = False
     # first, since this makes `Attention` nodes for the second loop
@@ -40,9 +26,20 @@ def fuse_attention(model: ir.Model) -> None:
         if node.op_type == "Softmax":
             changed |= _fuse_spelled_out(graph, node)
     for node in list(graph):
-        if node.op_type == "Attention" and node.domain == "":
-            _repeat_mask(graph, node)
-            changed |= take_cache(graph, node) is not None
+        if node.op_type != "Attention" or node.domain != "":
+            continue
+        query, mask = input_of(node, 0), node.inputs[3] if len(node.inputs) > 3 else None
+        if mask is not None and (
+            mask.shape is None or query.shape is None or not mask.shape[-2] == query.shape[2] != 1
+        ):  # onnxruntime requires one row of the mask for each query
+            made = Nodes()
+            rows = made.add("Shape", query, start=2, end=3)
+            shape = made.add("Concat", rows, made.add("Constant", value_ints=[1]), axis=0)
+            repeated = made.add("Expand", mask, shape)
+            copy_type(repeated, mask)
+            graph.insert_before(node, made)
+            node.replace_input_with(3, repeated)
+        changed |= take_cache(graph, node) is not None
     if changed:
         graph.sort()  # readers of the present may precede the attention that now returns it
         passes.RemoveUnusedNodesPass()(model)
@@ -54,8 +51,6 @@ def fuse_attention(model: ir.Model) -> None:
 def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
     """Change an ``Attention`` node so that it takes the KV cache as input, and appends new keys and values itself."""
     # returns: the new node; `None` if the node is unchanged
-    import onnx_ir as ir
-
     inputs = [*node.inputs, *[None] * (7 - len(node.inputs))]
     query, key, value, mask, *others = inputs
     # with the cache as an input, is_causal would hide other keys
@@ -110,32 +105,12 @@ def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
     return value in [attention.inputs[0], *attention.inputs[3:]]
 
 
-def _repeat_mask(graph: ir.Graph, node: ir.Node) -> None:
-    import onnx_ir as ir
-
-    mask = node.inputs[3] if len(node.inputs) > 3 else None
-    if mask is None:
-        return
-    query = input_of(node, 0)
-    # the mask has one row for each query already
-    if mask.shape is not None and query.shape is not None and mask.shape[-2] == query.shape[2] != 1:
-        return
-    rows = ir.node("Shape", [query], attributes={"start": 2, "end": 3})
-    one = ir.node("Constant", [], attributes={"value_ints": [1]})
-    shape = ir.node("Concat", [rows.outputs[0], one.outputs[0]], attributes={"axis": 0})
-    repeated = ir.node("Expand", [mask, shape.outputs[0]])
-    copy_type(repeated.outputs[0], mask)
-    graph.insert_before(node, [rows, one, shape, repeated])
-    node.replace_input_with(3, repeated.outputs[0])
-
-
 # -- attention in separate nodes -------------------------------------------------------------------------------------
 
 
 def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
     """Replace ``softmax(scores + mask) @ value`` by ``Attention``; return whether the nodes were replaced."""
-    import onnx_ir as ir
-
+    # with `attn_implementation="eager"`, or Gemma 2's soft cap
     # models in half precision compute the softmax in float32, between two casts
     cast, cast_back = producer(input_of(softmax, 0), "Cast"), only_reader(softmax.outputs[0], "Cast")
     product = only_reader((softmax if cast_back is None else cast_back).outputs[0], "MatMul")
@@ -156,9 +131,8 @@ def _fuse_spelled_out(graph: ir.Graph, softmax: ir.Node) -> bool:
     if len(shapes) < 3:
         return False
     heads, keys, values = (shape[1] for shape in shapes)
-    if not isinstance(heads, int) or not isinstance(keys, int) or not isinstance(values, int):
-        return False
-    if keys != values or heads % keys:  # the operator repeats keys and values, an integer number of times
+    # the operator repeats keys and values, an integer number of times
+    if not isinstance(heads, int) or not isinstance(keys, int) or keys != values or heads % keys:
         return False
     # the operator would treat a boolean mask differently from the sum in this graph
     if mask is not None and (mask.shape is None or len(mask.shape) > 4 or mask.dtype != query.dtype):
@@ -236,28 +210,19 @@ SWAP = (0, 2, 1, 3)
 
 def put_tokens_first(model: ir.Model) -> None:
     """Make ``Attention`` nodes take inputs (batch, tokens, heads * size) if this removes transposes around them."""
-    import onnx_ir.passes.common as passes
-
     changed = [_put_tokens_first(node) for node in list(model.graph) if node.op_type == "Attention"]
     if any(changed):
         passes.RemoveUnusedNodesPass()(model)
 
 
 def _put_tokens_first(node: ir.Node) -> bool:
-    import onnx_ir as ir
-
     sizes = [found for value in node.inputs[:3] if (found := heads_of(value)) is not None]
     if node.domain != "" or len(sizes) < 3 or "q_num_heads" in node.attributes:
         return False
     (heads, _), (keys, _), (_, size) = sizes
-    made: list[ir.Node] = []
-
-    def make(op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        made.append(ir.node(op_type, inputs, attributes))
-        return made[-1].outputs[0]
-
+    made = Nodes()
     # queries, keys and values must have the same layout
-    taken = [first for place in range(3) if (first := tokens_first(input_of(node, place), make)) is not None]
+    taken = [first for place in range(3) if (first := tokens_first(input_of(node, place), made.add)) is not None]
     if len(taken) < 3:
         return False
     settings = {**node.attributes, "q_num_heads": heads, "kv_num_heads": keys}
@@ -301,8 +266,6 @@ def tokens_first(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | N
 
 def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | None:
     """Return the input of the transpose that computes ``value``, in the shape (batch, tokens, heads * size)."""
-    import onnx_ir as ir
-
     swap, found = value.producer(), heads_of(value)
     if swap is None or swap.op_type != "Transpose" or tuple(attribute(swap, "perm", ())) != SWAP:
         return None
@@ -324,20 +287,16 @@ def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
     """Let ``new`` replace ``old`` transposed to (batch, tokens, heads * size); return whether ``old`` is transposed."""
     place = old
     while (reader := only_reader(place)) is not None:
-        found = reader.outputs[0]
-        # a Reshape to the same shape is skipped
-        if reader.op_type == "Reshape" and found.shape is not None and found.shape == place.shape:
-            place = found
-            continue
-        if reader.op_type == "Transpose" and tuple(attribute(reader, "perm", ())) == SWAP:
-            joined = only_reader(found)
-            flat = None if joined is None or joined.op_type != "Reshape" else joined.outputs[0]
-            if flat is None or flat.shape is None or flat.is_graph_output():
-                return False
-            if list(flat.shape)[2:] == [width]:
-                new.shape = flat.shape
-                copy_type(new, old)
-                flat.replace_all_uses_with(new)
-                return True
+        if reader.op_type != "Reshape" or place.shape is None or reader.outputs[0].shape != place.shape:
+            break
+        place = reader.outputs[0]  # a Reshape to the same shape is skipped
+    if reader is None or reader.op_type != "Transpose" or tuple(attribute(reader, "perm", ())) != SWAP:
         return False
-    return False
+    joined = only_reader(reader.outputs[0], "Reshape")
+    flat = None if joined is None else joined.outputs[0]
+    if flat is None or flat.shape is None or flat.is_graph_output() or list(flat.shape)[2:] != [width]:
+        return False
+    new.shape = flat.shape
+    copy_type(new, old)
+    flat.replace_all_uses_with(new)
+    return True

@@ -1,29 +1,35 @@
-"""Read and change nodes of an ONNX graph; repair errors of torch's exporter, and simplify the graph.
-
-* Intermediate values that have the same name as a graph output, such as ``relu``, are renamed.
-* Cosines with batch size 1 are expanded if ``RotaryEmbedding`` reads a larger batch of tokens, because onnxruntime
-  refuses different batch sizes.
-* Tokens in half precision are cast to float32 if ``RMSNormalization`` has weights in float32 (Gemma), because
-  onnxruntime refuses different dtypes.
-
-The time of ``onnxscript.optimizer.optimize_ir`` grows with the square of the number of layers: it tries 47 rules at
-each node, and a rule with two outputs lists all nodes of the graph each time. A rewrite rule can match only at the last
-operator of its pattern. Each rule is tried only at nodes with the last operator of the rule's pattern.
-"""
+"""Read and change nodes of an ONNX graph; repair errors of torch's exporter, and simplify the graph."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+
+import numpy
 
 from ....huggingface.cache_names import CACHE
 from ....registry.patches import AttributePatch
 from ....runners.ports import KEPT_SCORES, is_present
+from ....trace.onnx_repairs import ir, passes
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
     from onnxscript.rewriter import RewriteRule
+
+
+class Nodes(list["ir.Node"]):
+    """New nodes that are not part of a graph yet, in order."""
+
+    def add(
+        self, op_type: str, *inputs: ir.Value | None, domain: str = "", name: str | None = None, **attributes: Any
+    ) -> ir.Value:
+        """Append a node with one output; return the output."""
+        self.append(ir.node(op_type, inputs, attributes, domain=domain, name=name))
+        return self[-1].outputs[0]
+
+    def reshape(self, value: ir.Value, *shape: int) -> ir.Value:
+        return self.add("Reshape", value, self.add("Constant", value_ints=list(shape)))
 
 
 def attribute(node: ir.Node, name: str, default: Any) -> Any:
@@ -102,41 +108,30 @@ def replace_value(old: ir.Value, new: ir.Value) -> None:
 
 
 def repair_graph(model: ir.Model) -> None:
-    import onnx_ir as ir
-
-    _name_apart(model.graph)
-    for node in list(model.graph.all_nodes()):
-        if node.op_type == "RMSNormalization" and node.domain in ("", "ai.onnx"):
-            tokens, weights = input_of(node, 0), input_of(node, 1)
-            if tokens.dtype is not None and weights.dtype is not None and tokens.dtype != weights.dtype:
-                # the type of the weights is also the type of the output
-                cast = ir.node("Cast", [tokens], attributes={"to": int(weights.dtype)})
-                cast.outputs[0].dtype, cast.outputs[0].shape = weights.dtype, tokens.shape
-                insert_before(node, [cast])
-                node.replace_input_with(0, cast.outputs[0])
-    if any(_rotates(node) for node in model.graph.all_nodes()):
-        import onnx_ir.passes.common as passes
-
-        passes.CommonSubexpressionEliminationPass()(model)  # each operator has its own cosines and sines
-        _as_many_rows(model.graph)
-
-
-def _name_apart(graph: ir.Graph) -> None:
-    """Rename intermediate values that have the name of a graph input or output."""
+    # rename intermediate values that have the name of a graph input or output, such as `relu`
+    graph = model.graph
     given = {value.name: value for value in (*graph.inputs, *graph.outputs)}
     computed = (value for node in graph.all_nodes() for value in node.outputs)
     values = [*graph.inputs, *graph.initializers.values(), *computed]
     taken = {value.name for value in values} | set(given)
     for value in values:
-        owner = given.get(value.name)
-        if owner is None or owner is value:
-            continue
-        number = 1
-        while f"{value.name}_{number}" in taken:
-            number += 1
-        name = f"{value.name}_{number}"
-        taken.add(name)
-        value.name = name
+        if given.get(value.name, value) is not value:
+            numbered = (f"{value.name}_{number}" for number in itertools.count(1))
+            value.name = next(name for name in numbered if name not in taken)
+            taken.add(value.name)
+    for node in list(graph.all_nodes()):
+        if node.op_type == "RMSNormalization" and node.domain in ("", "ai.onnx"):
+            tokens, weights = input_of(node, 0), input_of(node, 1)
+            if tokens.dtype is not None and weights.dtype is not None and tokens.dtype != weights.dtype:
+                # onnxruntime refuses different types (half precision with weights in float32, Gemma); the type of the
+                # weights is also the type of the output
+                cast = ir.node("Cast", [tokens], attributes={"to": int(weights.dtype)})
+                cast.outputs[0].dtype, cast.outputs[0].shape = weights.dtype, tokens.shape
+                insert_before(node, [cast])
+                node.replace_input_with(0, cast.outputs[0])
+    if any(_rotates(node) for node in graph.all_nodes()):
+        passes.CommonSubexpressionEliminationPass()(model)  # each operator has its own cosines and sines
+        _as_many_rows(graph)
 
 
 def _rotates(node: ir.Node) -> bool:
@@ -147,9 +142,7 @@ def _rotates(node: ir.Node) -> bool:
 
 
 def _as_many_rows(graph: ir.Graph) -> None:
-    """Expand the cosines and sines of each ``RotaryEmbedding`` to the batch size of the tokens it rotates."""
-    import onnx_ir as ir
-
+    """Expand cosines and sines to the batch size of the tokens, since onnxruntime refuses different batch sizes."""
     known: dict[tuple[ir.Value, str], ir.Value] = {}
     for node in list(graph.all_nodes()):
         if not _rotates(node):
@@ -166,12 +159,11 @@ def _as_many_rows(graph: ir.Graph) -> None:
             if expanded is None or size == "None" or node.graph is not graph:
                 # the shape of an input, if possible: the tokens may be computed after another reader of the result
                 given = (value for value in graph.inputs if value.shape and value.shape[0] == count)
-                rows = ir.node("Shape", [next(given, tokens)], attributes={"start": 0, "end": 1})
-                rest = ir.node("Shape", [table], attributes={"start": 1})
-                shape = ir.node("Concat", [rows.outputs[0], rest.outputs[0]], attributes={"axis": 0})
-                expand = ir.node("Expand", [table, shape.outputs[0]])
-                insert_before(node, [rows, rest, shape, expand])
-                expanded = expand.outputs[0]
+                made = Nodes()
+                rows = made.add("Shape", next(given, tokens), start=0, end=1)
+                shape = made.add("Concat", rows, made.add("Shape", table, start=1), axis=0)
+                expanded = made.add("Expand", table, shape)
+                insert_before(node, made)
                 if node.graph is graph:
                     known[table, size] = expanded
             node.replace_input_with(place, expanded)
@@ -193,6 +185,8 @@ def optimize_graph(model: ir.Model) -> None:
 @functools.cache
 def _quick_rules() -> AbstractContextManager[None]:
     """Return a context manager in which onnxscript tries each rewrite rule only at nodes with the rule's operator."""
+    # `optimize_ir` tries 47 rules at each node, and a rule with two outputs lists all nodes of the graph each time: its
+    # time grows with the square of the number of layers. A rule can match only at the last operator of its pattern.
     from onnxscript import rewriter
 
     name = "_DEFAULT_REWRITE_RULES"
@@ -245,9 +239,6 @@ def _product(value: ir.Value | None) -> ir.Node | None:
 
 
 def _join(graph: ir.Graph, products: list[ir.Node]) -> None:
-    import numpy
-    import onnx_ir as ir
-
     unused = [input_of(one, 1) for one in products]
     matrices = [matrix for value in unused if (matrix := value.const_value) is not None]
     rows, widths = sizes_of(matrices[0])[0], [sizes_of(matrix)[1] for matrix in matrices]
@@ -260,12 +251,11 @@ def _join(graph: ir.Graph, products: list[ir.Node]) -> None:
     tensor = ir.LazyTensor(joined, dtype=matrices[0].dtype, shape=ir.Shape([rows, sum(widths)]), name=name)
     joint = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
     graph.register_initializer(joint)
-    product = ir.node("MatMul", [products[0].inputs[0], joint])
-    product.metadata_props.update(products[0].metadata_props)  # the name of the layer
-    sizes = ir.node("Constant", [], {"value_ints": widths})
-    split = ir.node("Split", [product.outputs[0], sizes.outputs[0]], {"axis": -1}, num_outputs=3)
-    first = min(products, key=list(graph).index)
-    graph.insert_before(first, [product, sizes, split])
+    made = Nodes()
+    product = made.add("MatMul", products[0].inputs[0], joint)
+    made[0].metadata_props.update(products[0].metadata_props)  # the name of the layer
+    split = ir.node("Split", [product, made.add("Constant", value_ints=widths)], {"axis": -1}, num_outputs=3)
+    graph.insert_before(min(products, key=list(graph).index), [*made, split])
     for old, new in zip(products, split.outputs, strict=True):
         new.shape, new.type = old.outputs[0].shape, old.outputs[0].type
         old.outputs[0].replace_all_uses_with(new)
@@ -283,9 +273,6 @@ def keep_last_scores(model: ir.Model) -> None:
     """Add, in place, an optional graph input: the number of last positions for which a decoder returns logits."""
     # The decoder of an encoder-decoder model reads few tokens at the start, so its file gets no such input. A file that
     # does not return its cache (`loop=False`) scores texts, and needs all logits.
-    import numpy
-    import onnx_ir as ir
-
     graph = model.graph
     scores = next((value for value in graph.outputs if value.name == "logits"), None)
     names = [str(value.name) for value in graph.inputs]
@@ -301,17 +288,15 @@ def keep_last_scores(model: ir.Model) -> None:
     kept = ir.Value(name=KEPT_SCORES, type=ir.TensorType(none.dtype), shape=ir.Shape([]), const_value=none)
     graph.inputs.append(kept)
     graph.register_initializer(kept)
-    numbers = {"zero": [0], "end": [2**63 - 1], "axis": [1]}
-    given = {name: ir.node("Constant", [], {"value_ints": value}) for name, value in numbers.items()}
-    zero, end, axis = (node.outputs[0] for node in given.values())
-    from_end = ir.node("Neg", [kept])
-    start = ir.node("Unsqueeze", [from_end.outputs[0], zero])
-    cut = ir.node("Slice", [hidden, start.outputs[0], end, axis], name="last_scores")
-    graph.insert_before(path[-1], [*given.values(), from_end, start, cut])
-    cut.outputs[0].type, cut.outputs[0].shape = ir.TensorType(type_of(hidden)), hidden.shape
-    path[-1].replace_input_with(0, cut.outputs[0])
+    made = Nodes()
+    zero, end, axis = (made.add("Constant", value_ints=[number]) for number in (0, 2**63 - 1, 1))
+    start = made.add("Unsqueeze", made.add("Neg", kept), zero)
+    cut = made.add("Slice", hidden, start, end, axis, name="last_scores")
+    graph.insert_before(path[-1], made)
+    cut.type, cut.shape = ir.TensorType(type_of(hidden)), hidden.shape
+    path[-1].replace_input_with(0, cut)
     # onnxruntime assumes that axes with the same name have the same size when it plans memory
-    for value in (cut.outputs[0], *(node.outputs[0] for node in path)):
+    for value in (cut, *(node.outputs[0] for node in path)):
         assert value.shape is not None  # see `_path_to_head`
         value.shape = ir.Shape([value.shape[0], _AXIS, *value.shape[2:]])
 
@@ -331,7 +316,9 @@ def _path_to_head(scores: ir.Value) -> list[ir.Node]:
             matrix = input_of(node, 1) if turned is None else input_of(turned, 0)
             is_weight = matrix.is_initializer() and matrix.shape is not None and len(matrix.shape) == 2
             return path if is_weight and hidden.dtype is not None and _is_of_tokens(hidden) else []
-        if node.op_type not in _ON_THE_WAY or not all(_is_fixed(other) for other in node.inputs[1:]):
+        others = [None if other is None else other.const_value for other in node.inputs[1:]]
+        are_fixed = all(one is not None and (one.size == 1 or len(one.shape) == 1) for one in others)
+        if node.op_type not in _ON_THE_WAY or not are_fixed:
             return []
         value = node.inputs[0]
     return []
@@ -340,9 +327,3 @@ def _path_to_head(scores: ir.Value) -> list[ir.Node]:
 def _is_of_tokens(value: ir.Value) -> bool:
     """Return whether a value has the shape (batch, tokens, size) with a dynamic number of tokens."""
     return value.shape is not None and len(value.shape) == 3 and not isinstance(value.shape[1], int)
-
-
-def _is_fixed(value: ir.Value | None) -> bool:
-    """Return whether a value of the graph is a constant number or vector."""
-    constant = None if value is None else value.const_value
-    return constant is not None and (constant.size == 1 or len(constant.shape) == 1)

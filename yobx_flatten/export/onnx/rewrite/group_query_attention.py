@@ -4,11 +4,9 @@
 
     past (1, 2, 1024, 64), 7 tokens seen ──> GroupQueryAttention ──> present: the same memory, 8 tokens seen
 
-If the input ``past`` and the output ``present`` of a layer share memory, ``GroupQueryAttention`` of onnxruntime appends
-new keys and values to the earlier tokens, and copies nothing. The file computes the number of earlier tokens from the
-length of the mask, since the buffer ``past`` can be longer. The file also accepts a ``past`` that grows with each call.
-
-Sliding-window layers, whose cache has fewer tokens than the mask, are not changed. If the cache has tokens,
+``GroupQueryAttention`` of onnxruntime appends new keys and values to the earlier tokens, and copies nothing. The file
+computes the number of earlier tokens from the length of the mask, since the buffer ``past`` can be longer. Layers with
+a sliding window, whose cache has fewer tokens than the mask, are not changed. If the cache has tokens,
 ``GroupQueryAttention`` accepts several new tokens only for batch size 1: larger batches read one token per call.
 """
 
@@ -17,26 +15,22 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
+
+import numpy
 
 from ....errors import DamagedFileError
 from ....files.document import read_onnx
 from ....runners.onnx_runner import SHARED_CACHE
+from ....trace.onnx_repairs import ir, passes
 from .attention import SWAP, heads_first, heads_of, match_scores, take_cache, tokens_first, unrepeated
-from .graph import attribute, copy_type, input_of, number_of, only_reader, producer, replace_value, type_of
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-    _Matched: TypeAlias = tuple[tuple[ir.Value, ir.Value, float, float], ir.Value, ir.Value | None, ir.Value, ir.Node]
+from .graph import Nodes, attribute, copy_type, input_of, number_of, only_reader, producer, replace_value, type_of
 
 _LOWEST = {1: -3.4028234663852886e38, 10: -65504.0}  # by ONNX data type: 1 is float32, 10 is float16
 
 
 def share_cache(model: ir.Model) -> None:
     """Replace each ``Attention`` node that takes and returns a KV cache by ``GroupQueryAttention``, in place."""
-    import onnx_ir.passes.common as passes
-
     graph = model.graph
     inputs = {value.name: value for value in graph.inputs}
     tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
@@ -84,11 +78,10 @@ def _is_shareable(node: ir.Node) -> bool:
     if query is None or mask is None or past_key is None or past_value is None:
         return False
     # 9 is bool; all other masks are added to the scores
-    if mask.dtype not in (9, query.dtype):
+    if query.dtype is None or query.dtype not in _LOWEST or mask.dtype not in (9, query.dtype):
         return False
-    if query.dtype is None or query.dtype not in _LOWEST or any(heads_of(one) is None for one in (query, key, value)):
-        return False
-    if heads_of(key) != heads_of(value) or heads_of(query)[1] != heads_of(key)[1]:  # type: ignore[index] # tested above
+    heads = [found for one in (query, key, value) if (found := heads_of(one)) is not None]
+    if len(heads) < 3 or heads[1] != heads[2] or heads[0][1] != heads[1][1]:
         return False
     # GroupQueryAttention has neither attribute
     if any(attribute(node, name, 0) for name in ("is_causal", "qk_matmul_output_mode")):
@@ -114,25 +107,20 @@ class _Lengths:
         new, total = self.make("Shape", tokens, start=1, end=2), self.make("Shape", mask, start=1, end=2)
         self.past = self.make("Sub", total, new)
         # the operator takes the length minus 1, as int32 (6 in ONNX)
-        last = self.make("Cast", self.make("Sub", total, self.constant([1])), to=6)
+        last = self.make("Cast", self.make("Sub", total, self.make("Constant", value_ints=[1])), to=6)
         self.last = self.make("Expand", last, batch)  # place of each row's last token
         self.total = self.make("Squeeze", self.make("Cast", total, to=6))
 
     def make(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        import onnx_ir as ir
-
         node = ir.node(op_type, inputs, attributes)
         self.graph.append(node)
         return node.outputs[0]
 
-    def constant(self, numbers: list[int]) -> ir.Value:
-        return self.make("Constant", value_ints=numbers)
+    def reshape(self, value: ir.Value | None, *shape: int) -> ir.Value:
+        return self.make("Reshape", value, self.make("Constant", value_ints=list(shape)))
 
     def bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Return a boolean mask as an additive mask: 0 for ``True``, and the lowest number for ``False``."""
-        import numpy
-        import onnx_ir as ir
-
         if mask.dtype == dtype:
             return mask
         if mask not in self.biases:
@@ -146,8 +134,6 @@ class _Lengths:
 
 def _replace(node: ir.Node, lengths: _Lengths) -> None:
     """Replace an ``Attention`` node by ``GroupQueryAttention`` with inputs of shape (batch, tokens, heads * size)."""
-    import onnx_ir as ir
-
     query, key, value, mask, *pasts = (input_of(node, place) for place in range(6))
     heads, size = heads_of(query)  # type: ignore[misc] # `_is_shareable` has checked that the heads are known
     settings: Mapping[str, Any] = {
@@ -161,18 +147,16 @@ def _replace(node: ir.Node, lengths: _Lengths) -> None:
     for one in (query, key, value):
         first = tokens_first(one, lengths.make)  # the value before its transpose, if the graph has one
         if first is None:
-            first = lengths.make("Transpose", one, perm=SWAP)
-            first = lengths.make("Reshape", first, lengths.constant([0, 0, -1]))
+            first = lengths.reshape(lengths.make("Transpose", one, perm=SWAP), 0, 0, -1)
         taken.append(first)
     taken += [*pasts, lengths.last, lengths.total, None, None, None, lengths.bias(mask, type_of(query))]
     # from (1, heads, 1, 1) to (heads,)
-    taken += [lengths.make("Reshape", sinks, lengths.constant([-1])) for sinks in node.inputs[6:]]
+    taken += [lengths.reshape(sinks, -1) for sinks in node.inputs[6:]]
     new = ir.node("GroupQueryAttention", taken, settings, domain="com.microsoft", num_outputs=3, name=node.name)
     lengths.graph.insert_before(node, new)
     copy_type(new.outputs[0], query)
     if not heads_first(node.outputs[0], new.outputs[0], heads * size):
-        split = lengths.make("Reshape", new.outputs[0], lengths.constant([0, 0, heads, size]))
-        swapped = lengths.make("Transpose", split, perm=SWAP)
+        swapped = lengths.make("Transpose", lengths.reshape(new.outputs[0], 0, 0, heads, size), perm=SWAP)
         swapped.shape, swapped.type = node.outputs[0].shape, node.outputs[0].type
         node.outputs[0].replace_all_uses_with(swapped)
     for old, present in zip(node.outputs[1:], new.outputs[1:], strict=True):
@@ -186,8 +170,6 @@ def _axes(shape: ir.Node) -> tuple[int, int]:
 def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
     """Replace the nodes that compute attention with sinks (gpt-oss) by ``Attention`` nodes; return the new nodes."""
     # the seventh input of each node, which ONNX's operator does not have, is the sinks, of shape (1, heads, 1, 1)
-    import onnx_ir as ir
-
     found = []
     for softmax in [node for node in graph if node.op_type == "Softmax"]:
         matched = _matched(softmax)
@@ -210,12 +192,14 @@ def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
     return found
 
 
-def _matched(softmax: ir.Node) -> _Matched | None:
+def _matched(
+    softmax: ir.Node,
+) -> tuple[tuple[ir.Value, ir.Value, float, float], ir.Value, ir.Value | None, ir.Value, ir.Node] | None:
     """Return the scores, values, mask, sinks and last product of attention with sinks; ``None`` for other nodes."""
     sliced = only_reader(softmax.outputs[0], "Slice")
     product = None if sliced is None else only_reader(sliced.outputs[0], "MatMul")
     # the softmax includes a column for the sinks, which is then cut off, since sinks have no values
-    if sliced is None or product is None or [_numbers(one) for one in sliced.inputs[1:4]] != [[0], [-1], [3]]:
+    if sliced is None or product is None or [number_of(one) for one in sliced.inputs[1:4]] != [0, -1, 3]:
         return None
     joined = input_of(softmax, 0)
     less = producer(joined, "Sub")  # subtracting the largest score does not change the softmax
@@ -234,11 +218,7 @@ def _matched(softmax: ir.Node) -> _Matched | None:
         return None
     query, key, scale, cap = scores
     key, value = unrepeated(key), unrepeated(input_of(product, 1))
-    if (
-        query.shape is None
-        or list(sinks.shape) != [1, query.shape[1], 1, 1]
-        or not (_is_cache(key) and _is_cache(value))
-    ):
+    if query.shape is None or list(sinks.shape) != [1, query.shape[1], 1, 1] or not all(map(_is_cache, (key, value))):
         return None
     return (query, key, scale, cap), value, masked.inputs[1], sinks, product
 
@@ -249,16 +229,9 @@ def _is_cache(value: ir.Value) -> bool:
     return joined is not None and input_of(joined, 0).is_graph_input() and value.is_graph_output()
 
 
-def _numbers(value: ir.Value | None) -> list[int] | None:
-    constant = None if value is None else value.const_value
-    return None if constant is None else constant.numpy().reshape(-1).tolist()
-
-
 def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
     """Simplify the mask computation of a file with ``GroupQueryAttention``, in place; unused nodes are not removed."""
     # past: the number of earlier tokens, of shape (1,): the length of the mask minus the number of new tokens
-    import onnx_ir as ir
-
     less = past.producer()
     if less is None:
         raise ValueError(f"{past.name} must be the length of the mask minus the number of new tokens")
@@ -271,18 +244,16 @@ def simplify_masks(graph: ir.Graph, mask: ir.Value, past: ir.Value) -> None:
         padded = producer(node.inputs[0], "Pad") if node.op_type == "GatherND" else None
         if padded is not None and _reads_each_key(node, padded, mask, new, past):
             # from (batch, keys) to (batch, 1, 1, keys), for all heads and queries
-            axes = ir.node("Constant", [], {"value_ints": [1, 2]})
-            whole = ir.node("Unsqueeze", [padded.inputs[0], axes.outputs[0]])
-            graph.insert_before(node, [axes, whole])
-            found = whole.outputs[0]
+            made = Nodes()
+            found = made.add("Unsqueeze", padded.inputs[0], made.add("Constant", value_ints=[1, 2]))
+            graph.insert_before(node, made)
             found.shape = node.outputs[0].shape
             copy_type(found, node.outputs[0])
         elif node.op_type == "And":
             # `And` with a condition that is always true returns the other condition
-            found = next((node.inputs[1 - place] for place in (0, 1) if _is_true(node.inputs[place])), None)
-        # `Expand` to the same shape, which is tested below
+            found = next((node.inputs[1 - place] for place in (0, 1) if number_of(node.inputs[place]) is True), None)
         elif node.op_type == "Expand":
-            found = node.inputs[0]
+            found = node.inputs[0]  # if it has the same shape, which is tested below
         if found is None or found.shape is None or node.outputs[0].is_graph_output():
             continue
         if found.shape == node.outputs[0].shape:
@@ -304,9 +275,11 @@ def _reads_each_key(node: ir.Node, padded: ir.Node, mask: ir.Value, new: ir.Valu
     if rows is None or keys is None or rows[0][1:] != [1, 1, 1]:
         return False
     added = producer(keys[1], "Add")
-    counts = [] if added is None else [_unsqueezed(one) for one in added.inputs]
+    if added is None or keys[0][:3] != [1, 1, 1]:
+        return False
+    squeezed = [(one, producer(one, "Squeeze")) for one in added.inputs]
     # the number of keys must be the sum of earlier and new tokens, which is the length of the mask
-    return keys[0][:3] == [1, 1, 1] and len(counts) == 2 and set(counts) == {new, past}
+    return {one if squeeze is None else squeeze.inputs[0] for one, squeeze in squeezed} == {new, past}
 
 
 def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Value] | None:
@@ -326,13 +299,3 @@ def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Val
     if counted is None or wide is None or len(wide) != 4 or [number_of(one) for one in counted.inputs[::2]] != [0, 1]:
         return None
     return list(wide), input_of(counted, 1)
-
-
-def _unsqueezed(value: ir.Value | None) -> ir.Value | None:
-    squeezed = producer(value, "Squeeze")
-    return value if squeezed is None else squeezed.inputs[0]
-
-
-def _is_true(value: ir.Value | None) -> bool:
-    constant = None if value is None else value.const_value
-    return constant is not None and constant.size == 1 and constant.dtype == 9 and bool(constant.numpy().all())

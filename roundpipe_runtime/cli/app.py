@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -27,6 +27,10 @@ from .plan import plan
 from .timeline import timeline
 from .train import train
 
+app = typer.Typer(name="roundpipe", no_args_is_help=True, pretty_exceptions_enable=False)
+for _command in (demo, plan, train, timeline, doctor):  # in the order of --help
+    app.command(_command.__name__)(_command)
+
 
 def _version(asked: bool) -> None:
     if asked:
@@ -34,6 +38,7 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+@app.callback()
 def _all_commands(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
@@ -46,31 +51,14 @@ def _all_commands(
     """
 
 
-def _app() -> typer.Typer:
-    made = typer.Typer(name="roundpipe", no_args_is_help=True, pretty_exceptions_enable=False)
-    made.callback()(_all_commands)
-    made.command("demo")(demo)
-    made.command("plan")(plan)
-    made.command("train")(train)
-    made.command("timeline")(timeline)
-    made.command("doctor")(doctor)
-    reflow_help(made)
-    return made
-
-
-app = _app()
+reflow_help(app)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    # argv: the arguments. Default: those of the process.
     given = list(sys.argv[1:] if argv is None else argv)
     run_once = functools.partial(run_app, app, given, program="roundpipe", expected=(FlattenError, RoundPipeError))
-    return run_once() if "train" not in given or not is_one_of_many() else _run_in_job(run_once)
-
-
-def _run_in_job(run: Callable[..., int]) -> int:
-    """Run a command in all processes of a torchrun job, and return the exit status of the command."""
-    # run: function that runs it, whose argument `is_reporter` decides which process prints an error
+    if "train" not in given or not is_one_of_many():
+        return run_once()
     try:
         job = Job()
     except RuntimeError as error:  # torch cannot connect to the other processes
@@ -83,4 +71,4 @@ def _run_in_job(run: Callable[..., int]) -> int:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
         start = job.exchange(time.time_ns())[0]  # a job may run several commands
-        return run(is_reporter=lambda: job.claim(f"error of {start}"))
+        return run_once(is_reporter=lambda: job.claim(f"error of {start}"))  # the first to claim prints its error

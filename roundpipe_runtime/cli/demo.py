@@ -43,7 +43,8 @@ ROWS, LENGTH, WIDTH, BLOCKS = 10, 32, 96, 12
 DEVICES, LIMIT = 2, 4_000_000  # bytes of each device: fewer than the bytes of the weights
 TOLERANCE = 1e-4  # Adam normalizes gradients, so rounding differences grow with each step
 
-_Step = Callable[[torch.Tensor, torch.Tensor], float]
+_Batch = tuple[torch.Tensor, torch.Tensor]
+_LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def demo(
@@ -57,7 +58,47 @@ def demo(
 
     Exit status: 0 the losses are equal up to rounding; 1 they differ; 2 the demo cannot run.
     """
-    return run_demo(steps, as_json=say_json if json else None)
+    console = make_console(stderr=json)
+    small = [VirtualDevice(f"virtual:{index}", memory_limit=LIMIT) for index in range(DEVICES)]
+    config = RoundPipeRunConfig(loss_reduction="mean")
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # small operations are slower with several threads
+        pipeline = stack.enter_context(contextlib.closing(RoundPipe(_build(), devices=small, model_run_config=config)))
+        plain = _build()
+        count = sum(parameter.numel() for parameter in plain.parameters())
+        console.print("A model that is larger than its device", style="bold")
+        console.print(
+            f"Text: the help pages of Python, a token per byte. Model: a transformer of {BLOCKS} blocks, {count:,} "
+            f"parameters, random weights, {ROWS} rows per step. Devices: {DEVICES}, simulated on the CPU, with "
+            f"{format_bytes(LIMIT)} of memory each."
+        )
+        needs = measure_needs(plain, list(_batches(COUNTED_STEPS)), _loss_fn, LIMIT, DEVICES)
+        _compare(console, needs)
+        losses, seconds, timeline = _train(console, plain, pipeline, steps)
+    largest = max(abs(one - other) for one, other in losses)
+    medians = [statistics.median(column) for column in zip(*seconds, strict=True)]
+    verdict = "which is rounding." if largest < TOLERANCE else "[bold red]THE LOSSES DIFFER.[/]"
+    console.print(f"\nLargest difference of {len(seconds)} steps: {largest:.1e}, {verdict}")
+    console.print(
+        f"Time of a step: {1000 * medians[0]:.0f} ms in plain PyTorch (one thread), {1000 * medians[1]:.0f} ms in the "
+        "pipeline (one thread per device). The pipeline copies layers to the devices, and computes most of the forward "
+        "twice to save memory. Where a model fits on the device, plain PyTorch is faster.\n"
+    )
+    console.print("The fastest step, from left to right:", style="bold")
+    draw_on(console, timeline)
+    if json:
+        found: dict[str, Any] = {"weights_bytes": needs.weights, "device_limit_bytes": LIMIT}
+        for index, name in enumerate(("plain", "pipeline")):
+            most, own = getattr(needs, name), [pair[index] for pair in losses]
+            found[name] = {
+                "device_bytes": most,
+                "fits": most <= LIMIT,
+                "losses": own,
+                "step_seconds": medians[index],
+            }
+        say_json({**found, "largest_difference": largest})
+    return int(not largest < TOLERANCE)  # also true for NaN
 
 
 class _Embedding(nn.Module):
@@ -86,56 +127,6 @@ class _Block(nn.Module):
         return x + fed
 
 
-def run_demo(steps: int = STEPS, *, as_json: Callable[[dict[str, Any]], None] | None = None) -> int:
-    # as_json: function that gets the results as one object; tables are then written to stderr
-    console = make_console(stderr=as_json is not None)
-    with _one_thread(), contextlib.closing(_pipeline()) as pipeline:
-        plain = _build()
-        count = sum(parameter.numel() for parameter in plain.parameters())
-        console.print("A model that is larger than its device", style="bold")
-        console.print(
-            f"Text: the help pages of Python, a token per byte. Model: a transformer of {BLOCKS} blocks, {count:,} "
-            f"parameters, random weights, {ROWS} rows per step. Devices: {DEVICES}, simulated on the CPU, with "
-            f"{format_bytes(LIMIT)} of memory each."
-        )
-        needs = measure_needs(plain, list(_batches(COUNTED_STEPS)), _loss_fn, LIMIT, DEVICES)
-        _compare(console, needs)
-        losses, seconds, timeline = _train(console, plain, pipeline, steps)
-    largest = max(abs(one - other) for one, other in losses)
-    plain_ms, pipeline_ms = (1000 * statistics.median(column) for column in zip(*seconds, strict=True))
-    verdict = "which is rounding." if largest < TOLERANCE else "[bold red]THE LOSSES DIFFER.[/]"
-    console.print(f"\nLargest difference of {len(seconds)} steps: {largest:.1e}, {verdict}")
-    console.print(
-        f"Time of a step: {plain_ms:.0f} ms in plain PyTorch (one thread), {pipeline_ms:.0f} ms in the pipeline (one "
-        "thread per device). The pipeline copies layers to the devices, and computes most of the forward twice to save "
-        "memory. Where a model fits on the device, plain PyTorch is faster.\n"
-    )
-    console.print("The fastest step, from left to right:", style="bold")
-    draw_on(console, timeline)
-    if as_json is not None:
-        as_json(
-            {
-                "weights_bytes": needs.weights,
-                "device_limit_bytes": LIMIT,
-                "plain": _side(needs.plain, losses, seconds, 0),
-                "pipeline": _side(needs.pipeline, losses, seconds, 1),
-                "largest_difference": largest,
-            }
-        )
-    return int(not largest < TOLERANCE)  # also true for NaN
-
-
-def _side(
-    most: int, losses: list[tuple[float, float]], seconds: list[tuple[float, float]], index: int
-) -> dict[str, Any]:
-    return {
-        "device_bytes": most,
-        "fits": most <= LIMIT,
-        "losses": [pair[index] for pair in losses],
-        "step_seconds": statistics.median(pair[index] for pair in seconds),
-    }
-
-
 # -- both ways to train ----------------------------------------------------------------------------------------------
 
 
@@ -144,11 +135,6 @@ def _build() -> nn.Sequential:
         torch.manual_seed(0)
         blocks = [_Block() for _ in range(BLOCKS)]
         return nn.Sequential(_Embedding(), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256))
-
-
-def _pipeline() -> RoundPipe:
-    devices = [VirtualDevice(f"virtual:{index}", memory_limit=LIMIT) for index in range(DEVICES)]
-    return RoundPipe(_build(), devices=devices, model_run_config=RoundPipeRunConfig(loss_reduction="mean"))
 
 
 def _batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -199,25 +185,17 @@ def _train(
         losses.append((one, other))
         seconds.append((plain_seconds, pipeline_seconds))
         if step % SHOWN_EVERY == 0 or step == steps - 1:
-            _row(console, step, one, other, scale=losses[0][0])
+            scale = losses[0][0]
+            bar = "━" * max(1, round((min(console.width, 120) - 45) * other / scale)) if other < 2 * scale else ""
+            row = f"{step:>4}  {one:>9.6f}  {other:>9.6f}  {abs(one - other):>10.1e}  [cyan]{bar}[/]"
+            console.print(row, soft_wrap=True)
     return losses, seconds, fastest
 
 
-def _timed(step: _Step, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+def _timed(step: Callable[..., float], inputs: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
     start = time.perf_counter()
     loss = step(inputs, labels)
     return loss, time.perf_counter() - start
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limit PyTorch to one CPU thread in the with block, because small operations are slower with several threads."""
-    found = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(found)
 
 
 # -- terminal output -----------------------------------------------------------------------------------------------
@@ -242,18 +220,7 @@ def _compare(console: Any, needs: Needs) -> None:
     console.print(f"\n{'step':>4}  {'plain':>9}  {'pipeline':>9}  {'difference':>10}  loss", style="bold")
 
 
-def _row(console: Any, step: int, one: float, other: float, *, scale: float) -> None:
-    room = min(console.width, 120) - 45
-    bar = "━" * max(1, round(room * other / scale)) if other < 2 * scale else ""
-    differs = abs(one - other)
-    console.print(f"{step:>4}  {one:>9.6f}  {other:>9.6f}  {differs:>10.1e}  [cyan]{bar}[/]", soft_wrap=True)
-
-
-# Count the memory that a device needs for training, with and without a pipeline.
-
-
-_Batch = tuple[torch.Tensor, torch.Tensor]
-_LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# -- the memory that a device needs for training, with and without a pipeline ------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

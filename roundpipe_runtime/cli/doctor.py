@@ -72,27 +72,23 @@ _ROUNDING = 1e-4
 
 
 def examine(folder: pathlib.Path = HERE) -> list[Check]:
-    """Run all checks of ``roundpipe doctor`` and return their results; an error in a check is a failed result.
-
-    One check trains a small model for two steps on every kind of device of the machine, which takes seconds.
-    """
-    # folder: folder whose disk is checked. Default: the current one.
-    checks: list[tuple[str, Callable[[], list[Check]]]] = [
-        ("versions", _versions),
-        ("accelerators", _accelerators),
-        ("memory", _memory),
-        ("pinned memory", _pinned),
-        ("threads", _threads),
-        ("disk", partial(_disk, folder)),
-        ("speed of the disk", partial(_speed_of_disk, folder)),
-        ("speed of accelerators", lambda: [check for device in accelerators() for check in device_checks(device)]),
-        ("training", _training),
-    ]
+    """Run all checks of ``roundpipe doctor`` and return their results; an error in a check is a failed result."""
+    checks: dict[str, Callable[[], list[Check]]] = {
+        "versions": _versions,
+        "accelerators": _accelerators,
+        "memory": _memory,
+        "pinned memory": _pinned,
+        "threads": _threads,
+        "disk": partial(_disk, folder),
+        "speed of the disk": partial(_speed_of_disk, folder),
+        "speed of accelerators": lambda: [check for device in accelerators() for check in device_checks(device)],
+        "training": _training,
+    }
 
     def broken(name: str, error: Exception) -> list[Check]:
         return [Check(name, "fail", f"{type(error).__name__}: {first_line(error)}", "Report this.")]
 
-    return [found for name, check in checks for found in result_or(check, partial(broken, name))]
+    return [found for name, check in checks.items() for found in result_or(check, partial(broken, name))]
 
 
 # -- what is installed -----------------------------------------------------------------------------------------------
@@ -127,22 +123,20 @@ def _version(name: str, lost: str, wanted: SpecifierSet) -> Check:
 
 
 def _accelerators() -> list[Check]:
-    found = accelerators()
+    found = []
+    for device in accelerators():
+        library = torch.get_device_module(device)
+        name = library.get_device_name(device) if hasattr(library, "get_device_name") else device.type
+        memory = memory_info(device)
+        free = "" if memory is None else f", {format_bytes(memory[0])} of {format_bytes(memory[1])} free"
+        found.append(Check(str(device), "ok", f"{name}{free}"))
     if found:
-        return [Check(str(device), "ok", _described(device)) for device in found]
-    driver = pathlib.Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-    if driver:
+        return found
+    if pathlib.Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None:
         lost = f"an NVIDIA driver is installed, but torch {torch.__version__} finds no device"
         line = "Install a torch with CUDA (pytorch.org/get-started), and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
         return [Check("accelerators", "fail", lost, line)]
     return [Check("accelerators", "warning", "none found: training runs on virtual devices, simulated on the CPU")]
-
-
-def _described(device: torch.device) -> str:
-    library = torch.get_device_module(device)
-    name = library.get_device_name(device) if hasattr(library, "get_device_name") else device.type
-    found = memory_info(device)
-    return str(name) if found is None else f"{name}, {format_bytes(found[0])} of {format_bytes(found[1])} free"
 
 
 def _memory() -> list[Check]:
@@ -179,38 +173,37 @@ def _threads() -> list[Check]:
 
 
 def _disk(folder: pathlib.Path = HERE) -> list[Check]:
-    free = shutil.disk_usage(folder).free
+    free, place = shutil.disk_usage(folder).free, "the current folder" if folder == HERE else str(folder)
     status: Status = "fail" if free < _NO_DISK else "warning" if free < _LITTLE_DISK else "ok"
     remedy = "" if status == "ok" else "Checkpoints take 12 bytes and more per parameter: choose another --checkpoint."
-    place = "the current folder" if folder == HERE else str(folder)
     return [Check("disk", status, f"{format_bytes(free)} free in {place}", remedy)]
 
 
 def _speed_of_disk(folder: pathlib.Path) -> list[Check]:
-    name = "speed of the disk"
     try:
         rates = measure_disk(folder)
     except ConfigError as error:
         line = "A training with --host disk:DIR needs a disk: name a folder on one, roundpipe doctor --disk DIR."
-        return [Check(name, "warning", first_line(error), line)]
-    return [Check(name, "ok", f"it reads {format_bytes(rates.read)}/s and writes {format_bytes(rates.write)}/s")]
+        return [Check("speed of the disk", "warning", first_line(error), line)]
+    found = f"it reads {format_bytes(rates.read)}/s and writes {format_bytes(rates.write)}/s"
+    return [Check("speed of the disk", "ok", found)]
 
 
 # -- does it compute the right thing ---------------------------------------------------------------------------------
 
 
 def _training() -> list[Check]:
-    found = [_trained("virtual:2", "2 virtual devices")]
-    here = accelerators()
-    return found + ([_trained([str(device) for device in here], ", ".join(map(str, here)))] if here else [])
-
-
-def _trained(devices: DeviceSpec, name: str) -> Check:
-    title = f"training on {name}"
-    difference = train_difference(devices)
-    if not difference < _ROUNDING:  # also true for NaN
-        return Check(title, "fail", f"differs from plain PyTorch by {difference:.1e}", "Report this, with these lines.")
-    return Check(title, "ok", f"two steps match plain PyTorch, except for {difference:.0e}")
+    here = [str(device) for device in accelerators()]
+    devices: dict[str, DeviceSpec] = {"2 virtual devices": "virtual:2"} | ({", ".join(here): here} if here else {})
+    found = []
+    for name, those in devices.items():
+        title, difference = f"training on {name}", train_difference(those)
+        if difference < _ROUNDING:
+            found.append(Check(title, "ok", f"two steps match plain PyTorch, except for {difference:.0e}"))
+        else:  # also for NaN
+            lost = f"differs from plain PyTorch by {difference:.1e}"
+            found.append(Check(title, "fail", lost, "Report this, with these lines."))
+    return found
 
 
 def train_difference(devices: DeviceSpec) -> float:
@@ -234,9 +227,8 @@ def train_difference(devices: DeviceSpec) -> float:
             other.step()
             other.zero_grad()
             pairs.append((loss, expected.detach()))
-        pairs += [
-            (one.detach(), two.detach()) for one, two in zip(pipeline.parameters(), plain.parameters(), strict=True)
-        ]
+        both = zip(pipeline.parameters(), plain.parameters(), strict=True)
+        pairs += [(one.detach(), two.detach()) for one, two in both]
     scale = max(float(expected.abs().max()) for _, expected in pairs)
     return max(float((one - expected).abs().max()) for one, expected in pairs) / scale
 
@@ -270,32 +262,22 @@ def doctor(
     if json:
         say_json({"ok": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]})
     else:
-        say("\n".join(_lines(findings, min(console().width, 100))))
+        lines, width = list[str](), min(console().width, 100)
+        for one in findings:
+            lines += textwrap.wrap(f"{one.status:<8} {one.name}: {one.found}", width, subsequent_indent=" " * 9)
+            if one.remedy:
+                lines += textwrap.wrap(f"-> {one.remedy}", width, initial_indent=" " * 9, subsequent_indent=" " * 12)
+        counts = {status: sum(one.status == status for one in findings) for status in ("fail", "warning")}
+        states = [f"{count} {status}{'s' if count > 1 else ''}" for status, count in counts.items() if count]
+        say("\n".join([*lines, "", ", ".join(states) if states else "all is well"]))
         if machine is not None:
             say(f"\nrates and sizes are in {machine}")
     return CHECK_FAILED if failed else 0
 
 
-def _lines(findings: list[Check], width: int) -> list[str]:
-    lines = []
-    for finding in findings:
-        text = f"{finding.status:<8} {finding.name}: {finding.found}"
-        lines += textwrap.wrap(text, width, subsequent_indent=" " * 9)
-        if finding.remedy:
-            lines += textwrap.wrap(f"-> {finding.remedy}", width, initial_indent=" " * 9, subsequent_indent=" " * 12)
-    counts = {status: sum(f.status == status for f in findings) for status in ("fail", "warning")}
-    states = [f"{count} {status}{'s' if count > 1 else ''}" for status, count in counts.items() if count]
-    return [*lines, "", ", ".join(states) if states else "all is well"]
-
-
-# Every device waits for a link that is slower than PCIe 3 with 8 lanes.
-_SLOW_LINK = 6e9
-
-# A copy that overlaps a computation uses some of its memory bandwidth.
-_OVERLAPS = 0.7
-
-# The clock of the host includes launches and other work of the machine.
-_CLOCKS_AGREE = 0.5, 1.2
+_SLOW_LINK = 6e9  # every device waits for a link that is slower than PCIe 3 with 8 lanes
+_OVERLAPS = 0.7  # a copy that overlaps a computation uses some of its memory bandwidth
+_CLOCKS_AGREE = 0.5, 1.2  # the clock of the host includes launches and other work of the machine
 
 
 def device_checks(device: torch.device) -> list[Check]:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 import typer
 
+from yobx_flatten.errors.failures import result_or
 from yobx_flatten.terminal.running import UserError
 
 T = TypeVar("T")
@@ -44,26 +45,18 @@ def takes_options(**concerns: type) -> Callable[[Callable[..., int]], Callable[.
             return function(context, **made)
 
         parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_ONLY, annotation=typer.Context)]
-        parameters += [parameter for concern in concerns.values() for parameter in _parameters(concern)]
+        for concern in concerns.values():
+            hints = get_type_hints(concern, include_extras=True)
+            for field in dataclasses.fields(concern):
+                default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+                how: Any = {"default": default, "annotation": hints[field.name]}
+                parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, **how))
         # typer reads signature and annotations
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # of every function
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return command
 
     return decorate
-
-
-def _parameters(concern: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(concern, include_extras=True)
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in dataclasses.fields(concern)
-    ]
 
 
 _UNITS = {
@@ -94,10 +87,7 @@ def parse_gigabytes(text: str, option: str) -> float | Literal["auto"]:
     """
     if text == "auto":
         return "auto"
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
+    found = result_or(lambda: float(text), lambda error: math.nan)
     if not 0 <= found < math.inf:
         raise UserError(f"{option} must be a number of GB (0 or more) or auto, found {text!r}: {option} 2.5")
     return found

@@ -11,7 +11,7 @@ import typer
 from yobx_flatten.errors.failures import format_bytes, table
 from yobx_flatten.terminal.output import console, printable, say, say_json
 
-from ..timeline.record import DeviceTotals, StageTotals, device_totals, draw_on, merge_timelines, stage_totals
+from ..timeline.record import device_totals, draw_on, merge_timelines, stage_totals
 from .option_objects import format_seconds
 
 
@@ -32,10 +32,11 @@ def timeline(
     """
     read = merge_timelines(files)
     devices, slowest = device_totals(read.records), stage_totals(read.records)
+    whole = max(totals.busy + totals.transfers + totals.idle for totals in devices)
     if json:
         say_json(
             {
-                "seconds": _whole(devices),
+                "seconds": whole,
                 "records": len(read.records),
                 "parameters": {"uploaded": read.uploaded, "skipped": read.skipped},
                 "devices": [dataclasses.asdict(totals) for totals in devices],
@@ -44,41 +45,25 @@ def timeline(
         )
         return 0
     draw_on(console(), read, printable)
-    say("\n" + "\n".join(_devices(devices)))
-    if read.skipped:
-        say("\n" + _parameters(read.uploaded, read.skipped))
-    if stages:
-        say("\n" + "\n".join(_stages(slowest[:stages], len(slowest))))
-    return 0
-
-
-def _whole(devices: list[DeviceTotals]) -> float:
-    return max(totals.busy + totals.transfers + totals.idle for totals in devices)
-
-
-def _devices(devices: list[DeviceTotals]) -> list[str]:
-    whole = _whole(devices) or 1.0
     rows = [["device", "computed", "only copied", "waited"]]
-    for totals in devices:
-        times = (totals.busy, totals.transfers, totals.idle)
-        rows.append([totals.device, *(f"{format_seconds(time)} {100 * time / whole:>4.0f} %" for time in times)])
-    return table(rows, align="<>>>", indent="")
-
-
-def _parameters(uploaded: int, skipped: int) -> str:
-    whole = uploaded + skipped
-    return (
-        f"parameters uploaded: {format_bytes(uploaded)} of {format_bytes(whole)}, {100 * uploaded / whole:.0f} %; the "
-        "rest belongs to experts that no token was routed to"
-    )
-
-
-def _stages(slowest: list[StageTotals], count: int) -> list[str]:
-    title = "Stages, slowest first" if len(slowest) == count else f"The slowest of {count} stages"
-    rows = [["stage", "device", "layers", "computed", "copied", "work"]]
-    for totals in slowest:
-        first, last = totals.layers
-        layers = "-" if first < 0 else str(first) if first == last else f"{first} to {last}"
-        times = format_seconds(totals.seconds), format_seconds(totals.copies)
-        rows.append([str(totals.stage), totals.device, layers, *times, ", ".join(totals.kinds)])
-    return [title, *table(rows, align="><<>>")]
+    for each in devices:
+        times = (each.busy, each.transfers, each.idle)
+        shares = (f"{format_seconds(time)} {100 * time / (whole or 1.0):>4.0f} %" for time in times)
+        rows.append([each.device, *shares])
+    say("\n" + "\n".join(table(rows, align="<>>>", indent="")))
+    if read.skipped:
+        parameters = read.uploaded + read.skipped
+        say(
+            f"\nparameters uploaded: {format_bytes(read.uploaded)} of {format_bytes(parameters)}, "
+            f"{100 * read.uploaded / parameters:.0f} %; the rest belongs to experts that no token was routed to"
+        )
+    if stages:
+        title = "Stages, slowest first" if len(slowest) <= stages else f"The slowest of {len(slowest)} stages"
+        rows = [["stage", "device", "layers", "computed", "copied", "work"]]
+        for one in slowest[:stages]:
+            first, last = one.layers
+            layers = "-" if first < 0 else str(first) if first == last else f"{first} to {last}"
+            seconds = format_seconds(one.seconds), format_seconds(one.copies)
+            rows.append([str(one.stage), one.device, layers, *seconds, ", ".join(one.kinds)])
+        say("\n" + "\n".join([title, *table(rows, align="><<>>")]))
+    return 0

@@ -24,7 +24,7 @@ from ..device.composite import is_composite, stored_bytes
 from ..device.disk import HOST_IN_MEMORY
 from ..distributed.ranks.alarm import Alarm
 from ..errors import PlanError, RoundPipeError
-from ..fine_tune import Blocks, ChatRows, EvalRecord, ModelSource, StepRecord, Tokenizer, Training
+from ..fine_tune import ChatRows, EvalRecord, ModelSource, Rows, StepRecord, Tokenizer, Training
 from ..huggingface.quantize import count_weights
 from .option_objects import takes_options
 from .train_options import (
@@ -86,17 +86,21 @@ def train(
     kept = int(files.writes_last) if files.every is None else min(files.keep + 1, steps // files.every)
     places = what.folder, files.checkpoints(what.folder)
     job.together(lambda: tuning.check_disk(pupil.model, settings, *places, kept=kept))
-    given = {
-        field.name: getattr(concern, field.name)
-        for concern in (data, step, learning)
-        for field in dataclasses.fields(concern)
-    }
-    given["files"] = [*(data.chat or data.text or []), *what.more_text]
-    # errors name rank, stage and layer if there are several processes
-    naming_rank = (
-        contextlib.nullcontext() if job.size == 1 else raised_as(partial(tuning.named_error, job.rank), RoundPipeError)
-    )
-    with naming_rank, _naming_memory(step), tuning.Training(pupil.model, pupil.rows, settings) as training:
+    given = {**vars(data), **vars(step), **vars(learning), "files": [*(data.chat or data.text or []), *what.more_text]}
+
+    def naming_memory(error: Exception) -> Exception | None:
+        if not isinstance(error, PlanError) or step.memory is None:
+            return None
+        lacks = str(error).partition(". Cut the layer")[0]
+        return UserError(
+            f"--memory {step.memory} is too little: {lacks}. Raise --memory; see a model's needs: roundpipe plan MODEL"
+        )
+
+    with contextlib.ExitStack() as stack:
+        if job.size > 1:  # errors name rank, stage and layer
+            stack.enter_context(raised_as(partial(tuning.named_error, job.rank), RoundPipeError))
+        stack.enter_context(raised_as(naming_memory))
+        training = stack.enter_context(tuning.Training(pupil.model, pupil.rows, settings))
         outcome = _run(training, pupil, what.folder, files, given)
     _say_end(training, outcome, what, files, context.obj)
     if what.json and job.is_first:
@@ -107,10 +111,10 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class _Pupil:
-    source: tuning.ModelSource
+    source: ModelSource
     model: nn.Module
-    tokenizer: tuning.Tokenizer
-    rows: tuning.Blocks | tuning.ChatRows
+    tokenizer: Tokenizer
+    rows: Rows
 
 
 def _prepared(
@@ -121,16 +125,34 @@ def _prepared(
     step: StepOptions,
     learning: LearningOptions,
 ) -> _Pupil:
-    def read() -> tuple[tuning.ModelSource, tuning.Lora | None, tuning.Tokenizer, tuning.Blocks | tuning.ChatRows]:
+    def read() -> tuple[ModelSource, tuning.Lora | None, Tokenizer, Rows]:
         source = dataclasses.replace(source_of(what.name), unmatched_weights=step.unmatched_weights)
-        adapters = _adapters(learning, source)
+        adapters = None
+        if source.has_weights:
+            adapters = None if learning.lora is None else tuning.Lora.parse(learning.lora)
+        elif learning.lora is not None:
+            raise UserError(
+                f"{source.name} has random weights, so adapters would be useless. Name a folder with weights, "
+                "or leave --lora out"
+            )
+        elif learning.quantize_aware != "none":
+            raise UserError(
+                f"{source.name} has random weights, and --quantize-aware does not train its embedding. Name a folder "
+                "with weights, or leave --quantize-aware out"
+            )
         tokenizer = tuning.load_tokenizer(source, data.tokenizer)
         source = read_by(source, tokenizer)
-        return source, adapters, tokenizer, _rows(source, tokenizer, what, data, learning.seed)
+        split: Any = {"eval_share": data.eval_share, "seed": learning.seed, "vocab_size": source.vocab_size}
+        split["length"] = row_length(source, data.length)
+        names = [*(data.chat or data.text or []), *what.more_text]
+        if not data.chat:
+            return source, adapters, tokenizer, tuning.read_blocks(names, tokenizer, field=data.field, **split)
+        split |= {"template": data.chat_template, "ignored": (data.ignore_fields or "").split(",")}
+        return source, adapters, tokenizer, tuning.read_chats(names, tokenizer, packed=data.pack, **split)
 
     source, adapters, tokenizer, rows = job.together(read)
     say(_described(rows, tokenizer))
-    if isinstance(rows, tuning.ChatRows):
+    if isinstance(rows, ChatRows):
         show_rows(rows, tokenizer, data.show_rows)
     context.with_resource(_quiet_transformers())
     model = job.together(lambda: _learner(source, adapters, step, learning))
@@ -138,24 +160,8 @@ def _prepared(
     return _Pupil(source, model, tokenizer, rows)
 
 
-def _rows(
-    source: tuning.ModelSource, tokenizer: tuning.Tokenizer, what: ModelOptions, data: TextOptions, seed: int
-) -> tuning.Blocks | tuning.ChatRows:
-    length = row_length(source, data.length)
-    split: dict[str, Any] = {"eval_share": data.eval_share, "seed": seed, "vocab_size": source.vocab_size}
-    names = [*(data.chat or data.text or []), *what.more_text]
-    if data.chat:
-        split |= {"template": data.chat_template, "ignored": (data.ignore_fields or "").split(",")}
-        return tuning.read_chats(names, tokenizer, length=length, packed=data.pack, **split)
-    return tuning.read_blocks(names, tokenizer, length=length, field=data.field, **split)
-
-
 def _run(
-    training: tuning.Training,
-    pupil: _Pupil,
-    output: pathlib.Path,
-    files: FileOptions,
-    given: Mapping[str, Any],
+    training: Training, pupil: _Pupil, output: pathlib.Path, files: FileOptions, given: Mapping[str, Any]
 ) -> tuning.Outcome:
     """Train, print the progress, and save the model."""
     from tqdm.auto import tqdm
@@ -168,7 +174,7 @@ def _run(
     _add_bar(training)
     always, log_every = (training.step + 1, training.steps), files.log_every or max(1, min(100, training.steps // 20))
 
-    def show(record: tuning.StepRecord | tuning.EvalRecord) -> None:
+    def show(record: StepRecord | EvalRecord) -> None:
         if isinstance(record, EvalRecord) or record.step in always or record.step % log_every == 0:
             with tqdm.external_write_mode():  # the bar is drawn below the line
                 say(_line(record, training.steps))
@@ -205,25 +211,21 @@ def _run(
     return outcome
 
 
-def _card(training: tuning.Training, pupil: _Pupil, given: Mapping[str, Any]) -> str:
-    rows = pupil.rows
-    data = _described(rows, pupil.tokenizer)
+def _card(training: Training, pupil: _Pupil, given: Mapping[str, Any]) -> str:
+    data = _described(pupil.rows, pupil.tokenizer)
     # readers of the card do not have this path
     data = data.replace(pupil.tokenizer.name, pathlib.Path(pupil.tokenizer.name).name)
     names = ", ".join(pathlib.Path(name).name for name in given["files"])
-    options = {name: value for name, value in given.items() if name not in _NOT_ON_CARD}
     return tuning.model_card(
         pupil.source,
         training.history,
-        data=f"{names}\n\n{data}\n\nDigest of the rows: `{rows.digest[:16]}`",
-        options=options,
+        data=f"{names}\n\n{data}\n\nDigest of the rows: `{pupil.rows.digest[:16]}`",
+        options={name: value for name, value in given.items() if name not in _NOT_ON_CARD},
         is_adapter=given["lora"] is not None and given["quantize_aware"] == "none",
     )
 
 
-def _say_end(
-    training: tuning.Training, outcome: tuning.Outcome, what: ModelOptions, files: FileOptions, argv: Any
-) -> None:
+def _say_end(training: Training, outcome: tuning.Outcome, what: ModelOptions, files: FileOptions, argv: Any) -> None:
     if outcome.status:
         say(f"stopped after step {training.step} of {training.steps}, saved in {outcome.checkpoint}. To continue:")
         words = [word for word in argv or ["train", "..."] if word != "--resume"]
@@ -232,7 +234,7 @@ def _say_end(
         say(f"    {shlex.join([*starts, *words, '--resume'])}")
         return
     say(f"saved in {what.folder}; the saved weights were loaded and compared")
-    losses = [record.loss for record in training.history if isinstance(record, tuning.StepRecord)]
+    losses = [record.loss for record in training.history if isinstance(record, StepRecord)]
     if files.plot is not None and losses:
         say(f"losses: {losses[0]:.4f} to {losses[-1]:.4f}, drawn into {files.plot}")
     if files.timeline is not None:
@@ -240,7 +242,7 @@ def _say_end(
         say(f"step {outcome.recorded}:  roundpipe timeline {shlex.join(names)}")
 
 
-def _summary(training: tuning.Training, outcome: tuning.Outcome, pupil: _Pupil, output: pathlib.Path) -> dict[str, Any]:
+def _summary(training: Training, outcome: tuning.Outcome, pupil: _Pupil, output: pathlib.Path) -> dict[str, Any]:
     last: dict[type, Any] = {type(record): dataclasses.asdict(record) for record in training.history}
     return {
         "model": pupil.source.name,
@@ -259,38 +261,8 @@ def _summary(training: tuning.Training, outcome: tuning.Outcome, pupil: _Pupil, 
 _NOT_ON_CARD = ("text", "chat", "files", "tokenizer", "chat_template", "show_rows")
 
 
-@contextlib.contextmanager
-def _naming_memory(step: StepOptions) -> Iterator[None]:
-    """Raise an error that names ``--memory`` if the devices have too little memory for the model."""
-    try:
-        yield
-    except PlanError as error:
-        if step.memory is None:
-            raise
-        what = str(error).partition(". Cut the layer")[0]
-        raise UserError(
-            f"--memory {step.memory} is too little: {what}. Raise --memory; see a model's needs: roundpipe plan MODEL"
-        ) from error
-
-
-def _adapters(learning: LearningOptions, source: tuning.ModelSource) -> tuning.Lora | None:
-    if source.has_weights:
-        return None if learning.lora is None else tuning.Lora.parse(learning.lora)
-    if learning.lora is not None:
-        raise UserError(
-            f"{source.name} has random weights, so adapters would be useless. Name a folder with weights, "
-            "or leave --lora out"
-        )
-    if learning.quantize_aware != "none":
-        raise UserError(
-            f"{source.name} has random weights, and --quantize-aware does not train its embedding. Name a folder with "
-            "weights, or leave --quantize-aware out"
-        )
-    return None
-
-
 def _learner(
-    source: tuning.ModelSource, adapters: tuning.Lora | None, step: StepOptions, learning: LearningOptions
+    source: ModelSource, adapters: tuning.Lora | None, step: StepOptions, learning: LearningOptions
 ) -> nn.Module:
     quantize, aware = few_bits(learning.quantize), learning.quantize_aware
     dtype = dtype_named("float32" if aware != "none" and step.dtype == "auto" else step.dtype)
@@ -336,8 +308,7 @@ def _line(record: StepRecord | EvalRecord, steps: int) -> str:
     if isinstance(record, EvalRecord):
         return f"{place}held-out loss {record.eval_loss:.4f}"
     memory = [] if record.process_bytes is None else [format_bytes(record.process_bytes)]
-    if record.device_bytes is not None:
-        memory.append(f"device {format_bytes(record.device_bytes)}")
+    memory += [] if record.device_bytes is None else [f"device {format_bytes(record.device_bytes)}"]
     words = [
         f"loss {record.loss:.4f}",
         f"{record.tokens_per_s:,.0f} tokens/s",
@@ -347,15 +318,13 @@ def _line(record: StepRecord | EvalRecord, steps: int) -> str:
     return place + "  ".join([*words, *([] if record.grad_norm is None else [f"gradient {record.grad_norm:.3g}"])])
 
 
-def _described(rows: Blocks | ChatRows, tokenizer: Tokenizer) -> str:
+def _described(rows: Rows, tokenizer: Tokenizer) -> str:
     """Return one line about the amount of text: rows or conversations, tokens that are trained, held-out rows."""
     if not isinstance(rows, ChatRows):
         count, held_out = len(rows.tokens), len(rows.held_out)
         read = "bytes" if tokenizer.name == "bytes" else f"tokens of {tokenizer.name}"
-        return (
-            f"text: {count * rows.length + rows.left_over:,} {read}, {count:,} rows of {rows.length}; "
-            f"{held_out:,} rows are held out"
-        )
+        total = count * rows.length + rows.left_over
+        return f"text: {total:,} {read}, {count:,} rows of {rows.length}; {held_out:,} rows are held out"
     total, packed = rows.tokens_in(range(len(rows))), f" in {len(rows):,} rows" if rows.positions else ""
     notes = [f"held out: {len(rows.held_out):,}"]
     if rows.cut:
@@ -387,9 +356,8 @@ def show_rows(rows: ChatRows, tokenizer: Tokenizer, count: int) -> None:
 
 
 def format_model(model: nn.Module, source: ModelSource) -> str:
-    parameters = list(model.parameters())
+    parameters, total = list(model.parameters()), count_weights(model)
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
-    total = count_weights(model)
     frozen = [p for p in parameters if is_composite(p)]
     dtype = str(parameters[0].dtype).removeprefix("torch.")
     some = "" if trainable == total else f", of which {trainable:,} are trainable"
@@ -399,19 +367,15 @@ def format_model(model: nn.Module, source: ModelSource) -> str:
 
 
 def format_training(training: Training) -> str:
-    report = training.pipeline.cut.report
-    exact = report.equivalence
-    proof = (
-        "" if exact is None else f"; its gradients differ from those of the reference model by {exact.gradients:.0e}"
-    )
-    devices = ", ".join(device.name for device in training.pipeline.devices)
-    settings = training.settings
+    report, settings, replicas = training.pipeline.cut.report, training.settings, training.pipeline.replicas
+    proof = ""
+    if report.equivalence is not None:
+        proof = f"; its gradients differ from those of the reference model by {report.equivalence.gradients:.0e}"
     batches = f"{settings.accumulate} batches of " if settings.accumulate > 1 else ""
-    replicas, size = training.pipeline.replicas, training.job.size
     groups = f"{replicas} groups of " if replicas > 1 else ""
-    processes = f"{size} processes, each on " if size > 1 else ""
+    place = f"in {training.job.size} processes, each on" if training.job.size > 1 else "on"
     return (
         f"cut: {len(report.pieces)} pieces{proof}\n"
         f"steps: {training.steps:,} of {batches}{settings.batch} rows in {groups}{training.microbatches} microbatches "
-        f"{'in ' if processes else 'on '}{processes}{devices}"
+        f"{place} {', '.join(device.name for device in training.pipeline.devices)}"
     )

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
@@ -42,57 +42,50 @@ def _path(text: str, *, metavar: str = "FILE") -> Any:
     return option(metavar, text, _FILES)
 
 
+def _choice(text: str, panel: str, *names: str) -> Any:
+    """Declare an option without a metavar: a flag, or an option whose values typer lists."""
+    return typer.Option(*names, help=text, rich_help_panel=panel)
+
+
 Batch = Annotated[int, _number("Batch size, over all processes.", _STEP)]
 Microbatches = Annotated[int | None, _number("Microbatches per batch or group of rows (default: devices + 1).", _STEP)]
 Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16"],
-    typer.Option(help="Data type of the weights; auto: as stored in the model.", rich_help_panel=_STEP),
+    Literal["auto", "float32", "bfloat16"], _choice("Data type of the weights; auto: as stored in the model.", _STEP)
 ]
 OptimDtype = Annotated[
     Literal["float32", "bfloat16", "same"],
-    typer.Option(help="Data type in which AdamW updates weights; same: that of the weights.", rich_help_panel=_STEP),
+    _choice("Data type in which AdamW updates weights; same: that of the weights.", _STEP),
 ]
-
 KeepParameters = Annotated[
-    str,
-    option("GB", "GB of parameters that stay on each device between steps; auto: as many as fit.", _STEP),
+    str, option("GB", "GB of parameters that stay on each device between steps; auto: as many as fit.", _STEP)
 ]
-
 LargeTables = Annotated[
     Literal["auto", "whole", "slices"],
-    typer.Option(
-        help="How embedding and head matrices are copied to a device if they are large. auto: rows of the embedding, "
+    _choice(
+        "How embedding and head matrices are copied to a device if they are large. auto: rows of the embedding, "
         "and slices of a head that does not fit; slices: slices of each; whole: like other weights.",
-        rich_help_panel=_STEP,
+        _STEP,
     ),
 ]
-
 Update = Annotated[
     Literal["masters", "in_place", "in_backward"],
-    typer.Option(
-        help="What AdamW updates. masters: copies of the weights in --optim-dtype; in_place: the weights, converted to "
+    _choice(
+        "What AdamW updates. masters: copies of the weights in --optim-dtype; in_place: the weights, converted to "
         "--optim-dtype; in_backward: as in_place, but during backward, so that each gradient is freed at once (no "
         "--clip, no --accumulate). The results are the same.",
-        rich_help_panel=_STEP,
+        _STEP,
     ),
 ]
-
-
 Quantize = Annotated[
     Literal["none", "nf4", "fp4", "int8"],
     option("KIND", "With --lora: quantize the frozen weights: none, nf4, fp4 (bitsandbytes), int8 (torchao).", _RATE),
 ]
-
-
 QuantizeAware = Annotated[
     Literal["none", "int4", "int8"],
-    typer.Option(
-        help="Train with rounded weights, for yobx-flatten export --quantize keep; --lora is added before rounding.",
-        rich_help_panel=_RATE,
+    _choice(
+        "Train with rounded weights, for yobx-flatten export --quantize keep; --lora is added before rounding.", _RATE
     ),
 ]
-
-
 Host = Annotated[
     str,
     option(
@@ -128,8 +121,7 @@ class ModelOptions:
         ),
     ] = None
     print_config: Annotated[
-        bool,
-        typer.Option("--print-config", help="Print all options and their values as YAML for --config, and exit."),
+        bool, typer.Option("--print-config", help="Print all options and their values as YAML for --config, and exit.")
     ] = False
     json: Annotated[bool, typer.Option("--json", help="Print JSON at the end; all other text goes to stderr.")] = False
 
@@ -166,10 +158,7 @@ class TextOptions:
             _TEXT,
         ),
     ] = None
-    field: Annotated[
-        str,
-        option("NAME", "Name of the field with the text, in JSON and tables.", _TEXT),
-    ] = "text"
+    field: Annotated[str, option("NAME", "Name of the field with the text, in JSON and tables.", _TEXT)] = "text"
     chat: Annotated[
         list[str] | None,
         option(
@@ -180,20 +169,14 @@ class TextOptions:
         ),
     ] = None
     chat_template: Annotated[
-        pathlib.Path | None,
-        option("FILE", "Chat template to use instead of the tokenizer's.", _TEXT),
+        pathlib.Path | None, option("FILE", "Chat template to use instead of the tokenizer's.", _TEXT)
     ] = None
     ignore_fields: Annotated[
-        str | None,
-        option("NAMES", "Fields of conversations to ignore, separated by commas: source,score.", _TEXT),
+        str | None, option("NAMES", "Fields of conversations to ignore, separated by commas: source,score.", _TEXT)
     ] = None
     pack: Annotated[
         bool,
-        typer.Option(
-            "--pack",
-            help="Pack several conversations into each row; no token attends to another conversation.",
-            rich_help_panel=_TEXT,
-        ),
+        _choice("Pack several conversations into each row; no token attends to another conversation.", _TEXT, "--pack"),
     ] = False
     show_rows: Annotated[
         int,
@@ -210,8 +193,7 @@ class TextOptions:
     ] = None
     length: Annotated[int | None, _number("Tokens a row (default: model's limit, at most 512).", _TEXT, least=2)] = None
     eval_share: Annotated[
-        float,
-        option("X", "Share of the rows that are used for evaluation, not training.", _TEXT, min=0.0, max=0.9),
+        float, option("X", "Share of the rows that are used for evaluation, not training.", _TEXT, min=0.0, max=0.9)
     ] = 0.02
 
     def __post_init__(self) -> None:
@@ -225,12 +207,10 @@ class TextOptions:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
     devices: Annotated[
-        str,
-        option("DEVICES", "auto, virtual:N (N devices simulated on the CPU), or cuda:0,cuda:1.", _STEP),
+        str, option("DEVICES", "auto, virtual:N (N devices simulated on the CPU), or cuda:0,cuda:1.", _STEP)
     ] = "auto"
     memory: Annotated[
-        str | None,
-        option("SIZE", "Memory limit of each virtual device, like 200MB (default: none).", _STEP),
+        str | None, option("SIZE", "Memory limit of each virtual device, like 200MB (default: none).", _STEP)
     ] = None
     batch: Batch = 8
     microbatches: Microbatches = None
@@ -243,10 +223,10 @@ class StepOptions:
     dtype: Dtype = "auto"
     unmatched_weights: Annotated[
         Literal["refuse", "unused", "random"],
-        typer.Option(
-            help="If the folder's weights do not fit the model: refuse raises an error; unused ignores weights that "
+        _choice(
+            "If the folder's weights do not fit the model: refuse raises an error; unused ignores weights that "
             "the model lacks; random also initializes weights that the folder lacks.",
-            rich_help_panel=_STEP,
+            _STEP,
         ),
     ] = "refuse"
     optim_dtype: OptimDtype = "float32"
@@ -256,8 +236,7 @@ class StepOptions:
     update: Update = "masters"
 
     def __post_init__(self) -> None:
-        check_host_option(self.host)
-        check_update(self.update, self.host)
+        check_host_option(self.host, self.update)
         if self.update != "masters" and self.replicas is not None:
             raise UserError(f"--update {self.update} trains in one group. Leave --replicas {self.replicas} out")
         if self.steps is not None and self.epochs is not None:
@@ -265,25 +244,6 @@ class StepOptions:
         parse_gigabytes(self.keep_parameters, "--keep-parameters")
         if self.memory is not None:
             parse_bytes(self.memory, "--memory")
-
-    def device_objects(self) -> list[Device]:
-        """Return the devices that ``--devices`` names, with ``--memory`` as the limit of virtual devices."""
-        text = self.devices
-        names = own_devices() if text == "auto" else text if text.startswith("virtual") else text.split(",")
-        try:
-            found = parse_devices(names)
-        except (ConfigError, DeviceError) as error:
-            reason = "torch finds no accelerator here" if isinstance(error, DeviceError) else "it names no device"
-            raise UserError(f"--devices {text}: {reason}. Write auto, virtual:2, or cuda:0,cuda:1") from error
-        if self.memory is not None:
-            for device in found:
-                if not isinstance(device, VirtualDevice):
-                    raise UserError(
-                        f"--memory limits virtual devices, but {device.name} has its own memory. Leave --memory "
-                        "out, or use virtual devices: --devices virtual:2"
-                    )
-                device.memory_limit = parse_bytes(self.memory, "--memory")
-        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -303,18 +263,12 @@ class LearningOptions:
         option("NAME", "How the learning rate decreases after warmup: cosine, linear, constant.", _RATE),
     ] = "cosine"
     weight_decay: Annotated[
-        float,
-        option("X", "Weight decay of matrices; vectors, such as biases and norms, have none.", _RATE, min=0.0),
+        float, option("X", "Weight decay of matrices; vectors, such as biases and norms, have none.", _RATE, min=0.0)
     ] = 0.01
-    clip: Annotated[
-        float,
-        option("X", "Maximum norm of the gradients; 0: no clipping.", _RATE, min=0.0),
-    ] = 1.0
+    clip: Annotated[float, option("X", "Maximum norm of the gradients; 0: no clipping.", _RATE, min=0.0)] = 1.0
     seed: Annotated[int, _number("Random seed of initial weights, row order and dropout.", _RATE, least=0)] = 0
     eval_every: Annotated[int | None, _number("Steps between evaluations (default: one at the end).", _RATE)] = None
-    check: Annotated[
-        bool, typer.Option(help="Compare the pipeline with the original model before training.", rich_help_panel=_RATE)
-    ] = True
+    check: Annotated[bool, _choice("Compare the pipeline with the original model before training.", _RATE)] = True
 
     def __post_init__(self) -> None:
         check_quantize(self.quantize, self.lora)
@@ -327,8 +281,6 @@ class LearningOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileOptions:
-    """Options of ``roundpipe train`` for checkpoints, logs and other files, and for stopped processes."""
-
     timeout: Annotated[
         float,
         option(
@@ -343,9 +295,7 @@ class FileOptions:
     ] = None
     every: Annotated[int | None, _number("Steps between checkpoints (default: only Ctrl-C writes one).", _FILES)] = None
     keep: Annotated[int, _number("Number of checkpoints to keep.", _FILES)] = 3
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume from the last checkpoint, if there is one.", rich_help_panel=_FILES)
-    ] = False
+    resume: Annotated[bool, _choice("Resume from the last checkpoint, if there is one.", _FILES, "--resume")] = False
     metrics: Annotated[pathlib.Path | None, _path("Write a line of JSON for each step and each evaluation.")] = None
     plot: Annotated[pathlib.Path | None, _path("Plot the losses at the end, as .png, .svg or .pdf.")] = None
     report_to: Annotated[
@@ -354,9 +304,7 @@ class FileOptions:
     ] = None
     timeline: Annotated[pathlib.Path | None, _path("Write a timeline of an early step, for roundpipe timeline.")] = None
     log_every: Annotated[int | None, _number("Steps between printed lines if stdout is not a terminal.", _FILES)] = None
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace files that exist.", rich_help_panel=_FILES)
-    ] = False
+    overwrite: Annotated[bool, _choice("Replace files that exist.", _FILES, "--overwrite")] = False
 
     @property
     def writes_last(self) -> bool:
@@ -394,27 +342,37 @@ class FileOptions:
 def settings_of(
     step: StepOptions, learning: LearningOptions, replicas: int | None, report_to: list[str] | None = None
 ) -> Settings:
-    # report_to: additional targets of the Trainer's logs
     names = {field.name for field in dataclasses.fields(Settings)}
     stated = {name: value for name, value in {**vars(step), **vars(learning)}.items() if name in names}
-    read: dict[str, Any] = {
+    stated |= {
         "replicas": replicas,
         "epochs": step.epochs or 1,
-        "devices": step.device_objects(),
+        "devices": _devices(step.devices, step.memory),
         "optim_dtype": dtype_named(step.optim_dtype),
         "keep_parameters": parse_gigabytes(step.keep_parameters, "--keep-parameters"),
         "report_to": tuple(report_to or ()),
     }
-    return Settings(**{**stated, **read})
+    return Settings(**stated)
 
 
-def check_update(update: str, host: str) -> None:
-    if update != "masters" and host != HOST_IN_MEMORY:
-        raise UserError(f"--update {update} needs all weights in memory. Leave --host {host} out")
+def _devices(text: str, memory: str | None) -> list[Device]:
+    names = own_devices() if text == "auto" else text if text.startswith("virtual") else text.split(",")
+    try:
+        found = parse_devices(names)
+    except (ConfigError, DeviceError) as error:
+        reason = "torch finds no accelerator here" if isinstance(error, DeviceError) else "it names no device"
+        raise UserError(f"--devices {text}: {reason}. Write auto, virtual:2, or cuda:0,cuda:1") from error
+    for device in found if memory is not None else ():
+        if not isinstance(device, VirtualDevice):
+            raise UserError(
+                f"--memory limits virtual devices, but {device.name} has its own memory. Leave --memory out, or use "
+                "virtual devices: --devices virtual:2"
+            )
+        device.memory_limit = parse_bytes(memory or "", "--memory")
+    return found
 
 
 def check_quantize(kind: str, lora: str | None) -> None:
-    """Raise an error for ``--quantize`` without ``--lora``, since nothing would be trained."""
     if kind != "none" and lora is None:
         raise UserError(f"--quantize {kind} freezes all weights, so nothing would train. Add adapters: --lora 8")
 
@@ -423,11 +381,13 @@ def few_bits(kind: str) -> FewBits | None:
     return None if kind == "none" else cast("FewBits", kind)
 
 
-def check_host_option(text: str) -> None:
+def check_host_option(host: str, update: str) -> None:
     try:
-        check_host(text)
+        check_host(host)
     except ConfigError as error:
-        raise UserError(f"--host is memory or disk:DIR, found {text!r}") from error
+        raise UserError(f"--host is memory or disk:DIR, found {host!r}") from error
+    if update != "masters" and host != HOST_IN_MEMORY:
+        raise UserError(f"--update {update} needs all weights in memory. Leave --host {host} out")
 
 
 def dtype_named(name: str) -> torch.dtype | None:
@@ -436,10 +396,7 @@ def dtype_named(name: str) -> torch.dtype | None:
 
 
 # All options of a command in a YAML file: ``--config FILE`` reads one, ``--print-config`` writes one.
-
-
-# Options that are not in the file, since they concern the file.
-_OWN = ("config", "print_config")
+_OWN = ("config", "print_config")  # not in the file, since they concern the file
 _LARGEST = 2**20  # bytes
 
 
@@ -447,22 +404,6 @@ def read_config_file(context: typer.Context, path: pathlib.Path | None) -> pathl
     """Use the values in a YAML file as defaults of the options: the callback of ``--config``."""
     if path is None or context.resilient_parsing:
         return path
-    parameters = {one.name: one for one in context.command.params if one.name not in (*_OWN, "help")}
-    given: dict[str, Any] = {}
-    for key, value in _mapping_in(path).items():
-        name = str(key).replace("-", "_")
-        if name not in parameters:
-            meant = meant_option(name, [str(one).replace("_", "-") for one in parameters])
-            raise UserError(f"{path}: there is no option {key}.{meant} All options: roundpipe train --print-config")
-        if value is not None:  # null means the default
-            takes_many = parameters[name].nargs == -1 or getattr(parameters[name], "multiple", False)
-            typed = _as_typed(value, f"{path}: {key}")
-            given[name] = [typed] if takes_many and not isinstance(typed, list) else typed
-    context.default_map = {**(context.default_map or {}), **given}
-    return path
-
-
-def _mapping_in(path: pathlib.Path) -> Mapping[str, Any]:
     require("yaml", purpose="--config", extra="train")
     import yaml  # type: ignore[import-untyped] # its types are a separate package
 
@@ -481,7 +422,19 @@ def _mapping_in(path: pathlib.Path) -> Mapping[str, Any]:
         found = yaml.safe_load(text)
     if not isinstance(found, dict):
         raise UserError(f"--config {path}: expected lines like `batch: 4`, found a {type(found).__name__}")
-    return found
+    parameters = {one.name: one for one in context.command.params if one.name not in (*_OWN, "help")}
+    given: dict[str, Any] = {}
+    for key, value in found.items():
+        name = str(key).replace("-", "_")
+        if name not in parameters:
+            meant = meant_option(name, [str(one).replace("_", "-") for one in parameters])
+            raise UserError(f"{path}: there is no option {key}.{meant} All options: roundpipe train --print-config")
+        if value is not None:  # null means the default
+            takes_many = parameters[name].nargs == -1 or getattr(parameters[name], "multiple", False)
+            typed = _as_typed(value, f"{path}: {key}")
+            given[name] = [typed] if takes_many and not isinstance(typed, list) else typed
+    context.default_map = {**(context.default_map or {}), **given}
+    return path
 
 
 def _as_typed(value: object, place: str) -> Any:
@@ -505,9 +458,6 @@ def format_config(concerns: Iterable[tuple[str, Any]]) -> str:
                 shown = json.dumps(value, default=str, ensure_ascii=False)  # JSON values are valid YAML
                 lines.append(f"{field.name.replace('_', '-')}: {shown}")
     return "\n".join(lines)
-
-
-# Resolve the name of a model on the command line: a folder, a hub name, a configuration, or a model type.
 
 
 def source_of(name: str, *, weights: bool = True) -> ModelSource:

@@ -86,10 +86,10 @@ def test_every_error_has_a_line_and_a_status(error, status, words, capsys, monke
     """Those of the runtime say all that is needed; those that nobody foresaw are named."""
     import roundpipe_runtime.cli.demo as command
 
-    def fail(steps, **options):
+    def fail():
         raise error
 
-    monkeypatch.setattr(command, "run_demo", fail)
+    monkeypatch.setattr(command, "_build", fail)
     assert main(["demo"]) == status
     assert capsys.readouterr().err == words
 

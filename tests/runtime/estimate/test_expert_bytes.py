@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from roundpipe_runtime.cli.plan_output import write_plan
+from roundpipe_runtime.cli.plan import write_plan
 from roundpipe_runtime.engine.parameters import partial_table
 from roundpipe_runtime.estimate.hardware import describe_hardware
 from roundpipe_runtime.estimate.step_plan import MOST_READ, expected_share

@@ -42,7 +42,7 @@ from roundpipe_runtime import (
     wrap_model_to_roundpipe,
 )
 from roundpipe_runtime.estimate import measure_layers
-from roundpipe_runtime.estimate.memory_estimate import device_memory, host_memory
+from roundpipe_runtime.estimate.step_plan import device_memory, host_memory
 
 LAYERS, ROWS, TINY = 48, 32, 64
 MMAP_THRESHOLD = 2**20

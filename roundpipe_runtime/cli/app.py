@@ -38,7 +38,6 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _all_commands(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
@@ -51,6 +50,7 @@ def _all_commands(
     """
 
 
+app.callback()(_all_commands)
 reflow_help(app)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from .hardware import Hardware, describe_hardware, load_machine, save_machine
 from .layer_footprint import LayerFootprint, measure_layers
-from .memory_estimate import DeviceMemory, HostMemory
-from .step_plan import StepPlan, expected_share, step_plan
-from .step_simulation import DiskUse, StepSimulation, simulate
+from .report import DiskUse, StepSimulation, simulate
+from .step_plan import DeviceMemory, HostMemory, StepPlan, expected_share, step_plan
 
 __all__ = [
     "DeviceMemory",

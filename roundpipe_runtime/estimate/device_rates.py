@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import time
@@ -16,14 +17,9 @@ from ..engine.config import RoundPipeRunConfig
 from ..pipeline import RoundPipe
 from ..schedule.plan import ModelExecutePlan
 
-_BYTES_OF_PARAMETER = 2
-
-# Bytes of a copy that is measured, and rows of a matrix.
-_COPIED = 256 * 2**20
-_ROWS = 8192
-
-# Number of measurements, of which the fastest counts.
-_REPEATS = 3
+_COPIED = 256 * 2**20  # bytes of a copy that is measured
+_ROWS = 8192  # rows and columns of a matrix
+_REPEATS = 3  # number of measurements, of which the fastest counts
 
 Work: TypeAlias = "tuple[torch.Stream, Callable[[], object]]"
 
@@ -43,22 +39,18 @@ class DeviceRates:
     def tokens_to_hide_transfers(self) -> float:
         """Return the number of tokens per step above which a forward takes longer than the upload of its parameters.
 
-        A forward takes two operations per token and parameter; each parameter has 16 bits and is uploaded once per
-        step.
-
         >>> rates = DeviceRates(50e9, 50e9, 1e11, 8e9, 8e9, 500e12, 1.0, 1.0)
         >>> rates.tokens_to_hide_transfers()
         10000.0
         """
-        return _BYTES_OF_PARAMETER * self.flops / (2 * self.up)
+        # two operations per token and parameter; each parameter has two bytes and is uploaded once per step
+        return 2 * self.flops / (2 * self.up)
 
 
 def measure_device(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, nbytes: int = _COPIED, rows: int = _ROWS
 ) -> DeviceRates:
     """Measure the copy rates and matrix products of an accelerator, in about a second."""
-    # dtype: dtype of the matrices. Default: bfloat16.
-    # rows: rows and columns of the matrices. Default: 8,192.
     uploads, downloads, compute = (torch.Stream(device) for _ in range(3))
     pinned = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     pageable = torch.zeros(nbytes, dtype=torch.uint8)
@@ -111,8 +103,7 @@ def _once(device: torch.device, works: tuple[Work, ...]) -> float:
     return max(float(begin.elapsed_time(end)) / 1e3, 1e-9)
 
 
-# Measure the interpreter's cost of calling a layer.
-
+# -- the interpreter's cost of calling a layer, and the disk -----------------------------------------------------------
 
 _LAYERS, _MICROBATCHES, _WIDTH = 16, 4, 8
 _CALLS = 5
@@ -138,20 +129,17 @@ def call_seconds() -> float:
         pipe.forward_backward((inputs,), loss_fn=lambda outputs, _: outputs.square().mean())
         pipe.zero_grad()
 
-    try:
-        beyond = _least(pipeline) - _least(alone)
-    finally:
-        pipe.close()
+    def least(work: Callable[[], None]) -> float:
+        found = []
+        for _ in range(_CALLS + 1):
+            start = time.process_time()
+            work()
+            found.append(time.process_time() - start)
+        return min(found[1:])
+
+    with contextlib.closing(pipe):
+        beyond = least(pipeline) - least(alone)
     return max(0.0, beyond) / (_LAYERS * _MICROBATCHES)
-
-
-def _least(work: Callable[[], None]) -> float:
-    found = []
-    for _ in range(_CALLS + 1):
-        start = time.process_time()
-        work()
-        found.append(time.process_time() - start)
-    return min(found[1:])
 
 
 _PIECE = 32 * 2**20  # bytes that are read or written at a time
@@ -167,7 +155,7 @@ class DiskRates(NamedTuple):
 def measure_disk(folder: pathlib.Path) -> DiskRates:
     """Measure the rates of a disk, in about a second, with up to 1 GB of temporary data."""
     memory = DiskMemory(folder.absolute(), together=_PIECE)
-    try:
+    with contextlib.closing(memory):
         source = torch.randint(0, 256, (_PIECE,), dtype=torch.uint8)  # a disk may compress zeros
         pieces: list[torch.Tensor] = []
         start = time.perf_counter()
@@ -181,6 +169,4 @@ def measure_disk(folder: pathlib.Path) -> DiskRates:
             memory.fetch([piece]).result()
             memory.leave([piece], written=False)
         read = time.perf_counter() - start
-    finally:
-        memory.close()
     return DiskRates(len(pieces) * _PIECE / read, len(pieces) * _PIECE / written)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -44,7 +45,6 @@ class Footprint(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count the given tensors, which existed before the measurement."""
         for tensor in tensors:
             self._note(tensor, counted=False)
 
@@ -113,37 +113,22 @@ def _grouped(args: Any) -> int:
     return 2 * first.numel() * second[-1] // (first[0] if len(second) == 2 else 1)
 
 
-def _attention(args: Any) -> int:
-    query, key, value = (arg.shape for arg in args[:3])
-    groups = query[1] // key[1]
-    count: int = sdpa_flop_count(query, _repeated(key, groups), _repeated(value, groups))
-    return count
+def _attention(args: Any, count: Callable[..., int] = sdpa_flop_count) -> int:
+    *gradient, query, key, value = (arg.shape for arg in args)
+    groups = query[1] // key[1]  # several heads of the query may share a head of the key
+    return count(*gradient, query, *((shape[0], shape[1] * groups, *shape[2:]) for shape in (key, value)))
 
 
-def _attention_backward(args: Any) -> int:
-    gradient, query, key, value = (arg.shape for arg in args[:4])
-    groups = query[1] // key[1]
-    count: int = sdpa_backward_flop_count(gradient, query, _repeated(key, groups), _repeated(value, groups))
-    return count
-
-
-def _repeated(shape: torch.Size, groups: int) -> tuple[int, ...]:
-    return (shape[0], shape[1] * groups, *shape[2:])
-
-
-def _product_of_four_bits(args: Any) -> int:
-    rows, (outputs, _) = args[0], args[2]  # args[2]: shape of the 4-bit matrix
-    return 2 * int(rows.numel()) * int(outputs)
-
-
-# Operators of other libraries, by name, so that no library is imported.
-_OF_OTHERS = {"bitsandbytes.gemm_4bit": _product_of_four_bits}
+# Operators of other libraries, by name, so that no library is imported. The third argument is the matrix's shape.
+_OF_OTHERS = {"bitsandbytes.gemm_4bit": lambda args: 2 * int(args[0].numel()) * int(args[2][0])}
 
 # Operators that torch's counter does not know.
-_OWN = {
+_OWN: dict[Any, Callable[[Any], int]] = {
     _ATEN._grouped_mm: _grouped,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda args: _attention(args[:3]),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda args: _attention(
+        args[:4], sdpa_backward_flop_count
+    ),
 }
 
 
@@ -209,16 +194,35 @@ class _Attention(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
+    """Computes on ``meta`` once for each form of the arguments; later results have the same shape, stride and dtype.
+
+    Results are cached only for torch operations that return one new tensor, not for views or in-place operations.
+    """
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch does not annotate it
-        self._results = MetaResults()
+        self._known: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is _ATEN._grouped_mm.default and args[0].is_meta:
-            return _meta_grouped(*args, **(kwargs or {}))
+            return _meta_grouped(*args, **kwargs)
         if func is _ATEN._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             return True
-        return self._results.call(func, args, kwargs or {}, func)
+        if not _makes_new(func):
+            return func(*args, **kwargs)
+        try:
+            key = (func, *map(_form, args), *((name, _form(value)) for name, value in kwargs.items()))
+            known = self._known.get(key)
+        except TypeError:  # an argument without a hash, or an unusual tensor
+            return func(*args, **kwargs)
+        if known is not None:
+            size, stride, dtype = known
+            return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        out = func(*args, **kwargs)
+        if _is_new(out, [*args, *kwargs.values()]):
+            self._known[key] = (out.shape, out.stride(), out.dtype)
+        return out
 
 
 def _meta_grouped(
@@ -236,47 +240,7 @@ def _meta_grouped(
     return first.new_empty(*groups, rows, columns, dtype=out_dtype or first.dtype)
 
 
-# Compute the result of an operation on ``meta`` once for each form of its arguments.
-
-
-class MetaResults:
-    """A cache of the shapes, strides and dtypes that operations on ``meta`` tensors return, by their arguments.
-
-    Results are cached only for torch operations that return one new tensor, not for views or in-place operations.
-
-    >>> results = MetaResults()
-    >>> one, two = torch.empty(2, 3, device="meta"), torch.empty(3, 5, device="meta")
-    >>> results.call(torch.ops.aten.mm.default, (one, two), {}, torch.mm).shape
-    torch.Size([2, 5])
-    >>> results.call(torch.ops.aten.mm.default, (one, two), {}, None).shape
-    torch.Size([2, 5])
-    """
-
-    def __init__(self) -> None:
-        self._makes_new: dict[Any, bool] = {}
-        self._known: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
-
-    def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], compute: Callable[..., Any]) -> Any:
-        # compute: function that runs the operation if its result is not in the cache
-        makes_new = self._makes_new.get(func)
-        if makes_new is None:
-            makes_new = self._makes_new[func] = _makes_new(func)
-        if not makes_new:
-            return compute(*args, **kwargs)
-        try:
-            key = (func, *map(_form, args), *((name, _form(value)) for name, value in kwargs.items()))
-            known = self._known.get(key)
-        except TypeError:  # an argument without a hash, or an unusual tensor
-            return compute(*args, **kwargs)
-        if known is not None:
-            size, stride, dtype = known
-            return torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        out = compute(*args, **kwargs)
-        if _is_new(out, [*args, *kwargs.values()]):
-            self._known[key] = (out.shape, out.stride(), out.dtype)
-        return out
-
-
+@functools.cache
 def _makes_new(func: Any) -> bool:
     """Return whether, by its schema, an operation returns one tensor that shares no memory with an argument."""
     schema = func._schema
@@ -290,9 +254,8 @@ def _makes_new(func: Any) -> bool:
 
 def _form(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        if not (type(value) in (torch.Tensor, nn.Parameter) and value.is_meta and value.layout == torch.strided):
-            raise TypeError
-        if value.dtype.is_complex:  # it may be a lazy conjugate
+        is_usual = type(value) in (torch.Tensor, nn.Parameter) and value.is_meta and value.layout == torch.strided
+        if not is_usual or value.dtype.is_complex:  # it may be a lazy conjugate
             raise TypeError
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (list, tuple)):
@@ -300,22 +263,14 @@ def _form(value: Any) -> Hashable:
     return type(value), value  # 1 and 1.0 are equal, and promote to different dtypes
 
 
-def _is_new(out: torch.Tensor, given: Sequence[Any]) -> bool:
+def _is_new(out: torch.Tensor, given: list[Any]) -> bool:
     """Return whether a result uses all of its storage, and shares the storage with no argument."""
     if not (type(out) is torch.Tensor and out.is_meta and out.layout == torch.strided) or out.dtype.is_complex:
         return False
-    storage = out.untyped_storage()
+    storage, tensors = out.untyped_storage(), [one for one in pytree.tree_leaves(given) if torch.is_tensor(one)]
     alike = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
     return (
         out.storage_offset() == 0
         and storage.nbytes() == alike.untyped_storage().nbytes()
-        and all(storage._cdata != tensor.untyped_storage()._cdata for tensor in _tensors(given))
+        and all(storage._cdata != tensor.untyped_storage()._cdata for tensor in tensors)
     )
-
-
-def _tensors(given: Sequence[Any]) -> Iterator[torch.Tensor]:
-    for value in given:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)

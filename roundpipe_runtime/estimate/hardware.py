@@ -128,18 +128,17 @@ def device_names(devices: str | None = None) -> tuple[str, ...]:
     """Return the names of the single devices, such as ``cuda:0``, which need not exist on this machine."""
     if devices is None or devices.startswith("virtual"):
         found = parse_devices(devices)
-        names = tuple(device.name for device in found)
         for device in found:
             device.close()
-        return names
+        return tuple(device.name for device in found)
     names = tuple(name.strip() for name in devices.split(","))
     for name in names:
-        if not re.fullmatch(r"[a-z]+(:\d+)?", name) or name.split(":")[0] in ("cpu", "meta"):
-            raise ConfigError(f"{name!r} names no device. Use 'virtual:2', or 'cuda:0,cuda:1'.")
         try:
-            torch.device(name)
-        except RuntimeError as error:
-            raise ConfigError(f"{name!r} names no device. Use 'virtual:2', or 'cuda:0,cuda:1'.") from error
+            is_device = re.fullmatch(r"[a-z]+(:\d+)?", name) and torch.device(name).type not in ("cpu", "meta")
+        except RuntimeError:
+            is_device = False
+        if not is_device:
+            raise ConfigError(f"{name!r} names no device. Use 'virtual:2', or 'cuda:0,cuda:1'.")
     if len(set(names)) < len(names):
         raise ConfigError(f"{devices!r} names a device twice.")
     return names
@@ -171,13 +170,10 @@ def copy_rate(device: torch.device) -> float:
 
 def host_memory_rate() -> float:
     """Measure the bytes per second that the host reads and writes in total while it copies memory."""
-    source = torch.zeros(_COPIED, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2 * _COPIED / _seconds(lambda: target.copy_(source), torch.device("cpu"))
+    return 2 * copy_rate(torch.device("cpu"))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-
     def timed() -> float:
         start = time.perf_counter()
         work()
@@ -251,14 +247,14 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
         OSError: the file cannot be read.
     """
     name = os.fspath(path)
-    content = read_document(
-        pathlib.Path(path), dict[str, Any], failure=ConfigError, remedy=_remedy(name), kind="machine profile"
-    )
+    remedy = f"To measure this machine:\n    roundpipe doctor --machine {name}"
+    how: Any = {"failure": ConfigError, "remedy": remedy, "kind": "machine profile"}
+    content = read_document(pathlib.Path(path), dict[str, Any], **how)
     missing = [key for key in _REQUIRED if key not in content]
     unknown = sorted(set(content) - {field.name for field in dataclasses.fields(Hardware)})
     if missing or unknown:
         what = f"{missing[0]} is missing" if missing else f"{unknown[0]} is an unknown entry"
-        raise ConfigError(f"{name} is not a machine profile: {what}. {_remedy(name)}")
+        raise ConfigError(f"{name} is not a machine profile: {what}. {remedy}")
     names = content["names"]
     if not isinstance(names, list) or not names or not all(isinstance(one, str) and one for one in names):
         raise ConfigError(f'{name}: names must be a list of devices, like ["cuda:0"], found {names!r}.')
@@ -276,17 +272,5 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
         raise ConfigError(f'{name}: origin must be like {{"flops": "measured"}}, found {stated!r}.')
     whole = {key: int(content[key]) if content.get(key) is not None else None for key in ("memory", "host")}
     origin = {key: "given" if content.get(key) else "unknown" for key in ("flops", "link", "memory")}
-    return Hardware(
-        **{
-            **content,
-            **whole,
-            "names": tuple(names),
-            "kind": kind or device_kind(tuple(names)),
-            "call": content.get("call") or 0.0,
-            "origin": stated or origin,
-        }
-    )
-
-
-def _remedy(name: str) -> str:
-    return f"To measure this machine:\n    roundpipe doctor --machine {name}"
+    content |= {"names": tuple(names), "kind": kind or device_kind(tuple(names)), "origin": stated or origin}
+    return Hardware(**{**content, **whole, "call": content.get("call") or 0.0})

@@ -127,9 +127,11 @@ def measure_layers(
     given = Values(structure, tensors, [False] * len(tensors))
     with device_kernels(kind), torch.enable_grad():
         for index, one in enumerate(contents):
-            call: Callable[[Any], Any] = functools.partial(_invoke, one.module, index)
+            call: Callable[[Any], Any] = one.module
             if last_call is not None and index == len(contents) - 1:
                 call = functools.partial(last_call, one.module)
+            elif index == 0:  # as in a stage: the first layer has the arguments of the model
+                call = functools.partial(_call_first, one.module)
             if index < start:
                 _, given = _called(one, call, given)
                 continue
@@ -140,11 +142,9 @@ def measure_layers(
     return found
 
 
-def _invoke(module: nn.Module, index: int, value: Any) -> Any:
-    if index == 0:  # as in a stage: the first layer has the arguments of the model
-        args, kwargs = value
-        return module(*args, **kwargs)
-    return module(value)
+def _call_first(module: nn.Module, value: Any) -> Any:
+    args, kwargs = value
+    return module(*args, **kwargs)
 
 
 def _called(contents: LayerContents, call: Callable[[Any], Any], given: Values) -> tuple[LayerGraph, Values]:
@@ -219,9 +219,6 @@ def _measure(
     for parameter in trained:
         parameter.grad = None
     return footprint, results
-
-
-# Stand in for large tables while layers are measured on ``meta``, and count the bytes of the copied parts.
 
 
 class Parts:

@@ -1,32 +1,273 @@
-"""Report the memory and the step time of a training before anything is allocated."""
+"""Simulate a training step, and report its time and memory before anything is allocated.
+
+:func:`roundpipe_runtime.schedule.simulate` simulates the schedule, with the loads of the stages from this module.
+"""
+
+# a step                forward and backward of all microbatches | optimizer
+# is_async="exact"      optimizer | backward                           or the run alone, whichever is longer
+# a state on a disk     each part takes at least as long as the disk needs for its bytes
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
+from ..engine.config import RoundPipeRunConfig
 from ..engine.planner import FOR_PARAMETERS, guessed_costs
-from ..errors import PlanError
+from ..errors import ConfigError, PlanError
 from ..optim.layer_contents import TableRule, scan
 from ..optim.parameters import Update
 from ..schedule.costs import LayerCost
 from ..schedule.partitioning import CLEAR_GAIN
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import RoundRobin, Stage
-from ..schedule.simulation import Simulation, StageLoad
+from ..schedule.simulation import Machine, Simulation, StageLoad
 from ..schedule.simulation import simulate as simulate_schedule
 from .hardware import Hardware
 from .layer_footprint import LayerFootprint
-from .memory_estimate import DeviceMemory, HostMemory
-from .step_plan import StepPlan, step_plan
-from .step_simulation import DiskUse, StepSimulation, machine_of, simulate
+from .step_plan import DeviceMemory, HostMemory, StepPlan, device_memory, room_to_keep, stage_loads, step_plan
 
 # Seconds for a stage without matrix products: a small value that orders the plan but does not change sums.
 _NEXT_TO_NOTHING = 1e-7
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepSimulation:
+    """A simulated training step.
+
+    Attributes:
+        seconds: seconds from the start of a step to the start of the next step.
+        run: simulated forward and backward, with bytes of each link and every stage's times.
+        unhindered: simulation of the step if copies and the optimizer took no time.
+        loads: time and traffic of each stage, in the order of dispatch.
+        optimizer_seconds: time of AdamW on the host.
+        exposed_optimizer: seconds of the optimizer in which the devices wait.
+        device_memory: peak memory of each device.
+        host_memory: host memory that the training needs, by purpose.
+        stays: whether layers stay on a device from their forward to their backward.
+        keep_parameters: GB of each device for parameters that stay from step to step, or ``"auto"``.
+        tokens: tokens of the step.
+        busy: seconds in which each resource is busy, as the mean of all devices: ``"compute"``,
+            ``"link up"``, ``"link down"``, ``"interpreter"``, ``"optimizer"``, ``"disk"`` if the state is on a disk.
+        disk: bytes that the step stores, reads and writes on a disk; ``None`` if the state is in memory.
+    """
+
+    seconds: float
+    run: Simulation
+    unhindered: Simulation
+    loads: Sequence[StageLoad]
+    optimizer_seconds: float
+    exposed_optimizer: float
+    device_memory: list[DeviceMemory]
+    host_memory: HostMemory
+    stays: bool
+    keep_parameters: float | Literal["auto"]
+    tokens: int
+    busy: Mapping[str, float]
+    disk: DiskUse | None = None
+
+    @property
+    def bottleneck(self) -> str:
+        """The resource that limits the speed of the step: a key of ``busy``."""
+        return max(self.busy, key=lambda name: self.busy[name])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Number of tokens per second that the simulated training processes."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def bubbles(self) -> dict[str, float]:
+        """Shares of a step's time in which devices do not compute, by cause, such as ``"transfer"``.
+
+        ``"transfer"`` is the share of time in which devices wait for copies, ``"optimizer"`` for the optimizer.
+        ``"dependency"`` is the filling and draining of the pipeline, and waiting for longer stages.
+        """
+        whole = self.seconds or 1.0
+        transfer = max(0.0, self.seconds - self.exposed_optimizer - self.unhindered.time) / whole
+        optimizer = self.exposed_optimizer / whole
+        computed = self.run.utilisation * self.run.time / whole
+        dependency = max(0.0, 1.0 - transfer - optimizer - computed)
+        return {"transfer": transfer, "optimizer": optimizer, "dependency": dependency}
+
+
+def simulate(
+    plan: StepPlan,
+    machine: Hardware,
+    *,
+    is_async: Literal[False, True, "exact"] = False,
+    stays: bool | None = None,
+    keep_parameters: float | Literal["auto"] = 0,
+    host: Literal["memory", "disk"] = "memory",
+) -> StepSimulation:
+    """Simulate a training step on a machine, and return times and the bottleneck.
+
+    Args:
+        plan: training step, from :func:`step_plan`, or ``step`` of a :class:`PlanReport`.
+        machine: devices and host, from :func:`describe_hardware` or :func:`load_machine`.
+        is_async: when the optimizer updates the weights, as in ``RoundPipe.step``: after the backward (``False``),
+            layer by layer in the next step (``"exact"``), or in the next step, which uses old weights (``True``).
+        stays: whether layers stay on a device from their forward to their backward (default: if the device has enough
+            memory).
+        keep_parameters: GB of each device for parameters that stay from step to step, as in :class:`RoundPipeRunConfig`
+            (default: 0). Frozen parameters that stay there are not copied in a step.
+        host: where the training state is; ``"disk"`` as with ``RoundPipe(host="disk:DIR")``, including the reads that
+            the clipping of gradients needs (default: ``"memory"``).
+
+    Returns:
+        The simulated step.
+
+    Raises:
+        ConfigError: ``keep_parameters`` has an invalid value, or the rates of the disk are not known.
+
+    >>> import torch
+    >>> from roundpipe_runtime import ModelExecutePlan
+    >>> from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, bias=False, device="meta") for _ in range(3)])
+    >>> layers = measure_layers(list(model), (torch.empty(512, 4096, device="meta"),))
+    >>> plan = ModelExecutePlan([range(2)], [range(2, 3), range(1, 2), range(1)])
+    >>> machine = Hardware(("cuda:0",), "cuda", 10e12, 10e9, 2**30, 2**36, 20e9, {})
+    >>> found = simulate(step_plan(plan, layers, model, num_microbatch=2, tokens=1024), machine)
+    >>> found.bottleneck, round(found.busy["optimizer"] / found.busy["compute"], 2)
+    ('optimizer', 2.05)
+    """
+    plan = plan.on(len(machine.names))
+    if stays is None:
+        whole = sum(layer.param_bytes + layer.grad_bytes for layer in plan.layers)
+        fits = machine.memory is None or whole <= FOR_PARAMETERS * machine.memory
+        # virtual devices without a limit use host memory, which holds a few layers of a state on a disk
+        stays = fits and not (host == "disk" and machine.is_virtual and not machine.memory)
+    RoundPipeRunConfig(keep_parameters=keep_parameters)  # raises if the value is invalid
+    room = room_to_keep(keep_parameters, plan.stages, plan.layers, machine.memory, fits=stays)
+    loads = stage_loads(plan, machine, stays=stays, room_to_keep=room)
+    run = simulate_schedule(loads, machine_of(machine, linked=True), plan.num_microbatch)
+    optimizer, disk, needed = plan.optimizer_bytes / machine.host_rate, None, 0.0
+    if host == "disk":
+        if machine.disk_read is None or machine.disk_write is None:
+            raise ConfigError(
+                "How fast the disk reads and writes is not known. Measure the disk:\n"
+                "    roundpipe doctor --disk DIR --machine FILE"
+            )
+        disk = disk_use(plan, loads)
+        needed = disk.seconds(machine, disk.read_in_run, disk.written_in_run)
+        optimizer = max(optimizer, disk.seconds(machine, disk.read_in_step, disk.written_in_step))
+        optimizer += disk.seconds(machine, disk.read_for_norm, 0)
+    alone = max(run.time, needed)
+    # the forward reads the last layer after the update of all layers, so only the backward follows the optimizer
+    forward = [one.end for one in run.steps if plan.stages[one.step.stage].kind == "forward"]
+    exact = max(alone, optimizer + run.time - max(forward, default=0.0))
+    seconds = {False: alone + optimizer, True: max(alone, optimizer), "exact": exact}[is_async]
+    return StepSimulation(
+        seconds=seconds,
+        run=run,
+        loads=loads,
+        unhindered=simulate_schedule(loads, machine_of(machine, linked=False), plan.num_microbatch),
+        optimizer_seconds=optimizer,
+        exposed_optimizer=seconds - alone,
+        device_memory=device_memory(
+            plan.stages,
+            RoundRobin(len(machine.names)).assign(len(plan.stages)),
+            plan.layers,
+            plan.num_microbatch,
+            stays=stays,
+            prefetches=not machine.is_virtual,
+            room_to_keep=room,
+        ),
+        host_memory=plan.host_memory,
+        stays=stays,
+        keep_parameters=keep_parameters,
+        tokens=plan.tokens,
+        busy=_busy(plan, loads, machine, disk),
+        disk=disk,
+    )
+
+
+def machine_of(machine: Hardware, *, linked: bool) -> Machine:
+    """Return the machine for the simulation of a schedule; with ``linked=False``, copies take no time."""
+    how: Any = {"link": machine.link, "down": machine.down} if linked else {}
+    return Machine(len(machine.names), overlaps=not machine.is_virtual, **how)
+
+
+def _busy(plan: StepPlan, loads: Sequence[StageLoad], machine: Hardware, disk: DiskUse | None) -> dict[str, float]:
+    """Return the seconds in which each resource is busy, as the mean over all devices."""
+    devices, without_calls = len(machine.names), dataclasses.replace(machine, call=0.0)
+    computed, up, down = 0.0, 0, 0
+    for stage, load in zip(plan.stages, loads, strict=True):
+        count = len(stage.microbatches(plan.num_microbatch))  # a copy of the last stage runs some of them
+        # the other copies send the gradients of each microbatch down, and the last copy receives them
+        share = 0 if stage.is_last_copy else count * load.share
+        computed += count * plan.seconds(stage, without_calls)
+        up += load.upload + count * load.inputs + share
+        down += (load.download if load.copy in (None, load.copies - 1) else 0) + count * load.outputs + share
+    found = {
+        "compute": computed / devices,
+        "link up": up / machine.link / devices,
+        "link down": down / (machine.down or machine.link) / devices,
+        "interpreter": len(plan.layers) * plan.num_microbatch * machine.call,  # one for all devices
+        "optimizer": plan.optimizer_bytes / machine.host_rate,
+    }
+    if disk is not None:
+        found["disk"] = disk.seconds(machine, disk.read, disk.written)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DiskUse:
+    """The bytes that a training step stores on, reads from and writes to a disk."""
+
+    nbytes: int  # parameters, gradients, master weights and optimizer state, which are on the disk
+    resident: int  # bytes in host memory: a few layers, and activations
+    read_in_run: int  # parameters, for the forward and again for the backward
+    written_in_run: int  # gradients
+    read_for_norm: int  # gradients, for the norm to which they are clipped
+    read_in_step: int  # complete state of the parameters that train
+    written_in_step: int  # the same without gradients
+
+    @property
+    def read(self) -> int:
+        """Number of bytes that a training step reads from the disk."""
+        return self.read_in_run + self.read_for_norm + self.read_in_step
+
+    @property
+    def written(self) -> int:
+        """Number of bytes that a training step writes to the disk."""
+        return self.written_in_run + self.written_in_step
+
+    def seconds(self, machine: Hardware, read: int, written: int) -> float:
+        """Return the seconds that the disk needs for the bytes of a step if it reads and writes at the same time.
+
+        Args:
+            machine: devices and host, with the rates of the disk.
+            read: bytes that the disk reads in a step.
+            written: bytes that the disk writes in a step.
+        """
+        return max(read / (machine.disk_read or math.inf), written / (machine.disk_write or math.inf))
+
+
+def disk_use(plan: StepPlan, loads: Sequence[StageLoad]) -> DiskUse:
+    host, layers = plan.host_memory, plan.layers
+    trained = sum(layer.trained_bytes for layer in layers)
+    stepped = trained + host.masters + host.optimizer
+    kept = host.masters + host.optimizer + host.gradients
+    whole = sum(layer.grad_bytes for layer in layers) or 1
+    largest = max((int(layer.trained_bytes + layer.grad_bytes / whole * kept) for layer in layers), default=0)
+    return DiskUse(
+        nbytes=host.total - host.activations,
+        resident=2 * largest + host.activations,  # the current layer and the next layer are in memory
+        read_in_run=sum(load.upload for load in loads),
+        written_in_run=sum(load.download for load in loads),
+        read_for_norm=host.gradients,
+        read_in_step=stepped + host.gradients,
+        written_in_step=stepped,
+    )
+
+
+# -- the report of a plan --------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,18 +295,10 @@ class PlanReport:
         is_async: Literal[False, True, "exact"] = False,
         keep_parameters: float | Literal["auto"] | None = None,
     ) -> StepSimulation:
-        # step: training step. Default: the one of this plan.
-        # is_async: when the optimizer runs, as in `RoundPipe.step`. Default: after the run.
-        # keep_parameters: parameters that stay on devices between steps. Default: those of this plan.
+        host: Literal["memory", "disk"] = "memory" if self.disk is None else "disk"
         keep = self.simulated.keep_parameters if keep_parameters is None else keep_parameters
-        return simulate(
-            step or self.step,
-            self.hardware,
-            is_async=is_async,
-            stays=self.simulated.stays,
-            keep_parameters=keep,
-            host="memory" if self.disk is None else "disk",
-        )
+        how: Any = {"stays": self.simulated.stays, "keep_parameters": keep, "host": host}
+        return simulate(step or self.step, self.hardware, is_async=is_async, **how)
 
     @property
     def disk(self) -> DiskUse | None:
@@ -117,16 +350,11 @@ def plan_report(
     host: Literal["memory", "disk"] = "memory",
     update: Update = "masters",
 ) -> PlanReport:
-    # model: the model whose parameters the host holds; they can be on `meta`
     # layers: footprint of each layer for one microbatch
-    # optim_dtype: dtype of the optimizer. Default: the dtype of each parameter.
     # last_stage_copies: number of devices that run the last layer, each on some of the microbatches. `"auto"`: the
-    # smallest number with which the simulated step is about as fast as possible. Default: 1.
-    # keep_parameters: parameters that stay on devices between steps, as in `RoundPipeRunConfig`. Default: 0.
-    # rule: which tables are copied in parts, in the layers as they were measured. Default: none.
-    # least_rule: the same with the least memory that a device may have. Default: `rule`.
-    # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
-    # update: what the optimizer updates, and when, as in `RoundPipe`. Default: `"masters"`.
+    # smallest number with which the simulated step is about as fast as possible.
+    # rule: which tables are copied in parts, in the layers as they were measured; least_rule: the same with the least
+    # memory that a device may have
     rule = rule or TableRule()
 
     def sums_in(parameter: nn.Parameter) -> torch.dtype:
@@ -149,9 +377,13 @@ def plan_report(
     steps = [step_plan(plan, layers, model, **how) for plan in plans]
     stays = limit is None or sum(cost.param_bytes + cost.grad_bytes for cost in costs) <= limit
     simulated = [simulate(step, hardware, stays=stays, keep_parameters=keep_parameters, host=host) for step in steps]
-    best = _fewest_copies(simulated, hardware.memory)
-    step = steps[best]
-    loads = simulated[best].loads
+    # the fewest copies of the last stage that fit the memory and are about as fast as the fastest
+    peaks = [max(device.total for device in one.device_memory) for one in simulated]
+    memory = hardware.memory
+    fitting = [number for number, peak in enumerate(peaks) if memory is None or peak <= memory] or [0]
+    fastest = min(simulated[number].seconds for number in fitting)
+    best = next(number for number in fitting if simulated[number].seconds * (1 - CLEAR_GAIN) <= fastest)
+    step, loads = steps[best], simulated[best].loads
     forward = [load for stage, load in zip(step.stages, loads, strict=True) if stage.kind == "forward"]
     return PlanReport(
         step=step,
@@ -175,51 +407,33 @@ def _plans(
     num_microbatch: int,
 ) -> tuple[list[ModelExecutePlan], str]:
     """Return an execution plan for each number of copies of the last stage, and the error if no plan fits in memory."""
+
+    def plan(copies: int, limit: float | None) -> ModelExecutePlan:  # as the runtime plans from layer times
+        found = ModelExecutePlan.auto(
+            "fused",
+            costs,
+            min_stages=len(hardware.names),
+            model_memory_limit=None if limit is None else limit / 1e9,
+            last_stage_copies=copies,
+            num_microbatch=None if copies == 1 else num_microbatch,
+        )
+        return cast(ModelExecutePlan, found)
+
     too_large = ""
     try:
-        _plan(costs, hardware, limit, 1, num_microbatch)
+        plan(1, limit)
     except PlanError as error:
         too_large, limit = str(error), None
     most = min(len(hardware.names), num_microbatch)
     numbers = range(1, most + 1) if last_stage_copies == "auto" else [last_stage_copies]
-    return [_plan(costs, hardware, limit, number, num_microbatch) for number in numbers], too_large
-
-
-def _plan(
-    costs: list[LayerCost], hardware: Hardware, limit: float | None, copies: int, num_microbatch: int
-) -> ModelExecutePlan:
-    """Return the execution plan that the runtime makes from the given layer times."""
-    found = ModelExecutePlan.auto(
-        "fused",
-        costs,
-        min_stages=len(hardware.names),
-        model_memory_limit=None if limit is None else limit / 1e9,
-        last_stage_copies=copies,
-        num_microbatch=None if copies == 1 else num_microbatch,
-    )
-    return cast(ModelExecutePlan, found)
-
-
-def _fewest_copies(simulated: Sequence[StepSimulation], memory: int | None) -> int:
-    """Return the index of the first simulated step that fits the memory and is about as fast as the fastest step."""
-    peaks = [max(device.total for device in one.device_memory) for one in simulated]
-    fitting = [number for number, peak in enumerate(peaks) if memory is None or peak <= memory] or [0]
-    least = min(simulated[number].seconds for number in fitting)
-    return next(number for number in fitting if simulated[number].seconds * (1 - CLEAR_GAIN) <= least)
+    return [plan(number, limit) for number in numbers], too_large
 
 
 def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware) -> float:
-    """Return the number of tokens per step for which computing takes as long as copying parameters and gradients.
-
-    The compute time of a stage grows with the tokens; the time to copy parameters and gradients does not.
-    """
-    compute = sum(load.compute for load in loads)
-    down = machine.down or machine.link
+    """Return the number of tokens per step for which computing takes as long as copying parameters and gradients."""
+    compute, down = sum(load.compute for load in loads), machine.down or machine.link
     copies = max(sum(load.upload for load in loads) / machine.link, sum(load.download for load in loads) / down)
     return tokens * copies / compute if compute else 0.0
-
-
-# Estimate what a frozen reference model adds to a training step: weights on the host, and a forward before it.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -234,8 +448,7 @@ def with_reference(
     report: PlanReport, tensors: Iterable[torch.Tensor], *, shares_weights: bool
 ) -> tuple[PlanReport, Reference]:
     """Add the cost of a frozen reference model of the same size to a report; return the report and the cost."""
-    # tensors: parameters and buffers of the model; those of the reference have the same sizes
-    # shares_weights: whether the reference is the model without its adapters
+    # tensors: parameters and buffers of the model; shares_weights: whether the reference is the model without adapters
     size = 0 if shares_weights else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     host = dataclasses.replace(report.host_memory, reference=size)
     simulated = dataclasses.replace(report.simulated, host_memory=host)

@@ -111,7 +111,6 @@ AwareBits: TypeAlias = Literal["int4", "int8"]
 _BLOCK = 32
 _LEAST = 2.0**-24  # the smallest number of float16
 
-
 # Train a model in the integers that are shipped, and save these integers.
 #
 #     weight (+ B A of LoRA) ──> blocks of 32: integers, and a scale in float16 ──> integers x scales ──> product
@@ -199,10 +198,9 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
     if kind not in get_args(AwareBits):
         raise ConfigError(f"quantize_aware: kind must be int4 or int8, found {kind!r}.")
     if others := {str(p.dtype).removeprefix("torch.") for p in model.parameters()} - {"float32"}:
-        dtype = min(others)
         raise ConfigError(
             f"quantize_aware: only float32 can represent integers times scales exactly, but {type(model).__name__} has "
-            f"weights of {dtype}. Use model.float(), or --dtype float32"
+            f"weights of {min(others)}. Use model.float(), or --dtype float32"
         )
     chosen = {name: layer for name, layer in linear_layers(model) if layer.in_features % _BLOCK == 0}
     if not chosen:
@@ -218,9 +216,8 @@ def quantize_aware(model: nn.Module, kind: AwareBits = "int4", *, lora: Lora | N
         torch.manual_seed(seed)
         for name, layer in chosen.items():
             learns = not targets or f".{name}".endswith(tuple(f".{target}" for target in targets))
-            parent, _, last = name.rpartition(".")
             made = RoundedLinear(layer, Grid(4 if kind == "int4" else 8), lora if learns else None)
-            setattr(model.get_submodule(parent), last, made)
+            model.set_submodule(name, made)
         tables = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator] # of transformers
         for weight in {table.weight for table in tables if table is not None}:  # the same tensor if they are tied
             weight.requires_grad_(False)

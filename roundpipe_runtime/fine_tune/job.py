@@ -75,7 +75,9 @@ class Job:
         failures: list[Exception] = []
         result = result_or(work, failures.append)
         failure = failures[0] if failures else None
-        said = self.exchange(_described(failure))
+        is_request = isinstance(failure, (FlattenError, RoundPipeError, OSError))
+        text = str(failure) if is_request or failure is None else format_failure(failure)
+        said = self.exchange(None if failure is None else (is_request, text))
         if failure is not None and all(one == said[0] for one in said):
             raise failure
         for rank, described in enumerate(said):
@@ -129,21 +131,11 @@ def named_error(rank: int, error: Exception) -> Exception:
     return error if isinstance(error, RoundPipeError) else _raised_on(rank, False, format_failure(error))
 
 
-def _described(error: Exception | None) -> tuple[bool, str] | None:
-    if error is None:
-        return None
-    is_request = isinstance(error, (FlattenError, RoundPipeError, OSError))
-    return is_request, str(error) if is_request else format_failure(error)
-
-
 def _raised_on(rank: int, is_request: bool, text: str) -> RoundPipeError:
     if is_request:
         return FineTuneError(f"Rank {rank}: {text}" if rank else text)  # rank 0 often works for all ranks
     lines = "\n".join(f"    {line}" for line in text.splitlines())
     return DistributedError(f"Rank {rank} failed. Its error:\n{lines}")
-
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
@@ -167,7 +159,7 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+            self._before = {one: signal.signal(one, self._note) for one in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:

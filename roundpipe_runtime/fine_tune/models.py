@@ -109,7 +109,7 @@ class ModelSource:
             return quantize_frozen(model, quantize, weights=lambda name: readers[name]()).train()
         transformers = _transformers()
         if self.gguf is not None:
-            kind, size = _causal_class(self.config), 4 * self.gguf.stat().st_size
+            kind, size = _causal_classes()[type(self.config)], 4 * self.gguf.stat().st_size
             with bounded_weights(self.name, failure=FineTuneError, stored=size):
                 wanted = self._dtype_of_weights(dtype)
                 return _module(gguf_weights(kind, self.config, self.gguf, wanted, choice=self.unmatched_weights)[0])
@@ -127,17 +127,9 @@ class ModelSource:
                     made = transformers.AutoModelForCausalLM.from_config(self.config, dtype=dtype or torch.float32)
                 return _module(made)
             how: dict[str, Any] = {"config": self.config, "dtype": dtype or _stored_dtype(self.config), **FILES_ONLY}
-            loaded, _ = load_stored(
-                transformers.AutoModelForCausalLM,
-                self.folder,
-                self.name,
-                choice=self.unmatched_weights,
-                failure=FineTuneError,
-                option="--unmatched-weights {}",
-                seed=seed,
-                **how,
-            )
-        return _module(loaded)
+            how |= {"failure": FineTuneError, "option": "--unmatched-weights {}", "seed": seed}
+            kind = transformers.AutoModelForCausalLM
+            return _module(load_stored(kind, self.folder, self.name, choice=self.unmatched_weights, **how)[0])
 
     def _unread(self, dtype: torch.dtype | None) -> tuple[nn.Module, Mapping[str, Callable[[], torch.Tensor]]] | None:
         """Return the model without weights, and a reader of each weight; ``None`` if weights must be read together."""
@@ -149,7 +141,7 @@ class ModelSource:
             model, readers, _ = unread_model(found, checkpoint, self._dtype_of_weights(dtype))
         except NotStreamableError:
             return None
-        return (model, readers) if type(model) is _causal_class(self.config) else None
+        return (model, readers) if type(model) is _causal_classes()[type(self.config)] else None
 
     def _dtype_of_weights(self, dtype: torch.dtype | None) -> torch.dtype:
         stored = dtype or _stored_dtype(self.config)
@@ -213,21 +205,19 @@ def model_source(name: str | os.PathLike[str]) -> ModelSource:
     return ModelSource(str(name), _causal(config, str(name)), folder, has_weights)
 
 
-def _causal(config: Any, name: str) -> Any:
+def _causal_classes() -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    return MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _causal(config: Any, name: str) -> Any:
+    if type(config) not in _causal_classes():
         raise FineTuneError(
             f"{name} is a model of type {config.model_type!r}, for which transformers has no causal language model. "
             "Train it with RoundPipeTrainer."
         )
     return config
-
-
-def _causal_class(config: Any) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def _stored_dtype(config: Any) -> torch.dtype | str:
@@ -250,11 +240,8 @@ def _transformers() -> Any:
 class FolderTokenizer:
     """A tokenizer that transformers loaded from a folder or a GGUF file."""
 
-    # inner: tokenizer that `AutoTokenizer` loaded from a folder
-
     def __init__(self, inner: Any, name: str) -> None:
-        self.inner = inner
-        self.name = name
+        self.inner, self.name = inner, name
         self.vocab_size = 1 + max(inner.get_vocab().values(), default=-1)  # token ids may have gaps
         self.eos_token_id: int | None = inner.eos_token_id
 

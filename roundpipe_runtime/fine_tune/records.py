@@ -16,7 +16,6 @@ import os
 import pathlib
 import platform
 import shutil
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -95,10 +94,8 @@ def record_of(logs: Mapping[str, float], step: int) -> StepRecord | EvalRecord |
         return EvalRecord(step, logs["eval_loss"], int(logs["eval_tokens"]), logs["eval_runtime"])
     if "loss" not in logs:
         return None
-    names = ("loss", "tokens", "tokens_per_s", "seconds", "process_bytes")
-    known: dict[str, Any] = {name: logs[name] for name in names}
-    known |= {name: logs.get(name) for name in ("grad_norm", "device_bytes")}
-    return StepRecord(step=step, lr=logs["learning_rate"], **known)
+    known: dict[str, Any] = {field.name: logs.get(field.name) for field in dataclasses.fields(StepRecord)}
+    return StepRecord(**{**known, "step": step, "lr": logs["learning_rate"]})
 
 
 def process_memory() -> int:
@@ -117,7 +114,6 @@ def device_peak(devices: Iterable[Device]) -> int | None:
 class MetricsFile:
     """A JSON lines file to which one line is added after each step and each evaluation."""
 
-    # path: path of the file; lines up to `step` are kept, later ones are overwritten
     # step: last step whose line is kept; a run that was killed can have written more lines than its checkpoint knows
 
     def __init__(self, path: str | os.PathLike[str], *, step: int = 0) -> None:
@@ -136,11 +132,9 @@ class MetricsFile:
         self._file.close()
 
     def write(self, record: StepRecord | EvalRecord) -> None:
-        values = dataclasses.asdict(record)
-        for name, value in values.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                values[name] = None
-        self._file.write(json.dumps(values) + "\n")
+        values = dataclasses.asdict(record).items()
+        wrong = [name for name, value in values if isinstance(value, float) and not math.isfinite(value)]
+        self._file.write(json.dumps({**dict(values), **dict.fromkeys(wrong)}) + "\n")
         self._file.flush()
 
 
@@ -200,26 +194,26 @@ def check_disk(
     Raises:
         FineTuneError: the disk is too small; the message states the folder, the needed space and the free space.
     """
-    # only the adapters of a model with adapters are saved
-    parameters = [p for p in model.parameters() if p.requires_grad or not is_adapted(model)]
-    of_model = sum(p.nbytes for p in parameters) + (0 if is_adapted(model) else sum(b.nbytes for b in model.buffers()))
-    trained = [(p, settings.optim_dtype or p.dtype) for p in model.parameters() if p.requires_grad]
+    parameters = list(model.parameters())
+    saved = [*parameters, *model.buffers()]
+    if is_adapted(model):  # only the adapters are saved
+        saved = [p for p in parameters if p.requires_grad]
+    of_model = sum(tensor.nbytes for tensor in saved)
+    trained = [(p, settings.optim_dtype or p.dtype) for p in parameters if p.requires_grad]
     # two moments, and a master weight if the dtypes differ
     of_state = sum(p.numel() * dtype.itemsize * (2 if dtype == p.dtype else 3) for p, dtype in trained)
-    needed: dict[int, int] = defaultdict(int)
-    places: dict[int, pathlib.Path] = {}
     written = [(output, of_model), (checkpoints, kept * (of_model + of_state))]
     if (home := disk_folder(settings.host)) is not None:
-        here = sum(p.nbytes for p in model.parameters() if disk_of(p) is None)
+        here = sum(p.nbytes for p in parameters if disk_of(p) is None)
         gradients = sum(p.numel() * dtype.itemsize for p, dtype in trained)
         written.append((home, here + of_state + gradients))
+    needed: dict[int, tuple[pathlib.Path, int]] = {}  # a folder on each disk, and the bytes
     for folder, size in written:
         there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-        disk = there.stat().st_dev
-        needed[disk] += size
-        places.setdefault(disk, there)
-    for disk, size in needed.items():
-        place, free = places[disk], shutil.disk_usage(places[disk]).free
+        place, before = needed.get(there.stat().st_dev, (there, 0))
+        needed[there.stat().st_dev] = place, before + size
+    for place, size in needed.values():
+        free = shutil.disk_usage(place).free
         if free < size:
             first = "the model" if home is None else "the training, the model"
             held = f"{first} and {kept} checkpoints take" if kept or home is not None else "the model takes"
@@ -263,7 +257,15 @@ def save_model(
             configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
             for config in filter(None, configs):
                 config.eos_token_id = tokenizer.eos_token_id
-        _write_weights(model, half)
+        saved: Any = model
+        if rounded_layers(model):  # trained quantization-aware, so the weights are saved as integers
+            state, saved.config.quantization_config = packed_state(model)
+            try:
+                saved.save_pretrained(half, state_dict=state)
+            finally:
+                del saved.config.quantization_config
+        else:
+            saved.save_pretrained(half)
         tokenizer.save_pretrained(half)
         if card is not None:
             (half / CARD).write_text(card, encoding="utf-8")
@@ -272,39 +274,23 @@ def save_model(
     return path
 
 
-def _write_weights(model: Any, folder: pathlib.Path) -> None:
-    """Save the weights of a model, as integers if the model was trained quantization-aware."""
-    if not rounded_layers(model):
-        model.save_pretrained(folder)
-        return
-    state, model.config.quantization_config = packed_state(model)
-    try:
-        model.save_pretrained(folder, state_dict=state)
-    finally:
-        del model.config.quantization_config
-
-
 def _verify(model: nn.Module, folder: pathlib.Path, source: ModelSource) -> None:
-    import transformers
-
-    dtype = next(parameter.dtype for parameter in model.parameters())
-    if is_adapted(model) and any(is_composite(parameter) for parameter in model.parameters()):
+    if is_adapted(model):
         import peft
         from peft.utils.save_and_load import load_peft_weights
 
         expected = peft.get_peft_model_state_dict(model)
-        found = load_peft_weights(str(folder), device="cpu")  # the dequantized base model may not fit in memory
-    elif is_adapted(model):
-        import peft
-
-        base: Any = source.load(dtype=model_inside(model).dtype)  # type: ignore[arg-type] # as above
-        loaded = peft.PeftModel.from_pretrained(base, folder)
-        expected = peft.get_peft_model_state_dict(model)
-        found = peft.get_peft_model_state_dict(loaded)
+        if any(is_composite(parameter) for parameter in model.parameters()):
+            found = load_peft_weights(str(folder), device="cpu")  # the dequantized base model may not fit in memory
+        else:
+            base: Any = source.load(dtype=model_inside(model).dtype)  # type: ignore[arg-type] # a module has no dtype
+            found = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, folder))
     elif rounded_layers(model):
-        found = find_model(str(folder)).load().state_dict()
-        expected = unrounded_state(model)
+        expected, found = unrounded_state(model), find_model(str(folder)).load().state_dict()
     else:
+        import transformers
+
+        dtype = next(parameter.dtype for parameter in model.parameters())
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **FILES_ONLY)
         expected, found = model.state_dict(), loaded.state_dict()
     for name, value in expected.items():
@@ -356,22 +342,12 @@ def model_card(
             of_eval = f"{held_out[one.step]:.4f}" if one.step in held_out else ""
             lines.append(f"| {one.step} | {one.loss:.4f} | {of_eval} |")
         lines.append("")
-    lines += ["## Options", "", *_listed(options), "", "## Versions", ""]
-    return "\n".join([*lines, *_listed({"python": platform.python_version(), **_versions()}), ""])
-
-
-def _listed(values: Mapping[str, object]) -> list[str]:
-    return [f"- {name}: {value}" for name, value in values.items() if value is not None]
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: next(iter(importlib.metadata.distributions(name=name)), None) for name in _LIBRARIES}
+    versions = {name: one.version for name, one in found.items() if one is not None}
+    for heading, values in (("Options", options), ("Versions", {"python": platform.python_version(), **versions})):
+        lines += [f"## {heading}", "", *(f"- {name}: {value}" for name, value in values.items() if value is not None)]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def replace_card(folder: pathlib.Path, text: str) -> None:

@@ -49,8 +49,8 @@ class TextTrainer(RoundPipeTrainer):
             per_device_train_batch_size=settings.batch,
             per_device_eval_batch_size=settings.rows_of_group(pipeline.replicas),
             gradient_accumulation_steps=settings.accumulate,
-            max_grad_norm=settings.clip
-            or (0 if settings.update == "in_backward" else math.inf),  # infinite: the norm is only measured
+            # infinite: the norm is only measured
+            max_grad_norm=settings.clip or (0 if settings.update == "in_backward" else math.inf),
             seed=settings.seed,
             logging_strategy="no",  # RunCallback decides these three, since a checkpoint contains other intervals
             eval_strategy="no",
@@ -84,8 +84,7 @@ class TextTrainer(RoundPipeTrainer):
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _get_train_sampler(self, *args: Any) -> Sampler[int]:
-        count = self.args.max_steps * self.settings.accumulate * self.settings.batch
-        return self._order(count)
+        return self._order(self.args.max_steps * self.settings.accumulate * self.settings.batch)
 
     def _order(self, count: int) -> Order:
         rows, settings = self.rows, self.settings
@@ -151,10 +150,9 @@ class TextTrainer(RoundPipeTrainer):
     @torch.no_grad()
     def _loss_of(self, batch: dict[str, torch.Tensor]) -> tuple[float, int]:
         """Return the mean loss of a batch, and the number of tokens that count; the logits stay on the devices."""
-        options = {CALL_OPTIONS: CallOptions(loss_only=True)}
-        was_training = self.pipeline.training
+        how, was_training = {CALL_OPTIONS: CallOptions(loss_only=True)}, self.pipeline.training
         self.pipeline.eval()
-        output = self.pipeline(**batch, **options, roundpipe_run_config=self._rp_config)
+        output = self.pipeline(**batch, **how, roundpipe_run_config=self._rp_config)
         self.pipeline.train(was_training)
         self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         return float(output.loss), int((batch["labels"][:, 1:] != -100).sum())
@@ -189,17 +187,12 @@ def read_notes(checkpoint: pathlib.Path) -> dict[str, Any]:
     return read_document(path, dict[str, Any], failure=DamagedCheckpointError, finite=False) if path.exists() else {}
 
 
-# The order of training rows: new in each epoch and made from the seed, so that any batch can be found again.
-
-
-# Rows are sorted by length within this many batches: more would shuffle less, fewer would pad more.
-_BUCKET = 50
-
+_BUCKET = 50  # batches within which rows are sorted by length: more would shuffle less, fewer would pad more
 _STRIDE = 0x9E3779B97F4A7C15  # spreads the seeds of neighbouring epochs
 
 
 class Order(Sampler[int]):
-    """A sampler that yields every training row once per epoch, for as many epochs as the training needs.
+    """A sampler that yields every training row once per epoch, in an order that the seed and the epoch determine.
 
     The last batch of an epoch is filled with rows of the next epoch, so all batches have the same size.
 
@@ -208,8 +201,8 @@ class Order(Sampler[int]):
     ([0, 1, 2], 6)
     """
 
-    # count: number of rows to iterate over. Default: one epoch.
-    # lengths: tokens of each row, so that rows of similar length are in one batch. Default: all rows are equally long.
+    # count: number of rows to iterate over; by default, one epoch
+    # lengths: tokens of each row, so that rows of similar length are in one batch; `None` if all are equally long
 
     def __init__(
         self,
@@ -220,12 +213,9 @@ class Order(Sampler[int]):
         lengths: torch.Tensor | None = None,
         batch: int = 1,
     ) -> None:
-        self.rows = rows
-        self.seed = seed
-        self.count = len(rows) if count is None else count
+        self.rows, self.seed, self.count = rows, seed, len(rows) if count is None else count
         self.lengths, self.batch = lengths, batch
-        self._epoch = -1
-        self._shuffled = rows
+        self._epoch, self._shuffled = -1, rows
 
     def __len__(self) -> int:
         return self.count
@@ -252,17 +242,12 @@ class Order(Sampler[int]):
 class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
     """Decides after each step whether the Trainer logs, evaluates and saves, and forwards the logs.
 
-    ::
-
-        on_step_end   decides whether to log, evaluate and save
-        on_log        forwards the record of a step or an evaluation; after a signal, requests a checkpoint and the end
-        on_save       remembers the path of the checkpoint
+    After a signal, ``on_log`` requests a checkpoint and the end of the training.
     """
 
-    # every: steps between two checkpoints; `None` for none
     # at_end: whether to write a checkpoint after the last step; `None` writes no checkpoint, not even after a signal
     # note: function that is called with each record
-    # recorded: step of the timeline; `None` for no timeline
+    # recorded: step of the timeline
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,6 +68,8 @@ class Training:
 
     def __init__(self, model: nn.Module, blocks: Rows, settings: Settings) -> None:
         require("transformers", "accelerate", purpose="a training on text", extra="transformers,train")
+        from transformers.integrations import get_reporting_integration_callbacks
+
         from .trainer import TextTrainer
 
         self.model = model
@@ -79,7 +81,12 @@ class Training:
         self.blocks = blocks
         self.job.check_alike(self._stated())
         _check_groups(settings, self.job.size)
-        _check_reporting(settings.report_to)
+        try:
+            for kind in get_reporting_integration_callbacks(list(settings.report_to)):
+                kind()  # raises if its library is missing
+        except (ImportError, RuntimeError, ValueError) as error:
+            names, reason = " ".join(settings.report_to), " ".join(str(error).split())
+            raise FineTuneError(f"--report-to {names}: {reason}") from error
         devices = parse_devices(settings.devices)
         if settings.check:
             self.job.together(lambda: _check_causal(model))
@@ -100,7 +107,7 @@ class Training:
             host=settings.host,
             update=settings.update,
         )
-        self.optimizer = torch.optim.AdamW(self._groups(), lr=settings.lr, fused=self._is_fused())
+        self.optimizer = self._adamw()
         self.trainer = TextTrainer(self.pipeline, self.optimizer, blocks, settings, self.job)
         rows = settings.rows_of_group(self.pipeline.replicas)
         self.trainer.microbatches = self.job.exchange(settings.microbatches or min(len(devices) + 1, rows))[0]
@@ -231,7 +238,19 @@ class Training:
         if found is None:
             return False
         notes = self.job.together(lambda: read_notes(found))
-        self._check_same(notes.get("same", {}), os.fspath(folder))
+        now, before = self._same(), {"update": "masters", **notes.get("same", {})}
+        for name in [name for name in now if before.get(name) != now[name]]:
+            if name == "model" and before.get(name) is not None:
+                raise CheckpointError(
+                    f"{os.fspath(folder)}: The checkpoint is for a different model. Names or shapes of weights differ."
+                )
+            option = f"another --{'chat' if name == 'text' and isinstance(self.blocks, ChatRows) else name}"
+            if name in ("length", "batch", "accumulate", "seed", "update"):
+                option = f"--{name} {before.get(name)}"
+            raise FineTuneError(
+                f"{os.fspath(folder)} was trained with {option}. Continue with the same option, or start in another "
+                "folder: --checkpoint DIR"
+            )
         if step_of(found) > self.steps:
             raise FineTuneError(f"{folder} is at step {step_of(found)}, but --steps is only {self.steps}. Add steps.")
         replicas = notes.get("replicas") or 1
@@ -256,47 +275,26 @@ class Training:
 
     def _same(self) -> dict[str, Any]:
         """Return the values that must equal the values in a checkpoint, so that each step reads the same rows."""
-        settings = self.settings
         return {
             "length": self.blocks.length,
-            "batch": settings.batch,
-            "accumulate": settings.accumulate,
-            "seed": settings.seed,
-            "update": settings.update,
+            **{name: getattr(self.settings, name) for name in ("batch", "accumulate", "seed", "update")},
             "model": _names_and_shapes(self.model),
             "text": self.blocks.digest,
             "eval-share": len(self.blocks.held_out),
         }
 
-    def _check_same(self, before: dict[str, Any], folder: str) -> None:
-        now, before = self._same(), {"update": "masters", **before}
-        for name in now:
-            if name == "model" and before.get(name) not in (None, now[name]):
-                raise CheckpointError(
-                    f"{folder}: The checkpoint is for a different model. Names or shapes of weights differ."
-                )
-            if before.get(name) != now[name]:
-                is_chat = name == "text" and isinstance(self.blocks, ChatRows)
-                option = f"another --{'chat' if is_chat else name}"
-                if name in ("length", "batch", "accumulate", "seed", "update"):
-                    option = f"--{name} {before.get(name)}"
-                raise FineTuneError(
-                    f"{folder} was trained with {option}. Continue with the same option, or start in another folder: "
-                    "--checkpoint DIR"
-                )
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """Return parameter groups, in which parameters with one axis (norms and biases) have no weight decay."""
+    def _adamw(self) -> torch.optim.AdamW:
         trainable = [p for p in self.pipeline.optim_parameters() if p.requires_grad]
         decaying = [p for p in trainable if p.dim() > 1]
-        others = [p for p in trainable if p.dim() <= 1]
-        groups = [(decaying, self.settings.weight_decay), (others, 0.0)]
-        return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
-
-    def _is_fused(self) -> bool:
-        """Whether AdamW can be fused: with groups, only if results do not depend on the number of processes."""
-        cut = [p for p in self.pipeline.optim_parameters() if p.requires_grad and p.dim() > 1]
-        return not self._has_groups or all(p.shape[1:].numel() % 64 == 0 for p in cut)
+        others = [p for p in trainable if p.dim() <= 1]  # norms and biases
+        groups: list[dict[str, Any]] = [
+            {"params": params, "weight_decay": decay}
+            for params, decay in ((decaying, self.settings.weight_decay), (others, 0.0))
+            if params
+        ]
+        # with groups of rows, the bits of the fused kernel must not depend on the number of processes
+        is_fused = not self._has_groups or all(p.shape[1:].numel() % 64 == 0 for p in decaying)
+        return torch.optim.AdamW(groups, lr=self.settings.lr, fused=is_fused)
 
 
 def stored_replicas(folder: str | os.PathLike[str]) -> int | None:
@@ -329,16 +327,6 @@ def _check_groups(settings: Settings, size: int) -> None:
         )
 
 
-def _check_reporting(names: Sequence[str]) -> None:
-    from transformers.integrations import get_reporting_integration_callbacks
-
-    try:
-        for kind in get_reporting_integration_callbacks(list(names)):
-            kind()  # raises if its library is missing
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise FineTuneError(f"--report-to {' '.join(names)}: {' '.join(str(error).split())}") from error
-
-
 def _names_and_shapes(model: nn.Module) -> str:
     shapes = sorted(
         (name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()
@@ -362,8 +350,7 @@ def _check_causal(model: nn.Module) -> None:
         )
 
 
-# The first steps measure the cost of each layer; then the plan is fixed.
-_RECORDED_STEP = 5
+_RECORDED_STEP = 5  # the first steps measure the cost of each layer; then the plan is fixed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -455,37 +442,29 @@ def run(
 
 def _train(training: Training, callback: RunCallback, *, has_checkpoints: bool) -> None:
     """Run a training; after an error, save the completed steps and name the checkpoint in a note on the error."""
-    first = training.step
+    first, trainer = training.step, training.trainer
+
+    def save() -> str:
+        is_saved = callback.saved is not None and callback.saved.endswith(f"checkpoint-{training.step}")
+        path = callback.saved if is_saved else trainer.save()
+        return f"The first {training.step} steps are saved in {path}. To continue: --resume"
 
     def note_saved(error: BaseException) -> None:
         if not isinstance(error, Exception):
             return  # a second signal ends the process at once
         if callback.is_model_saved:
             error.add_note("The trained model is saved.")
-        if has_checkpoints and training.step > first and (note := _save_after_error(training, callback.saved)):
-            error.add_note(note)
+        # other processes may have completed a step that failed here, and a step that began to write cannot be undone
+        can_undo = training.job.size == 1 and training.settings.update != "in_backward"
+        is_whole = not trainer.in_step or (can_undo and not trainer.is_stepping)
+        if has_checkpoints and training.step > first and is_whole:
+            failed = "The first {} steps could not be saved: {}"
+            error.add_note(result_or(save, lambda reason: failed.format(training.step, reason)))
 
     with on_error(note_saved):
         training.train()
         if not callback.status and not callback.is_model_saved:  # an earlier run made the last step
             callback.save_model()
-
-
-def _save_after_error(training: Training, saved: str | None) -> str | None:
-    """Save the completed steps after an error, and return a note, which also states an error of the save."""
-    trainer = training.trainer
-    # other processes may have completed a step that failed here, and a step that began to write cannot be undone
-    can_undo = training.job.size == 1 and training.settings.update != "in_backward"
-    is_whole = not trainer.in_step or (can_undo and not trainer.is_stepping)
-    if not is_whole:
-        return None
-
-    def save() -> str:
-        is_saved = saved is not None and saved.endswith(f"checkpoint-{training.step}")
-        path = saved if is_saved else trainer.save()
-        return f"The first {training.step} steps are saved in {path}. To continue: --resume"
-
-    return result_or(save, lambda error: f"The first {training.step} steps could not be saved: {error}")
 
 
 def timeline_of_rank(path: str | os.PathLike[str], rank: int) -> pathlib.Path:

@@ -17,8 +17,8 @@ from ..errors import ConfigError, CutError
 from ..estimate.footprint import device_kernels
 from ..estimate.hardware import Hardware
 from ..estimate.layer_footprint import LayerFootprint, measure_layers
-from ..estimate.memory_estimate import JoinedLoss, joined_loss
 from ..estimate.report import PlanReport, plan_report
+from ..estimate.step_plan import JoinedLoss, joined_loss
 from ..optim.layer_contents import LargeTables, rule_for
 from ..optim.parameters import Update
 from .adapters import without_cache

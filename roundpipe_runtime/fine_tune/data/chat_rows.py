@@ -80,22 +80,20 @@ class ChatRows:
         lengths = [len(row["input_ids"]) for row in rows]
         # groups in different processes must be padded to the same length to give bitwise identical results
         longest = max(map(len, self.ids)) if self.pads_alike else max(lengths, default=0)
-        batch = {
-            "input_ids": _padded([row["input_ids"] for row in rows], longest, 0),
-            "labels": _padded([row["labels"] for row in rows], longest, _IGNORED),
-        }
+
+        def padded(name: str, value: int) -> torch.Tensor:
+            given = [row[name] for row in rows]
+            return torch.stack([nn.functional.pad(one, (0, longest - len(one)), value=value) for one in given])
+
+        batch = {"input_ids": padded("input_ids", 0), "labels": padded("labels", _IGNORED)}
         if self.positions:  # the padding is a separate conversation
-            padded = [torch.cat([row["position_ids"], torch.arange(longest - len(row["labels"]))]) for row in rows]
-            return {**batch, "position_ids": _padded(padded, longest, 0)}
+            places = [torch.cat([row["position_ids"], torch.arange(longest - len(row["labels"]))]) for row in rows]
+            return {**batch, "position_ids": torch.stack(places)}
         return {**batch, "attention_mask": (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()}
 
     def tokens_in(self, rows: Sequence[int]) -> int:
         """Return the total number of tokens of the given rows."""
         return sum(len(self.ids[row]) for row in rows)
-
-
-def _padded(rows: Sequence[torch.Tensor], length: int, value: int) -> torch.Tensor:
-    return torch.stack([nn.functional.pad(row, (0, length - len(row)), value=value) for row in rows])
 
 
 Rows: TypeAlias = Blocks | ChatRows

@@ -87,8 +87,14 @@ class Encoder:
         return found
 
     def __call__(self, conversation: Conversation) -> ChatTokens:
-        if conversation.completion is not None:
-            return self._text(conversation.prompt, conversation.completion)
+        if conversation.completion is not None:  # only the completion and the end token count for the loss
+            with readable(self.name, FineTuneError):
+                before = self._inner(conversation.prompt)["input_ids"]
+                ids = self._inner(conversation.prompt + conversation.completion)["input_ids"]
+            end = self._inner.eos_token_id
+            ids = ids if end is None or ids[-1:] == [end] else [*ids, end]
+            start = _common(before, ids)
+            return ChatTokens(ids, [place >= start for place in range(len(ids))])
         if not self._has_template:
             raise FineTuneError(
                 f"{self.name} has no chat template, which {conversation.place} needs. Give a template: --chat-template "
@@ -138,17 +144,6 @@ class Encoder:
                 f"does not use, so the model would not learn from it. Ignore it: --ignore-fields {','.join(names)}"
             )
 
-    def _text(self, prompt: str, completion: str) -> ChatTokens:
-        """Tokenize a prompt with its completion; only the completion and the end token count for the loss."""
-        with readable(self.name, FineTuneError):
-            before = self._inner(prompt)["input_ids"]
-            ids = self._inner(prompt + completion)["input_ids"]
-        end = self._inner.eos_token_id
-        if end is not None and ids[-1:] != [end]:
-            ids = [*ids, end]
-        start = _common(before, ids)
-        return ChatTokens(ids, [place >= start for place in range(len(ids))])
-
     def _by_prefix(self, conversation: Conversation, whole: str) -> ChatTokens:
         messages, ids = conversation.messages, self._ids(whole)
         counts = [False] * len(ids)
@@ -180,13 +175,13 @@ class Encoder:
         return str(self._applied(messages, conversation, tokenize=False, **options))
 
     def _applied(self, messages: Sequence[Message], conversation: Conversation, **options: Any) -> Any:
-        refused = f"{conversation.place}: the chat template of {self.name} rejects it"
-        first = next((message["role"] for message in messages if message["role"] != "system"), None)
-        advice = ""
-        if first == "assistant":
-            advice = ". The row begins with the assistant: put a message of the user first, or leave the row out"
-        # a template can raise any exception
-        with raised_as(lambda error: FineTuneError(f"{refused}: {' '.join(str(error).split())[:200]}{advice}")):
+        def refused(error: Exception) -> FineTuneError:
+            reason = " ".join(str(error).split())[:200]
+            if next((message["role"] for message in messages if message["role"] != "system"), None) == "assistant":
+                reason += ". The row begins with the assistant: put a message of the user first, or leave the row out"
+            return FineTuneError(f"{conversation.place}: the chat template of {self.name} rejects it: {reason}")
+
+        with raised_as(refused):  # a template can raise any exception
             found = self._write(list(messages), **conversation.variables, **options)
             return dict(found) if options["tokenize"] else found
 
@@ -227,15 +222,13 @@ _FORMS = (
 )
 
 
-# Read conversations in any of four common forms. A prompt and a completion are text without a template, or two lists of
-# messages. A row may also have `system`, `tools` (a list, or a list as JSON text) and `chat_template_kwargs`. Any other
-# field is a variable of the chat template; a field that the template does not read is an error.
+# A prompt and a completion are text without a template, or two lists of messages. A row may also have `system`, `tools`
+# (a list, or a list as JSON text) and `chat_template_kwargs`. Any other field is a variable of the chat template; a
+# field that the template does not read is an error.
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """One conversation of a data file: a list of messages, or a prompt with its completion."""
-
     place: str  # file and line, for messages
     messages: Sequence[Message] = ()  # messages as chat templates take them; empty for plain text
     counted: Collection[int] = ()  # indices of the messages whose tokens count
@@ -246,8 +239,6 @@ class Conversation:
 
 
 def read_conversations(paths: Sequence[pathlib.Path], ignored: Collection[str] = ()) -> Iterator[Conversation]:
-    # paths: JSON, tables and folders of `datasets`, from `find_texts`
-    # ignored: fields of rows and messages that are left out
     for path in paths:
         if not is_saved(path) and path.suffix.lower() not in ROW_FILES:
             known = ", ".join(ROW_FILES)
@@ -282,7 +273,11 @@ def conversation_of(row: Any, place: str, ignored: Collection[str] = ()) -> Conv
             raise FineTuneError(f"{place} has a field 'system' and a first message of this role. Leave one of them out")
         made, first = [_message({"role": "system", "content": system}, f"{place}, 'system',", ()), *made], first + 1
     if tools is not None:
-        others["tools"] = _tools(tools, place)
+        if isinstance(tools, str):
+            tools = result_or(lambda: json.loads(tools), lambda error: None)
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise FineTuneError(f"{place}: 'tools' must be a list of objects, or such a list as JSON text")
+        others["tools"] = tools
     stated = others.pop("chat_template_kwargs", {})
     if not isinstance(stated, dict):
         raise FineTuneError(f"{place}: 'chat_template_kwargs' is a {type(stated).__name__}. Write an object")
@@ -311,29 +306,17 @@ def _form_of(row: Mapping[str, Any], place: str) -> tuple[Sequence[str], Any, An
     if isinstance(prompt, (str, list)) and type(prompt) is type(answers):
         return _PAIR, prompt, answers
     if "instruction" in row and isinstance(row.get("output"), str):
-        return _ALPACA, [], _alpaca(row, place)
+        history, more = row.get("history") or [], row.get("input")
+        if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+            raise FineTuneError(f"{place}: 'history' must be a list of pairs of texts")
+        pairs = [*history, (f"{row['instruction']}\n\n{more}" if more else row["instruction"], row["output"])]
+        roles = ("user", "assistant")
+        made = [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+        return _ALPACA, [], made
     found = ", ".join(f"{key!r} ({type(value).__name__})" for key, value in row.items()) or "no field"
     text = next((key for key, value in row.items() if isinstance(value, str)), None)
     plain = "" if text is None else f"If {text!r} is plain text to learn: --text {place.split(':')[0]} --field {text}"
     raise FineTuneError(f"{place} is not a conversation: it has {found}. {_FORMS}{plain}")
-
-
-def _tools(tools: Any, place: str) -> list[Any]:
-    if isinstance(tools, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            tools = json.loads(tools)
-    if isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools):
-        return tools
-    raise FineTuneError(f"{place}: 'tools' must be a list of objects, or such a list as JSON text")
-
-
-def _alpaca(row: Mapping[str, Any], place: str) -> list[Message]:
-    history, more = row.get("history") or [], row.get("input")
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise FineTuneError(f"{place}: 'history' must be a list of pairs of texts")
-    pairs = [*history, (f"{row['instruction']}\n\n{more}" if more else row["instruction"], row["output"])]
-    roles = ("user", "assistant")
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
 
 
 def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
@@ -344,7 +327,12 @@ def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
     role = _NAMES.get(name, name) if isinstance(name, str) else name
     if role not in _ROLES:
         raise FineTuneError(f"{place} has the role {name!r}. Write one of {', '.join(_ROLES)}")
-    if isinstance(content, list) and all(isinstance(part, Mapping) and _is_text(part) for part in content):
+
+    def is_text(part: Any) -> bool:
+        is_typed = isinstance(part, Mapping) and part.get("type") == "text"
+        return is_typed and all(_is_empty(part[key]) for key in part if key not in ("type", "text"))
+
+    if isinstance(content, list) and all(map(is_text, content)):
         content = "".join(str(part.get("text", "")) for part in content)
     if content is None and row.get("tool_calls"):
         content = ""
@@ -354,7 +342,3 @@ def _message(row: Any, place: str, ignored: Collection[str]) -> Message:
         raise FineTuneError(f"{place}: weight must be 1, or 0 to not train on the answer, found {row['weight']!r}")
     others = {k: v for k, v in row.items() if k not in (*used, *_IDENTIFIERS, *ignored) and not _is_empty(v)}
     return {**others, "role": role, "content": whole_characters(content)}
-
-
-def _is_text(part: Mapping[str, Any]) -> bool:
-    return part.get("type") == "text" and all(_is_empty(part[key]) for key in part if key not in ("type", "text"))

@@ -94,22 +94,17 @@ def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterato
         for place, row in read_rows(path, wanted, field):
             if not isinstance(row, dict):
                 raise FineTuneError(f"{place} is a {type(row).__name__}. {wanted}")
-            yield from (_text_in(row, field, place, path), END)
-
-
-def _text_in(row: dict[str, Any], field: str, place: str, path: pathlib.Path) -> str:
-    text = row.get(field)
-    if isinstance(text, list):
-        raise FineTuneError(
-            f"{place} has a list in {field!r}, which is not text. If these are the messages of a conversation: --chat "
-            f"{path}"
-        )
-    if not isinstance(text, str):
-        if field in row:
-            raise FineTuneError(f"{place} has no text in {field!r}, but a {type(text).__name__}: --field NAME")
-        found = ", ".join(row) or "nothing"
-        raise FineTuneError(f"{place} has no text in {field!r}. Its fields: {found}. Name one: --field NAME")
-    return whole_characters(text)
+            text = row.get(field)
+            if isinstance(text, list):
+                raise FineTuneError(
+                    f"{place} has a list in {field!r}, which is not text. If these are the messages of a conversation: "
+                    f"--chat {path}"
+                )
+            if not isinstance(text, str):
+                fields = f"Its fields: {', '.join(row) or 'nothing'}. Name one: --field NAME"
+                found = f", but a {type(text).__name__}: --field NAME" if field in row else f". {fields}"
+                raise FineTuneError(f"{place} has no text in {field!r}{found}")
+            yield from (whole_characters(text), END)
 
 
 def whole_characters(text: str) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
-from .load import load_checkpoint
-from .save import Checkpoint, list_checkpoints, save_checkpoint
+from .save_and_load import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 
 __all__ = [
     "Checkpoint",

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..device.composite import is_composite, parts_of, plain_numbers, states_of
-from ..device.disk import HOST_IN_MEMORY, disk_of, leave, page_out
+from ..device.disk import disk_of, leave, page_out
 from ..device.transfer import shapes_of
 from ..engine.lifecycle import PipelineProgress
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 from ..pipeline import RoundPipe, wrapped_model
 from .tensor_files import encode, names_in_parts, open_tensors
 
-# Bytes of parameters that are loaded to a disk at a time.
-_PART = 64 * 2**20
-
-
-def check_writes_at_once(model: nn.Module) -> None:
-    """Refuse a background save of weights that are on a disk, because their copy may not fit into memory."""
-    for _, pipeline in _pipelines(model):
-        if pipeline.host != HOST_IN_MEMORY:
-            raise ConfigError(
-                f"save_checkpoint(is_async=True) copies the state in memory, and {pipeline.name} has "
-                f'host="{pipeline.host}", so the copy may not fit. Save synchronously:\n'
-                "    save_checkpoint(folder, model, optimizer=optimizer, is_async=False)"
-            )
+_PART = 64 * 2**20  # bytes of parameters that are loaded to a disk at a time
 
 
 def collect_parameters(model: nn.Module, tensors: MutableMapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -94,7 +82,7 @@ def check_model(
 def check_masters(model: nn.Module, stored: Mapping[str, Any]) -> None:
     """Raise an error if a saved master weight belongs to a parameter that has no master weight in this model."""
     here = set()  # names of parameters with a master weight
-    for prefix, pipeline in _pipelines(model):
+    for prefix, pipeline in pipelines_of(model):
         own = {id(parameter) for parameter in wrapped_model(pipeline).parameters()}
         targets = pipeline.optim_named_parameters()
         here |= {_join(prefix, name) for name, target in targets if id(target) not in own}
@@ -160,13 +148,9 @@ def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def collect_progress(model: nn.Module) -> dict[str, Any]:
-    """Return the training state of a model's pipelines that is not in the model's state dict.
-
-    The training state contains the number of pipeline calls (for execution plans), master weights, gradients that no
-    optimizer step has used yet, and buffers that are not in the state dict.
-    """
+    """Return the training state of a model's pipelines that is not in the model's state dict."""
     pipelines, masters = {}, {}
-    for prefix, pipeline in _pipelines(model):
+    for prefix, pipeline in pipelines_of(model):
         progress = pipeline.progress()
         pipelines[prefix] = {"runs": progress.runs, "replicas": progress.replicas}
         masters.update({_join(prefix, name): master for name, master in progress.masters.items()})
@@ -197,7 +181,7 @@ def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
     for target in optimizer_targets(model).values():
         target.grad = None
     gradients = dict(stored["gradients"])
-    for prefix, pipeline in _pipelines(model):
+    for prefix, pipeline in pipelines_of(model):
         names = {_join(prefix, name): name for name, _ in pipeline.optim_named_parameters()}
         known = stored["pipelines"].get(prefix)
         pipeline.load_progress(
@@ -216,17 +200,15 @@ def restore_progress(model: nn.Module, stored: Mapping[str, Any]) -> None:
 def optimizer_targets(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return, for each parameter name, the tensor that an optimizer updates: the master weight or the parameter."""
     found: dict[str, nn.Parameter] = {}
-    for prefix, pipeline in _pipelines(model):
+    for prefix, pipeline in pipelines_of(model):
         found.update(pipeline.optim_named_parameters(prefix))
     for name, parameter in nn.Module.named_parameters(model):
         found.setdefault(name, parameter)
     return found
 
 
-def _pipelines(model: nn.Module) -> Iterator[tuple[str, RoundPipe]]:
-    for name, module in model.named_modules():
-        if isinstance(module, RoundPipe):
-            yield name, module
+def pipelines_of(model: nn.Module) -> list[tuple[str, RoundPipe]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, RoundPipe)]
 
 
 def _join(prefix: str, name: str) -> str:
@@ -251,31 +233,23 @@ def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
         return set()
     owners = {name.rpartition(".")[0] for name in frozen}
     registered = {id(one) for one in (*nn.Module.parameters(model), *nn.Module.buffers(model))}
-    return frozen | {
-        name for name, value in state.items() if id(value) not in registered and owners.intersection(_above(name))
-    }
+    others = [name.split(".") for name, value in state.items() if id(value) not in registered]
+    inside = {".".join(path) for path in others for end in range(len(path)) if ".".join(path[:end]) in owners}
+    return frozen | inside
 
 
 def digests_of_frozen(model: nn.Module) -> dict[str, str]:
     """Return a digest of each frozen quantized weight, by its name in the state dict."""
     owners = {id(p): module for module in nn.Module.modules(model) for p in module._parameters.values()}
-    return {
-        name: _digest([value, *(slot.value for slot in states_of(owners[id(value)]))])
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, torch.Tensor) and is_composite(value)
-    }
-
-
-def _above(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts))]
-
-
-def _digest(values: list[Any]) -> str:
-    # the order is not part of the digest: a library may move tensors between a weight and its module
-    digests = []
-    for part in parts_of(values):
-        numbers = plain_numbers(part).cpu().contiguous()
-        what = f"{numbers.dtype} {tuple(numbers.shape)} ".encode()
-        digests.append(hashlib.sha256(what + numbers.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
-    return hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor) or not is_composite(value):
+            continue
+        digests = []
+        for part in parts_of([value, *(slot.value for slot in states_of(owners[id(value)]))]):
+            numbers = plain_numbers(part).cpu().contiguous()
+            what = f"{numbers.dtype} {tuple(numbers.shape)} ".encode()
+            digests.append(hashlib.sha256(what + numbers.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
+        # the order is not part of the digest: a library may move tensors between a weight and its module
+        found[name] = hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
+    return found

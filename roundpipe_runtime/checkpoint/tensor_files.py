@@ -28,8 +28,7 @@ from ..device.disk import disk_of, leave
 from ..errors import CheckpointError, DamagedCheckpointError
 from .shards import is_sharded
 
-# Bytes of a file with tensors from a disk, which are in memory while the file is written.
-_SHARD_OF_DISK = 128 * 2**20
+_SHARD_OF_DISK = 128 * 2**20  # bytes of a file with tensors from a disk, which are in memory while it is written
 
 
 def need_safetensors() -> None:
@@ -46,9 +45,7 @@ def write_tensors(
 ) -> None:
     """Write one safetensors file, or several files of about ``shard_bytes`` bytes with an index."""
     # tensors: tensors on the host by name; none shares memory with another
-    # shard_bytes: largest number of bytes of a file, unless one tensor alone is larger
-    # part: index of this process: it writes every `parts`-th file, starting with this one; process 0 also
-    # writes the index
+    # part: index of this process, which writes every `parts`-th file from there on; process 0 also writes the index
     if any(disk_of(tensor) is not None for tensor in tensors.values()):
         shard_bytes = min(shard_bytes, _SHARD_OF_DISK)
     shards = names_in_parts({name: tensor.nbytes for name, tensor in tensors.items()}, shard_bytes)
@@ -104,7 +101,6 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
     >>> encode({"step": 3, "betas": (0.9, float("inf"))}, "state", {})
     {'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}
     """
-    # value: nested dictionaries, lists, tuples, sets, counters, numbers, strings, bytes, tensors, arrays of NumPy
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -117,9 +113,10 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
         parts = {name: encode(getattr(value, name), f"{path}.{name}", tensors) for name in names}
         rest = encode({"context": context, "size": value.size(), "stride": value.stride()}, path, tensors)
         return {"$parts": {"class": describe_class(kind), "parts": parts, "rest": rest}}
-    writer = _WRITERS.get(kind)
-    if writer is not None:
-        return writer(value, path, tensors)
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    if kind in _WRITERS:
+        return _WRITERS[kind](value, path, tensors)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         try:
@@ -127,7 +124,14 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
         except TypeError as error:
             raise CheckpointError(f"{path} is an array of {value.dtype}, which torch does not support.") from error
         return {"$numpy": {"$tensor": _put(tensor, path, tensors), "scalar": isinstance(value, numpy.generic)}}
-    raise CheckpointError(_refusal(value, path))
+    message = f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain."
+    if isinstance(value, torch.Generator):
+        raise CheckpointError(f"{message} Store its state:\n    generator.get_state()")
+    if callable(getattr(value, "state_dict", None)):
+        raise CheckpointError(f"{message} Store its state:\n    {path.rpartition('.')[2]}.state_dict()")
+    raise CheckpointError(
+        f"{message} Supported are dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors and arrays."
+    )
 
 
 def decode(stored: Any, tensors: Mapping[str, torch.Tensor], *, largest_copy: int | None = None) -> Any:
@@ -137,43 +141,31 @@ def decode(stored: Any, tensors: Mapping[str, torch.Tensor], *, largest_copy: in
     {'step': 3, 'betas': (0.9, inf)}
     """
     # largest_copy: bytes of the largest tensor that is copied; larger tensors stay mapped. Default: all are copied.
-    return _decode(stored, _Copies(tensors, largest_copy))
+
+    def read(name: str) -> torch.Tensor:
+        tensor = tensors[name]
+        return tensor.clone() if largest_copy is None or tensor.nbytes <= largest_copy else tensor
+
+    return _decode(stored, read)
 
 
-class _Copies(Mapping[str, torch.Tensor]):
-    """A mapping that copies each tensor when it is read, except tensors of more than ``largest`` bytes."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], largest: int | None) -> None:
-        self._tensors, self._largest = tensors, largest
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor = self._tensors[name]
-        return tensor.clone() if self._largest is None or tensor.nbytes <= self._largest else tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def _decode(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode(stored: Any, read: _Read) -> Any:
     if isinstance(stored, list):
-        return [_decode(item, tensors) for item in stored]
+        return [_decode(item, read) for item in stored]
     if not isinstance(stored, dict):
         return stored
     tag = next(iter(stored), "")
     if len(stored) == 1 and tag.startswith("$"):
-        if tag == "$tensor":
-            return tensors[stored[tag]]
-        if tag == "$numpy":
-            array = tensors[stored[tag]["$tensor"]].numpy().copy()
-            return array[()] if stored[tag]["scalar"] else array
-        return _READERS[tag](stored[tag], tensors)
-    return {key: _decode(item, tensors) for key, item in stored.items()}
+        return _READERS[tag](stored[tag], read)
+    return {key: _decode(item, read) for key, item in stored.items()}
 
 
-def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode_numpy(stored: Any, read: _Read) -> Any:
+    array = read(stored["$tensor"]).numpy().copy()
+    return array[()] if stored["scalar"] else array
+
+
+def _decode_parts(stored: Any, read: _Read) -> Any:
     # A file must not import code, so the class must be registered with torch as safe to load.
     known = {describe_class(kind): kind for kind in torch.serialization.get_safe_globals() if isinstance(kind, type)}
     kind: Any = known.get(stored["class"])
@@ -183,8 +175,8 @@ def _decode_parts(stored: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             f"The checkpoint contains tensors of class {name}, which torch does not know. Import the class first:\n"
             f"    import {module}"
         )
-    rest = _decode(stored["rest"], tensors)
-    return kind.__tensor_unflatten__(_decode(stored["parts"], tensors), rest["context"], rest["size"], rest["stride"])
+    rest = _decode(stored["rest"], read)
+    return kind.__tensor_unflatten__(_decode(stored["parts"], read), rest["context"], rest["size"], rest["stride"])
 
 
 def _put(tensor: torch.Tensor, path: str, tensors: MutableMapping[str, torch.Tensor]) -> str:
@@ -206,29 +198,13 @@ def _encode_items(value: Any, path: str, tensors: MutableMapping[str, torch.Tens
     return [encode(item, f"{path}.{number}", tensors) for number, item in enumerate(value)]
 
 
-def _encode_dict(value: dict[Any, Any], path: str, tensors: MutableMapping[str, torch.Tensor]) -> Any:
-    if all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
-    return {"$pairs": _encode_pairs(value, path, tensors)}
-
-
 def _encode_pairs(value: dict[Any, Any], path: str, tensors: MutableMapping[str, torch.Tensor]) -> list[Any]:
     return [[encode(key, path, tensors), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
 
 
-def _refusal(value: Any, path: str) -> str:
-    kind = type(value)
-    message = f"{path} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot contain."
-    if isinstance(value, torch.Generator):
-        return f"{message} Store its state:\n    generator.get_state()"
-    if callable(getattr(value, "state_dict", None)):
-        return f"{message} Store its state:\n    {path.rpartition('.')[2]}.state_dict()"
-    return f"{message} Supported are dictionaries, lists, tuples, sets, numbers, strings, bytes, tensors and arrays."
-
-
 _Writer = Callable[[Any, str, MutableMapping[str, torch.Tensor]], Any]
 _WRITERS: dict[type, _Writer] = {
-    dict: _encode_dict,
+    dict: lambda value, path, tensors: {"$pairs": _encode_pairs(value, path, tensors)},
     list: _encode_items,
     tuple: lambda value, path, tensors: {"$tuple": _encode_items(value, path, tensors)},
     torch.Size: lambda value, path, tensors: {"$size": list(value)},
@@ -244,7 +220,7 @@ _WRITERS: dict[type, _Writer] = {
     torch.device: lambda value, path, tensors: {"$device": str(value)},
 }
 
-_Reader = Callable[[Any, Mapping[str, torch.Tensor]], Any]
+_Read = Callable[[str], torch.Tensor]  # the tensor of a name
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -254,22 +230,24 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
-def _pairs(stored: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    return {_decode(key, tensors): _decode(item, tensors) for key, item in stored}
+def _pairs(stored: Any, read: _Read) -> dict[Any, Any]:
+    return {_decode(key, read): _decode(item, read) for key, item in stored}
 
 
-_READERS: dict[str, _Reader] = {
+_READERS: dict[str, Callable[[Any, _Read], Any]] = {
+    "$tensor": lambda stored, read: read(stored),
+    "$numpy": _decode_numpy,
     "$pairs": _pairs,
     "$parts": _decode_parts,
-    "$tuple": lambda stored, tensors: tuple(_decode(stored, tensors)),
-    "$size": lambda stored, tensors: torch.Size(stored),
-    "$set": lambda stored, tensors: set(_decode(stored, tensors)),
-    "$ordered": lambda stored, tensors: collections.OrderedDict(_pairs(stored, tensors)),
-    "$counter": lambda stored, tensors: collections.Counter(_pairs(stored, tensors)),
-    "$deque": lambda stored, tensors: collections.deque(_decode(stored["items"], tensors), stored["maxlen"]),
-    "$float": lambda stored, tensors: float(stored),
-    "$bytes": lambda stored, tensors: bytes.fromhex(stored),
-    "$complex": lambda stored, tensors: complex(stored),
-    "$dtype": lambda stored, tensors: _dtype(stored),
-    "$device": lambda stored, tensors: torch.device(stored),
+    "$tuple": lambda stored, read: tuple(_decode(stored, read)),
+    "$size": lambda stored, read: torch.Size(stored),
+    "$set": lambda stored, read: set(_decode(stored, read)),
+    "$ordered": lambda stored, read: collections.OrderedDict(_pairs(stored, read)),
+    "$counter": lambda stored, read: collections.Counter(_pairs(stored, read)),
+    "$deque": lambda stored, read: collections.deque(_decode(stored["items"], read), stored["maxlen"]),
+    "$float": lambda stored, read: float(stored),
+    "$bytes": lambda stored, read: bytes.fromhex(stored),
+    "$complex": lambda stored, read: complex(stored),
+    "$dtype": lambda stored, read: _dtype(stored),
+    "$device": lambda stored, read: torch.device(stored),
 }

@@ -32,13 +32,9 @@ from .tensor_files import decode, encode, open_tensors, write_tensors
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_TRAINING = "training"
-TRAINING = f"{_TRAINING}.json"
-
+STEM = "training"  # of the files of values other than weights
 _SHARD_BYTES = 5 * 10**9  # bytes of a file, unless one tensor is larger
-
 _SMALL = 4096  # bytes; smaller tensors are copied, so that they do not keep the mapping of their file
-
 _WEIGHTS = "weights:"  # prefix for weights of a model that is itself sharded
 
 
@@ -59,22 +55,20 @@ class TrainingState:
     shards: Mapping[str, DTensor]  # tensors that this process has a part of
 
     def write(self, folder: pathlib.Path, shard_bytes: int, ranks: CheckpointRanks) -> None:
-        # shard_bytes: largest number of bytes of a file, unless one tensor is larger
-        ranks.together(lambda: self._write_own(folder, shard_bytes, ranks))
+        def write_own() -> None:
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder.parent} is not the same folder on all machines. Save to a folder that all machines mount."
+                )
+            write_tensors(folder, "model", self.model, shard_bytes, ranks.rank, ranks.size)
+            if ranks.rank == 0:
+                for name, text in self.texts.items():
+                    (folder / name).write_text(text, encoding="utf-8")
+                write_tensors(folder, STEM, self.training, shard_bytes)
+
+        ranks.together(write_own)
         if self.shards:
             write_shards(folder, self.shards, ranks.group, shard_bytes)
-
-    def _write_own(self, folder: pathlib.Path, shard_bytes: int, ranks: CheckpointRanks) -> None:
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"{folder.parent} is not the same folder on all machines. Save to a folder that all machines mount."
-            )
-        write_tensors(folder, "model", self.model, shard_bytes, ranks.rank, ranks.size)
-        if ranks.rank:
-            return
-        for name, text in self.texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-        write_tensors(folder, _TRAINING, self.training, shard_bytes)
 
 
 def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, Any], *, copy: bool) -> TrainingState:
@@ -90,7 +84,7 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
     }
     rest: dict[str, torch.Tensor] = {}
     encoded = {key: encode(value, key, rest) for key, value in state.items()}
-    texts = {TRAINING: json.dumps(encoded, allow_nan=False), **config_files(model)}
+    texts = {f"{STEM}.json": json.dumps(encoded, allow_nan=False), **config_files(model)}
     shards = {name: tensor for name, tensor in rest.items() if is_sharded(tensor)}
     shards |= {f"{_WEIGHTS}{name}": tensor for name, tensor in weights.items() if is_sharded(tensor)}
     return TrainingState(
@@ -99,15 +93,6 @@ def collect_state(model: nn.Module, parts: TrainingObjects, data: Mapping[str, A
         _on_host({name: tensor for name, tensor in rest.items() if name not in shards}, copy=copy),
         own_copies(shards, copy=copy),
     )
-
-
-def read_training(
-    folder: pathlib.Path, only: Sequence[str] | None = None, *, targets: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, Any]:
-    """Return a checkpoint's training state without the model's tensors; ``only`` lists the keys to read."""
-    # targets: parameters that optimizers update, by name; states, gradients and master weights of sharded parameters
-    # are read as shards. Default: everything is whole.
-    return read_values(folder, _TRAINING, only, targets=targets)
 
 
 def read_weights(
@@ -149,14 +134,10 @@ def _references(stored: Any) -> Iterator[str]:
 
 
 def write_values(
-    folder: pathlib.Path,
-    stem: str,
-    values: Mapping[str, Any],
-    ranks: CheckpointRanks | None = None,
+    folder: pathlib.Path, stem: str, values: Mapping[str, Any], ranks: CheckpointRanks | None = None
 ) -> None:
     """Write nested values to ``{stem}.json``, tensors to ``{stem}.safetensors``, and sharded tensors to ``shards/``."""
-    # ranks: processes that write together; all of them call it. Default: this process alone.
-    ranks = ranks or CheckpointRanks()
+    ranks = ranks or CheckpointRanks()  # this process alone
     tensors: dict[str, torch.Tensor] = {}
     encoded = {key: encode(value, key, tensors) for key, value in values.items()}
     shards = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
@@ -179,6 +160,8 @@ def read_values(
     targets: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """Read the nested values that :func:`write_values` wrote; ``only`` lists the keys to read."""
+    # targets: parameters that optimizers update, by name; states, gradients and master weights of sharded parameters
+    # are read as shards. Default: everything is whole.
     stored = read_document(folder / f"{stem}.json", dict[str, Any], failure=DamagedCheckpointError)
     wanted = {key: stored[key] for key in (stored if only is None else only)}
     places = _places(wanted, targets or {})
@@ -186,8 +169,7 @@ def read_values(
         read = {**tensors, **read_shards(folder, set(_references(wanted)).__contains__, places)}
         read.update({name: cut_like(read[name], target) for name, target in places.items() if name in read})
         # tensors for a disk stay mapped, and are copied one at a time
-        goes_to_disk = any(disk_of(target) is not None for target in places.values())
-        largest = _SMALL if goes_to_disk else None
+        largest = _SMALL if any(disk_of(target) is not None for target in places.values()) else None
         return {key: decode(value, read, largest_copy=largest) for key, value in wanted.items()}
 
 
@@ -221,14 +203,10 @@ def config_files(model: nn.Module) -> dict[str, str]:
     return files
 
 
-# Save and restore random states: torch's on the CPU and on accelerators, Python's and NumPy's.
-
-
 def random_state() -> dict[str, Any]:
     """Return the states of the random generators in use: torch, Python, NumPy, accelerators."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
+    if (numpy := sys.modules.get("numpy")) is not None:
         state["numpy"] = numpy.random.get_state(legacy=False)
     kind, library = _accelerator()
     if library is not None:
@@ -241,30 +219,30 @@ def check_random_state(state: dict[str, Any]) -> None:
     """Raise an error if a stored state of a random generator is invalid; no generator is changed."""
     torch.Generator().set_state(state["torch"])
     random.Random().setstate(state["python"])  # raises if the state is invalid
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
+    if (numpy := sys.modules.get("numpy")) is not None and "numpy" in state:
         numpy.random.RandomState().set_state(state["numpy"])
-    stored = state.get("accelerator")
-    kind, library = _accelerator()
-    if stored is not None and library is not None and kind == stored["type"]:
-        for number, generator in enumerate(stored["states"][: library.device_count()]):
-            present = library.get_rng_state(number)  # compared: not every backend can create generators
-            if (generator.dtype, generator.shape) != (present.dtype, present.shape):
-                raise TypeError(f"the entry {kind}:{number} is not a state of a random generator")
+    for library, number, generator in _states_for_accelerators(state):
+        present = library.get_rng_state(number)  # compared: not every backend can create generators
+        if (generator.dtype, generator.shape) != (present.dtype, present.shape):
+            kind = state["accelerator"]["type"]
+            raise TypeError(f"the entry {kind}:{number} is not a state of a random generator")
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
     """Restore stored states of random generators; states of accelerators that this machine lacks are skipped."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
+    if (numpy := sys.modules.get("numpy")) is not None and "numpy" in state:
         numpy.random.set_state(state["numpy"])
-    stored = state.get("accelerator")
-    kind, library = _accelerator()
+    for library, number, generator in _states_for_accelerators(state):
+        library.set_rng_state(generator, number)
+
+
+def _states_for_accelerators(state: dict[str, Any]) -> Iterator[tuple[Any, int, torch.Tensor]]:
+    stored, (kind, library) = state.get("accelerator"), _accelerator()
     if stored is not None and library is not None and kind == stored["type"]:
         for number, generator in enumerate(stored["states"][: library.device_count()]):
-            library.set_rng_state(generator, number)
+            yield library, number, generator
 
 
 def _accelerator() -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.checkpoint.load: the newest that is whole, and nothing by half."""
+"""Tests of roundpipe_runtime.checkpoint.save_and_load: the newest that is whole, and nothing by half."""
 
 import hashlib
 import json

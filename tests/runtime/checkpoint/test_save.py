@@ -1,4 +1,4 @@
-"""Tests of roundpipe_runtime.checkpoint.save: in the caller's thread and beside it, and when the disk says no."""
+"""Tests of save_checkpoint: in the caller's thread and beside it, and when the disk says no."""
 
 import errno
 import os

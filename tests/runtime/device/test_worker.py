@@ -198,7 +198,7 @@ def test_work_is_done_after_a_fork():
 def test_a_child_has_every_lock_of_the_process_free():
     code = (
         "import os, signal, threading, torch\n"
-        "import roundpipe_runtime.checkpoint.save\n"
+        "import roundpipe_runtime.checkpoint.save_and_load\n"
         "from roundpipe_runtime.device import worker\n"
         "from roundpipe_runtime.optim import layer_contents\n"
         "layer = torch.nn.Linear(2, 2)\n"

@@ -203,12 +203,13 @@ def _finish_writing(folder: pathlib.Path) -> None:
 
 
 def _objects(optimizer: Any, scheduler: Any, scaler: Any) -> training_state.TrainingObjects:
-    def as_list(value: Any) -> list[Any]:
-        if value is None:
-            return []
-        return list(value) if isinstance(value, (list, tuple)) else [value]
+    return training_state.TrainingObjects(_as_list(optimizer), _as_list(scheduler), scaler)
 
-    return training_state.TrainingObjects(as_list(optimizer), as_list(scheduler), scaler)
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _write(
@@ -380,19 +381,17 @@ def _read(
         tensors = training_state.read_weights(path, files, dict(model.named_parameters()))
         model_state.check_model(model, stored["model"], tensors, goes_on=bool(parts.optimizers))
         model_state.check_progress(model, stored["progress"])
-        scalers = [[] if one is None else [one] for one in (parts.scaler, stored["scaler"])]
-        kinds = [
-            ("optimizer", parts.optimizers, stored["optimizers"]),
-            ("scheduler", parts.schedulers, stored["schedulers"]),
-            ("scaler", *scalers),
-        ]
-        for kind, given, there in kinds:
+        kinds: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
+            "optimizer": (parts.optimizers, stored["optimizers"]),
+            "scheduler": (parts.schedulers, stored["schedulers"]),
+            "scaler": (_as_list(parts.scaler), _as_list(stored["scaler"])),
+        }
+        for kind, (given, there) in kinds.items():
             if given and len(given) != len(there):
-                raise CheckpointError(
-                    f"load_checkpoint: {kind}= has {len(given)} entries, but {len(there)} were saved."
-                )
-        left = [kind for kind, given, there in kinds if there and not given]
-        if left and any(given for _, given, _ in kinds):
+                counts = f"{len(given)} entries, but {len(there)} were saved"
+                raise CheckpointError(f"load_checkpoint: {kind}= has {counts}.")
+        left = [kind for kind, (given, there) in kinds.items() if there and not given]
+        if left and any(given for given, _ in kinds.values()):
             also = f"load_checkpoint: the checkpoint also contains {', '.join(left)}, which is not loaded."
             warn(also, CheckpointWarning)
         if parts.optimizers:

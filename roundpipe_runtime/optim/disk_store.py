@@ -18,8 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -80,7 +79,17 @@ class DiskStore(ParameterStore):
                 self.memory.leave([parameter])
 
     def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
-        return partial(_copy_to, self.memory)
+        memory = self.memory
+
+        def copy(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+            if not _can_move(parameter):  # such as an empty parameter
+                return parameter.detach().to(dtype, copy=True)
+            made = memory.copy(("master", id(parameter)), parameter, dtype)
+            memory.leave([parameter], written=False)
+            memory.leave([made])
+            return made
+
+        return copy
 
     # -- a run -------------------------------------------------------------------------------------------------------
 
@@ -99,15 +108,16 @@ class DiskStore(ParameterStore):
             else:
                 found[parameter] = gradient, ready
         gradients.clear()
-        landed = self._landing.submit(self._move_down, moves)
-        return found | {parameter: (place, landed) for parameter, place in places.items()}
 
-    def _move_down(self, moves: collections.deque[tuple[torch.Tensor, Event, torch.Tensor]]) -> None:
-        while moves:  # popped, so that memory is free as soon as a gradient is on the disk
-            gradient, ready, place = moves.popleft()
-            ready.result()
-            self.memory.write(place, gradient)
-            self.memory.leave([place])
+        def move_down() -> None:
+            while moves:  # popped, so that memory is free as soon as a gradient is on the disk
+                gradient, ready, place = moves.popleft()
+                ready.result()
+                self.memory.write(place, gradient)
+                self.memory.leave([place])
+
+        landed = self._landing.submit(move_down)
+        return found | {parameter: (place, landed) for parameter, place in places.items()}
 
     def wait_landed(self) -> None:
         self._landing.wait()
@@ -140,12 +150,9 @@ class DiskStore(ParameterStore):
         """Run the optimizer step layer by layer; return an optimizer whose step does nothing."""
         if not self.owns(optimizer):
             return super().take_step(optimizer, args, kwargs)
-        reason = ""
-        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
-            reason = "was given a closure"
-        elif not can_step_in_parts(optimizer):
-            reason = "does not update one parameter after the other"
-        if reason:
+        has_closure = any(argument is not None for argument in (*args[1:], *kwargs.values()))
+        if has_closure or not can_step_in_parts(optimizer):
+            reason = "was given a closure" if has_closure else "does not update one parameter after the other"
             raise ConfigError(
                 f'{type(optimizer).__name__} {reason}, but host="disk:{self.memory.folder}" steps layer by layer. Use '
                 "AdamW without a closure, for example, or train in memory:\n"
@@ -258,16 +265,6 @@ def hold_on_disk(optimizer: Any, target: torch.Tensor) -> None:
                 page_out(tensor)
 
 
-def _copy_to(memory: DiskMemory, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """Copy a parameter to the disk; a parameter that cannot be on a disk, such as an empty one, is copied in memory."""
-    if not _can_move(parameter):
-        return parameter.detach().to(dtype, copy=True)
-    made = memory.copy(("master", id(parameter)), parameter, dtype)
-    memory.leave([parameter], written=False)
-    memory.leave([made])
-    return made
-
-
 def _on_host(contents: LayerContents) -> list[torch.Tensor]:
     return [parameter for parameter in contents.parameters() if _can_move(parameter)]
 
@@ -289,15 +286,12 @@ def _paged(nbytes: int) -> int:
 def clip_by_parts() -> None:
     """Let ``clip_grad_norm_`` of torch read gradients on a disk a few at a time, with bitwise identical results."""
     found = norm_and_scaling()
-    if found is None:  # an older torch, which reads all gradients into memory at once
+    if found is None:  # another torch, which reads all gradients into memory at once
         return
-    module, norm, scaling = found
-    setattr(module, norm, _norm_by_parts(getattr(module, norm)))
-    setattr(module, scaling, _scaling_by_parts(getattr(module, scaling)))
+    module, *names = found
+    whole_norm, whole_scaling = (getattr(module, name) for name in names)
 
-
-def _norm_by_parts(whole: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(whole)
+    @functools.wraps(whole_norm)
     def norm(
         tensors: torch.Tensor | Iterable[torch.Tensor],
         norm_type: float = 2.0,
@@ -307,48 +301,43 @@ def _norm_by_parts(whole: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         # torch sorts tensors by device and dtype first, so only tensors of one device and dtype keep their order
         if len({(one.device, one.dtype) for one in given}) != 1 or all(disk_of(one) is None for one in given):
-            return whole(given, norm_type, error_if_nonfinite, foreach)
+            return cast(torch.Tensor, whole_norm(given, norm_type, error_if_nonfinite, foreach))
         groups, norms = in_groups(given), []
         with torch.no_grad():
             for number in passing(groups, written=False):
                 norms += [torch.linalg.vector_norm(one, float(norm_type)) for one in groups[number]]
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), float(norm_type))
         if error_if_nonfinite and not total.isfinite():
-            return whole(given, norm_type, error_if_nonfinite, foreach)  # raises torch's error
+            total = whole_norm(given, norm_type, error_if_nonfinite, foreach)  # raises torch's error
         return total
 
-    return norm
-
-
-def _scaling_by_parts(whole: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(whole)
+    @functools.wraps(whole_scaling)
     def scale(
         parameters: torch.Tensor | Iterable[torch.Tensor],
         max_norm: float,
         total_norm: torch.Tensor,
         *rest: Any,
-        **options: Any,
+        **how: Any,
     ) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         owners = {id(one.grad): one for one in given if one.grad is not None}
         gradients = [one.grad for one in owners.values() if one.grad is not None]
         if all(disk_of(one) is None for one in gradients):
-            whole(given, max_norm, total_norm, *rest, **options)
-            return
-        if torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0) == 1.0:
-            whole([], max_norm, total_norm, *rest, **options)  # a factor of one changes nothing
-            return
-        groups = in_groups(gradients)
-        for number in passing(groups, written=True):
-            whole([owners[id(one)] for one in groups[number]], max_norm, total_norm, *rest, **options)
+            whole_scaling(given, max_norm, total_norm, *rest, **how)
+        elif torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0) == 1.0:
+            whole_scaling([], max_norm, total_norm, *rest, **how)  # a factor of one changes nothing
+        else:
+            groups = in_groups(gradients)
+            for number in passing(groups, written=True):
+                whole_scaling([owners[id(one)] for one in groups[number]], max_norm, total_norm, *rest, **how)
 
-    return scale
+    for name, by_parts in zip(names, (norm, scale), strict=True):
+        setattr(module, name, by_parts)
 
 
 class LayersAtHand:
     """Loads the tensors of a layer from the disk before the layer is used, and reads the next layer ahead."""
 
-    # order: indices of the layers in the order of their use
     # written: whether the tensors may be changed while they are used
 
     def __init__(
@@ -375,7 +364,12 @@ class LayersAtHand:
             place = left.popleft() if left else None
             here = None if place is None else self._ahead.pop(place, None)
             if place is not None:
-                self._fetch_after(place)
+                self._next = max(self._next, place + 1)
+                while self._next < len(self._order):  # fetch the next layer that has tensors
+                    number, self._next = self._next, self._next + 1
+                    if tensors := self._tensors_of(self._order[number]):
+                        self._ahead[number] = self._memory.fetch(tensors)
+                        break
         if here is None or here.cancel():  # a read that has not started is faster here than behind other reads
             self._memory.read(self._tensors_of(layer))
         else:
@@ -384,12 +378,3 @@ class LayersAtHand:
             yield
         finally:
             self._memory.leave(self._tensors_of(layer), written=self._written)
-
-    def _fetch_after(self, place: int) -> None:
-        self._next = max(self._next, place + 1)
-        while self._next < len(self._order):
-            number, self._next = self._next, self._next + 1
-            tensors = self._tensors_of(self._order[number])
-            if tensors:
-                self._ahead[number] = self._memory.fetch(tensors)
-                return

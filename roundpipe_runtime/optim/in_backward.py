@@ -83,11 +83,6 @@ class InBackwardStore(ParameterStore):
                 "added, because forward_backward has used them up. Split larger batches into more microbatches:\n"
                 "    RoundPipeRunConfig(num_microbatch=...)"
             )
-        trained = [p for layer in contents for p in layer.parameters() if p.requires_grad]
-        self._check(trained)
-        self._current = _Steps(self._optimizers, contents)
-
-    def _check(self, trained: Sequence[nn.Parameter]) -> None:
         if not self._optimizers:
             raise ConfigError(
                 'update="in_backward" needs the optimizer before forward_backward:\n    model.step_with(optimizer)'
@@ -95,7 +90,7 @@ class InBackwardStore(ParameterStore):
         holders = collections.Counter(
             id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
         )
-        for parameter in trained:
+        for parameter in [p for layer in contents for p in layer.parameters() if p.requires_grad]:
             reason = ""
             if holders[id(parameter)] != 1:
                 reason = f"{holders[id(parameter)]} optimizers contain it: freeze it, or give it to one optimizer"
@@ -120,6 +115,7 @@ class InBackwardStore(ParameterStore):
                     f"other. Use AdamW or a similar optimizer, or:\n    {_IN_PLACE}"
                 )
             check_shapes(optimizer, (), {})
+        self._current = _Steps(self._optimizers, contents)
 
     def land(self, layer: int, gradients: Landed) -> Landed:
         """Start the optimizer step of a layer; return no gradients, because the step uses them up."""
@@ -131,20 +127,21 @@ class InBackwardStore(ParameterStore):
             )
         coming = dict(gradients)
         gradients.clear()
-        self._landing.submit(self._step, steps, layer, coming)
-        return {}
 
-    def _step(self, steps: _Steps, layer: int, coming: Landed) -> None:
-        if steps.has_failed:
-            return
-        with on_error(steps.stop):
-            for _, ready in coming.values():
-                ready.result()
-            complete = steps.complete(layer, coming)
-            coming.clear()
-            if complete:
-                self._stepped.append(layer)
-                steps.step(complete)
+        def step() -> None:
+            if steps.has_failed:
+                return
+            with on_error(steps.stop):
+                for _, ready in coming.values():
+                    ready.result()
+                complete = steps.complete(layer, coming)
+                coming.clear()
+                if complete:
+                    self._stepped.append(layer)
+                    steps.step(complete)
+
+        self._landing.submit(step)
+        return {}
 
     def wait_landed(self) -> None:
         self._landing.wait()

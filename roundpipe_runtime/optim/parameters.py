@@ -188,7 +188,7 @@ class ParameterStore:
 
     def _copier(self) -> Callable[[nn.Parameter, torch.dtype], torch.Tensor]:
         """Return a function that copies a parameter as a new master weight, and does not refer to this store."""
-        return _copy_in_memory
+        return lambda parameter, dtype: parameter.detach().to(dtype, copy=True)
 
     # -- other stores have another memory, or another time of the step ----------------------------------------------
 
@@ -312,16 +312,10 @@ class ParameterStore:
             self._masters.pop(name, None)
             return parameter
         if name not in self._masters:
-            dtype, kept = self._dtype(parameter), self.dtype_between(parameter)
-            self._masters[name] = _Master(
-                parameter, dtype, kept, self._copier(), has_numbers_at_hand=self.has_numbers_at_hand
-            )
+            dtypes, has_numbers = (self._dtype(parameter), self.dtype_between(parameter)), self.has_numbers_at_hand
+            self._masters[name] = _Master(parameter, *dtypes, self._copier(), has_numbers_at_hand=has_numbers)
         self._masters[name].wake(parameter)
         return self._masters[name].tensor
-
-
-def _copy_in_memory(parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    return parameter.detach().to(dtype, copy=True)
 
 
 class _Master:

@@ -177,43 +177,40 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
     The trial's small tensors have the options and the optimizer state of some parameters. An update that depends on
     several parameters, on their order, or on random numbers, gives other bits if parameters are updated one by one.
     """
+
+    def has_same_bits() -> bool:
+        with _trial():
+            whole, parts = _stand_in(optimizer), _stand_in(optimizer)
+            for step in range(_STEPS):
+                _give_gradients(whole, optimizer, step)
+                _give_gradients(parts, optimizer, step)
+                _own_step(whole)()
+                pieces = OptimizerParts(parts)
+                for parameter in reversed(pieces.parameters):
+                    pieces.step({id(parameter)})
+                pieces.finish()
+            return _equal(_attributes(whole), _attributes(parts)) and _equal(_contents(whole), _contents(parts))
+
     found = _FOUND.get(optimizer)
     if found is None or found[0] != len(optimizer.param_groups):
         # an optimizer that raises an error for small tensors cannot be checked
-        is_proven = hasattr(type(optimizer).step, "__wrapped__") and result_or(
-            lambda: _has_same_bits(optimizer), lambda error: False
-        )
+        is_proven = hasattr(type(optimizer).step, "__wrapped__") and result_or(has_same_bits, lambda error: False)
         _FOUND[optimizer] = found = len(optimizer.param_groups), is_proven
     return found[1]
 
 
 def state_share(optimizer: Optimizer) -> float:
     """Return the bytes of optimizer state per byte of a parameter, measured on small placeholders."""
-    return result_or(lambda: _state_share(optimizer), lambda error: 0.0)
 
+    def measured() -> float:
+        with _trial():
+            stand_in = _stand_in(optimizer)
+            _give_gradients(stand_in, optimizer, 0)
+            _own_step(stand_in)()
+        kept = {p: [v for v in state.values() if isinstance(v, torch.Tensor)] for p, state in stand_in.state.items()}
+        return max((sum(v.nbytes for v in held if v.dim()) / p.nbytes for p, held in kept.items()), default=0.0)
 
-def _state_share(optimizer: Optimizer) -> float:
-    with _trial():
-        stand_in = _stand_in(optimizer)
-        _give_gradients(stand_in, optimizer, 0)
-        _own_step(stand_in)()
-    kept = [(p, v) for p, state in stand_in.state.items() for v in state.values() if isinstance(v, torch.Tensor)]
-    sizes = {p: sum(v.nbytes for owner, v in kept if owner is p and v.dim()) / p.nbytes for p in stand_in.state}
-    return max(sizes.values(), default=0.0)
-
-
-def _has_same_bits(optimizer: Optimizer) -> bool:
-    with _trial():
-        whole, parts = _stand_in(optimizer), _stand_in(optimizer)
-        for step in range(_STEPS):
-            _give_gradients(whole, optimizer, step)
-            _give_gradients(parts, optimizer, step)
-            _own_step(whole)()
-            pieces = OptimizerParts(parts)
-            for parameter in reversed(pieces.parameters):
-                pieces.step({id(parameter)})
-            pieces.finish()
-        return _equal(_attributes(whole), _attributes(parts)) and _equal(_contents(whole), _contents(parts))
+    return result_or(measured, lambda error: 0.0)
 
 
 @contextlib.contextmanager
@@ -243,19 +240,14 @@ def _stand_in(optimizer: Optimizer) -> Optimizer:
             own = optimizer.state.get(parameter, {})
             # 8-bit moments have a scale per block and cannot be sliced, so the step creates a new state.
             if own and not any(map(is_traceable_wrapper_subclass, own.values())):
-                state[stand_in] = {k: _small(v, parameter) for k, v in own.items()}
+                first = tuple(slice(0, _WIDEST) for _ in parameter.shape)
+                is_like = {k: isinstance(v, torch.Tensor) and v.ndim == parameter.ndim for k, v in own.items()}
+                state[stand_in] = {k: v[first].clone() if is_like[k] else copy.deepcopy(v) for k, v in own.items()}
             parameters.append(stand_in)
         groups.append({**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": parameters})
     # a gradient scaler may have left an instruction to skip the step
     attributes = {k: None if k in ("grad_scale", "found_inf") else v for k, v in _attributes(optimizer).items()}
     return _twin(optimizer, groups, state, attributes)
-
-
-def _small(value: Any, parameter: torch.Tensor) -> Any:
-    """Return the optimizer state of a parameter's first elements along each axis."""
-    if isinstance(value, torch.Tensor) and value.ndim == parameter.ndim:
-        return value[tuple(slice(0, _WIDEST) for _ in value.shape)].clone()
-    return copy.deepcopy(value)
 
 
 def _give_gradients(stand_in: Optimizer, optimizer: Optimizer, step: int) -> None:
@@ -290,8 +282,7 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-# Number of layers whose gradients may be in transit from devices to the disk or to their step.
-LANDING = 2
+LANDING = 2  # layers whose gradients may be in transit from devices to the disk or to their step
 
 
 class LandingQueue:
@@ -324,8 +315,7 @@ class LandingQueue:
         self._worker.close()
 
 
-# Number of values of a tensor that are compared.
-_SAMPLE = 32
+_SAMPLE = 32  # values of a tensor that are compared
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

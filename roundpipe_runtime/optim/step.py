@@ -205,7 +205,7 @@ class StepRunner:
     def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Return whether a background step may change one of the parameters before the next pipeline call reads it."""
         ahead = self._ahead
-        return ahead is not None and ahead.is_ahead and ahead.writes(parameters)
+        return ahead is not None and ahead.is_ahead and any(id(one) in ahead.parameters for one in parameters)
 
     @property
     def is_exact(self) -> bool:
@@ -390,7 +390,7 @@ class LayerSteps:
         self._store, self._table, self._contents, self._expected = store, table, contents, expected
         self.ended = threading.Event()
         self._targets = {c.index: store.targets(c.parameters()) for c in contents}
-        self._parameters = {id(parameter) for layer in contents for parameter in layer.parameters()}
+        self.parameters = {id(parameter) for layer in contents for parameter in layer.parameters()}
         self._in_layers = {id(target) for targets in self._targets.values() for target in targets}
         self._pending: set[int] = set()
         self._published: set[int] = set()
@@ -399,10 +399,17 @@ class LayerSteps:
     def run(self, step: Callable[[], Any]) -> None:
         """Run the step function; afterwards, the next pipeline call can read every layer."""
         try:
-            with on_error(self._fail):
+            with on_error(lambda error: self._table.fail(error) if self.is_ahead else None):
                 with taking_over(self._take):
                     step()
-                self._check()
+                for contents in self._contents:
+                    before = self._released.get(contents.index)
+                    if before is not None and before != self._versions(contents):
+                        raise StageError(
+                            f"A parameter of {contents.title} was changed after the step of its optimizer, while the "
+                            "next forward may have read it. End the step before the next forward:\n    "
+                            "model.step(step_fn)"
+                        )
                 if self.is_ahead:
                     self.release_all()
         finally:
@@ -410,25 +417,25 @@ class LayerSteps:
             if not self.is_ahead:
                 self.has_begun.set_result(None)
 
-    def _fail(self, error: BaseException) -> None:
-        if self.is_ahead:
-            self._table.fail(error)
-
     def release_all(self) -> None:
         """Let the next pipeline call read the layers that this step has not updated, with their current parameters."""
         for contents in self._contents:
             if self._table.version(contents.index) < self._table.latest:
                 self._release(contents, lambda: None)
 
-    def writes(self, parameters: Iterable[torch.Tensor]) -> bool:
-        return any(id(parameter) in self._parameters for parameter in parameters)
-
     def _take(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-        parts = OptimizerParts(optimizer, self._store.hold_state)
-        mine = {id(parameter) for parameter in parts.parameters}
-        obstacle = self._obstacle(optimizer, parts, [*args[1:], *kwargs.values()])
-        if any(mine.intersection(map(id, self._targets[layer])) for layer in self._released):
-            obstacle = f"{type(optimizer).__name__} updates parameters that were already updated in this step."
+        parts, name, obstacle = OptimizerParts(optimizer, self._store.hold_state), type(optimizer).__name__, None
+        left = {id(parameter) for parameter in parts.parameters}
+        if any(left.intersection(map(id, self._targets[layer])) for layer in self._released):
+            obstacle = f"{name} updates parameters that were already updated in this step."
+        elif any(argument is not None for argument in (*args[1:], *kwargs.values())):
+            obstacle = f"the step of {name} was given a closure."
+        elif other_post_hooks(optimizer):
+            obstacle = f"{name} has hooks that run after its step."
+        elif not left <= self._in_layers:
+            obstacle = f"{name} also updates parameters that are in no layer."
+        elif not can_step_in_parts(optimizer):
+            obstacle = f"{name} does not update one parameter after the other."
         if obstacle is not None and self.is_ahead:
             raise StageError(
                 f"{obstacle} The next forward, which may have begun, reads the weights. End the step before it:\n"
@@ -439,17 +446,13 @@ class LayerSteps:
         if self.met == 1:
             self._pending = {id(t) for targets in self._targets.values() for t in targets if t.grad is not None}
         if self.reason is not None or self._expected is None or self.met < self._expected:
-            self._pending -= mine
+            self._pending -= left
             return self._store.take_step(optimizer, args, kwargs)  # the caller waits for this step
         under_way(optimizer, self.ended)
         if not self.is_ahead:
             self._table.advance()
             self.is_ahead = True
             self.has_begun.set_result(None)
-        self._walk(parts, mine)
-        return parts.finish()
-
-    def _walk(self, parts: OptimizerParts, left: set[int]) -> None:
         at_hand = self._store.updating(self._contents)
         for contents in self._contents:
             targets = set(map(id, self._targets[contents.index]))
@@ -463,18 +466,7 @@ class LayerSteps:
                     self._release(contents, partial(parts.step, mine))
                 else:
                     self._table.write(contents.index, self._table.latest, partial(parts.step, mine), done=False)
-
-    def _obstacle(self, optimizer: Optimizer, parts: OptimizerParts, arguments: list[Any]) -> str | None:
-        name = type(optimizer).__name__
-        if any(argument is not None for argument in arguments):
-            return f"the step of {name} was given a closure."
-        if other_post_hooks(optimizer):
-            return f"{name} has hooks that run after its step."
-        if any(id(parameter) not in self._in_layers for parameter in parts.parameters):
-            return f"{name} also updates parameters that are in no layer."
-        if not can_step_in_parts(optimizer):
-            return f"{name} does not update one parameter after the other."
-        return None
+        return parts.finish()
 
     def _release(self, contents: LayerContents, update: Callable[[], None]) -> None:
         def fill() -> None:
@@ -488,12 +480,3 @@ class LayerSteps:
 
     def _versions(self, contents: LayerContents) -> list[int]:
         return [tensor._version for tensor in (*contents.parameters(), *self._targets[contents.index])]
-
-    def _check(self) -> None:
-        for contents in self._contents:
-            before = self._released.get(contents.index)
-            if before is not None and before != self._versions(contents):
-                raise StageError(
-                    f"A parameter of {contents.title} was changed after the step of its optimizer, while the next "
-                    "forward may have read it. End the step before the next forward:\n    model.step(step_fn)"
-                )

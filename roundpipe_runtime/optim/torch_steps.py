@@ -10,8 +10,8 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -235,23 +235,10 @@ def _wait(optimizer: Optimizer, *_: Any) -> None:
         ended.wait()
 
 
-class HasMasters(Protocol):
-    """The interface of a store that knows the master weights of a model's parameters."""
-
-    def originals(self) -> dict[int, torch.Tensor]:
-        """Return the master weights, by the ``id()`` of their parameters."""
-
-    def take_gradients(self) -> None:
-        """Copy changes that user code made to ``grad`` of parameters into the gradients of master weights."""
-
-    def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Return why gradients of the parameters cannot be clipped; ``None`` if the gradients can be clipped."""
+_STORES: weakref.WeakSet[Any] = weakref.WeakSet()  # of `ParameterStore`
 
 
-_STORES: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def watch_originals(store: HasMasters) -> None:
+def watch_originals(store: Any) -> None:
     """Make clipping or stepping a parameter raise an error if the parameter has a master weight in the store."""
     _STORES.add(store)
     _install()
@@ -259,19 +246,18 @@ def watch_originals(store: HasMasters) -> None:
 
 @functools.cache
 def _install() -> None:
+    def checked(clip: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(clip)
+        def call(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            check_clipped(given)
+            return clip(given, *args, **kwargs)
+
+        return call
+
     for owner, name in clipping_functions():
-        setattr(owner, name, _checked(getattr(owner, name)))
+        setattr(owner, name, checked(getattr(owner, name)))
     register_optimizer_step_pre_hook(_check_stepped)
-
-
-def _checked(clip: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(clip)
-    def checked(parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        check_clipped(given)
-        return clip(given, *args, **kwargs)
-
-    return checked
 
 
 def check_clipped(parameters: Iterable[torch.Tensor]) -> None:

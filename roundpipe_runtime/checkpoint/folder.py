@@ -61,7 +61,6 @@ def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[
 
 def write_manifest(folder: pathlib.Path, files: Mapping[str, object] | None = None) -> None:
     """Write the manifest of a checkpoint, and flush all files of the checkpoint to the disk."""
-    # files: what `describe_files` returned. Default: the files are read.
     described = describe_files(folder) if files is None else {name: files[name] for name in sorted(files)}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({"format": _VERSION, "files": described}, file, indent=2)
@@ -121,7 +120,6 @@ _LEFTOVER = re.compile(r"\.checkpoint-\d+\.(writing|leaving)")
 
 
 def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the checkpoints in a folder, the oldest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -138,7 +136,6 @@ def step_of(checkpoint: pathlib.Path) -> int:
 
 
 def next_path(folder: pathlib.Path) -> pathlib.Path:
-    """Return the path of a new checkpoint, numbered one above the newest checkpoint in the folder."""
     there = checkpoints_in(folder)
     last = step_of(there[-1]) if there else 0
     return folder / f"checkpoint-{last + 1:08}"
@@ -202,7 +199,6 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
-    """Remove unfinished checkpoint folders that a killed process has left."""
     for path in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -210,7 +206,6 @@ def remove_leftovers(folder: pathlib.Path) -> None:
 
 def remove_old(folder: pathlib.Path, keep: int | None) -> None:
     """Remove checkpoints older than the last ``keep`` complete checkpoints; ``None`` keeps all."""
-    # keep: number of complete checkpoints to keep, or `None`
     if keep is None:
         return
     there = checkpoints_in(folder)

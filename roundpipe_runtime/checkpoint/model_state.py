@@ -227,7 +227,6 @@ def _format_names(what: str, names: list[str]) -> str:
 
 def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
     """Return the names of frozen quantized weights and their scales, which a checkpoint does not contain."""
-    # state: `model.state_dict(keep_vars=True)`
     frozen = {name for name, value in state.items() if isinstance(value, torch.Tensor) and is_composite(value)}
     if not frozen:
         return set()

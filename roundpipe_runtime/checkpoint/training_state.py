@@ -204,7 +204,6 @@ def config_files(model: nn.Module) -> dict[str, str]:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the random generators in use: torch, Python, NumPy, accelerators."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if (numpy := sys.modules.get("numpy")) is not None:
         state["numpy"] = numpy.random.get_state(legacy=False)

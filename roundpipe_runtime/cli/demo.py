@@ -290,7 +290,6 @@ def measure_needs(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn,
 
 
 def _train_plainly(model: nn.Module, batches: Sequence[_Batch], loss_fn: _LossFn, device: CountingDevice) -> None:
-    """Train with plain PyTorch, with the model and the training state on the device."""
     model = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data = device.copy_in(parameter.data)

@@ -48,7 +48,6 @@ class Check:
 
     @classmethod
     def of(cls, name: str, found: str, is_good: bool, remedy: str) -> Check:
-        """Return a check with status ``"ok"`` if ``is_good``, otherwise with status ``"warning"`` and the remedy."""
         return cls(name, "ok", found) if is_good else cls(name, "warning", found, remedy)
 
 

@@ -25,7 +25,7 @@ from ..huggingface.plan_training import PlannedTraining, SettingsChange, model_o
 from ..huggingface.quantize import count_weights, quantize_frozen
 from . import train_options
 from .option_objects import format_count, format_seconds, option, parse_bytes, parse_gigabytes, takes_options
-from .train_options import dtype_named, few_bits, row_length, source_of
+from .train_options import dtype_named, row_length, source_of
 
 _COLUMNS = 78  # of the tables
 _STEP = "A step"
@@ -166,9 +166,8 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
     adapters = None if step.lora is None else Lora.parse(step.lora)
     made = model_on_meta(source.config, dtype=dtype_named(step.dtype))
     kept = next((p.dtype for p in made.parameters() if p.is_floating_point()), torch.float32)
-    quantize = few_bits(step.quantize)
-    if quantize is not None:
-        made = quantize_frozen(made, quantize)
+    if step.quantize != "none":
+        made = quantize_frozen(made, step.quantize)
     if adapters is not None:
         with torch.device("meta"):
             made = add_lora(made, adapters)

@@ -8,7 +8,7 @@ import itertools
 import pathlib
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,6 @@ from .train_options import (
     StepOptions,
     TextOptions,
     dtype_named,
-    few_bits,
     format_config,
     read_by,
     row_length,
@@ -154,7 +153,14 @@ def _prepared(
     say(_described(rows, tokenizer))
     if isinstance(rows, ChatRows):
         show_rows(rows, tokenizer, data.show_rows)
-    context.with_resource(_quiet_transformers())
+    # no progress bars and tables of transformers, since the command prints errors in one line
+    from transformers.utils import logging
+
+    context.call_on_close(partial(logging.set_verbosity, logging.get_verbosity()))
+    if logging.is_progress_bar_enabled():
+        context.call_on_close(logging.enable_progress_bar)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     model = job.together(lambda: _learner(source, adapters, step, learning))
     say(format_model(model, source))
     return _Pupil(source, model, tokenizer, rows)
@@ -165,13 +171,20 @@ def _run(
 ) -> tuning.Outcome:
     """Train, print the progress, and save the model."""
     from tqdm.auto import tqdm
+    from transformers import ProgressCallback
 
     job, checkpoints = training.job, files.checkpoints(output)
     if files.resume:
         is_there = training.restore(checkpoints)
         say(f"continuing after step {training.step}" if is_there else f"no checkpoint in {checkpoints} yet")
     say(format_training(training))
-    _add_bar(training)
+    if job.is_first and sys.stderr.isatty():
+
+        class Bar(ProgressCallback):  # type: ignore[misc] # transformers counts as untyped
+            def on_log(self, *args: Any, **options: Any) -> None:
+                """Print nothing: ``show`` prints the lines about steps."""
+
+        training.trainer.add_callback(Bar())
     always, log_every = (training.step + 1, training.steps), files.log_every or max(1, min(100, training.steps // 20))
 
     def show(record: StepRecord | EvalRecord) -> None:
@@ -264,43 +277,12 @@ _NOT_ON_CARD = ("text", "chat", "files", "tokenizer", "chat_template", "show_row
 def _learner(
     source: ModelSource, adapters: tuning.Lora | None, step: StepOptions, learning: LearningOptions
 ) -> nn.Module:
-    quantize, aware = few_bits(learning.quantize), learning.quantize_aware
+    quantize, aware = None if learning.quantize == "none" else learning.quantize, learning.quantize_aware
     dtype = dtype_named("float32" if aware != "none" and step.dtype == "auto" else step.dtype)
     learner = source.load(dtype=dtype, seed=learning.seed, quantize=quantize, host=step.host)
     if aware != "none":
         return tuning.quantize_aware(learner, aware, lora=adapters, seed=learning.seed)
     return learner if adapters is None else tuning.add_lora(learner, adapters, seed=learning.seed)
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Hide progress bars and tables of transformers in the with block, since the command prints errors in one line."""
-    from transformers.utils import logging
-
-    had_bar, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if had_bar:
-            logging.enable_progress_bar()
-
-
-# The output of ``roundpipe train``: settings first, then lines about some of the steps, and on a terminal a bar.
-
-
-def _add_bar(training: Training) -> None:
-    """Show the bar of transformers' Trainer on a terminal; lines about steps are printed by ``_line``."""
-    from transformers import ProgressCallback
-
-    class Bar(ProgressCallback):  # type: ignore[misc] # transformers counts as untyped
-        def on_log(self, *args: Any, **options: Any) -> None:
-            pass
-
-    if training.job.is_first and sys.stderr.isatty():
-        training.trainer.add_callback(Bar())
 
 
 def _line(record: StepRecord | EvalRecord, steps: int) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -26,10 +26,6 @@ from ..distributed.ranks.torchrun import own_devices
 from ..errors import ConfigError, DeviceError
 from ..fine_tune import ModelSource, Settings, Tokenizer, check_curve, check_output, check_place, model_source
 from .option_objects import option, parse_bytes, parse_gigabytes
-
-if TYPE_CHECKING:
-    from ..huggingface.quantize import FewBits
-
 
 _TEXT, _STEP, _RATE, _FILES = "Text", "A step", "Learning", "What is written"
 
@@ -139,7 +135,6 @@ class ModelOptions:
 
     @property
     def more_text(self) -> list[str]:
-        """The text files among the command's arguments."""
         return list(self.words or [])[0 if self.model is not None else 1 :]
 
     @property
@@ -311,7 +306,6 @@ class FileOptions:
         return self.every is not None or self.checkpoint is not None or self.resume
 
     def checkpoints(self, output: pathlib.Path) -> pathlib.Path:
-        """Return the folder for checkpoints: the value of ``--checkpoint``, or a folder next to the output."""
         return self.checkpoint or output.with_name(f"{output.name}-checkpoints")
 
     def check(self, output: pathlib.Path) -> None:
@@ -375,10 +369,6 @@ def _devices(text: str, memory: str | None) -> list[Device]:
 def check_quantize(kind: str, lora: str | None) -> None:
     if kind != "none" and lora is None:
         raise UserError(f"--quantize {kind} freezes all weights, so nothing would train. Add adapters: --lora 8")
-
-
-def few_bits(kind: str) -> FewBits | None:
-    return None if kind == "none" else cast("FewBits", kind)
 
 
 def check_host_option(host: str, update: str) -> None:

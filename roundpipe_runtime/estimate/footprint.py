@@ -33,7 +33,6 @@ class Footprint(TorchDispatchMode):
     """
 
     # alive: bytes of the storages that were made in the block and are still alive
-    # peak: largest value of `alive` since `restart`
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch does not annotate it

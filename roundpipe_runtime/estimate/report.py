@@ -302,7 +302,6 @@ class PlanReport:
 
     @property
     def disk(self) -> DiskUse | None:
-        """Bytes of a step on the disk; ``None`` if the training state is in host memory."""
         return self.simulated.disk
 
     @property
@@ -323,14 +322,12 @@ class PlanReport:
 
     @property
     def fits_devices(self) -> bool | None:
-        """Whether the training fits into the memory of each device; ``None`` if that memory is not known."""
         if self.hardware.memory is None:
             return None
         return not self.too_large and max(m.total for m in self.device_memory) <= self.hardware.memory
 
     @property
     def fits_host(self) -> bool | None:
-        """Whether the training fits into the memory of the host; ``None`` if that memory is not known."""
         return None if self.hardware.host is None else self.host_bytes <= self.hardware.host
 
 
@@ -350,7 +347,6 @@ def plan_report(
     host: Literal["memory", "disk"] = "memory",
     update: Update = "masters",
 ) -> PlanReport:
-    # layers: footprint of each layer for one microbatch
     # last_stage_copies: number of devices that run the last layer, each on some of the microbatches. `"auto"`: the
     # smallest number with which the simulated step is about as fast as possible.
     # rule: which tables are copied in parts, in the layers as they were measured; least_rule: the same with the least

@@ -130,7 +130,6 @@ def device_memory(
     room_to_keep: float = 0.0,
 ) -> list[DeviceMemory]:
     # prefetches: whether a stage is loaded while the previous stage computes; false for virtual devices
-    # room_to_keep: bytes of each device for parameters that stay between steps
     found = []
     kept = kept_bytes(layers, room_to_keep)
     for device in sorted(set(devices)):
@@ -184,8 +183,6 @@ def host_memory(
     gradient_dtype: torch.dtype | None = None,
     update: Update = "masters",
 ) -> HostMemory:
-    # parameters: the parameters of the model, each once
-    # optim_dtype, gradient_dtype, update: as in `RoundPipe`
     params = list(parameters)
     trained = [p for p in params if p.requires_grad]
     wide = [(p, optim_dtype or p.dtype) for p in trained]
@@ -265,7 +262,6 @@ class JoinedLoss:
 
 
 def joined_loss(last: LayerFootprint) -> JoinedLoss:
-    # last: the last layer, measured on the whole batch
     visit = visit_bytes(Stage(0, "backward", range(1)), [last])
     return JoinedLoss(last.param_bytes + last.grad_bytes + visit, 2 * last.inputs + last.grads_in)
 

@@ -38,43 +38,15 @@ from .training import Outcome, Training, run, stored_replicas, timeline_of_rank
 
 __all__ = [  # noqa: RUF022 # in the order of use
     # a model and its tokenizer
-    "ModelSource",
-    "model_source",
-    "Tokenizer",
-    "ByteTokenizer",
-    "load_tokenizer",
-    "Lora",
-    "add_lora",
-    "quantize_aware",
+    "ModelSource", "model_source", "Tokenizer", "ByteTokenizer", "load_tokenizer", "Lora", "add_lora", "quantize_aware",
     # text and conversations in rows
-    "Rows",
-    "Blocks",
-    "make_blocks",
-    "read_blocks",
-    "ChatRows",
-    "ChatTokens",
-    "make_chat_rows",
-    "read_chats",
-    "Settings",
-    "Training",
-    "StepRecord",
-    "EvalRecord",
-    "run",
-    "Outcome",
-    "stored_replicas",
-    "timeline_of_rank",
-    # several processes
-    "Job",
+    "Rows", "Blocks", "make_blocks", "read_blocks", "ChatRows", "ChatTokens", "make_chat_rows", "read_chats",
+    # a training, in one or several processes
+    "Settings", "Training", "StepRecord", "EvalRecord", "run", "Outcome", "stored_replicas", "timeline_of_rank", "Job",
     "named_error",
     # results
-    "check_output",
-    "check_place",
-    "check_disk",
-    "save_model",
-    "model_card",
-    "replace_card",
-    "check_curve",
+    "check_output", "check_place", "check_disk", "save_model", "model_card", "replace_card", "check_curve",
     "save_curve",
     # what can be wrong
     "FineTuneError",
-]
+]  # fmt: skip

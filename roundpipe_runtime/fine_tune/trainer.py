@@ -246,8 +246,6 @@ class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts 
     """
 
     # at_end: whether to write a checkpoint after the last step; `None` writes no checkpoint, not even after a signal
-    # note: function that is called with each record
-    # recorded: step of the timeline
 
     def __init__(
         self,

@@ -72,7 +72,6 @@ class DiskStore(ParameterStore):
         _STORES.add(self)
 
     def _move(self) -> None:
-        """Move parameters that are still in memory, or were replaced, to the disk."""
         for name, parameter in self.model.named_parameters():
             if _can_move(parameter) and not self.memory.holds(parameter):
                 parameter.data = self.memory.copy(("weight", name), parameter)

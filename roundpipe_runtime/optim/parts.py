@@ -304,7 +304,6 @@ class LandingQueue:
         return started
 
     def wait(self) -> None:
-        """Wait for all unfinished tasks; raise the error of a failed task."""
         with self._lock:
             left = list(self._left)
             self._left.clear()

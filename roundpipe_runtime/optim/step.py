@@ -230,7 +230,6 @@ class StepRunner:
             ahead.ended.wait()
 
     def is_here(self) -> bool:
-        """Whether the caller runs in the thread of background steps."""
         return self._worker.is_here()
 
     def check_not_here(self) -> None:
@@ -361,7 +360,6 @@ _RUNNERS_LOCK = free_after_fork(threading.Lock())
 
 def wait_for_updates(which: Callable[[StepRunner], bool] = lambda runner: True) -> None:
     """Wait for background optimizer steps of all pipelines; the next call of each pipeline raises its errors."""
-    # which: function that chooses the pipelines. Default: all.
     with _RUNNERS_LOCK:
         runners = list(_RUNNERS)
     for runner in runners:
@@ -377,7 +375,6 @@ class LayerSteps:
     # expected: number of optimizers that the function steps; the caller continues when the last step has begun. `None`
     # if the number is not known: the caller continues when the function has ended.
     # has_begun: future that is done when the caller may continue, because options and gradients have been read
-    # reason: why an optimizer was not stepped layer by layer, as a sentence
 
     def __init__(
         self, store: ParameterStore, table: ReadinessTable, contents: Sequence[LayerContents], expected: int | None

@@ -222,7 +222,6 @@ def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
 
 
 def check_packing(model: nn.Module) -> None:
-    """Raise an error for a model in which a conversation attends to the previous conversation of its row."""
     if not keeps_texts_apart(model):  # the model would train on other contexts
         raise FineTuneError(
             f"{type(model).__name__} lets a conversation see the previous one in its row, so conversations cannot be "

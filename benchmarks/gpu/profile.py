@@ -26,8 +26,7 @@ import psutil
 import torch
 
 from roundpipe_runtime.cli.doctor import train_difference
-from roundpipe_runtime.estimate.device_rates import call_seconds, measure_device
-from roundpipe_runtime.estimate.hardware import Hardware, describe_hardware, save_machine
+from roundpipe_runtime.estimate.hardware import Hardware, call_seconds, describe_hardware, measure_device, save_machine
 
 __all__ = ["machine", "profile", "versions"]
 

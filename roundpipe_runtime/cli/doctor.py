@@ -31,8 +31,16 @@ from ..device.worker import generator_kept
 from ..engine.config import RoundPipeRunConfig
 from ..engine.planner import FOR_PARAMETERS
 from ..errors import ConfigError
-from ..estimate.device_rates import call_seconds, measure_device, measure_disk
-from ..estimate.hardware import cores, describe_hardware, host_memory_available, host_memory_rate, save_machine
+from ..estimate.hardware import (
+    call_seconds,
+    cores,
+    describe_hardware,
+    host_memory_available,
+    host_memory_rate,
+    measure_device,
+    measure_disk,
+    save_machine,
+)
 from ..optim.step import OptimizerCtx
 from ..pipeline import RoundPipe
 

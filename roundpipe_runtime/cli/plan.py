@@ -16,8 +16,7 @@ from yobx_flatten.terminal.output import progress, say, say_json
 from yobx_flatten.terminal.running import CHECK_FAILED, UserError
 
 from ..device.disk import HOST_IN_MEMORY, disk_folder
-from ..estimate.device_rates import measure_disk
-from ..estimate.hardware import Hardware, describe_hardware, device_kind, device_names, load_machine
+from ..estimate.hardware import Hardware, describe_hardware, device_kind, device_names, load_machine, measure_disk
 from ..estimate.report import PlanReport, Reference, with_reference
 from ..fine_tune import Lora, ModelSource, add_lora
 from ..huggingface.adapters import is_adapted

@@ -19,7 +19,7 @@ import torch
 from roundpipe_runtime.device import accelerator
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
 from roundpipe_runtime.device.protocol import Device
-from roundpipe_runtime.estimate.device_rates import measure_device
+from roundpipe_runtime.estimate.hardware import measure_device
 from tests.accelerator import late
 from tests.accelerator.exceptions import reason_to_skip
 from tests.runtime import small

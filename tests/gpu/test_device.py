@@ -9,7 +9,7 @@ from torch import nn
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, Timeline
 from roundpipe_runtime.cli.doctor import train_difference
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
-from roundpipe_runtime.estimate.device_rates import measure_device
+from roundpipe_runtime.estimate.hardware import measure_device
 from roundpipe_runtime.fine_tune.records import device_peak
 from tests.gpu.place import on_a_device
 from tests.runtime.small import batch, cut_plan, relative_error, same_bits, small_model, state

@@ -13,7 +13,7 @@ from roundpipe_runtime.cli import doctor
 from roundpipe_runtime.device.accelerator import AcceleratorDevice, copy_in_pieces, parse_devices
 from roundpipe_runtime.device.pinning import PinnedModel
 from roundpipe_runtime.device.protocol import Device
-from roundpipe_runtime.estimate.device_rates import DeviceRates
+from roundpipe_runtime.estimate.hardware import DeviceRates
 from tests import fresh_process
 from tests.accelerator import late
 from tests.accelerator.training import late_devices, train
@@ -435,7 +435,7 @@ def test_a_stage_is_uploaded_while_the_one_before_makes_the_host_wait():
 _PROGRAM = """
 import dataclasses, json, os, torch
 from tests.accelerator import late
-from roundpipe_runtime.estimate.device_rates import measure_device
+from roundpipe_runtime.estimate.hardware import measure_device
 late.set_costs(flops=120e12, memory=0.9e12, link=25e9, pageable_link=6e9)
 print(json.dumps(dataclasses.asdict(measure_device(torch.device("late", 0)))), flush=True)
 os._exit(0)

@@ -9,7 +9,7 @@ from roundpipe_runtime.cli import doctor
 from roundpipe_runtime.cli.app import run
 from roundpipe_runtime.cli.doctor import Check
 from roundpipe_runtime.estimate import Hardware, load_machine
-from roundpipe_runtime.estimate.device_rates import DiskRates
+from roundpipe_runtime.estimate.hardware import DiskRates
 
 
 def test_every_line_says_how_it_is(capsys, monkeypatch):

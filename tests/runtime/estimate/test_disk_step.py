@@ -12,7 +12,7 @@ from roundpipe_runtime import ConfigError, ModelExecutePlan, OptimizerCtx, Round
 from roundpipe_runtime.device import disk
 from roundpipe_runtime.device.disk import DiskMemory
 from roundpipe_runtime.estimate import Hardware, measure_layers, simulate, step_plan
-from roundpipe_runtime.estimate.device_rates import measure_disk
+from roundpipe_runtime.estimate.hardware import measure_disk
 
 WIDTH, ROWS, LAYERS = 256, 8, 4
 MATRIX = 4 * WIDTH * WIDTH  # bytes in float32

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .footprint import LayerFootprint, measure_layers
 from .hardware import Hardware, describe_hardware, load_machine, save_machine
-from .layer_footprint import LayerFootprint, measure_layers
 from .report import DiskUse, StepSimulation, simulate
 from .step_plan import DeviceMemory, HostMemory, StepPlan, expected_share, step_plan
 

@@ -28,8 +28,8 @@ from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import RoundRobin, Stage
 from ..schedule.simulation import Machine, Simulation, StageLoad
 from ..schedule.simulation import simulate as simulate_schedule
+from .footprint import LayerFootprint
 from .hardware import Hardware
-from .layer_footprint import LayerFootprint
 from .step_plan import DeviceMemory, HostMemory, StepPlan, device_memory, room_to_keep, stage_loads, step_plan
 
 # Seconds for a stage without matrix products: a small value that orders the plan but does not change sums.

@@ -27,8 +27,8 @@ from ..schedule.costs import LayerCost
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import Kind, RoundRobin, Stage
 from ..schedule.simulation import StageLoad
+from .footprint import LayerFootprint
 from .hardware import Hardware
-from .layer_footprint import LayerFootprint
 
 # Share of a stage in the host's time per layer and step; a forward, a recomputation and a backward are a third each.
 _SHARE: dict[Kind, float] = {"forward": 1 / 3, "fused": 2 / 3, "backward": 2 / 3}

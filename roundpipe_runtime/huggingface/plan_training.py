@@ -14,9 +14,8 @@ from yobx_flatten.recipe.aliases import Kwargs
 
 from ..engine.planner import FOR_PARAMETERS, stage_limit
 from ..errors import ConfigError, CutError
-from ..estimate.footprint import device_kernels
+from ..estimate.footprint import LayerFootprint, device_kernels, measure_layers
 from ..estimate.hardware import Hardware
-from ..estimate.layer_footprint import LayerFootprint, measure_layers
 from ..estimate.report import PlanReport, plan_report
 from ..estimate.step_plan import JoinedLoss, joined_loss
 from ..optim.layer_contents import LargeTables, rule_for

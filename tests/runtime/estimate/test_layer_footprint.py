@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import nn
 
-from roundpipe_runtime.estimate.layer_footprint import measure_layers
+from roundpipe_runtime.estimate.footprint import measure_layers
 
 
 def layers_of(*widths, device="meta", dtype=torch.float32):

@@ -8,8 +8,8 @@ from torch import nn
 
 from matrix.models import make_config
 from roundpipe_runtime import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe_runtime.estimate.footprint import measure_layers
 from roundpipe_runtime.estimate.hardware import Hardware
-from roundpipe_runtime.estimate.layer_footprint import measure_layers
 from roundpipe_runtime.estimate.step_plan import device_memory, host_memory, visit_bytes
 from roundpipe_runtime.huggingface.plan_training import PlannedTraining, model_on_meta
 from roundpipe_runtime.schedule.round_robin import RoundRobin

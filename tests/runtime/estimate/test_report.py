@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from roundpipe_runtime.estimate.footprint import measure_layers
 from roundpipe_runtime.estimate.hardware import Hardware
-from roundpipe_runtime.estimate.layer_footprint import measure_layers
 from roundpipe_runtime.estimate.report import plan_report
 
 WIDTH, ROWS = 64, 16

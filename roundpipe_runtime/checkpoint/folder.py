@@ -61,6 +61,7 @@ def describe_files(folder: pathlib.Path, part: int = 0, parts: int = 1) -> dict[
 
 def write_manifest(folder: pathlib.Path, files: Mapping[str, object] | None = None) -> None:
     """Write the manifest of a checkpoint, and flush all files of the checkpoint to the disk."""
+    # files: what `describe_files` returned. Default: the files are read.
     described = describe_files(folder) if files is None else {name: files[name] for name in sorted(files)}
     with open(folder / MANIFEST, "w", encoding="utf-8") as file:
         json.dump({"format": _VERSION, "files": described}, file, indent=2)
@@ -120,6 +121,7 @@ _LEFTOVER = re.compile(r"\.checkpoint-\d+\.(writing|leaving)")
 
 
 def checkpoints_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the checkpoints in a folder, the oldest first."""
     if not folder.is_dir():
         return []
     found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
@@ -199,6 +201,7 @@ def only_writer(folder: pathlib.Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: pathlib.Path) -> None:
+    """Remove unfinished checkpoint folders that a killed process has left."""
     for path in list(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)

@@ -148,7 +148,11 @@ def _load_in_parts(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def collect_progress(model: nn.Module) -> dict[str, Any]:
-    """Return the training state of a model's pipelines that is not in the model's state dict."""
+    """Return the training state of a model's pipelines that is not in the model's state dict.
+
+    The training state contains the number of pipeline calls (for execution plans), master weights, gradients that no
+    optimizer step has used yet, and buffers that are not in the state dict.
+    """
     pipelines, masters = {}, {}
     for prefix, pipeline in pipelines_of(model):
         progress = pipeline.progress()
@@ -227,6 +231,7 @@ def _format_names(what: str, names: list[str]) -> str:
 
 def names_left_out(model: nn.Module, state: Mapping[str, Any]) -> set[str]:
     """Return the names of frozen quantized weights and their scales, which a checkpoint does not contain."""
+    # state: `model.state_dict(keep_vars=True)`
     frozen = {name for name, value in state.items() if isinstance(value, torch.Tensor) and is_composite(value)}
     if not frozen:
         return set()

@@ -403,6 +403,7 @@ def _read(
 
 def _undo_of(part: Any) -> Callable[[], None]:
     """Return a function that restores the current state of an optimizer, scheduler or scaler."""
+    # part: object with `state_dict` and `load_state_dict`
     if hasattr(part, "param_groups") and hasattr(part, "state"):
         # not copied: a load replaces the tensors
         return partial(part.__setstate__, {"state": part.state, "param_groups": part.param_groups})

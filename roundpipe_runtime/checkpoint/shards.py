@@ -48,6 +48,7 @@ def own_copies(tensors: Mapping[str, DTensor], *, copy: bool) -> dict[str, DTens
 
 def write_shards(folder: pathlib.Path, tensors: Mapping[str, DTensor], group: Any, file_bytes: int) -> None:
     """Write the ``DTensor`` shards of all processes to a checkpoint; all processes must call this function."""
+    # group: group of the processes; `None` for one process
     # file_bytes: largest number of bytes of a file, unless one part is larger; a file is in memory while it is written
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -176,6 +177,7 @@ class CheckpointRanks:
 
     def together(self, work: Callable[[], _Result]) -> _Result:
         """Call ``work`` in each process; if one process fails, raise an error in all processes."""
+        # work: what this process does; it calls no collective
         if self.group is None:
             return work()
         with Outcome() as outcome:

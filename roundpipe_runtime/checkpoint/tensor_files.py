@@ -45,6 +45,7 @@ def write_tensors(
 ) -> None:
     """Write one safetensors file, or several files of about ``shard_bytes`` bytes with an index."""
     # tensors: tensors on the host by name; none shares memory with another
+    # shard_bytes: largest number of bytes of a file, unless one tensor alone is larger
     # part: index of this process, which writes every `parts`-th file from there on; process 0 also writes the index
     if any(disk_of(tensor) is not None for tensor in tensors.values()):
         shard_bytes = min(shard_bytes, _SHARD_OF_DISK)
@@ -101,6 +102,7 @@ def encode(value: Any, path: str, tensors: MutableMapping[str, torch.Tensor]) ->
     >>> encode({"step": 3, "betas": (0.9, float("inf"))}, "state", {})
     {'step': 3, 'betas': {'$tuple': [0.9, {'$float': 'inf'}]}}
     """
+    # value: nested dictionaries, lists, tuples, sets, counters, numbers, strings, bytes, tensors, arrays of NumPy
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value

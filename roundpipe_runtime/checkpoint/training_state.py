@@ -55,6 +55,7 @@ class TrainingState:
     shards: Mapping[str, DTensor]  # tensors that this process has a part of
 
     def write(self, folder: pathlib.Path, shard_bytes: int, ranks: CheckpointRanks) -> None:
+        # shard_bytes: largest number of bytes of a file, unless one tensor is larger
         def write_own() -> None:
             if not folder.is_dir():
                 raise CheckpointError(
@@ -137,7 +138,8 @@ def write_values(
     folder: pathlib.Path, stem: str, values: Mapping[str, Any], ranks: CheckpointRanks | None = None
 ) -> None:
     """Write nested values to ``{stem}.json``, tensors to ``{stem}.safetensors``, and sharded tensors to ``shards/``."""
-    ranks = ranks or CheckpointRanks()  # this process alone
+    # ranks: processes that write together; all of them call it. Default: this process alone.
+    ranks = ranks or CheckpointRanks()
     tensors: dict[str, torch.Tensor] = {}
     encoded = {key: encode(value, key, tensors) for key, value in values.items()}
     shards = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}

@@ -79,7 +79,11 @@ _ROUNDING = 1e-4
 
 
 def examine(folder: pathlib.Path = HERE) -> list[Check]:
-    """Run all checks of ``roundpipe doctor`` and return their results; an error in a check is a failed result."""
+    """Run all checks of ``roundpipe doctor`` and return their results; an error in a check is a failed result.
+
+    One check trains a small model for two steps on every kind of device of the machine, which takes seconds.
+    """
+    # folder: folder whose disk is checked. Default: the current one.
     checks: dict[str, Callable[[], list[Check]]] = {
         "versions": _versions,
         "accelerators": _accelerators,

@@ -41,6 +41,8 @@ class ModelOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineOptions:
+    """Options of ``roundpipe plan`` that describe the machine; the command measures or assumes missing values."""
+
     devices: Annotated[
         str,
         option(

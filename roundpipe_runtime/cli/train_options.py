@@ -135,6 +135,7 @@ class ModelOptions:
 
     @property
     def more_text(self) -> list[str]:
+        """The text files among the command's arguments."""
         return list(self.words or [])[0 if self.model is not None else 1 :]
 
     @property
@@ -276,6 +277,8 @@ class LearningOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileOptions:
+    """Options of ``roundpipe train`` for checkpoints, logs and other files, and for stopped processes."""
+
     timeout: Annotated[
         float,
         option(
@@ -336,6 +339,7 @@ class FileOptions:
 def settings_of(
     step: StepOptions, learning: LearningOptions, replicas: int | None, report_to: list[str] | None = None
 ) -> Settings:
+    # report_to: additional targets of the Trainer's logs
     names = {field.name for field in dataclasses.fields(Settings)}
     stated = {name: value for name, value in {**vars(step), **vars(learning)}.items() if name in names}
     stated |= {

@@ -44,6 +44,7 @@ class Footprint(TorchDispatchMode):
     """
 
     # alive: bytes of the storages that were made in the block and are still alive
+    # peak: largest value of `alive` since `restart`
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call] # torch does not annotate it
@@ -55,6 +56,7 @@ class Footprint(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count the given tensors, which existed before the measurement."""
         for tensor in tensors:
             self._note(tensor, counted=False)
 

@@ -158,6 +158,7 @@ def device_kind(names: tuple[str, ...]) -> str:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """Measure the operations per second of a matrix product."""
     for size in _ROWS[:1] if device.type == "cpu" else _ROWS:
         a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
         seconds = _seconds(functools.partial(torch.matmul, a, b), device)
@@ -317,6 +318,8 @@ def measure_device(
     device: torch.device, *, dtype: torch.dtype = torch.bfloat16, nbytes: int = _LINK_COPIED, rows: int = _MATRIX_ROWS
 ) -> DeviceRates:
     """Measure the copy rates and matrix products of an accelerator, in about a second."""
+    # dtype: dtype of the matrices. Default: bfloat16.
+    # rows: rows and columns of the matrices. Default: 8,192.
     uploads, downloads, compute = (torch.Stream(device) for _ in range(3))
     pinned = [torch.zeros(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     pageable = torch.zeros(nbytes, dtype=torch.uint8)

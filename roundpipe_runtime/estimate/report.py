@@ -295,6 +295,9 @@ class PlanReport:
         is_async: Literal[False, True, "exact"] = False,
         keep_parameters: float | Literal["auto"] | None = None,
     ) -> StepSimulation:
+        # step: training step. Default: the one of this plan.
+        # is_async: when the optimizer runs, as in `RoundPipe.step`. Default: after the run.
+        # keep_parameters: parameters that stay on devices between steps. Default: those of this plan.
         host: Literal["memory", "disk"] = "memory" if self.disk is None else "disk"
         keep = self.simulated.keep_parameters if keep_parameters is None else keep_parameters
         how: Any = {"stays": self.simulated.stays, "keep_parameters": keep, "host": host}
@@ -302,6 +305,7 @@ class PlanReport:
 
     @property
     def disk(self) -> DiskUse | None:
+        """Bytes of a step on the disk; ``None`` if the training state is in host memory."""
         return self.simulated.disk
 
     @property
@@ -322,12 +326,14 @@ class PlanReport:
 
     @property
     def fits_devices(self) -> bool | None:
+        """Whether the training fits into the memory of each device; ``None`` if that memory is not known."""
         if self.hardware.memory is None:
             return None
         return not self.too_large and max(m.total for m in self.device_memory) <= self.hardware.memory
 
     @property
     def fits_host(self) -> bool | None:
+        """Whether the training fits into the memory of the host; ``None`` if that memory is not known."""
         return None if self.hardware.host is None else self.host_bytes <= self.hardware.host
 
 
@@ -347,10 +353,16 @@ def plan_report(
     host: Literal["memory", "disk"] = "memory",
     update: Update = "masters",
 ) -> PlanReport:
+    # model: the model whose parameters the host holds; they can be on `meta`
+    # layers: footprint of each layer for one microbatch
+    # optim_dtype: dtype of the optimizer. Default: the dtype of each parameter.
     # last_stage_copies: number of devices that run the last layer, each on some of the microbatches. `"auto"`: the
-    # smallest number with which the simulated step is about as fast as possible.
-    # rule: which tables are copied in parts, in the layers as they were measured; least_rule: the same with the least
-    # memory that a device may have
+    # smallest number with which the simulated step is about as fast as possible. Default: 1.
+    # keep_parameters: parameters that stay on devices between steps, as in `RoundPipeRunConfig`. Default: 0.
+    # rule: which tables are copied in parts, in the layers as they were measured. Default: none.
+    # least_rule: the same with the least memory that a device may have. Default: `rule`.
+    # host: where parameters, gradients and the optimizer's state are. Default: `"memory"`.
+    # update: what the optimizer updates, and when, as in `RoundPipe`. Default: `"masters"`.
     rule = rule or TableRule()
 
     def sums_in(parameter: nn.Parameter) -> torch.dtype:
@@ -426,7 +438,10 @@ def _plans(
 
 
 def _tokens_to_hide(loads: Sequence[StageLoad], tokens: float, machine: Hardware) -> float:
-    """Return the number of tokens per step for which computing takes as long as copying parameters and gradients."""
+    """Return the number of tokens per step for which computing takes as long as copying parameters and gradients.
+
+    The compute time of a stage grows with the tokens; the time to copy parameters and gradients does not.
+    """
     compute, down = sum(load.compute for load in loads), machine.down or machine.link
     copies = max(sum(load.upload for load in loads) / machine.link, sum(load.download for load in loads) / down)
     return tokens * copies / compute if compute else 0.0
@@ -444,7 +459,8 @@ def with_reference(
     report: PlanReport, tensors: Iterable[torch.Tensor], *, shares_weights: bool
 ) -> tuple[PlanReport, Reference]:
     """Add the cost of a frozen reference model of the same size to a report; return the report and the cost."""
-    # tensors: parameters and buffers of the model; shares_weights: whether the reference is the model without adapters
+    # tensors: parameters and buffers of the model; those of the reference have the same sizes
+    # shares_weights: whether the reference is the model without its adapters
     size = 0 if shares_weights else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     host = dataclasses.replace(report.host_memory, reference=size)
     simulated = dataclasses.replace(report.simulated, host_memory=host)

@@ -130,6 +130,7 @@ def device_memory(
     room_to_keep: float = 0.0,
 ) -> list[DeviceMemory]:
     # prefetches: whether a stage is loaded while the previous stage computes; false for virtual devices
+    # room_to_keep: bytes of each device for parameters that stay between steps. Default: 0.
     found = []
     kept = kept_bytes(layers, room_to_keep)
     for device in sorted(set(devices)):
@@ -139,6 +140,7 @@ def device_memory(
         moments = []
         for stage, following in zip(own, [*own[1:], None], strict=True):
             came |= set(stage.layers)
+            # bytes of each layer that stay on the device from step to step, and bytes that are copied there
             here = [size.of(was_here=layer in came) for layer, size in enumerate(kept)]
             copied = [layer.param_bytes - on_device for layer, on_device in zip(layers, here, strict=True)]
             goes_back, gradients, arriving, copies = stage.kind != "forward", 0, 0, 0
@@ -183,6 +185,9 @@ def host_memory(
     gradient_dtype: torch.dtype | None = None,
     update: Update = "masters",
 ) -> HostMemory:
+    # parameters: the parameters of the model, each once
+    # optim_dtype: dtype of the optimizer. Default: the dtype of each parameter.
+    # gradient_dtype, update: as in `RoundPipe`. Default: the dtype of the optimizer, and `"masters"`.
     params = list(parameters)
     trained = [p for p in params if p.requires_grad]
     wide = [(p, optim_dtype or p.dtype) for p in trained]
@@ -243,6 +248,8 @@ def room_to_keep(
     fits: bool,
 ) -> float:
     """Return the bytes of parameters that may stay on each device, by the same rule as the runtime."""
+    # wanted: `keep_parameters` of `RoundPipeRunConfig`
+    # memory: bytes of a device, `None` if not known
     # fits: whether there is room for all parameters and gradients at once
     if wanted != "auto":
         return wanted * 1e9
@@ -262,6 +269,7 @@ class JoinedLoss:
 
 
 def joined_loss(last: LayerFootprint) -> JoinedLoss:
+    # last: the last layer, measured on the whole batch
     visit = visit_bytes(Stage(0, "backward", range(1)), [last])
     return JoinedLoss(last.param_bytes + last.grad_bytes + visit, 2 * last.inputs + last.grads_in)
 
@@ -404,6 +412,7 @@ def step_plan(
 
 def stage_loads(plan: StepPlan, machine: Hardware, *, stays: bool, room_to_keep: float = 0.0) -> list[StageLoad]:
     """Return compute time and copied bytes of each stage; parameters that stay on a device are not copied again."""
+    # room_to_keep: bytes of each device for parameters that stay between steps. Default: 0.
     there: set[tuple[int, int]] = set()
     came: set[tuple[int, int]] = set()
     plan, layers = plan.on(len(machine.names)), plan.layers
@@ -466,6 +475,7 @@ def expected_share(experts: int, per_token: float, tokens: float) -> float:
 
 def unread_bytes(layer: LayerFootprint, tokens: int, num_microbatch: int) -> tuple[float, float]:
     """Return the expected bytes of a layer's experts that a step does not upload, and the bytes of their gradients."""
+    # tokens: tokens of the step, all microbatches
     if not (layer.experts and tokens):
         return 0.0, 0.0
     share = expected_share(layer.experts, layer.routed_rows * num_microbatch / tokens, tokens)

@@ -164,6 +164,7 @@ class RoundedLinear(nn.Linear):
             nn.init.kaiming_uniform_(self.lora_a, a=math.sqrt(5))
 
     def merged(self) -> torch.Tensor:
+        """Return the weight before rounding, plus its LoRA adapter if there is one."""
         if self.lora_a is None or self.lora_b is None:
             return self.weight
         return torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.scaling)

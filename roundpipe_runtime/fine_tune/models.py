@@ -240,6 +240,8 @@ def _transformers() -> Any:
 class FolderTokenizer:
     """A tokenizer that transformers loaded from a folder or a GGUF file."""
 
+    # inner: tokenizer that `AutoTokenizer` loaded from a folder
+
     def __init__(self, inner: Any, name: str) -> None:
         self.inner, self.name = inner, name
         self.vocab_size = 1 + max(inner.get_vocab().values(), default=-1)  # token ids may have gaps

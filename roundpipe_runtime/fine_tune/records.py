@@ -114,6 +114,7 @@ def device_peak(devices: Iterable[Device]) -> int | None:
 class MetricsFile:
     """A JSON lines file to which one line is added after each step and each evaluation."""
 
+    # path: path of the file; lines up to `step` are kept, later ones are overwritten
     # step: last step whose line is kept; a run that was killed can have written more lines than its checkpoint knows
 
     def __init__(self, path: str | os.PathLike[str], *, step: int = 0) -> None:

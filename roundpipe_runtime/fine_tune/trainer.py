@@ -187,12 +187,13 @@ def read_notes(checkpoint: pathlib.Path) -> dict[str, Any]:
     return read_document(path, dict[str, Any], failure=DamagedCheckpointError, finite=False) if path.exists() else {}
 
 
+# The order of training rows is new in each epoch and made from the seed, so that any batch can be found again.
 _BUCKET = 50  # batches within which rows are sorted by length: more would shuffle less, fewer would pad more
 _STRIDE = 0x9E3779B97F4A7C15  # spreads the seeds of neighbouring epochs
 
 
 class Order(Sampler[int]):
-    """A sampler that yields every training row once per epoch, in an order that the seed and the epoch determine.
+    """A sampler that yields every training row once per epoch, for as many epochs as the training needs.
 
     The last batch of an epoch is filled with rows of the next epoch, so all batches have the same size.
 
@@ -242,10 +243,17 @@ class Order(Sampler[int]):
 class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
     """Decides after each step whether the Trainer logs, evaluates and saves, and forwards the logs.
 
-    After a signal, ``on_log`` requests a checkpoint and the end of the training.
+    ::
+
+        on_step_end   decides whether to log, evaluate and save
+        on_log        forwards the record of a step or an evaluation; after a signal, requests a checkpoint and the end
+        on_save       remembers the path of the checkpoint
     """
 
+    # every: steps between two checkpoints; `None` for none
     # at_end: whether to write a checkpoint after the last step; `None` writes no checkpoint, not even after a signal
+    # note: function that is called with each record
+    # recorded: step of the timeline; `None` for no timeline
 
     def __init__(
         self,

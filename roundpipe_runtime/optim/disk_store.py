@@ -72,6 +72,7 @@ class DiskStore(ParameterStore):
         _STORES.add(self)
 
     def _move(self) -> None:
+        """Move parameters that are still in memory, or were replaced, to the disk."""
         for name, parameter in self.model.named_parameters():
             if _can_move(parameter) and not self.memory.holds(parameter):
                 parameter.data = self.memory.copy(("weight", name), parameter)
@@ -337,6 +338,7 @@ def clip_by_parts() -> None:
 class LayersAtHand:
     """Loads the tensors of a layer from the disk before the layer is used, and reads the next layer ahead."""
 
+    # order: indices of the layers in the order of their use
     # written: whether the tensors may be changed while they are used
 
     def __init__(

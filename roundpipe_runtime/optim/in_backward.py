@@ -58,6 +58,7 @@ class InBackwardStore(ParameterStore):
 
     @property
     def is_stepping(self) -> bool:
+        """Whether a forward and backward is in progress in which optimizers update layers."""
         return self._current is not None
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:

@@ -93,6 +93,7 @@ class LayerContents:
         return any(p.requires_grad for p in self.parameters() if id(p) in self.tables)
 
     def parts(self) -> list[torch.Tensor]:
+        """Return the plain parameters of the layer, and the tensors in its quantized parameters."""
         return parts_of([*self.parameters(), *(state.value for state in self.states)])
 
     def nbytes(self) -> int:
@@ -224,6 +225,8 @@ def rule_for(
     *,
     is_compiled: bool = False,
 ) -> TableRule:
+    # stage_nbytes: bytes of parameters and gradients that a stage may have; `None` for no limit
+    # gradient_dtype: function that returns the dtype in which gradients of a parameter are summed. Default: its own.
     if option == "whole":
         return TableRule()
     contents = scan(layers)

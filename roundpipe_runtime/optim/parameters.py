@@ -143,6 +143,7 @@ class ParameterStore:
             self._masters[name].agree(parameter, stepped=stepped)
 
     def note_published(self) -> bool:
+        """Return whether an optimizer has stepped since the last call of this method."""
         before, self._steps = self._steps, number_of_steps()
         return self._steps != before
 
@@ -172,9 +173,11 @@ class ParameterStore:
             self._masters[name].show(parameter, copies=True)
 
     def masters(self) -> dict[str, torch.Tensor]:
+        """Return the master weights by name, except of parameters that were always frozen."""
         return {name: master.tensor.detach() for name, master in self._masters.items() if master.is_filled}
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Set master weights by parameter name; parameters without a master weight are skipped."""
         for name, parameter in self.model.named_parameters():
             if name in masters and self._dtype(parameter) != parameter.dtype:
                 self._target(name, parameter)

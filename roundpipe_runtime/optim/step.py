@@ -230,6 +230,7 @@ class StepRunner:
             ahead.ended.wait()
 
     def is_here(self) -> bool:
+        """Whether the caller runs in the thread of background steps."""
         return self._worker.is_here()
 
     def check_not_here(self) -> None:
@@ -375,6 +376,7 @@ class LayerSteps:
     # expected: number of optimizers that the function steps; the caller continues when the last step has begun. `None`
     # if the number is not known: the caller continues when the function has ended.
     # has_begun: future that is done when the caller may continue, because options and gradients have been read
+    # reason: why an optimizer was not stepped layer by layer, as a sentence
 
     def __init__(
         self, store: ParameterStore, table: ReadinessTable, contents: Sequence[LayerContents], expected: int | None

@@ -162,6 +162,7 @@ def hear_steps(before: Hook, after: Hook) -> None:
 
 def take_over_always(taker: Taker, *, first: bool = False) -> None:
     """Let the function ``taker`` run every optimizer step of this process, except in a ``with taking_over()`` block."""
+    # first: whether the function is called before functions that are already registered
     if taker not in _OTHERWISE:
         _OTHERWISE.insert(0 if first else len(_OTHERWISE), taker)
 
@@ -169,6 +170,7 @@ def take_over_always(taker: Taker, *, first: bool = False) -> None:
 @contextlib.contextmanager
 def taking_over(taker: Taker | None) -> Iterator[None]:
     """Let the function ``taker`` run the current thread's optimizer steps, after the pre-hooks of the steps."""
+    # taker: function that runs the steps; `None`: optimizers step normally
     before, _TAKING.taker = _TAKING.taker, taker
     try:
         yield

@@ -229,6 +229,8 @@ _FORMS = (
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
+    """One conversation of a data file: a list of messages, or a prompt with its completion."""
+
     place: str  # file and line, for messages
     messages: Sequence[Message] = ()  # messages as chat templates take them; empty for plain text
     counted: Collection[int] = ()  # indices of the messages whose tokens count
@@ -239,6 +241,8 @@ class Conversation:
 
 
 def read_conversations(paths: Sequence[pathlib.Path], ignored: Collection[str] = ()) -> Iterator[Conversation]:
+    # paths: JSON, tables and folders of `datasets`, from `find_texts`
+    # ignored: fields of rows and messages that are left out
     for path in paths:
         if not is_saved(path) and path.suffix.lower() not in ROW_FILES:
             known = ", ".join(ROW_FILES)

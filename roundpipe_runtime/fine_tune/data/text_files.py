@@ -46,6 +46,7 @@ _PIECE = 2**16  # characters that are read at a time
 
 def find_texts(names: Iterable[str | os.PathLike[str]]) -> list[pathlib.Path]:
     """Return the named files, and folders that the library ``datasets`` saved, without duplicates."""
+    # names: files, folders and patterns such as `texts/**/*.txt`
     found = [path for name in names for path in _named(os.fspath(name))]
     if not found:
         raise FineTuneError("Name a text (--text FILE) or conversations (--chat FILE).")
@@ -75,6 +76,7 @@ def _named(name: str) -> list[pathlib.Path]:
 
 
 def is_saved(folder: pathlib.Path) -> bool:
+    """Whether ``save_to_disk`` of the library ``datasets`` wrote the folder."""
     return (folder / "dataset_dict.json").is_file() or (
         (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
     )
@@ -82,6 +84,7 @@ def is_saved(folder: pathlib.Path) -> bool:
 
 def read_texts(paths: Sequence[pathlib.Path], *, field: str = "text") -> Iterator[str | None]:
     """Yield the text of documents in several strings each, with ``END`` after each document."""
+    # field: field of JSON and of tables that holds the text
     wanted = f'Each line must be an object like {{"{field}": "..."}}'
     for path in paths:
         if not path.is_dir() and path.suffix.lower() in _PLAIN:
@@ -142,6 +145,7 @@ def _iconv(encoding: str, path: pathlib.Path) -> str:
 
 def read_rows(path: pathlib.Path, wanted: str, field: str | None = None) -> Iterator[tuple[str, Any]]:
     """Yield the place (``FILE:LINE``, or ``FILE, row NUMBER``) and the value of each row."""
+    # wanted: sentence for errors about the form of a row
     # field: the only column of a table that is read. Default: all.
     if path.is_dir() or path.suffix.lower() in _TABLES:
         yield from _table(path, field)
@@ -294,6 +298,8 @@ def check_vocabulary(largest: int, vocab_size: int | None, tokenizer: Tokenizer)
 
 def pack(pieces: Iterable[str | None], tokenizer: Tokenizer) -> torch.Tensor:
     """Tokenize all documents into one sequence, with an end-of-text token after each non-empty document."""
+    # pieces: pieces of documents, and `END` after each document
+    # tokenizer: tokenizer whose `eos_token_id` ends a document; `None` adds no such token
     eos = tokenizer.eos_token_id
     end = b"" if eos is None else torch.tensor([eos], dtype=torch.int32).numpy().tobytes()
     group: list[str | None] = []

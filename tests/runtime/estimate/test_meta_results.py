@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from roundpipe_runtime.estimate.footprint import device_kernels
+from roundpipe_runtime.estimate.footprint import Footprint, device_kernels
 
 ROWS = torch.empty(6, 4, device="meta")
 HALVES = ROWS.bfloat16()
@@ -53,6 +53,14 @@ def test_results_share_no_memory_unless_those_of_torch_do():
     assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
     assert view.untyped_storage()._cdata == ROWS.untyped_storage()._cdata
     assert written is first
+
+
+def test_a_result_that_is_known_is_not_computed_again():
+    """The second product of the same shapes does no operations, whatever the tensors are."""
+    with Footprint() as computed, device_kernels():
+        ROWS @ ROWS.T
+        torch.empty_like(ROWS) @ ROWS.clone().T
+    assert computed.flops == 2 * 6 * 4 * 6
 
 
 def test_values_outside_of_meta_are_computed():

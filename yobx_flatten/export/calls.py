@@ -10,7 +10,7 @@ import pathlib
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
@@ -255,7 +255,32 @@ def prove_program(
     asked = Asked.of(module, cases, steps, tolerance, proof)
     report = asked.report()
     with register_flattening_functions(**options_in_use()):
-        example = _example_of(program, module)
+        if program.example_inputs is None:
+            raise InvalidArgumentError(
+                "This program has no example inputs to compare. Export again inside register_flattening_functions(...):"
+                "\n    program = torch.export.export(module, args, kwargs, dynamic_shapes=...)"
+            )
+        args, kwargs = program.example_inputs
+        check_arguments(module, args, kwargs)
+        differences = compare_specs(program, (args, kwargs), names=("program", "here"))
+        if differences:
+            found = "\n".join(map(str, differences))
+            raise SpecMismatchError(
+                "This program was exported while its inputs were registered differently:\n"
+                f"{found}\n"
+                "Export the module inside this with block:\n"
+                "    with register_flattening_functions(patch_transformers=True):\n"
+                "        exported = DynamoExporter().export(model, inputs, config)"
+            )
+        args, kwargs = with_members(args, kwargs, getattr(program, "enum_members", {}))
+        no_data = has_no_data(module, pytree.tree_leaves((args, kwargs)), {})
+        if not no_data:  # a program keeps the counters of all layers of a cache as one tensor; in a copy each has one
+            args, kwargs = clone((args, kwargs))
+        cache_is = name_in(kwargs) or ""
+        why_not, remarks = sizes_of(module, args, kwargs, cache_is)
+        varies = any(any(type(size) is not int for size in shape) for shape in shapes_taken(program))
+        shapes = dynamic_shapes(kwargs) if varies else None
+        example = Example(module, args, kwargs, shapes, {}, cache_is, no_data, no_data or why_not, tuple(remarks))
         write_single_values(program)
         traced = described(program, example)
         noted(example, traced, report)
@@ -263,37 +288,6 @@ def prove_program(
             asked = dataclasses.replace(asked, steps=1)
         source = prove(example, traced, asked, report, only_fitting=True)
         return finish(dataclasses.replace(source, is_given=True), report)
-
-
-def _example_of(program: ExportedProgram, module: torch.nn.Module) -> Example:
-    """Return the example inputs of a program; must be called inside a ``register_flattening_functions`` block."""
-    if program.example_inputs is None:
-        raise InvalidArgumentError(
-            "This program has no example inputs to compare. Export again inside register_flattening_functions(...):\n"
-            "    program = torch.export.export(module, args, kwargs, dynamic_shapes=...)"
-        )
-    args, kwargs = program.example_inputs
-    check_arguments(module, args, kwargs)
-    differences = compare_specs(program, (args, kwargs), names=("program", "here"))
-    if differences:
-        found = "\n".join(map(str, differences))
-        raise SpecMismatchError(
-            "This program was exported while its inputs were registered differently:\n"
-            f"{found}\n"
-            "Export the module inside this with block:\n"
-            "    with register_flattening_functions(patch_transformers=True):\n"
-            "        exported = DynamoExporter().export(model, inputs, config)"
-        )
-    args, kwargs = with_members(args, kwargs, getattr(program, "enum_members", {}))
-    no_data = has_no_data(module, pytree.tree_leaves((args, kwargs)), {})
-    if not no_data:
-        # a program keeps the counters of all layers of a cache as one tensor; in a copy, each layer has its own counter
-        args, kwargs = clone((args, kwargs))
-    cache_is = name_in(kwargs) or ""
-    why_not, remarks = sizes_of(module, args, kwargs, cache_is)
-    varies = any(any(type(size) is not int for size in shape) for shape in shapes_taken(program))
-    shapes = dynamic_shapes(kwargs) if varies else None
-    return Example(module, args, kwargs, shapes, {}, cache_is, no_data, no_data or why_not, tuple(remarks))
 
 
 def finish(source: Source, report: ExportReport) -> ExportedModel:
@@ -306,8 +300,6 @@ def finish(source: Source, report: ExportReport) -> ExportedModel:
 
 logger = logging.getLogger("yobx_flatten")
 
-_T = TypeVar("_T")
-
 
 # Export with fewer dynamic sizes if torch fails with all of them.
 #
@@ -315,12 +307,15 @@ _T = TypeVar("_T")
 #                    ──passes─> done, at no cost
 
 
-def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, stated: DynamicShapes) -> _T:
+def with_fewer_sizes(
+    export: Callable[[Example, bool], ExportedModel], example: Example, stated: DynamicShapes
+) -> ExportedModel:
     """Export an example; if torch fails, try again with fewer dynamic sizes, and name the fixed sizes in the report."""
     # export: takes an example, and whether this function has fixed sizes of the example
     # stated: the dynamic shapes that the caller passed; sizes are fixed only if the caller passed "auto"
     module = example.module
-    first = _result(export, example, False)
+    # torch raises errors of many classes for sizes that it cannot trace
+    first = result_or(lambda: export(example, False), lambda error: error)
     if not isinstance(first, Exception):
         return first
     is_of_torch = not isinstance(first, (FlattenError, OSError, MemoryError))
@@ -337,7 +332,7 @@ def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, st
     if stated == "auto" and example.bounds is None and is_of_torch:
         for fewer in _with_fewer(example, first):
             logger.info("exporting %s with fewer sizes that vary", type(module).__qualname__, extra=STEP)
-            found = _result(export, fewer, True)
+            found = result_or(functools.partial(export, fewer, True), lambda error: error)
             if not isinstance(found, Exception):
                 return found
             if fewer.shapes is None and isinstance(first, ConversionRefusedError) and type(found) is type(first):
@@ -353,11 +348,6 @@ def with_fewer_sizes(export: Callable[[Example, bool], _T], example: Example, st
     raised = f": torch raises {type(first).__name__}: {first_line(first)[:300]}\nFor an explanation:\n"
     text = f". {explanation}" if is_of_trace else f"{raised}    explain_error(error.__cause__, module, args, kwargs)"
     raise InvalidArgumentError(f"{type(module).__qualname__} cannot be exported{text}") from first
-
-
-def _result(export: Callable[[Example, bool], _T], example: Example, is_fixed: bool) -> _T | Exception:
-    # torch raises errors of many classes for sizes that it cannot trace
-    return result_or(functools.partial(export, example, is_fixed), lambda error: error)
 
 
 def _with_fewer(example: Example, error: Exception) -> Iterator[Example]:

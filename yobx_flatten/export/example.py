@@ -8,7 +8,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.export import Dim, ExportedProgram
@@ -48,8 +48,6 @@ Axis: TypeAlias = tuple[str, int]  # name of a leaf of the inputs, axis
 _NEW = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids")
 """Names of inputs that contain the new tokens of a call, not the cached tokens."""
 
-_POSITIONS = ("max_position_embeddings", "max_target_positions")
-
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
@@ -73,15 +71,14 @@ class Bounds:
         return cls(given.get("batch"), given.get("length"), given.get("new", given.get("length")))
 
     def __str__(self) -> str:
-        stated = {name: most for name, most in vars(self).items() if most is not None}
-        return ", ".join(f"{name} {most}" for name, most in stated.items())
+        return ", ".join(f"{name} {most}" for name, most in vars(self).items() if most is not None)
 
     def check_positions(self, module: object) -> None:
         config: Any = getattr(module, "config", None)  # only a Hugging Face model states its number of positions
         if self.length is None or not hasattr(config, "get_text_config"):
             return
         text: Any = config.get_text_config(decoder=True)
-        for name in _POSITIONS:
+        for name in ("max_position_embeddings", "max_target_positions"):
             most = getattr(text, name, None)
             if isinstance(most, int) and self.length > most > 0:
                 new = {"new": self.new} if self.new is not None and self.new < most else {}
@@ -91,20 +88,50 @@ class Bounds:
                     f"(config.{name}):\n    bounds={fitting}"
                 )
 
-    def on(self, inputs: PyTree, shapes: DynamicShapes) -> DynamicShapes:
+    def on(
+        self, obj: PyTree, shapes: DynamicShapes, path: tuple[str, ...] = (), axes: Mapping[int, str] | None = None
+    ) -> DynamicShapes:
         """Return the dynamic shapes with the bounds of this object as the ``max`` of each ``Dim``."""
-        return None if shapes is None else self._on(inputs, shapes, (), None)
+        # path, axes: the place of `obj` in the inputs, and the meanings of its axes, if they are known
+        node = None if shapes is None else node_of(obj)
+        if node is not None:
+            names = [key_name(key) for key in node.keys]
+            recipe = node.recipe
+            meanings = [None if recipe is None or recipe.axes is None else recipe.axes(name) for name in names]
+            specs = [shapes[key] for key in obj] if isinstance(shapes, Mapping) else list(shapes)
+            rows = zip(node.children, specs, names, meanings, strict=True)
+            below = [self.on(child, spec, (*path, name), meaning) for child, spec, name, meaning in rows]
+            if isinstance(shapes, Mapping):
+                return dict(zip(obj, below, strict=True))
+            return type(shapes)(*below) if hasattr(shapes, "_fields") else type(shapes)(below)
+        if not isinstance(obj, torch.Tensor) or not isinstance(shapes, (Mapping, list, tuple)):
+            return shapes
+        entries = dict(shapes) if isinstance(shapes, Mapping) else dict(enumerate(shapes))
+        for axis, dim in entries.items():
+            most, meaning = self._most(path, axes, axis)
+            kind = getattr(getattr(dim, "type", None), "name", "")
+            if most is None or kind not in ("AUTO", "DYNAMIC") or dim.max is not None:
+                continue
+            if obj.shape[axis] <= most:
+                entries[axis] = getattr(Dim, kind)(min=dim.min, max=most)
+            elif axes is not None or (not obj.is_floating_point() and obj.dim() < 3):
+                raise _above(f"{'.'.join(path)}.axis {axis}", obj.shape[axis], most, meaning)
+        return entries
 
     def check_program(self, inputs: PyTree, shapes: DynamicShapes, program: ExportedProgram) -> None:
         """Raise an error if a dynamic axis of the program is larger in the example inputs than its bound."""
         dims_of_leaves, values = shapes_of_leaves(inputs, shapes), traced_inputs(program)
-        leaves = zip(leaf_names(inputs), leaves_of(inputs), dims_of_leaves, values, strict=True)
-        for name, leaf, dims, value in leaves:
+        for name, leaf, dims, value in zip(leaf_names(inputs), leaves_of(inputs), dims_of_leaves, values, strict=True):
             for axis, dim in (dims or {}).items():
                 if getattr(dim, "max", None) is not None or not isinstance(value, torch.Tensor):
                     continue
                 most, meaning = self._most((name.split(".")[0],), None, axis)
-                if most is not None and leaf.shape[axis] > most and _varies(value.shape[axis], program):
+                size: Any = value.shape[axis]
+                if most is None or leaf.shape[axis] <= most or not isinstance(size, torch.SymInt):
+                    continue
+                known = program.range_constraints.get(size.node.expr)
+                # torch.export may keep a symbol for a size with one possible value
+                if known is None or known.lower != known.upper:
                     raise _above(f"{name}.axis {axis}", leaf.shape[axis], most, meaning)
 
     def holds(self, inputs: PyTree, shapes: DynamicShapes, steps: int = 1) -> bool:
@@ -122,53 +149,10 @@ class Bounds:
                     return False
         return True
 
-    def _on(
-        self, obj: PyTree, shapes: DynamicShapes, path: tuple[str, ...], axes: Mapping[int, str] | None
-    ) -> DynamicShapes:
-        if shapes is None:
-            return None
-        node = node_of(obj)
-        if node is None:
-            return self._on_leaf(obj, shapes, path, axes)
-        names = [key_name(key) for key in node.keys]
-        recipe = node.recipe
-        meanings = [None if recipe is None or recipe.axes is None else recipe.axes(name) for name in names]
-        specs = [shapes[key] for key in obj] if isinstance(shapes, Mapping) else list(shapes)
-        rows = zip(node.children, specs, names, meanings, strict=True)
-        below = [self._on(child, spec, (*path, name), meaning) for child, spec, name, meaning in rows]
-        if isinstance(shapes, Mapping):
-            return dict(zip(obj, below, strict=True))
-        return type(shapes)(*below) if hasattr(shapes, "_fields") else type(shapes)(below)
-
-    def _on_leaf(
-        self, leaf: object, shapes: DynamicShapes, path: tuple[str, ...], axes: Mapping[int, str] | None
-    ) -> DynamicShapes:
-        if not isinstance(leaf, torch.Tensor) or not isinstance(shapes, (Mapping, list, tuple)):
-            return shapes
-        entries = dict(enumerate(shapes)) if isinstance(shapes, (list, tuple)) else dict(shapes)
-        for axis, dim in entries.items():
-            most, meaning = self._most(path, axes, axis)
-            kind = getattr(getattr(dim, "type", None), "name", "")
-            if most is None or kind not in ("AUTO", "DYNAMIC") or dim.max is not None:
-                continue
-            if leaf.shape[axis] <= most:
-                entries[axis] = getattr(Dim, kind)(min=dim.min, max=most)
-            elif axes is not None or (not leaf.is_floating_point() and leaf.dim() < 3):
-                raise _above(f"{'.'.join(path)}.axis {axis}", leaf.shape[axis], most, meaning)
-        return entries
-
     def _most(self, path: tuple[str, ...], axes: Mapping[int, str] | None, axis: int) -> tuple[int | None, str]:
         meaning = ("length" if axis else "batch") if axes is None else axes.get(axis, "")
         meaning = "new" if meaning == "length" and path[0] in _NEW else meaning
         return getattr(self, meaning, None), meaning
-
-
-def _varies(size: object, program: ExportedProgram) -> bool:
-    if not isinstance(size, torch.SymInt):
-        return False
-    # torch.export may keep a symbol for a size with one possible value
-    found = program.range_constraints.get(size.node.expr)
-    return found is None or found.lower != found.upper
 
 
 def _above(place: str, size: int, most: int, meaning: str) -> DynamicShapesError:
@@ -237,10 +221,10 @@ class Example:
             return [], []
         from ..huggingface.cases import default_sizes
 
-        sizes, remark = default_sizes(self.module, self.kwargs.get(self.cache_is))
+        cache, kwargs = self.kwargs.get(self.cache_is), self.kwargs
+        sizes, remark = default_sizes(self.module, cache)
         if only_largest:
             sizes = [max(sizes, key=lambda s: s.batch * (s.past + s.new))]
-        cache, kwargs = self.kwargs.get(self.cache_is), self.kwargs
         if cache is not None and not pytree.tree_leaves(cache):  # a program for an empty cache takes no filled cache
             kwargs = {name: value for name, value in kwargs.items() if name != self.cache_is}
             sizes = [dataclasses.replace(s, past=0, new=s.past + s.new) for s in sizes]
@@ -275,9 +259,8 @@ def make_example(
     why_not, remarks = sizes_of(module, args, kwargs, cache_is)
     given = not (shapes is None or (isinstance(shapes, str) and shapes == "auto"))
     found = _complete(module, inputs, kwargs, shapes, assumptions, bounds)
-    why_not, notes = no_data or why_not, tuple(remarks)
-    stated = (bounds, found.relations, loop)
-    example = Example(module, args, kwargs, found.shapes, found.names, cache_is, no_data, why_not, notes, *stated)
+    found |= {"why_not": no_data or why_not, "remarks": tuple(remarks), "bounds": bounds, "loop": loop}
+    example = Example(module, args, kwargs, cache_is=cache_is, no_data=no_data, **found)
     cache, fixed = kwargs.get(cache_is), []  # dynamic axes that torch.export fixes since their size is 0 or 1
     # a caller who passes shapes for an empty cache wants a program for the prefill
     if example.shapes is not None and cache is not None and not pytree.tree_leaves(cache) and not given:
@@ -344,19 +327,7 @@ def _replaced(
         f"the example was replaced by another with {DecodeSizes()}: torch.export fixes sizes of 0 and 1 "
         f"({', '.join(fixed)})."
     )
-    remarks = (*example.remarks, remark)
-    return dataclasses.replace(
-        example, kwargs=larger, shapes=found.shapes, axis_names=found.names, relations=found.relations, remarks=remarks
-    )
-
-
-# -- dynamic shapes ----------------------------------------------------------------------------------------------------
-
-
-class _Completed(NamedTuple):
-    shapes: Any  # in the form torch wants them: by parameter name
-    names: dict[tuple[str, int], str]
-    relations: tuple[Relation, ...] = ()
+    return dataclasses.replace(example, kwargs=larger, remarks=(*example.remarks, remark), **found)
 
 
 def _complete(
@@ -366,9 +337,10 @@ def _complete(
     shapes: DynamicShapes,
     assumptions: tuple[Any, ...],
     bounds: Bounds | None,
-) -> _Completed:
+) -> dict[str, Any]:
+    """Return the dynamic shapes in the form that torch wants, axis names and relations, as fields of an example."""
     if shapes is None:
-        return _Completed(None, {})
+        return {"shapes": None}
     for name in swallowed_names(module, kwargs):
         close = difflib.get_close_matches(name, list(_parameters(module)), n=1, cutoff=0.85)
         if close:
@@ -376,17 +348,17 @@ def _complete(
                 f"{type(module).__qualname__}.forward has no parameter {name!r}, but its **kwargs would accept the "
                 f"name silently. Did you mean {close[0]!r}?"
             )
+    found: dict[str, Any] = {}
     if isinstance(shapes, str) and shapes == "auto":
-        found = _Completed(write_dynamic_shapes(inputs), {})
+        plain = write_dynamic_shapes(inputs)
     else:
         stated = without_specs(inputs, shapes_by_name(inputs, shapes), assumptions)
         shapes = {name: with_none_below(inputs.get(name), below) for name, below in stated.shapes.items()}
         check_entries(inputs, shapes)
-        entries, plain = shapes_of_leaves(inputs, shapes), without_names(shapes)
-        leaves = leaf_names(inputs)
-        rows = list(zip(leaves, leaves_of(inputs), entries, strict=True))
-        found = _Completed(plain, names_of(rows, stated), relations_of(leaves, stated))
-    return found if bounds is None else found._replace(shapes=bounds.on(inputs, found.shapes))
+        plain, leaves = without_names(shapes), leaf_names(inputs)
+        rows = list(zip(leaves, leaves_of(inputs), shapes_of_leaves(inputs, shapes), strict=True))
+        found = {"axis_names": names_of(rows, stated), "relations": relations_of(leaves, stated)}
+    return {**found, "shapes": plain if bounds is None else bounds.on(inputs, plain)}
 
 
 # Give `forward` a parameter for each argument that it takes in its `**kwargs`, during a trace.

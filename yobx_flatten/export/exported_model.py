@@ -14,12 +14,7 @@ from torch.export import ExportedProgram
 
 from ..declare.scopes import options_in_use, register_flattening_functions
 from ..diagnose.opaque import CONVERSIONS, explain_leaf
-from ..errors import (
-    InvalidArgumentError,
-    MissingDependencyError,
-    SpecMismatchError,
-    describe_class,
-)
+from ..errors import InvalidArgumentError, MissingDependencyError, SpecMismatchError, describe_class
 from ..errors.failures import raised_as, result_or
 from ..files.document import file_for_torch
 from ..files.scratch import publish_files, scratch_for
@@ -96,9 +91,8 @@ class ExportedModel:
         Returns:
             The same outputs as the module. The program changes its arguments, such as a KV cache, as the module does.
         """
-        source = self._source
-        about = self.program if source is None else source.example.module
-        example = None if source is None else source.example
+        source, example = self._source, None if self._source is None else self._source.example
+        about = self.program if example is None else example.module
         given = functools.partial(inputs_by_name, about, args, kwargs)
 
         def explained(error: Exception) -> Exception | None:
@@ -189,15 +183,8 @@ class ExportedModel:
             NoRoomError: when disk or memory is too small.
             ReplayError: when a test case fails, or outputs differ by more than the export tolerance; no file is left.
         """
-        return self._write(
-            "onnxruntime",
-            path,
-            "to_onnx",
-            opset_version=opset_version,
-            quantize=quantize,
-            optimize=optimize,
-            translations=translations,
-        )
+        options = {"opset_version": opset_version, "quantize": quantize, "optimize": optimize}
+        return self._write("onnxruntime", path, "to_onnx", translations=translations, **options)
 
     def to_aotinductor(self, path: str | os.PathLike[str], *, cache: CacheForm = "in_place") -> ExportReport:
         """Compile the program with AOTInductor for this machine, and check the package on this export's test inputs.

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib.metadata
 import logging
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +29,6 @@ from ..trace.program import arguments_of
 from . import stated_sizes
 from .traced import Traced
 
-_MADE_BY = ("torch", "transformers")
-
 
 def flat_program(program: ExportedProgram) -> ExportedProgram:
     """Return a program with a flat list of tensors as inputs; call it inside ``register_flattening_functions``."""
@@ -40,7 +39,21 @@ def flat_program(program: ExportedProgram) -> ExportedProgram:
             module.graph.erase_node(node)
         else:  # a copied graph renames nodes whose name is a Python builtin (`input`)
             inputs.append(replace(entry, arg=replace(entry.arg, name=node.name)))
-    _write_to_copies(module, {entry.arg.name for entry in inputs if entry.kind is InputKind.USER_INPUT})
+    given = [entry.arg.name for entry in inputs if entry.kind is InputKind.USER_INPUT]
+    for node in module.graph.find_nodes(op="placeholder"):
+        reached, written = {node}, False
+        for user in module.graph.nodes:  # in order: views of views come after their base
+            if user.op != "call_function" or not isinstance(user.target, OpOverload):
+                continue
+            for argument, value in zip(user.target._schema.arguments, user.args, strict=False):
+                if argument.alias_info is not None and value in reached:
+                    reached.add(user)
+                    written |= argument.alias_info.is_write
+        if written and node.name in given:  # write to a copy of the input; a program may write to its own buffers
+            with module.graph.inserting_after(node):
+                copied = module.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copied.meta = dict(node.meta)
+            node.replace_all_uses_with(copied, delete_user_cb=functools.partial(operator.is_not, copied))
     last = module.graph.output_node()
     kept = []
     for result, value in zip(signature.output_specs, last.args[0], strict=True):
@@ -59,36 +72,16 @@ def flat_program(program: ExportedProgram) -> ExportedProgram:
     assert call.signature is not None
     call.signature.in_spec = pytree.tree_structure((tuple(range(len(tensors))), {}))
     call.signature.out_spec = pytree.tree_structure(tuple(range(returned)))
-    call.signature.forward_arg_names = [e.arg.name for e in inputs if e.kind is InputKind.USER_INPUT]
+    call.signature.forward_arg_names = given
     signature = ExportGraphSignature(inputs, outputs)
     parts: dict[str, Any] = {"graph_signature": signature, "module_call_graph": [call], "example_inputs": (tensors, {})}
     return changed_program(program, module, **parts)
 
 
 def changed_program(program: ExportedProgram, module: torch.fx.GraphModule, **parts: Any) -> ExportedProgram:
-    """Return a copy of a program with the graph of ``module``; ``parts`` replaces attributes of the program by name."""
     names = ("graph_signature", "state_dict", "range_constraints", "module_call_graph")
     kept = {name: getattr(program, name) for name in (*names, "example_inputs", "constants", "verifiers")}
     return ExportedProgram(root=module, graph=module.graph, **{**kept, **parts})
-
-
-def _write_to_copies(module: torch.fx.GraphModule, inputs: Collection[str]) -> None:
-    """Make a graph write to copies of its inputs instead of the caller's tensors."""
-    for node in module.graph.find_nodes(op="placeholder"):
-        reached, written = {node}, False
-        for user in module.graph.nodes:  # in order: views of views come after their base
-            if user.op != "call_function" or not isinstance(user.target, OpOverload):
-                continue
-            for argument, value in zip(user.target._schema.arguments, user.args, strict=False):
-                if argument.alias_info is not None and value in reached:
-                    reached.add(user)
-                    written |= argument.alias_info.is_write
-        # a program may write to its own buffers
-        if written and node.name in inputs:
-            with module.graph.inserting_after(node):
-                copied = module.graph.call_function(torch.ops.aten.clone.default, (node,))
-            copied.meta = dict(node.meta)
-            node.replace_all_uses_with(copied, delete_user_cb=lambda user, copied=copied: user is not copied)
 
 
 @contextlib.contextmanager
@@ -124,7 +117,7 @@ def signature_of(traced: Traced, versions: Sequence[str] = ()) -> Signature:
     largest = {name: int(found.upper) for name, found in ranges.items() if _is_finite(found.upper)}
     # a trace assumes at least 2 for every dynamic size, although the code does not require it
     smallest = {name: int(found.lower) for name, found in ranges.items() if _is_finite(found.lower) and found.lower > 2}
-    libraries = filter(is_installed, (*_MADE_BY, *versions))
+    libraries = filter(is_installed, ("torch", "transformers", *versions))
     made_by = {name: importlib.metadata.version(name).split("+")[0] for name in libraries}
     alone = {name for _, _, sizes in inputs for size in sizes if isinstance(size, Mapping) for name in size if name}
     rows, relations = _rows(program, by_argument), stated_sizes.relations_in_program(program, alone)
@@ -222,9 +215,6 @@ _ASSERTIONS = {
     _ATEN._assert_scalar.default,
     _ATEN._assert_tensor_metadata.default,
 }
-# a new trace of the program replaces these operators, and functions of torch.vmap and torch.func, by others
-_GONE_WHEN_TRACED = {_ATEN.sym_numel.default, _ATEN.sym_stride.int, _ATEN.sym_storage_offset.default}
-_TRANSFORMS = "torch._functorch."
 _CASTS = {_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other, _ATEN.type_as.default}
 
 
@@ -251,12 +241,10 @@ def decompose_untranslated(program: ExportedProgram, table: Mapping[Any, Callabl
         return target is _ATEN.contiguous.default or not is_composite(target) or bool(check_valid_to_preserve(target))
 
     signature = program.graph_signature
-    writes = (signature.buffers_to_mutate, signature.user_inputs_to_mutate)
-    if any(writes) or getattr(signature, "parameters_to_mutate", None):
-        return None
-    if any(part is not program.graph_module for part in program.graph_module.modules()):
-        return None
-    if not all(_stands_alone(node) for node in program.graph.nodes):
+    writes = signature.buffers_to_mutate or signature.user_inputs_to_mutate
+    writes = writes or getattr(signature, "parameters_to_mutate", None)
+    branches = [part for part in program.graph_module.modules() if part is not program.graph_module]
+    if writes or branches or not all(map(_stands_alone, program.graph.nodes)):
         return None
     graph = torch.fx.Graph()
     copied: dict[torch.fx.Node, Any] = {}
@@ -288,9 +276,10 @@ def _stands_alone(node: torch.fx.Node) -> bool:
     """Return whether an fx node only depends on its arguments and does not write to a tensor."""
     if node.op in ("placeholder", "output"):
         return True
-    if node.op != "call_function":
-        return False
-    if node.target in _GONE_WHEN_TRACED or getattr(node.target, "__module__", "").startswith(_TRANSFORMS):
+    # a new trace of the program replaces these operators, and functions of torch.vmap and torch.func, by others
+    replaced = {_ATEN.sym_numel.default, _ATEN.sym_stride.int, _ATEN.sym_storage_offset.default}
+    is_replaced = node.target in replaced or getattr(node.target, "__module__", "").startswith("torch._functorch.")
+    if node.op != "call_function" or is_replaced:
         return False
     schema = getattr(node.target, "_schema", None)
     return node.target in _ASSERTIONS or schema is None or not schema.is_mutable
@@ -318,12 +307,7 @@ def _converted(
         return copied[node.args[0]][node.args[1]]  # type: ignore[index] # of an operator that was decomposed
     if not isinstance(target, OpOverload) or is_kept(target):
         return graph.node_copy(node, copied.__getitem__)
-    return _traced_alone(node, graph, copied, table)
-
-
-def _traced_alone(
-    node: torch.fx.Node, graph: torch.fx.Graph, copied: dict[torch.fx.Node, Any], table: Mapping[Any, Any]
-) -> Any:
+    # decompose: trace the node alone
     leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Node)]
     values = [leaves[place].meta.get("val") for place in places]
@@ -338,15 +322,15 @@ def _traced_alone(
         for place, value in zip(places, given, strict=True):
             filled[place] = value
         args, kwargs = pytree.tree_unflatten(filled, spec)
-        return node.target(*args, **kwargs)  # type: ignore[operator] # an operator
+        return target(*args, **kwargs)
 
     with modes.pop(), enable_python_dispatcher():
         traced = make_fx(call, decomposition_table=dict(table), _allow_non_fake_inputs=True)(*values)
     inner: dict[torch.fx.Node, Any] = {}
-    given = iter(places)
+    unread = iter(places)
     for part in traced.graph.nodes:
         if part.op == "placeholder":
-            inner[part] = copied[leaves[next(given)]]
+            inner[part] = copied[leaves[next(unread)]]
         elif part.op == "output":
             return torch.fx.node.map_arg(part.args[0], inner.__getitem__)
         elif part.op != "call_function" or not _stands_alone(part):

@@ -43,10 +43,6 @@ class ModelFacts:
             projected_bytes=sum(weight.numel() * weight.element_size() for weight in alone),
         )
 
-    def bytes_in(self, bits: int) -> int:
-        """Return the size of the weights in bytes if linear layers are quantized to ``bits`` bits."""
-        return self.weight_bytes - self.projected_bytes + self.projected * bits // 8
-
 
 def _types(tensors: Iterator[torch.Tensor] | tuple[torch.Tensor, ...]) -> tuple[str, ...]:
     return tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))

@@ -124,7 +124,7 @@ class Quantization:
             found = describe_class(tokens)
             if isinstance(tokens, torch.Tensor):
                 found = f"{str(tokens.dtype).removeprefix('torch.')} of shape {tuple(tokens.shape)}"
-                if tokens.dtype is torch.int64 and tokens.dim() == 2 and tokens.shape[0] >= 1 and tokens.shape[1] >= 3:
+                if tokens.dtype is torch.int64 and tokens.dim() == 2 and len(tokens) and tokens.shape[1] >= 3:
                     continue
             if tokens is not None:
                 raise InvalidArgumentError(
@@ -188,8 +188,7 @@ def choose_quantization(
             f"{caller}: quantize={chosen.weights!r} quantizes the weights of projections, but {facts.name} has none. "
             "Leave quantize out."
         )
-    other = next((dtype for dtype in facts.matrix_types if dtype not in ("float32", "float16")), None)
-    if other is not None:
+    for other in (dtype for dtype in facts.matrix_types if dtype not in ("float32", "float16")):
         raise InvalidArgumentError(
             f"{caller}: quantize={chosen.weights!r} needs float32 or float16 weights, but {facts.name} has {other} "
             "weights. Convert the weights: model.float()"
@@ -243,7 +242,6 @@ def nothing_kept(module: str) -> InvalidArgumentError:
 
 
 def remark_of_kept(counts: Mapping[int, int]) -> str:
-    """Return a note with the number of weights that are stored as the checkpoint's integers, for each bit width."""
     listed = " and ".join(f"{count / 1e6:.3g} million in {bits} bits" for bits, count in sorted(counts.items()))
     return f"already integers with scales, stored without rounding again: {listed}."
 
@@ -267,9 +265,6 @@ def _library() -> Any:
         logging.getLogger("onnxruntime.quantization").setLevel(logging.WARNING)
     return matmul_nbits_quantizer
 
-
-_SCORES = 2**25
-"""Largest number of logits that are kept to compute the divergence from the model."""
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -307,7 +302,7 @@ def read_by_model(
     for case, read in zip(text_cases(module, kwargs, tokens), texts, strict=True):
         ((kwargs, eager, _),) = eager_steps(module, case, written)
         scores = eager[SCORES] if isinstance(eager, dict) else getattr(eager, SCORES)
-        fits = kept + scores.numel() <= _SCORES  # the logits of a long text are larger than the model
+        fits = kept + scores.numel() <= 2**25  # the logits of a long text are larger than the model
         kept += scores.numel() if fits else 0
         found.append((dict(kwargs), read, text_losses(scores, kwargs["input_ids"]), scores.detach() if fits else None))
     return found
@@ -321,25 +316,22 @@ def from_the_start(
     if not slots and "input_ids" in feeds and feeds["input_ids"].shape == tokens.shape:  # an encoder reads all at once
         return dict(feeds)
     found = {slot.port.name: slot.port for slot in slots}
-    others = {name for name in feeds if name not in found}
-    if "input_ids" not in others or not others <= {"input_ids", "attention_mask", "position_ids"}:
+    made = {name: value for name, value in feeds.items() if name not in found}
+    if not {"input_ids"} <= made.keys() <= {"input_ids", "attention_mask", "position_ids"}:
         return None
-    made = {name: feeds[name] for name in others} | {"input_ids": tokens}
+    made["input_ids"] = tokens
     for name, port in found.items():
-        if not name.endswith((".key", ".value")) or name not in feeds:
-            return None
         axes = [axis for axis, size in enumerate(port.shape) if axis and size is None]
-        if len(axes) != 1 or feeds[name].shape[axes[0]] != 1:
+        is_cache = name.endswith((".key", ".value")) and name in feeds and len(axes) == 1
+        if not is_cache or feeds[name].shape[axes[0]] != 1:
             return None
         made[name] = feeds[name].narrow(axes[0], 0, 0).contiguous()
     if "attention_mask" in made and made["attention_mask"].shape != tokens.shape:
         return None
-    if "position_ids" in made:
-        positions = made["position_ids"]
-        if positions.shape != (len(tokens), tokens.shape[1] - 1):
-            return None
-        made["position_ids"] = torch.cat([positions[:, :1] - 1, positions], 1)
-    return made
+    positions = made.get("position_ids")
+    if positions is not None and positions.shape != (len(tokens), tokens.shape[1] - 1):
+        return None
+    return made if positions is None else {**made, "position_ids": torch.cat([positions[:, :1] - 1, positions], 1)}
 
 
 def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch.Tensor | None) -> torch.Tensor:
@@ -349,23 +341,18 @@ def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch
     whole = None
     if tokens is not None and runner.runtime == "onnxruntime":  # files of other runtimes do not accept an empty cache
         whole = from_the_start(given, runner.slots, tokens)
-    found: torch.Tensor
     if whole is not None:
         try:
-            found = runner.run(whole)[SCORES][:, 1:]
-            return found
+            return runner.run(whole)[SCORES][:, 1:]  # type: ignore[no-any-return] # a tensor
         except ReplayError:
             logger.debug("%s takes no empty cache", runner.name)
-    found = runner.run(given)[SCORES]
-    return found
-
-
-_READ = {"input_ids", "attention_mask", "token_type_ids"}
+    return runner.run(given)[SCORES]  # type: ignore[no-any-return] # a tensor
 
 
 def reads_once(kwargs: Mapping[str, Any]) -> bool:
     """Return whether the example inputs are tokens for an encoder, which reads them in one call without a cache."""
-    return "input_ids" in kwargs and set(kwargs) <= _READ and cache_of(kwargs) is None
+    is_text = {"input_ids"} <= kwargs.keys() <= {"input_ids", "attention_mask", "token_type_ids"}
+    return is_text and cache_of(kwargs) is None
 
 
 def rounding_calls(
@@ -390,10 +377,8 @@ def text_cases(module: torch.nn.Module, kwargs: Mapping[str, Any], tokens: torch
     """Return test cases that read a text: the first token is in the cache, all other tokens are ``input_ids``."""
     # kwargs: the example inputs; each call has as many rows
     decoder = module if isinstance(module, SlidingDecoder) else None
-    like = None if decoder else kwargs
-    rows = kwargs["input_ids"].shape[0]
-    cases = []
-    for number, read in enumerate(tokens.split(rows)):
+    like, cases = None if decoder else kwargs, []
+    for number, read in enumerate(tokens.split(len(kwargs["input_ids"]))):
         sizes = DecodeSizes(len(read), past=1, new=read.shape[1] - 1)
         given = decode_inputs(decoder.model if decoder else module, sizes, like, tokens=read)
         cases.append(Case(f"text {number}", (), decoder.inputs(given) if decoder else given))
@@ -439,6 +424,7 @@ class Budget:
     def find(self) -> tuple[Bits, Quality]:
         """Give weight matrices more bits until the perplexity ratio is allowed; return the bits and the quality."""
         bits, width = self.first(self._roles, self._first), self._first
+        sizes = {name: role.size for name, role in self._roles.items()}
         quality = self._measure(bits)
         wide = bits | self._wide_heads(self._roles, width)
         if width == 4 and bits != wide and quality.is_close and quality.chooses_others:
@@ -451,7 +437,8 @@ class Budget:
                 if bits[name] >= _WIDER[width]:
                     continue
                 wider = {**bits, name: _WIDER[width]}
-                if self._full(wider) > 0.5:  # a file with most weights in float is not a quantized file
+                full = sum(size for one, size in sizes.items() if wider[one] == 32)
+                if full / sum(sizes.values()) > 0.5:  # a file with most weights in float is not a quantized file
                     continue
                 bits = wider
                 quality = self._measure(bits)
@@ -481,11 +468,6 @@ class Budget:
     def _is_enough(quality: Quality, width: int) -> bool:
         """Return whether the perplexity ratio is allowed; for 4 bits, the divergence on the text must also be small."""
         return quality.is_close if width == 4 else quality.ok
-
-    def _full(self, bits: Bits) -> float:
-        """Return the share of all weights that are not quantized."""
-        sizes = {name: role.size for name, role in self._roles.items()}
-        return sum(size for name, size in sizes.items() if bits[name] == 32) / sum(sizes.values())
 
     def _order(self, bits: Bits, wider: int, before: float) -> Iterator[str]:
         """Yield groups of matrices that may get more bits: the LM head, then the group that gains most per weight."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -34,68 +35,54 @@ logger = logging.getLogger("yobx_flatten")
 
 
 @dataclasses.dataclass(frozen=True)
-class Allowed:
+class Asked:
+    facts: ModelFacts  # the module
+    cases: Sequence[Case] | None  # cases to check in addition to the example; `None` for generated cases
+    steps: int  # number of calls of each generated case
+    proof: Proof  # `"full"`, `"standard"`, `"sample"` or `"none"`
     tolerance: float  # largest absolute difference of an output whose rounding error was not measured
-    measures: bool = False  # whether the rounding error of the weights' dtype is measured for each case
-    measures_failures: bool = False  # whether it is measured for cases that differ by more than the tolerance
+    measures: bool  # whether the rounding error of the weights' dtype is measured for each case
+    measures_failures: bool  # whether it is measured for cases that differ by more than the tolerance
 
-    @staticmethod
-    def of(facts: ModelFacts, asked: object) -> Allowed:
-        if asked is not None:
-            if not isinstance(asked, int | float) or not asked >= 0:
-                raise InvalidArgumentError(f"tolerance must be None or a number of 0 or more, found {asked!r}.")
-            return Allowed(asked)
-        has_half = not {"float16", "bfloat16"}.isdisjoint(facts.types)
-        return Allowed(tolerance("file", *facts.types), has_half, {*facts.kernel_types} <= {"float32"})
+    @classmethod
+    def of(
+        cls, module: torch.nn.Module, cases: Iterable[Case] | None, steps: int, stated: float | None, proof: Proof
+    ) -> Asked:
+        checked, facts = None if cases is None else check_cases(cases), ModelFacts.of(module)
+        most: Any = tolerance("file", *facts.types) if stated is None else stated
+        if not isinstance(most, int | float) or not most >= 0:
+            raise InvalidArgumentError(f"tolerance must be None or a number of 0 or more, found {stated!r}.")
+        has_half = stated is None and not {"float16", "bfloat16"}.isdisjoint(facts.types)
+        is_single = stated is None and {*facts.kernel_types} <= {"float32"}
+        return cls(facts, checked, steps, choose_proof(proof, facts.weight_bytes), most, has_half, is_single)
+
+    def report(self, runtime: str = "") -> ExportReport:
+        return ExportReport(self.facts.name, tolerance=self.tolerance, proof=self.proof, runtime=runtime)
 
     def measure(self, report: ExportReport, example: Example, traced: Traced, known: Yardstick | None = None) -> None:
         # known: earlier measurements, which are reused if they are of the same module
         if report.proof == "none" or example.no_data:
             return
         module = example.module
-        if self.measures_failures and not Yardstick.why_not(module):
-            report.spare = Yardstick(module, example.names, traced.written, traced.left, is_half=False)
-        if not self.measures:
-            return
-        reason = Yardstick.why_not(module)
-        if reason:
+        made = functools.partial(Yardstick, module, example.names, traced.written, traced.left)
+        reason = Yardstick.why_not(module) if self.measures or self.measures_failures else ""
+        if self.measures_failures and not reason:
+            report.spare = made(is_half=False)
+        if self.measures and reason:
             report.remark(
                 f"the rounding error of the weights' dtype was not measured, since {reason}: {report.tolerance} is "
                 "allowed."
             )
-            return
-        is_same = known is not None and known.is_of(module)
-        report.yardstick = known if is_same else Yardstick(module, example.names, traced.written, traced.left)
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    facts: ModelFacts  # the module
-    cases: Sequence[Case] | None  # cases to check in addition to the example; `None` for generated cases
-    steps: int  # number of calls of each generated case
-    proof: Proof  # `"full"`, `"standard"`, `"sample"` or `"none"`
-    allowed: Allowed
-
-    @classmethod
-    def of(
-        cls, module: torch.nn.Module, cases: Iterable[Case] | None, steps: int, tolerance: float | None, proof: Proof
-    ) -> Asked:
-        checked, facts = None if cases is None else check_cases(cases), ModelFacts.of(module)
-        allowed = Allowed.of(facts, tolerance)
-        return cls(facts, checked, steps, choose_proof(proof, facts.weight_bytes), allowed)
-
-    def report(self) -> ExportReport:
-        return ExportReport(self.facts.name, tolerance=self.allowed.tolerance, proof=self.proof)
+        elif self.measures:
+            report.yardstick = known if known is not None and known.module is module else made()
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    facts: ModelFacts
+    asked: Asked
     example: Example
     traced: Traced
     cases: Sequence[Case]
-    allowed: Allowed
-    proof: str  # how much is replayed, for the report
     is_given: bool = False  # whether the caller passed the program, so that files are made of it without a new trace
     yardstick: Yardstick | None = None  # measured rounding errors of the module
     adapters: Sequence[Adapter] = ()  # adapters that the file is also replayed with
@@ -133,14 +120,17 @@ def prove(
     # runs: whether the program is replayed, in addition to a file
     report.runs = example.runs
     # before the replay, which compares differences with the measured error of half precision
-    asked.allowed.measure(report, example, traced)
+    asked.measure(report, example, traced)
     with report.timed("replay"), calm():
         cases = _cases_of(example, asked, report)
         if only_fitting and asked.cases is None:
-            cases = fitting(traced.program, cases, report)
+            shapes = shapes_taken(traced.program)
+            rows = [(case, _misfit(traced.program, shapes, case)) for case in cases]
+            report.remark(*(f"{case.name}: not replayed, since {misfit}." for case, misfit in rows if misfit))
+            cases = [case for case, misfit in rows if not misfit]
         varied: list[Case] = []
         if cases and asked.cases is None and example.why_not:  # inputs of a language model are resized by its own rules
-            is_free = asked.allowed.measures_failures or asked.allowed.measures
+            is_free = asked.measures_failures or asked.measures
             found, remarks = varied_cases(example, traced, only_largest=asked.proof == "sample", magnitudes=is_free)
             report.remark(*remarks)
             varied = [case for case in found if example.holds(case, 1)]
@@ -157,16 +147,7 @@ def prove(
             elif case.name != INFINITIES:
                 reason = " ".join(result.error.split())[:200]
                 report.remark(f"the program refuses inputs that the module accepts ({case.name}; {reason}).")
-    return Source(
-        asked.facts,
-        example,
-        traced,
-        cases,
-        asked.allowed,
-        asked.proof,
-        yardstick=report.yardstick,
-        varied=varied,
-    )
+    return Source(asked, example, traced, cases, yardstick=report.yardstick, varied=varied)
 
 
 def replay_cases(
@@ -179,12 +160,12 @@ def replay_cases(
 
 def _add(found: CaseResult, report: ExportReport) -> None:
     """Add the result of a test case to the report; a difference for infinite inputs becomes only a note."""
+    name, difference, _ = found.worst(report.tolerance)
     if found.case != INFINITIES or found.within(report.tolerance):
         report.cases.append(found)
-        return
-    name, difference, _ = found.worst(report.tolerance)
-    reason = found.error or f"{name} differs by {difference:.1e}"
-    report.remark(f"with infinite values, {found.runtime} differs from the module ({reason}).")
+    else:
+        reason = found.error or f"{name} differs by {difference:.1e}"
+        report.remark(f"with infinite values, {found.runtime} differs from the module ({reason}).")
 
 
 def _result(
@@ -247,9 +228,6 @@ def replay_file(
         report.remark(f"{'; '.join(refused)}: not replayed with the file, which refuses their sizes: {reason}")
 
 
-# -- cases -------------------------------------------------------------------------------------------------------------
-
-
 def _cases_of(example: Example, asked: Asked, report: ExportReport) -> list[Case]:
     if asked.proof == "none":
         return []
@@ -282,17 +260,6 @@ def left_out(count: int) -> list[str]:
 def shapes_taken(program: ExportedProgram) -> list[tuple[Any, ...]]:
     """Return the shape of each input, with symbols for dynamic sizes; ``()`` for an input that is not a tensor."""
     return [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in traced_inputs(program)]
-
-
-def fitting(program: ExportedProgram, cases: list[Case], report: ExportReport) -> list[Case]:
-    shapes, kept = shapes_taken(program), []
-    for case in cases:
-        misfit = _misfit(program, shapes, case)
-        if misfit:
-            report.remark(f"{case.name}: not replayed, since {misfit}.")
-        else:
-            kept.append(case)
-    return kept
 
 
 def _misfit(program: ExportedProgram, shapes: list[tuple[Any, ...]], case: Case) -> str:

@@ -26,6 +26,7 @@ from ..errors import DynamicShapesError
 from ..private_names.of_torch import pytree
 from ..runners.signature import COMPARISONS, FUNCTIONS, Expression, names_in
 from ..trace.adapted_shapes import attached_spec, forget_attached
+from ..trace.program import traced_inputs
 from ..trees.dynamic_specs import Stated
 
 Place = tuple[str, int | None]
@@ -78,10 +79,9 @@ def relations_of(leaves: Sequence[str], stated: Stated) -> tuple[Relation, ...]:
     for size in stated.sizes:
         if size.variable is not None and str(size.expression) not in places:
             places[str(size.expression)] = (leaves[size.leaf], size.axis)
-            if size.axis is None:
-                least, most = size.variable.min, size.variable.max
-                found += [] if least is None else [("<=", least, str(size.expression))]
-                found += [] if most is None else [("<=", str(size.expression), most)]
+            least, most = (size.variable.min, size.variable.max) if size.axis is None else (None, None)
+            found += [] if least is None else [("<=", least, str(size.expression))]
+            found += [] if most is None else [("<=", str(size.expression), most)]
     for size in stated.sizes:
         place = (leaves[size.leaf], size.axis)
         if places.get(str(size.expression)) != place:
@@ -97,20 +97,16 @@ def relations_of(leaves: Sequence[str], stated: Stated) -> tuple[Relation, ...]:
 
 def _as_expression(expression: sympy.Basic, place: str) -> Expression:
     found = as_expression(expression)
-    if found is None:
-        raise DynamicShapesError(
-            f"{place}: {expression} has an operator that sizes do not support. Use +, *, //, %, min, max and "
-            "comparisons."
-        )
-    return found
+    if found is not None:
+        return found
+    raise DynamicShapesError(
+        f"{place}: {expression} has an operator that sizes do not support. Use +, *, //, %, min, max and comparisons."
+    )
 
 
 @contextlib.contextmanager
 def asserted_in_forward(
-    module: torch.nn.Module,
-    kwargs: Mapping[str, Any],
-    names: Sequence[str],
-    relations: Sequence[Relation],
+    module: torch.nn.Module, kwargs: Mapping[str, Any], names: Sequence[str], relations: Sequence[Relation]
 ) -> Iterator[None]:
     original = module.forward
     if not relations and attached_spec(original) is None:
@@ -182,7 +178,6 @@ _OPERATORS = {  # by the name of the class in sympy, or in torch.utils._sympy
     "LessThan": "<=",
     "StrictLessThan": "<",
 }
-_NO_LIMIT = 2**31
 _TURNED = {"GreaterThan": "<=", "StrictGreaterThan": "<"}
 
 
@@ -227,11 +222,11 @@ def _violation(expression: sympy.Basic) -> sympy.Expr:
     return left - sympy.Min(left, right)
 
 
-def unasserted_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
+def unasserted_sizes(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:
     """Return the input sizes that the trace fixed although the program contains no assertion of the sizes."""
     # torch cannot write a comparison with a rounded number into a graph, and silently leaves the comparison out: for
     # `int(x.shape[1] * 0.5)` the program has the value of its example, but accepts all other sizes
-    environment, sizes = environment_of(program), _sizes(program)
+    environment, sizes = environment_of(program), sizes_by_input(program, names)
     examples = {size.node.expr: int(size.node.hint) for size in sizes.values() if size.node.hint is not None}
     fixed: set[Any] = set()
     for one in [] if environment is None else itertools.chain(*environment.deferred_runtime_asserts.values()):
@@ -266,30 +261,20 @@ def _restricts(expression: sympy.Basic, examples: Mapping[Any, int]) -> bool:
     return False
 
 
-def largest_sizes(program: ExportedProgram) -> dict[tuple[str, int], int]:
-    """Return upper bounds of dynamic input sizes; for larger sizes, the model's code may take another branch."""
-    ranges = {place: program.range_constraints.get(size.node.expr) for place, size in _sizes(program).items()}
-    return {
-        place: int(known.upper)
-        for place, known in ranges.items()
-        if known is not None and isinstance(known.upper, sympy.Integer) and known.upper < _NO_LIMIT
-    }
-
-
-def asserts_values(program: ExportedProgram) -> bool:
+def asserts_values(program: ExportedProgram, names: Sequence[str]) -> bool:
     """Return whether a program asserts equalities of sizes that depend on the values of tensors."""
-    known = {symbol for size in _sizes(program).values() for symbol in size.node.expr.free_symbols}
+    known = {size.node.expr for size in sizes_by_input(program, names).values()}
     return any(isinstance(one, sympy.Eq) and one.free_symbols - known for one in _in_graph(program))
 
 
-def _sizes(program: ExportedProgram) -> dict[tuple[str, int], Any]:
+def sizes_by_input(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], Any]:
+    """Return the axes of inputs whose size is a single symbol, with the size."""
     found: dict[tuple[str, int], Any] = {}
-    for node in program.graph.find_nodes(op="placeholder"):
-        value: Any = node.meta.get("val")
+    for name, value in zip(names, traced_inputs(program), strict=True):
         axes: Sequence[Any] = value.shape if isinstance(value, torch.Tensor) else ()
         for axis, size in enumerate(axes):
             if type(size) is torch.SymInt and size.node.expr.is_Symbol:
-                found[node.name, axis] = size
+                found[name, axis] = size
     return found
 
 

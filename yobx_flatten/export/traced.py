@@ -38,7 +38,7 @@ from ..trees.arguments import about_devices, on_other_devices
 from ..trees.walk import key_name, node_of, output_names, torch_leaves
 from .example import Axis, Example, check_all_read, named_in_forward, narrowed, rows_of, swallowed_names, varying_axes
 from .proof.eager_runs import Left, clone, draws_random_numbers, returning_left, written_state
-from .stated_sizes import asserted_in_forward, asserts_values, environment_of, largest_sizes, unasserted_sizes
+from .stated_sizes import asserted_in_forward, asserts_values, environment_of, sizes_by_input, unasserted_sizes
 
 logger = logging.getLogger("yobx_flatten")
 
@@ -84,11 +84,9 @@ class Traced:
                 "the module is unchanged."
             )
         if self.constants:
-            values = [f"{name}={value}" for name, value in self.constants.items()]
-            found.append(
-                f"{', '.join(values)} {'is' if len(values) == 1 else 'are'} fixed in the program and the file: for "
-                "another value, export again."
-            )
+            values = ", ".join(f"{name}={value}" for name, value in self.constants.items())
+            verb = "is" if len(self.constants) == 1 else "are"
+            found.append(f"{values} {verb} fixed in the program and the file: for another value, export again.")
         returned = [f"{name}={text_of(value)}" for name, value in self.constant_outputs.items() if value is not None]
         if returned:
             found.append(
@@ -96,10 +94,8 @@ class Traced:
                 "always returns the value of the example, and a file returns tensors only."
             )
         if self.drawing:
-            operators = ", ".join(self.drawing)
-            found.append(
-                f"the model draws random numbers ({operators}): model and program were compared with one seed."
-            )
+            drawn = f"the model draws random numbers ({', '.join(self.drawing)})"
+            found.append(f"{drawn}: model and program were compared with one seed.")
         blocks = [node.args for node in self.program.graph.nodes if str(node.target) == "wrap_with_autocast"]
         for device, dtype in dict.fromkeys((device, dtype) for device, dtype, enabled, *_ in blocks if enabled):
             found.append(
@@ -134,14 +130,14 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
     """Trace an example to a program, inside an open ``register_flattening_functions`` block."""
     logger.info("tracing %s", type(example.module).__qualname__, extra=STEP)
     program, left = _traced(example, strict)
-    unasserted = _unasserted(program, example.names)
+    unasserted = unasserted_sizes(program, example.names)
     fixed: dict[Axis, int] = {}
     others = {place: size for place, size in unasserted.items() if place not in rows_of(example)}
     if others and others != unasserted:  # if these sizes are fixed, the batch size may still vary
         logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
         fewer = dataclasses.replace(example, shapes=narrowed(example, varying_axes(example) - others.keys()))
         program, left = _traced(fewer, strict)
-        if not _unasserted(program, example.names):
+        if not unasserted_sizes(program, example.names):
             example, fixed, unasserted = fewer, others, {}
     if unasserted:  # a new trace asserts the sizes, which fixes them
         logger.info("tracing %s with fixed sizes", type(example.module).__qualname__, extra=STEP)
@@ -151,29 +147,6 @@ def trace(example: Example, *, strict: bool = False) -> Traced:
     if example.bounds is not None:
         example.bounds.check_program(example.inputs, example.shapes, program)
     return dataclasses.replace(described(program, example, left), fixed=fixed)
-
-
-def _unasserted(program: ExportedProgram, names: Sequence[str]) -> dict[tuple[str, int], int]:
-    return _by_leaf(unasserted_sizes(program), program, names)
-
-
-def _largest(program: ExportedProgram, example: Example) -> dict[tuple[str, int], int]:
-    """Return upper bounds of input sizes from the program's code, not from dynamic shapes, embeddings or buffers."""
-    # a model itself refuses positions that its table lacks
-    tables = [owner for owner in example.module.modules() if isinstance(owner, torch.nn.Embedding)]
-    stated = {getattr(leaf, "max", None) for leaf in pytree.tree_leaves(example.shapes)}
-    stated |= {table.num_embeddings for table in tables}
-    stated |= {size for buffer in example.module.buffers() for size in buffer.shape}
-    found = _by_leaf(largest_sizes(program), program, example.names)
-    return {place: size for place, size in found.items() if size not in stated}
-
-
-def _by_leaf(
-    found: Mapping[tuple[str, int], int], program: ExportedProgram, names: Sequence[str]
-) -> dict[tuple[str, int], int]:
-    pairs = zip(arguments_of(program), names, strict=True)
-    by_argument = {arg.name: name for arg, name in pairs if not isinstance(arg, ConstantArgument)}
-    return {(by_argument[leaf], axis): size for (leaf, axis), size in found.items() if leaf in by_argument}
 
 
 def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | None]:
@@ -202,10 +175,6 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
     write_single_values(program)
     check_all_read(module, swallowed, program, example.inputs)
     return program, None if watch is None else watch.left
-
-
-# torch's recurrent layers list their parameters in an attribute, which a trace replaces and restores
-_OF_RECURRENT_LAYERS = r"The tensor attributes (self\.[\w.]*_flat_weights\[\d+\](, )?)+ were assigned"
 
 
 def described(program: ExportedProgram, example: Example, left: Left | None = None) -> Traced:
@@ -239,12 +208,23 @@ def described(program: ExportedProgram, example: Example, left: Left | None = No
     given = dict(zip(example.names, pytree.tree_leaves(example.inputs), strict=True))
     constants = {name: text_of(given[name]) for name, value in fixed_inputs.items() if value is not None}
     constants |= {name: text_of(value) for name, value in static_constants(example.inputs)}
-    readers = streamed_readers(module)
-    unasserted = _unasserted(program, example.names)
-    largest = {} if example.bounds is not None else _largest(program, example)
-    sizes: dict[str, Any] = {"unasserted": unasserted, "largest": largest, "asserts_values": asserts_values(program)}
-    fixed: dict[str, Any] = {"constants": constants, "constant_outputs": fixed_outputs}
-    return Traced(program, inputs, names, complex_outputs, written, drawing, readers, left, **sizes, **fixed)
+    largest: dict[tuple[str, int], int] = {}
+    if example.bounds is None:
+        # upper bounds from the program's code, not from dynamic shapes, embeddings (a model itself refuses positions
+        # that its table lacks) or buffers
+        tables = [owner for owner in module.modules() if isinstance(owner, torch.nn.Embedding)]
+        stated = {getattr(leaf, "max", None) for leaf in pytree.tree_leaves(example.shapes)}
+        stated |= {table.num_embeddings for table in tables}
+        stated |= {size for buffer in module.buffers() for size in buffer.shape}
+        for axis, size in sizes_by_input(program, example.names).items():
+            known = program.range_constraints.get(size.node.expr)
+            most = None if known is None or not isinstance(known.upper, sympy.Integer) else int(known.upper)
+            if most is not None and most < 2**31 and most not in stated:
+                largest[axis] = most
+    sizes: dict[str, Any] = {"unasserted": unasserted_sizes(program, example.names), "largest": largest}
+    sizes["asserts_values"] = asserts_values(program, example.names)
+    found = {"constants": constants, "constant_outputs": fixed_outputs, "readers": streamed_readers(module), **sizes}
+    return Traced(program, inputs, names, complex_outputs, written, drawing, left=left, **found)
 
 
 @contextlib.contextmanager
@@ -256,7 +236,9 @@ def calm() -> Iterator[None]:
     }
     graphs = contextlib.redirect_stderr(_WithoutGraphs(sys.stderr))
     with without_records(unwanted), graphs, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _OF_RECURRENT_LAYERS, UserWarning)
+        # torch's recurrent layers list their parameters in an attribute, which a trace replaces and restores
+        of_recurrent_layers = r"The tensor attributes (self\.[\w.]*_flat_weights\[\d+\](, )?)+ were assigned"
+        warnings.filterwarnings("ignore", of_recurrent_layers, UserWarning)
         yield
 
 
@@ -308,7 +290,7 @@ def _explain(example: Example, error: BaseException) -> FlattenError | None:
             f"{' '.join(message.split())[:400]}"
         )
     if re.search("to be on the same device|not on the expected device|found two different devices", message):
-        leaves = [item for name, value in inputs.items() for item in torch_leaves(value, name)]
+        leaves = (item for name, value in inputs.items() for item in torch_leaves(value, name))
         tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
         for path, device, weights in on_other_devices(module, tensors):
             return InvalidArgumentError(f"{about_devices(path, device, weights)}\n    {path}.to({weights!r})")
@@ -319,9 +301,9 @@ def _in_graph(names: Sequence[str], arguments: Sequence[Any]) -> tuple[list[str]
     """Split the names of inputs (or outputs): the names in the graph, and the values of constants by name."""
     if len(names) != len(arguments):
         raise FlattenError(f"The program's signature has {len(arguments)} entries for {len(names)} leaves: {names}.")
-    rows = list(zip(names, arguments, strict=True))
+    rows = zip(names, arguments, strict=True)
     constants = {name: arg.value for name, arg in rows if isinstance(arg, ConstantArgument)}
-    return [name for name, _ in rows if name not in constants], constants
+    return [name for name in names if name not in constants], constants
 
 
 @contextlib.contextmanager
@@ -333,14 +315,12 @@ def stand_ins(module: torch.nn.Module, leaves: Iterable[Any]) -> Iterator[None]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     found: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     made: dict[int, torch.Tensor | None] = {}  # by id, so that tied weights have the same placeholder
-    for owner in module.modules():
-        tables: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers)
-        for held in tables:
-            for name, tensor in held.items():
-                if tensor is not None and id(tensor) not in made:
-                    made[id(tensor)] = _stand_in(tensor, mode, device)
-                if tensor is not None and made[id(tensor)] is not None:
-                    found.append((held, name, tensor))
+    tables: list[dict[str, Any]] = [held for owner in module.modules() for held in (owner._parameters, owner._buffers)]
+    for held, name, tensor in ((table, key, one) for table in tables for key, one in table.items() if one is not None):
+        if id(tensor) not in made:
+            made[id(tensor)] = _stand_in(tensor, mode, device)
+        if made[id(tensor)] is not None:
+            found.append((held, name, tensor))
     for held, name, tensor in found:
         held[name] = made[id(tensor)]
     try:
@@ -372,18 +352,15 @@ def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device |
 
 # Write paths in a program relative to their package: a published file must not show the folders of its author.
 
-_FILE = re.compile(r'(?<=File ")[^"]+(?=", line )')
-_ORIGIN = "stack_trace"
-
 
 def with_relative_origins(program: ExportedProgram) -> ExportedProgram:
     """Replace, in place, absolute source paths in the metadata of a program's nodes by relative paths."""
     for part in program.graph_module.modules():
-        if not isinstance(part, torch.fx.GraphModule):
-            continue
-        for node in part.graph.nodes:
-            if isinstance(node.meta.get(_ORIGIN), str):
-                node.meta[_ORIGIN] = _FILE.sub(lambda found: _relative(found[0]), node.meta[_ORIGIN])
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            origin = node.meta.get("stack_trace")
+            if isinstance(origin, str):
+                files = r'(?<=File ")[^"]+(?=", line )'
+                node.meta["stack_trace"] = re.sub(files, lambda found: _relative(found[0]), origin)
     return program
 
 
@@ -464,14 +441,13 @@ def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object
     node = None if is_cache(tree) else node_of(tree)  # the static data of a cache is the configuration of its layers
     if node is None:
         return
-    names = [f"{name}.{key_name(key)}" if name else key_name(key) for key in node.keys]
+    children = [key_name(key) for key in node.keys]
     if node.recipe is not None and not isinstance(tree, Mapping):
-        children = {key_name(key) for key in node.keys}
         for attribute, value in getattr(tree, "__dict__", {}).items():
             if attribute not in children and isinstance(value, (bool, int, float, str, enum.Enum)):
                 yield f"{name}.{attribute}", value
-    for below, child in zip(names, node.children, strict=True):
-        yield from static_constants(child, below)
+    for below, child in zip(children, node.children, strict=True):
+        yield from static_constants(child, f"{name}.{below}" if name else below)
 
 
 # Write sizes with one possible value as numbers into a program.
@@ -484,7 +460,6 @@ def static_constants(tree: PyTree, name: str = "") -> Iterator[tuple[str, object
 
 
 def write_single_values(program: ExportedProgram) -> None:
-    """Replace each symbolic size that has one possible value by the value, in place; checks of the size stay."""
     single = {symbol: known.lower for symbol, known in program.range_constraints.items() if known.lower == known.upper}
     environment = environment_of(program) if single else None
     if environment is None:
@@ -502,16 +477,13 @@ def write_single_values(program: ExportedProgram) -> None:
         del program.range_constraints[symbol]
 
 
-def _number(size: int | torch.SymInt) -> int | torch.SymInt:
-    return int(size.node.expr) if isinstance(size, torch.SymInt) and size.node.expr.is_Integer else size
-
-
 def _with_numbers(value: PyTree) -> PyTree:
     if isinstance(value, torch.SymInt):
-        return _number(value)
+        return int(value.node.expr) if value.node.expr.is_Integer else value
     if type(value) is not FakeTensor or value.layout is not torch.strided:
         return value  # a tensor inside torch.vmap is also returned here; such tensors accept no symbols
-    shape, stride = tuple(map(_number, value.shape)), tuple(map(_number, value.stride()))
-    if all(new is old for new, old in zip((*shape, *stride), (*value.shape, *value.stride()), strict=True)):
+    sizes = (*value.shape, *value.stride())
+    found = [_with_numbers(size) if isinstance(size, torch.SymInt) else size for size in sizes]
+    if all(new is old for new, old in zip(found, sizes, strict=True)):
         return value
-    return value.new_empty_strided(shape, stride)
+    return value.new_empty_strided(found[: value.ndim], found[value.ndim :])

@@ -35,16 +35,10 @@ from .flat_program import signature_of
 from .proof.eager_runs import REFUSALS, Case, clone, eager_steps, written_parameters
 from .traced import Traced
 
-_OF_EQUALS = ("aten.topk", "aten.sort", "aten.argsort", "aten.kthvalue", "aten.median", "aten.mode")
-"""Operators that return the index of one of several equal values."""
-
 _Leaves = Mapping[str, torch.Tensor]
 
 INFINITIES = "infinities"
 """Name of the case with infinite inputs: if a file differs there, the report has a note, but the export succeeds."""
-
-_SMALL = 64
-"""Axes of inputs with fewer elements are doubled in larger cases, so that there is room for all kinds of values."""
 
 _SECONDS = (0.3, 1.0)
 """Seconds per call: modules below the first limit are checked on all varied inputs, below the second on two."""
@@ -114,7 +108,8 @@ def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: fl
     found: dict[str, float] = {}
     # zeros stay zeros, since a module may treat zero specially; if the module chooses among equal values (`topk`,
     # `sort`), zeros become different tiny numbers with the sign of the zero
-    chooses = any(str(node.target).startswith(_OF_EQUALS) for node in traced.program.graph.nodes)
+    choices = ("aten.topk", "aten.sort", "aten.argsort", "aten.kthvalue", "aten.median", "aten.mode")
+    chooses = any(str(node.target).startswith(choices) for node in traced.program.graph.nodes)
     steps = example.runs.steps(case, traced.written, traced.left, twice=True)
     for number in range(3):
         moved = functools.partial(_moved, number=number, chooses=chooses)
@@ -128,8 +123,14 @@ def rounding_changes(example: Example, case: Case, traced: Traced, tolerance: fl
             except ReplayError:  # an output has another size, which rounding does not excuse
                 continue
             for name, leaf in zip(names, pytree.tree_leaves(step.outputs), strict=True):
-                rounding = _range_of(leaf, apart.get(name, 0.0))
-                found[name] = max(found.get(name, 0.0), rounding, tolerance * _largest(leaf))
+                rounding, largest = apart.get(name, 0.0), 0.0
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                    finite = leaf[leaf.isfinite()]
+                    largest = float(finite.abs().max()) if finite.numel() else 0.0
+                elif rounding and isinstance(leaf, torch.Tensor) and not leaf.is_complex():
+                    # if integers may differ, the range of the output is allowed
+                    rounding = max(rounding, float(leaf.max() - leaf.min()) if leaf.dtype != torch.bool else 1.0)
+                found[name] = max(found.get(name, 0.0), rounding, tolerance * largest)
     return found
 
 
@@ -140,26 +141,9 @@ def _moved(leaf: PyTree, *, number: int, chooses: bool) -> PyTree:
     digit = 4 * torch.finfo(leaf.dtype).eps
     factors = ((1 + digit, 1 - digit, 1.0), (1.0, 1 + digit), (1 - digit, 1 + digit))[number]
     other = leaf * _cycled(factors, leaf, 0)
-    if not chooses:
-        return other
     places = _places(leaf) if number else leaf.numel() - _places(leaf)
     least = (places + 1).to(leaf.dtype) * torch.finfo(leaf.dtype).tiny
-    return torch.where(leaf == 0, torch.copysign(least, leaf), other)
-
-
-def _largest(leaf: object) -> float:
-    """Return the largest finite absolute value of a floating-point output; 0 for other outputs."""
-    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
-        return 0.0
-    finite = leaf[leaf.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-def _range_of(leaf: object, difference: float) -> float:
-    """Return the allowed difference of an output; if integers may differ, the range of the output is allowed."""
-    if difference and isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and not leaf.is_complex():
-        return max(difference, float(leaf.max() - leaf.min()) if leaf.dtype != torch.bool else 1.0)
-    return difference
+    return torch.where(leaf == 0, torch.copysign(least, leaf), other) if chooses else other
 
 
 class _Maker:
@@ -196,14 +180,12 @@ class _Maker:
                 )
         return cases, remarks
 
-    # -- sizes ---------------------------------------------------------------------------------------------------------
-
     def _resized(self) -> tuple[Case | None, _Leaves, list[str]]:
         """Return a test case with other input sizes, the example inputs in these sizes, and notes on refused sizes."""
         if self._example.shapes is None or not place_of_sizes(self._signature):
             case, _ = self._accepted("other values", self._leaves, _signed)
             return case, self._leaves, []
-        for sizes in self._larger():
+        for sizes in itertools.islice(self._larger(), 5):
             base = resized_leaves(self._example, self._signature, sizes)
             if base is None:
                 continue
@@ -224,28 +206,17 @@ class _Maker:
         """Yield input sizes to try: first all sizes larger than in the example, then each size alone."""
         places = place_of_sizes(self._signature)
         own = {name: self._leaves[leaf].shape[axis] for name, (leaf, axis) in places.items()}
-        grows = {
-            name: 2 * size + 1 if self._leaves[places[name][0]].numel() < _SMALL else size + 1
-            for name, size in own.items()
-        }
+        # double the axes of small inputs, so that there is room for all kinds of values
+        is_small = {name: self._leaves[leaf].numel() < 64 for name, (leaf, _) in places.items()}
+        grows = {name: 2 * size + 1 if is_small[name] else size + 1 for name, size in own.items()}
         alike = {name: size + size for name, size in own.items()}
-        tried = [
-            grows,
-            alike,
-            *({**own, name: grows[name]} for name in own),
-            *({**own, name: alike[name]} for name in own),
-        ]
-        fitting = (sizes for sizes in tried if self._fits(sizes) and sizes != own)
-        return itertools.islice(fitting, 5)
-
-    def _fits(self, sizes: Mapping[str, int]) -> bool:
-        signature = self._signature
-        known = [one for one in signature.relations if isinstance(one, tuple) and names_in(one) <= sizes.keys()]
-        return all(
-            signature.smallest.get(name, 0) <= size <= signature.largest.get(name, size) for name, size in sizes.items()
-        ) and all(holds(one, sizes) for one in known)
-
-    # -- values --------------------------------------------------------------------------------------------------------
+        alone = [{**own, name: larger[name]} for larger in (grows, alike) for name in own]
+        least, most = self._signature.smallest, self._signature.largest
+        known = [one for one in self._signature.relations if isinstance(one, tuple) and names_in(one) <= own.keys()]
+        for sizes in (grows, alike, *alone):
+            is_within = all(least.get(name, 0) <= size <= most.get(name, size) for name, size in sizes.items())
+            if is_within and sizes != own and all(holds(one, sizes) for one in known):
+                yield sizes
 
     def _accepted(self, name: str, base: _Leaves, value: Callable[..., torch.Tensor]) -> tuple[Case | None, list[str]]:
         """Return a test case with other values for as many inputs as possible, and names of the unchanged inputs."""
@@ -258,22 +229,17 @@ class _Maker:
         if self._accepts(case):
             return case, []
         # the module refuses some input: try each input alone, with milder and milder values
-        kept = dict(base)
-        left: list[str] = []
         if self._seconds > _SECONDS[1] / len(changed):
             return None, changed
+        kept = dict(base)
         for leaf in changed:
-            for mildness in range(3):
-                tried = self._value(value, leaf, base[leaf], mildness)
+            for tried in (self._value(value, leaf, base[leaf], mildness) for mildness in range(3)):
                 if tried is not base[leaf] and self._accepts(self._case(name, {**kept, leaf: tried})):
                     kept[leaf] = tried
                     break
-            else:
-                left.append(leaf)
-        if len(left) == len(changed):
-            return None, left
+        left = [leaf for leaf in changed if kept[leaf] is base[leaf]]
         case = self._case(name, kept)
-        return (case, left) if self._accepts(case) else (None, changed)
+        return (case, left) if len(left) < len(changed) and self._accepts(case) else (None, changed)
 
     def _value(self, value: Callable[..., torch.Tensor], leaf: str, base: torch.Tensor, mildness: int) -> torch.Tensor:
         if not base.numel() or base.is_complex() or (self._reads_anything and not base.is_floating_point()):
@@ -285,17 +251,16 @@ class _Maker:
         return made if made is base or not _is_ordered(self._leaves[leaf]) else made.sort(-1)[0]
 
     def _case(self, name: str, leaves: _Leaves) -> Case:
-        args, kwargs = arguments_with(self._example, leaves)
-        return Case(name, args, kwargs)
+        return Case(name, *arguments_with(self._example, leaves))
 
     def _accepts(self, case: Case) -> bool:
         """Return whether the module runs without an error and returns no more NaN than with the example."""
         share = self._share_of_nan(case)
-        if share is None:
+        if share is None or self._nan is None:
             return False
-        if self._nan is not None and share > self._nan:
+        if share > self._nan:
             self._refusal = " (NaN)"
-        return self._nan is not None and share <= self._nan
+        return share <= self._nan
 
     def _share_of_nan(self, case: Case) -> float | None:
         """Return the share of NaN in the module's outputs; ``None`` if the module raises an error."""
@@ -408,9 +373,8 @@ def _end(base: torch.Tensor, number: int, mildness: int, *, rows: int | None, st
 def _infinite(base: torch.Tensor, number: int, mildness: int, *, rows: int | None, structured: bool) -> torch.Tensor:
     if not base.is_floating_point() or _is_open_mask(base):
         return base
-    kinds = _cycled(
-        ((1.0, 1.0, torch.inf, 1.0, -torch.inf), (1.0, 1.0, torch.inf), (1.0, 1.0, -torch.inf))[mildness], base, number
-    )
+    factors = ((1.0, 1.0, torch.inf, 1.0, -torch.inf), (1.0, 1.0, torch.inf), (1.0, 1.0, -torch.inf))[mildness]
+    kinds = _cycled(factors, base, number)
     return torch.where(kinds.isinf(), kinds, base)
 
 
@@ -434,9 +398,8 @@ def dependence_on_padding(module: torch.nn.Module, case: Case, written: Collecti
     difference = far.get(name, 0.0)
     if difference <= tolerance:
         return ""
-    way = ""
-    if callable(getattr(module, "set_attn_implementation", None)):
-        way = ' Another kernel may not: model.set_attn_implementation("eager")'
+    has_kernels = callable(getattr(module, "set_attn_implementation", None))
+    way = ' Another kernel may not: model.set_attn_implementation("eager")' if has_kernels else ""
     return (
         f"The model itself changes a row's output by {difference:.1e} (output {name!r}) when another row is padded, so "
         f"no file agrees with the model at every mask.{way}"
@@ -465,9 +428,6 @@ def _masks(module: torch.nn.Module, case: Case) -> Iterator[torch.Tensor]:
             yield value
 
 
-# -- sizes that the trace fixed ----------------------------------------------------------------------------------------
-
-
 def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
     if example.shapes is None:
         return []
@@ -487,9 +447,8 @@ def notes_on_fixed_axes(example: Example, traced: Traced) -> list[str]:
         if any(_takes_more(example, traced, together) for together in tried):
             each = [(name, axis) for name, those in axes.items() for axis in those]
             places += [f"{name}.shape[{axis}] is fixed at {size} by the trace" for name, axis in each]
-    if not places:
-        return []
-    return [f"{', '.join(places)}: the model accepts other sizes; the program and its files refuse them."]
+    note = f"{', '.join(places)}: the model accepts other sizes; the program and its files refuse them."
+    return [note] if places else []
 
 
 def _takes_more(example: Example, traced: Traced, axes: Mapping[str, list[int]]) -> bool:

@@ -109,8 +109,8 @@ def _written(
         return exported.report
     source = source_of(exported)
     example = shortened(source.example, source.example.case(2 if proof == "sample" else 3))
-    chosen = [example, *(sampled(fitting) if proof == "sample" else fitting)]
-    source = dataclasses.replace(source, cases=[] if proof == "none" else chosen, proof=proof)
+    chosen = [] if proof == "none" else [example, *(sampled(fitting) if proof == "sample" else fitting)]
+    source = dataclasses.replace(source, cases=chosen, asked=dataclasses.replace(source.asked, proof=proof))
     report = write_for(source, FileOptions(options.runtime, path, "export_folder", quantize=quantization))
     report.remark(*left_out(len(piece.cases) - len(fitting)))
     return report

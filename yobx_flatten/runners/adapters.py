@@ -66,13 +66,10 @@ def check_matrices(found: Mapping[str, torch.Tensor], rooms: Mapping[str, Port],
             )
 
 
-_TYPES = {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}  # numbers of ONNX
-
-
 def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
     """Return the optional inputs for LoRA matrices that the ONNX files in a folder have, by input name."""
     require("onnx", purpose="adapters of a folder", extra="onnx")
-    found = {}
+    found, types = {}, {1: torch.float32, 10: torch.float16, 11: torch.float64, 16: torch.bfloat16}
     for path in sorted(folder.glob("*.onnx")):
         graph = read_onnx(path, failure=DamagedFileError).graph
         held = {tensor.name for tensor in graph.initializer}
@@ -80,7 +77,7 @@ def rooms_of_files(folder: pathlib.Path) -> dict[str, Port]:
             if value.name in held and value.name.endswith((f".{FIRST}", f".{SECOND}")):
                 kind = value.type.tensor_type
                 sizes = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim)
-                found[value.name] = Port(value.name, sizes, _TYPES.get(kind.elem_type))
+                found[value.name] = Port(value.name, sizes, types.get(kind.elem_type))
     return found
 
 
@@ -102,16 +99,11 @@ class FolderAdapters:
         self._read[name] = matrices
 
     def runners(self, runners: Mapping[str, Runner], name: str) -> dict[str, Any]:
-        onnx: dict[str, OnnxRunner] = {}
-        for part, runner in runners.items():
-            if not isinstance(runner, OnnxRunner):
-                raise InvalidArgumentError(
-                    f"adapter={name!r}: {runner.runtime} cannot switch adapters. Use ONNX files in onnxruntime."
-                )
-            onnx[part] = runner
-        rooms: dict[str, Port] = {}
-        for runner in onnx.values():
-            rooms |= runner.rooms
+        onnx = {part: runner for part, runner in runners.items() if isinstance(runner, OnnxRunner)}
+        for other in (runner for part, runner in runners.items() if part not in onnx):
+            raise InvalidArgumentError(
+                f"adapter={name!r}: {other.runtime} cannot switch adapters. Use ONNX files in onnxruntime."
+            )
         if name not in self._read:
             if self._folder is None:
                 raise InvalidArgumentError(f"adapter={name!r}: this file is not in a folder with adapters.")
@@ -121,6 +113,7 @@ class FolderAdapters:
                     f"{self._folder} has no adapter {name!r}; found: {', '.join(there) or 'none'}. To add an adapter:\n"
                     f"    yobx-flatten adapter {self._folder} NAME=FOLDER"
                 )
+            rooms = {key: port for runner in onnx.values() for key, port in runner.rooms.items()}
             self._read[name] = read_adapter(self._folder / ADAPTERS / f"{name}{_SUFFIX}", rooms)
         return {part: runner.with_adapter(self._read[name]) for part, runner in onnx.items()}
 

@@ -24,13 +24,11 @@ IN_PLACE = "yobx_flatten.in_place"
 """Metadata key of a package; the value lists, separated by commas, the cache inputs that it updates in place."""
 
 _INSIDE = "/data/aotinductor/"
-_LARGEST = 2**20  # bytes of metadata
 
 
 class AOTInductorRunner(CheckedRunner):
     # package: a `torch._inductor.package.AOTICompiledModel`
     # written: cache inputs that the package writes in place
-
     runtime: ClassVar[str] = "aotinductor"
 
     def __init__(self, package: Any, signature: Signature, name: str, written: Collection[str] = ()) -> None:
@@ -63,13 +61,17 @@ def is_package(path: pathlib.Path) -> bool:
         return False
 
 
-def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
-    """Return the signature and metadata of an AOTInductor package, without loading any of its code."""
+def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]) -> AOTInductorRunner:
+    """Open an AOTInductor package, or refuse it if the caller does not trust the machine code that it contains."""
+    # failure: class of the error if the file is missing, or torch cannot load the file
+    if not path.is_file():
+        raise failure(f"There is no file {path}.")
+    # read the signature and the metadata without loading any code
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
             names = [n for n in archive.namelist() if _INSIDE in n and n.endswith(".wrapper_metadata.json")]
-            if broken is not None or not names or archive.getinfo(names[0]).file_size > _LARGEST:
+            if broken is not None or not names or archive.getinfo(names[0]).file_size > 2**20:
                 what = broken or "its metadata"
                 raise DamagedFileError(f"{path} is damaged: {what}. Copy the file again, or export again.")
             metadata = parse_document(archive.read(names[0]), dict[str, Any], str(path), failure=DamagedFileError)
@@ -92,15 +94,6 @@ def read_package(path: pathlib.Path) -> tuple[Signature, Mapping[str, Any]]:
     for what, made, here in compiled_for:
         if made != here:
             raise ForeignFileError(f"{path} was compiled for {what} {made}, but found {here}. Export again here.")
-    return signature, metadata
-
-
-def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]) -> AOTInductorRunner:
-    """Open an AOTInductor package, or refuse it if the caller does not trust the machine code that it contains."""
-    # failure: class of the error if the file is missing, or torch cannot load the file
-    if not path.is_file():
-        raise failure(f"There is no file {path}.")
-    signature, metadata = read_package(path)
     if not trust:
         raise UntrustedFileError(
             f"{path} holds machine code, which runs as soon as it is loaded. Pass trust=True (--trust) if you made the "
@@ -109,5 +102,4 @@ def open_package(path: pathlib.Path, *, trust: bool, failure: type[FlattenError]
     # torch passes on all errors of the loader of shared libraries
     with raised_as(lambda error: failure(f"torch cannot load {path}: {first_line(error)}")), in_huge_pages():
         package = aot_load(str(path))
-    written = str(metadata.get(IN_PLACE, "")).split(",")
-    return AOTInductorRunner(package, signature, path.name, written)
+    return AOTInductorRunner(package, signature, path.name, str(metadata.get(IN_PLACE, "")).split(","))

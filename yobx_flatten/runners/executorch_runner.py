@@ -55,16 +55,9 @@ class Rows:
 
 
 def room_for(total: int) -> int:
-    """Return the capacity, in tokens, to allocate for a KV cache buffer that must hold ``total`` tokens."""
+    """Return the capacity, in tokens, of a KV cache buffer for ``total`` tokens and some later tokens."""
     # a call attends over the whole capacity, with a mask; a full buffer is copied to a larger buffer
     return total + max(32, total // 32)
-
-
-class RowBuffers(TensorBuffers):
-    """The KV cache buffers for an ExecuTorch file that processes one row of the batch per call."""
-
-    def _room(self, total: int) -> int:
-        return room_for(total)
 
 
 _OPEN: weakref.WeakSet[ExecuTorchRunner] = weakref.WeakSet()
@@ -72,7 +65,6 @@ _OPEN: weakref.WeakSet[ExecuTorchRunner] = weakref.WeakSet()
 
 class ExecuTorchRunner(CheckedRunner):
     # rows: for a file that writes its cache in place
-
     runtime: ClassVar[str] = "executorch"
 
     def __init__(self, program: Any, signature: Signature, name: str, rows: Rows | None = None) -> None:
@@ -90,30 +82,29 @@ class ExecuTorchRunner(CheckedRunner):
         return found
 
     def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
-        return RowBuffers(leaves, self.in_place)
+        return TensorBuffers(leaves, self.in_place, room_for)
 
     def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
-        assert isinstance(cache, RowBuffers)
+        assert isinstance(cache, TensorBuffers)
         assert self._rows is not None
         cache.reserve(tokens)
+        axes = self._rows.inputs
         given = dict(zip((name for name in self.ports if name not in self.in_place), tensors, strict=True))
         seen = torch.empty(cache.seen, dtype=torch.uint8)
         found = []
         for row in range(len(cache[next(iter(self.in_place))])):
-            one = {name: self._one(name, tensor, row) for name, tensor in given.items()}
+            one = {
+                name: tensor.narrow(axes[name], row, 1).contiguous() if name in axes else tensor
+                for name, tensor in given.items()
+            }
             # (heads, capacity, 1, size): heads are the batch of the attention
             one |= {name: cache[name][row].unsqueeze(2) for name in self.in_place}
             found.append(self._call([*(one[name] for name in self.ports), seen]))
         if len(found) == 1:
             return found[0]
         made = [name for name in self.outputs if name not in self.in_place.values()]
-        axes = [self._rows.outputs[name] for name in made]
-        return [torch.cat(parts, axis) for parts, axis in zip(zip(*found, strict=True), axes, strict=True)]
-
-    def _one(self, name: str, tensor: torch.Tensor, row: int) -> torch.Tensor:
-        assert self._rows is not None
-        axis = self._rows.inputs.get(name)
-        return tensor if axis is None else tensor.narrow(axis, row, 1).contiguous()
+        parts = zip(made, zip(*found, strict=True), strict=True)
+        return [torch.cat(rows, self._rows.outputs[name]) for name, rows in parts]
 
 
 def load_attention() -> None:
@@ -140,22 +131,6 @@ def require_executorch(caller: str) -> None:
         ) from error
 
 
-def _use_threads(threads: int) -> None:
-    """Set the number of threads of ExecuTorch's thread pool, which all open files of the process share."""
-    library: Any = importlib.import_module("executorch.extension.pybindings._C")
-    found = library._threadpool_get_thread_count()
-    if found == threads:
-        return
-    gc.collect()
-    if _OPEN:  # XNNPACK would continue in the pool that is deleted, and end the process
-        file = next(iter(_OPEN)).name
-        raise GenerationError(
-            f"All ExecuTorch files of a process share a thread pool, but {file} is open with {found} threads. Open the "
-            f"first file with threads={threads}, or open this file in another process."
-        )
-    library._unsafe_reset_threadpool(threads)
-
-
 def open_pte(
     path: pathlib.Path, *, caller: str, failure: type[FlattenError], threads: int | None = None
 ) -> ExecuTorchRunner:
@@ -163,8 +138,15 @@ def open_pte(
     # failure: class of the error if the file is missing
     # threads: number of threads of all files in the process; `None` for the present number
     require_executorch(caller)
-    if threads is not None:
-        _use_threads(threads)
+    pool: Any = None if threads is None else importlib.import_module("executorch.extension.pybindings._C")
+    if pool is not None and (found := pool._threadpool_get_thread_count()) != threads:
+        gc.collect()
+        if _OPEN:  # XNNPACK would continue in the pool that is deleted, and end the process
+            raise GenerationError(
+                f"All ExecuTorch files of a process share a thread pool, but {next(iter(_OPEN)).name} is open with "
+                f"{found} threads. Open the first file with threads={threads}, or open this file in another process."
+            )
+        pool._unsafe_reset_threadpool(threads)
     from executorch.runtime import Runtime, Verification
 
     if not path.is_file():

@@ -12,7 +12,7 @@ The last tokens of a KV cache are removed by slicing its tensors, or by restorin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy
@@ -46,16 +46,13 @@ class InPlaceCache(dict[str, Any]):
 
     def crop(self, kept: int) -> None:
         """Remove the last tokens from the cache tensors that are updated in place, so that ``kept`` tokens remain."""
-        raise NotImplementedError
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Select rows of the batch in the cache tensors that are updated in place, as beam search needs."""
         # rows: for each new row the index of an old row
-        raise NotImplementedError
 
     def grown(self, tokens: int) -> None:
         """Record that a call has appended the keys and values of ``tokens`` tokens to the buffers."""
-        raise NotImplementedError
 
 
 def new_tokens(feeds: Mapping[str, torch.Tensor]) -> int:
@@ -68,8 +65,16 @@ _LEAST = 256  # tokens
 class TensorBuffers(InPlaceCache):
     """A KV cache in buffers of shape (rows, heads, capacity, size), by input name, which a file updates in place."""
 
-    def __init__(self, values: Mapping[str, torch.Tensor], presents: Mapping[str, str]) -> None:
+    # room: the capacity, in tokens, of new buffers for a number of tokens and some later tokens
+
+    def __init__(
+        self,
+        values: Mapping[str, torch.Tensor],
+        presents: Mapping[str, str],
+        room: Callable[[int], int] = lambda total: max(2 * total, _LEAST),
+    ) -> None:
         super().__init__(values, presents)
+        self._room = room
         if len({values[name].shape[2] for name in presents}) > 1:  # all buffers share one number of tokens
             raise GenerationError("layers of the cache hold different numbers of tokens.")
         self.seen = self._capacity = values[next(iter(presents))].shape[2]  # in tokens
@@ -87,12 +92,7 @@ class TensorBuffers(InPlaceCache):
         self._capacity = self._room(total)
         self._move({name: self[name] for name in self.presents})
 
-    def _room(self, total: int) -> int:
-        """Return the capacity, in tokens, of new KV cache buffers for ``total`` tokens and some later tokens."""
-        return max(2 * total, _LEAST)
-
     def _move(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        """Copy keys and values to new, larger buffers, with room for ``_capacity`` tokens."""
         for name, leaf in leaves.items():
             rows, heads, _, *size = leaf.shape
             shape = rows, heads, self._capacity, *size
@@ -110,16 +110,14 @@ class TensorBuffers(InPlaceCache):
         self._note_shapes()
 
     def crop(self, kept: int) -> None:
-        """Keep the first ``kept`` tokens of the KV cache; later calls overwrite the memory of the other tokens."""
         self.seen = kept
         self._note_shapes()
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select rows of the batch in the KV cache; its buffers are reused if the number of rows is unchanged."""
         own = self._own  # before the first layer is moved
         for name in self.presents:
             found = self[name][:, :, : self.seen][rows]
-            if own and len(rows) == len(self[name]):
+            if own and len(rows) == len(self[name]):  # the buffers are reused
                 self[name][:, :, : self.seen] = found
             else:
                 self._move({name: found})
@@ -214,18 +212,16 @@ class CheckedRunner:
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         if self.in_place and not isinstance(cache, InPlaceCache):  # returned by the file of the first call
             cache = self.cache(cache)
-        written = cache if isinstance(cache, InPlaceCache) else None
-        held = {} if written is None else written.shapes
+        held = cache.shapes if isinstance(cache, InPlaceCache) else {}
         tensors = self.signature.bind({**cache, **feeds}, GenerationError, self.name, held)
         with raised_as(lambda error: GenerationError(f"{self.name} stopped: {self._reason(error)}")):
-            if written is None:
+            if not isinstance(cache, InPlaceCache):
                 found = dict(zip(self.outputs, self._call(tensors), strict=True))
                 return split_cache(found, self.slots, cache)
-            found = self._called(tensors, written, new_tokens(feeds))
+            found = self._called(tensors, cache, new_tokens(feeds))
         slots = [slot for slot in self.slots if slot.port.name not in self.in_place]
-        outputs = {name: value for name, value in found.items() if not is_present(name)}
-        written.update(split_cache(found, slots, written)[1] if slots else {})
-        return outputs, written
+        cache.update(split_cache(found, slots, cache)[1] if slots else {})
+        return {name: value for name, value in found.items() if not is_present(name)}, cache
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
         if not isinstance(cache, InPlaceCache):

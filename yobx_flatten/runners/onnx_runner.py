@@ -35,8 +35,6 @@ from .ports import (
 )
 from .signature import KEY, Signature
 
-_COUNT = value_type("tensor(int64)")
-
 _LONG = 256
 """Number of calls after which a loop counts as long enough to be worth the cost of huge memory pages."""
 
@@ -51,9 +49,7 @@ class OnnxRunner:
         self._session = session
         nodes = session.get_inputs()
         self._kinds = {node.name: value_type(node.type) for node in nodes}
-        self.ports: Mapping[str, Port] = {
-            node.name: Port(node.name, tuple(map(_size, node.shape)), self._kinds[node.name].dtype) for node in nodes
-        }
+        self.ports: Mapping[str, Port] = _ports(nodes)
         self.outputs: Sequence[str] = [node.name for node in session.get_outputs()]
         self.has_kept_scores = any(node.name == KEPT_SCORES for node in session.get_overridable_initializers())
         self.slots: Sequence[CacheSlot] = cache_slots(self.ports.values(), self.outputs)
@@ -64,10 +60,7 @@ class OnnxRunner:
         self._signature = Signature.from_json(metadata[KEY], name) if KEY in metadata else None
         rooms = [node for node in session.get_overridable_initializers() if node.name.endswith((FIRST, SECOND))]
         self._room_kinds = {node.name: value_type(node.type) for node in rooms}
-        self.rooms: Mapping[str, Port] = {
-            node.name: Port(node.name, tuple(map(_size, node.shape)), self._room_kinds[node.name].dtype)
-            for node in rooms
-        }
+        self.rooms: Mapping[str, Port] = _ports(rooms)
         self._adapter: Mapping[str, Any] = {}  # matrices that each call passes
         self._steps = 0
         # outputs that have one token, whatever the number of new tokens
@@ -120,10 +113,9 @@ class OnnxRunner:
 
     def _joined(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Join outputs of several calls, one per token, to the outputs that one call with all tokens would return."""
-        last = calls[-1]
         return {
             name: value if name in self.of_last else torch.cat([found[name] for found in calls], dim=1)
-            for name, value in last.items()
+            for name, value in calls[-1].items()
         }
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -143,7 +135,7 @@ class OnnxRunner:
             use_huge_pages(self._session)
         values = {name: to_value(name, self._kinds[name], tensor) for name, tensor in feeds.items()}
         if self.has_kept_scores:  # at each call, since a binding keeps the value of the call before
-            values[KEPT_SCORES] = to_value(KEPT_SCORES, _COUNT, torch.tensor(int(last_scores)))
+            values[KEPT_SCORES] = to_value(KEPT_SCORES, value_type("tensor(int64)"), torch.tensor(int(last_scores)))
         buffers: BufferedCache | None = None
         if self.shared:
             if isinstance(cache, BufferedCache):
@@ -151,13 +143,11 @@ class OnnxRunner:
             else:
                 buffers = BufferedCache(self._session, cache, self.shared, self._adapter)
             buffers.reserve(new_tokens(feeds))
-        for slot in self.slots:
-            if slot.port.name not in self.shared:
-                values[slot.port.name] = cache[slot.port.name]
+        slots = [slot for slot in self.slots if slot.port.name not in self.shared]
+        values |= {slot.port.name: cache[slot.port.name] for slot in slots}
         with raised_as(lambda error: GenerationError(f"{self.name} stopped: {first_line(error)}")):
             found = self._call(values, buffers)
-        slots = [slot for slot in self.slots if slot.port.name not in self.shared]
-        outputs, following = split_cache(found, slots if buffers is not None else self.slots, cache)
+        outputs, following = split_cache(found, slots, cache)
         if buffers is not None:
             buffers.update(following)
             buffers.grown(new_tokens(feeds))
@@ -165,18 +155,17 @@ class OnnxRunner:
         return {name: from_value(value) for name, value in outputs.items()}, following
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        buffers = cache if isinstance(cache, BufferedCache) else None
-        kept = () if buffers is None else buffers.presents
+        kept = cache.presents if isinstance(cache, BufferedCache) else ()
         selected = {
             name: to_value(name, self._kinds[name], with_rows(from_value(value), rows))
             for name, value in cache.items()
             if name not in kept
         }
-        if buffers is None:
+        if not isinstance(cache, BufferedCache):
             return selected
-        buffers.select_rows(rows)
-        buffers.update(selected)
-        return buffers
+        cache.select_rows(rows)
+        cache.update(selected)
+        return cache
 
     def _call(self, values: Mapping[str, Any], buffers: BufferedCache | None = None) -> dict[str, Any]:
         binding = self._session.io_binding() if buffers is None else buffers.binding
@@ -192,8 +181,9 @@ class OnnxRunner:
         return dict(zip(made, binding.get_outputs()[len(kept) :], strict=True))
 
 
-def _size(size: Any) -> int | None:
-    return size if isinstance(size, int) else None
+def _ports(nodes: Sequence[Any]) -> dict[str, Port]:
+    sizes = {node.name: tuple(size if isinstance(size, int) else None for size in node.shape) for node in nodes}
+    return {node.name: Port(node.name, sizes[node.name], value_type(node.type).dtype) for node in nodes}
 
 
 SHARED_CACHE = "yobx_flatten.shared_cache"
@@ -206,11 +196,7 @@ class BufferedCache(TensorBuffers):
     # fixed: inputs that are equal in each step, which are bound once
 
     def __init__(
-        self,
-        session: Any,
-        values: Mapping[str, Any],
-        presents: Mapping[str, str],
-        fixed: Mapping[str, Any],
+        self, session: Any, values: Mapping[str, Any], presents: Mapping[str, str], fixed: Mapping[str, Any]
     ) -> None:
         super().__init__({**values, **{name: from_value(values[name]) for name in presents}}, presents)
         self.binding = session.io_binding()

@@ -103,15 +103,15 @@ def open_session(
 ) -> Any:
     """Open an onnxruntime session for an ONNX file, or for the bytes of an ONNX file."""
     # caller: the function that the user called, for the message if onnxruntime is missing
-    # options: an `onnxruntime.SessionOptions`; by default a result of `session_options`
     # failure: class of the error if the file is missing, or onnxruntime cannot load the file
+    # options: an `onnxruntime.SessionOptions`; by default a result of `session_options`
     runtime = require_onnxruntime(caller)
-    shown = "the model" if isinstance(model, bytes) else os.fspath(model)
-    if not isinstance(model, bytes) and not os.path.isfile(model):
+    given = model if isinstance(model, bytes) else os.fspath(model)
+    shown = "the model" if isinstance(given, bytes) else given
+    if not isinstance(given, bytes) and not os.path.isfile(given):
         raise failure(f"There is no file {shown}.")
-    given = model if isinstance(model, bytes) else shown
-    # onnxruntime has no base class for its errors
     before = _anonymous()
+    # onnxruntime has no base class for its errors
     with raised_as(lambda error: failure(f"onnxruntime cannot load {shown}: {first_line(error)}")):
         session = runtime.InferenceSession(given, options or session_options(), providers=list(providers))
     check_runs_on(session, providers, shown, failure)
@@ -120,8 +120,6 @@ def open_session(
 
 
 _MAPS = pathlib.Path("/proc/self/maps")
-_LEAST = 32 * 2**20  # bytes; smaller weights fit into the caches of the processor
-_ON_REQUEST, _NOW = 14, 25  # of Linux's `madvise`: MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1
 
 _MEMORY: weakref.WeakKeyDictionary[Any, list[tuple[int, int]]] = weakref.WeakKeyDictionary()
 """By onnxruntime session: the address ranges of memory that was allocated while the session was opened."""
@@ -172,11 +170,11 @@ def _without(ranges: list[tuple[int, int]], others: list[tuple[int, int]]) -> It
 
 
 def _advise(start: int, end: int) -> None:
-    if end - start < _LEAST:
+    if end - start < 32 * 2**20:  # smaller weights fit into the caches of the processor
         return
     advise = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for advice in (_ON_REQUEST, _NOW):  # both are hints: Linux may ignore them
+    for advice in (14, 25):  # MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1; Linux may ignore both hints
         advise(start, end - start, advice)
 
 
@@ -227,21 +225,20 @@ def choose_providers(device: str | None, providers: Providers | None) -> list[st
 
     there = onnxruntime.get_available_providers()
     for lacking in (name for name in map(_name, chosen) if name not in there):
-        package = next((package for name, _, package in DEVICES.values() if name == lacking), None)
-        remedy = ""
-        if package not in (None, "onnxruntime"):
-            remedy = f" Install the build that has it, instead of onnxruntime:\n    pip install {package}"
+        package = next((package for name, _, package in DEVICES.values() if name == lacking), "onnxruntime")
+        build = f" Install the build that has it, instead of onnxruntime:\n    pip install {package}"
+        remedy = "" if package == "onnxruntime" else build
         raise MissingDependencyError(f"The installed onnxruntime has no {lacking}; it has {', '.join(there)}.{remedy}")
     return chosen if CPU in map(_name, chosen) else [*chosen, CPU]
 
 
 def is_on_cpu(providers: Providers) -> bool:
-    return [_name(one) for one in providers] == [CPU]
+    return [*map(_name, providers)] == [CPU]
 
 
 def check_runs_on(session: Any, providers: Providers, file: str, failure: type[FlattenError] = GenerationError) -> None:
     """Raise an error if an execution provider did not start; onnxruntime would use the next provider silently."""
-    lost = [_name(one) for one in providers if _name(one) not in session.get_providers()]
+    lost = [name for name in map(_name, providers) if name not in session.get_providers()]
     if lost:
         raise failure(
             f"{', '.join(lost)} did not start for {file}, so onnxruntime would run the file with "

@@ -19,7 +19,7 @@ from ..errors.dependencies import require
 from ..errors.failures import raised_as
 from .in_place import CheckedRunner, InPlaceCache
 from .ports import presents_of
-from .signature import KEY, Signature, Size
+from .signature import KEY, Signature
 
 FLOAT32: Mapping[str, str] = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Options for compiling a model."""
@@ -61,7 +61,7 @@ class OpenVINORunner(CheckedRunner):
         self._compiled, self._request = compiled, compiled.create_infer_request()
         kept = {state.name for state in self._request.query_state()}
         presents = presents_of(self.slots)
-        self.in_place = {name: present for name, present in presents.items() if variable_of(name, present) in kept}
+        self.in_place = {name: present for name, present in presents.items() if name + present in kept}
         self._given = [name for name in self.ports if name not in self.in_place]
 
     def _written_in_place(self, leaves: Mapping[str, torch.Tensor]) -> InPlaceCache:
@@ -100,7 +100,20 @@ def open_openvino(
     if not path.is_file():
         raise failure(f"There is no file {path}.")
     model = read_model(path)
-    signature = _signature(model, path)
+    # the signature stored in an OpenVINO file or in an ONNX file, or one made from the model's inputs
+    place = next(filter(model.has_rt_info, ([KEY], ["framework", KEY])), None)
+    if place is not None:
+        signature = Signature.from_json(model.get_rt_info(place).astype(str), str(path))
+    else:
+        inputs = []
+        for port in model.inputs:
+            kind = port.element_type.get_type_name()
+            if not port.names or kind not in _TYPES:
+                raise ForeignFileError(f"{path} has an input {port.names or 'without a name'} of type {kind}.")
+            sizes = [None if size.is_dynamic else size.get_length() for size in port.get_partial_shape()]
+            inputs.append((port.get_any_name(), _TYPES[kind], tuple(sizes)))
+        outputs = [port.get_any_name() if port.names else f"{at}" for at, port in enumerate(model.outputs)]
+        signature = Signature(inputs, outputs)
     written = "" if path.suffix == ".xml" else ' To write files for OpenVINO, export with target="openvino".'
     with raised_as(lambda error: failure(f"OpenVINO cannot compile {path}: {last_line(error)}{written}")):
         limit = {} if threads is None else {"INFERENCE_NUM_THREADS": str(threads)}
@@ -113,29 +126,8 @@ def last_line(error: BaseException) -> str:
     return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
-def _signature(model: Any, path: pathlib.Path) -> Signature:
-    """Return the signature (names, dtypes, sizes) stored in a model file, or one made from the model's inputs."""
-    for place in ([KEY], ["framework", KEY]):  # in OpenVINO files; in ONNX files
-        if model.has_rt_info(place):
-            return Signature.from_json(model.get_rt_info(place).astype(str), str(path))
-    inputs = []
-    for port in model.inputs:
-        kind = port.element_type.get_type_name()
-        if not port.names or kind not in _TYPES:
-            raise ForeignFileError(f"{path} has an input {port.names or 'without a name'} of type {kind}.")
-        sizes: tuple[Size, ...] = tuple(
-            None if size.is_dynamic else size.get_length() for size in port.get_partial_shape()
-        )
-        inputs.append((port.get_any_name(), _TYPES[kind], sizes))
-    return Signature(inputs, [port.get_any_name() if port.names else f"{at}" for at, port in enumerate(model.outputs)])
-
-
 BEAMS = "beam_idx"
 """Name of the input that selects, for each row, which row of the cache to continue; OpenVINO's tools use this name."""
-
-
-def variable_of(name: str, present: str) -> str:
-    return name + present
 
 
 class StateCache(InPlaceCache):
@@ -145,7 +137,7 @@ class StateCache(InPlaceCache):
 
     def __init__(self, request: Any, values: Mapping[str, torch.Tensor], presents: Mapping[str, str]) -> None:
         parts = {state.name: state for state in request.query_state()}
-        self._parts = {name: parts[variable_of(name, present)] for name, present in presents.items()}
+        self._parts = {name: parts[name + present] for name, present in presents.items()}
         super().__init__({**values, **self._parts}, presents)
         self.request = request
         self._write({name: values[name] for name in presents})

@@ -92,10 +92,9 @@ def cache_slots(ports: Iterable[Port], outputs: Collection[str], where: str = ""
     ports = list(ports)
     if where:
         check_cache_outputs([port.name for port in ports], outputs, where)
-    presents = ((port, present_of(port.name)) for port in ports)
-    return [
-        CacheSlot(port, present if present in outputs else None) for port, present in presents if present is not None
-    ]
+    presents = [(port, present_of(port.name)) for port in ports]
+    grown = [(port, present) for port, present in presents if present is not None]
+    return [CacheSlot(port, present if present in outputs else None) for port, present in grown]
 
 
 def presents_of(slots: Iterable[CacheSlot]) -> dict[str, str]:
@@ -120,11 +119,10 @@ def split_cache(
     slots = list(slots)
     if any(slot.present is None for slot in slots):
         check_cache_outputs([slot.port.name for slot in slots], found, "the file")
-    following = {
-        slot.port.name: cache[slot.port.name] if slot.present is None else found[slot.present] for slot in slots
-    }
-    following = following or {name: value for name, value in found.items() if is_present(name)}
-    return {name: value for name, value in found.items() if not is_present(name)}, following
+    presents = {name: value for name, value in found.items() if is_present(name)}
+    named = ((slot.port.name, slot.present) for slot in slots)
+    following = {name: cache[name] if present is None else found[present] for name, present in named}
+    return {name: value for name, value in found.items() if name not in presents}, following or presents
 
 
 def with_rows(leaf: Any, rows: torch.Tensor) -> Any:
@@ -147,34 +145,27 @@ class Runner(Protocol):
     name: str  # the name of the file or program, for messages
 
     @property
-    def ports(self) -> Mapping[str, Port]: ...  # see the class
-
+    def ports(self) -> Mapping[str, Port]: ...
     @property
-    def outputs(self) -> Sequence[str]: ...  # see the class
-
+    def outputs(self) -> Sequence[str]: ...
     @property
-    def slots(self) -> Sequence[CacheSlot]: ...  # see the class
+    def slots(self) -> Sequence[CacheSlot]: ...
 
-    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        # inputs: a tensor, an array, a number or a text for every input of the file; other entries are ignored
-        ...
+    # inputs: a tensor, an array, a number or a text for every input of the file; other entries are ignored
+    def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]: ...
 
-    def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Convert cache tensors by input name to the KV cache that :meth:`step` accepts."""
-        ...
+    # converts cache tensors by input name to the KV cache that `step` accepts
+    def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]: ...
 
     def step(
         self, feeds: Mapping[str, torch.Tensor], cache: Mapping[str, Any], *, last_scores: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Run one step of a generation loop, and return the outputs and the KV cache for the next step."""
         # last_scores: whether the caller needs the scores of the last token only; some files then take less time
         ...
 
-    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
-        """Return the KV cache with selected rows of the batch, as beam search needs."""
-        # cache: a result of `cache` or `step`, which the caller may not use afterwards
-        # rows: for each new row the index of an old row, int64; the number of rows may change
-        ...
+    # cache: a result of `cache` or `step`, which the caller may not use afterwards
+    # rows: for each new row the index of an old row, int64, as beam search needs; the number of rows may change
+    def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]: ...
 
 
 # Map element types between torch, NumPy and ONNX.
@@ -204,15 +195,10 @@ class Element(NamedTuple):
 
 UINT8, INT64, STRING, BOOL, DOUBLE = Element(2), Element(7), Element(8), Element(9), Element(11)
 
+_PLAIN = {"float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6, "int64": 7, "bool": 9}
+
 ELEMENTS: dict[str, Element] = {
-    "float32": Element(1),
-    "uint8": UINT8,
-    "int8": Element(3),
-    "uint16": Element(4),
-    "int16": Element(5),
-    "int32": Element(6),
-    "int64": INT64,
-    "bool": BOOL,
+    **{name: Element(code) for name, code in _PLAIN.items()},
     "float16": Element(10),
     "float64": DOUBLE,
     "uint32": Element(12),
@@ -269,8 +255,6 @@ def require_onnx(function: str) -> Any:
     return onnx
 
 
-# onnxruntime's names of dtypes, if torch's differ
-_TORCH_NAMES = {"float": "float32", "double": "float64", "string": "str"}
 # types that NumPy lacks, which are passed as bytes, by their number in ONNX
 _AS_BYTES = {element.code: name for name, element in ELEMENTS.items() if element.cast and element.packed == 1}
 
@@ -292,7 +276,8 @@ def value_type(kind: str) -> ValueType:
     (16, None)
     """
     found = kind.removeprefix("tensor(").removesuffix(")")
-    name = next((n for n in ELEMENTS if n.replace("_", "") == found), _TORCH_NAMES.get(found, found))
+    others = {"float": "float32", "double": "float64", "string": "str"}  # names that differ from torch's
+    name = next((n for n in ELEMENTS if n.replace("_", "") == found), others.get(found, found))
     dtype = getattr(torch, name, None)
     element = ELEMENTS.get(name)
     code = element.code if element is not None and element.cast else None

@@ -27,22 +27,21 @@ def open_program(
 ) -> ExportedProgram:
     # trust: whether the caller knows who wrote the file: torch's reader runs pickles and texts of the file as code
     # failure: class of the error if the file is missing or damaged
-    if not os.path.isfile(path):
-        raise failure(f"There is no file {os.fspath(path)}.")
+    file = os.fspath(path)
+    if not os.path.isfile(file):
+        raise failure(f"There is no file {file}.")
     if not trust:
         raise UntrustedFileError(
-            f"{os.fspath(path)} is a program of torch.export, and torch.export.load runs code that is stored in it. If "
+            f"{file} is a program of torch.export, and torch.export.load runs code that is stored in it. If "
             "you know who wrote it, pass trust=True (--trust). Reading ONNX files runs no code in them."
         )
     if is_installed("transformers"):
         import transformers  # noqa: F401 # the with block registers the caches of imported libraries
 
-    def failed(error: BaseException) -> FlattenError:
-        return failure(f"torch.export cannot load {os.fspath(path)}: {first_line(error)}")
-
     # torch passes on all errors of its reader of archives
-    with raised_as(failed, NotRegisteredError), register_flattening_functions(**options_in_use()):
-        return torch.export.load(os.fspath(path))
+    failed = raised_as(lambda e: failure(f"torch.export cannot load {file}: {first_line(e)}"), NotRegisteredError)
+    with failed, register_flattening_functions(**options_in_use()):
+        return torch.export.load(file)
 
 
 class ProgramRunner:
@@ -65,8 +64,6 @@ class ProgramRunner:
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         with self._block():
             return self.module(*args, **kwargs)
-
-    # -- by name -------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _leaves(self) -> list[str]:
@@ -97,7 +94,6 @@ class ProgramRunner:
 
     @property
     def ports(self) -> Mapping[str, Port]:
-        """The inputs of the program that are tensors or integers that count tokens, by name."""
         return self._interface[0]
 
     @functools.cached_property

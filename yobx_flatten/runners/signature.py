@@ -109,7 +109,9 @@ class Signature:
                         f"{name} has size {given} in axis {axis}, but {where} was made for {bound_by}.{remedy}"
                     )
         for name, axis, size, given in places:
-            expected = _value(size, bound)
+            expected = size if isinstance(size, int) else None
+            if isinstance(size, Mapping) and {*size} <= {"", *bound}:
+                expected = sum(factor * (bound[part] if part else 1) for part, factor in size.items())
             if expected is not None and expected != given:
                 why = "" if isinstance(size, int) else ", since it depends on the sizes of other inputs"
                 raise failure(f"{name} has size {given} in axis {axis}, and {where} takes {expected} there{why}.")
@@ -128,11 +130,11 @@ class Signature:
 
     def to_json(self) -> str:
         rows = [[name, str(dtype).removeprefix("torch."), list(sizes)] for name, dtype, sizes in self.inputs]
-        about = {"inputs": rows, "outputs": [*self.outputs]}
-        bounds = {"largest": dict(self.largest), "smallest": dict(self.smallest), "rows": dict(self.rows)}
-        bounds |= {"kept": dict(self.kept)} if self.kept else {}
-        related = {"relations": list(self.relations)} if self.relations else {}
-        return json.dumps({"format": _FORMAT, **about, **bounds, **related, "versions": dict(self.versions)})
+        about: dict[str, Any] = {"format": _FORMAT, "inputs": rows, "outputs": [*self.outputs]}
+        about |= {"largest": dict(self.largest), "smallest": dict(self.smallest), "rows": dict(self.rows)}
+        about |= {"kept": dict(self.kept)} if self.kept else {}
+        about |= {"relations": list(self.relations)} if self.relations else {}
+        return json.dumps({**about, "versions": dict(self.versions)})
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Signature:
@@ -141,13 +143,19 @@ class Signature:
         try:
             if found["format"] > _FORMAT:
                 raise ForeignFileError(f"{where} is of a newer version:\n    pip install --upgrade yobx-flatten")
-            inputs = [(str(name), _dtype(dtype), tuple(map(_size, sizes))) for name, dtype, sizes in found["inputs"]]
-            largest, smallest, rows = (
-                {str(k): int(v) for k, v in found[name].items()} for name in ("largest", "smallest", "rows")
-            )
-            outputs = [str(name) for name in found["outputs"]]
-            kept = {str(k): int(v) for k, v in found.get("kept", {}).items()}
-            relations = tuple(map(from_lists, found.get("relations", ())))
+            inputs = []
+            for name, dtype, sizes in found["inputs"]:
+                kind = getattr(torch, dtype)
+                if not isinstance(kind, torch.dtype):
+                    raise TypeError(dtype)
+                checked = tuple(
+                    size if size is None or type(size) is int else {str(k): int(v) for k, v in size.items()}
+                    for size in sizes
+                )
+                inputs.append((str(name), kind, checked))
+            numbers = (found["largest"], found["smallest"], found["rows"], found.get("kept", {}))
+            largest, smallest, rows, kept = ({str(k): int(v) for k, v in one.items()} for one in numbers)
+            outputs, relations = [*map(str, found["outputs"])], tuple(map(from_lists, found.get("relations", ())))
             return cls(inputs, outputs, largest, smallest, dict(found["versions"]), rows, kept, relations)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, ForeignFileError):
@@ -183,27 +191,6 @@ def place_of_sizes(signature: Signature) -> dict[str, tuple[str, int]]:
     return found
 
 
-def _value(size: Size, bound: Mapping[str, int]) -> int | None:
-    if size is None or isinstance(size, int):
-        return size
-    if any(name and name not in bound for name in size):
-        return None
-    return sum(factor * (bound[name] if name else 1) for name, factor in size.items())
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(name)
-    return found
-
-
-def _size(found: Any) -> Size:
-    if found is None or type(found) is int:
-        return found
-    return {str(name): int(factor) for name, factor in found.items()}
-
-
 # Relations between sizes
 
 
@@ -227,8 +214,6 @@ FUNCTIONS: Mapping[str, Callable[[list[int]], int]] = {
     "%": lambda values: values[0] % values[1],
 }
 """The operators in expressions of sizes whose result is a number, not true or false."""
-
-_OF_TWO = (*COMPARISONS, "//", "%")
 
 
 def names_in(found: Expression) -> set[str]:
@@ -283,10 +268,6 @@ def _grows(found: Expression) -> bool:
     return isinstance(found, str) or found >= 0
 
 
-_PARTS = ("//", "%")
-_TRIED = (*range(2, 26), 32, 48, 63, 64, 65, 100, 127, 128)  # without 1: files are right for that size
-
-
 def decides_by_parts(relation: Expression) -> bool:
     """Return whether a comparison contains ``//`` or ``%`` and is false for some sizes of at least 2.
 
@@ -297,13 +278,9 @@ def decides_by_parts(relation: Expression) -> bool:
     """
     if not (isinstance(relation, tuple) and _has_parts(relation)):
         return False
-    names = sorted(names_in(relation))
-    for name in names:
-        for others in (2, 3, 4, 6, 7, 8, 16, 32):
-            sizes = dict.fromkeys(names, others)
-            if not all(holds(relation, {**sizes, name: tried}) for tried in _TRIED):
-                return True
-    return False
+    names, tried = names_in(relation), (*range(2, 26), 32, 48, 63, 64, 65, 100, 127, 128)  # files are right for 1
+    tests = ((dict.fromkeys(names, others), name) for name in names for others in (2, 3, 4, 6, 7, 8, 16, 32))
+    return not all(holds(relation, {**sizes, name: size}) for sizes, name in tests for size in tried)
 
 
 def is_of_one_size(relation: Expression) -> bool:
@@ -318,7 +295,7 @@ def is_of_one_size(relation: Expression) -> bool:
 
 
 def _has_parts(found: Expression) -> bool:
-    return isinstance(found, tuple) and (found[0] in _PARTS or any(map(_has_parts, found[1:])))
+    return isinstance(found, tuple) and (found[0] in ("//", "%") or any(map(_has_parts, found[1:])))
 
 
 def format_expression(found: Expression, shown: Mapping[str, Any]) -> str:
@@ -346,6 +323,7 @@ def from_lists(found: Any, *, top: bool = True) -> Expression:
         return found
     if not isinstance(found, list) or len(found) < 2 or not isinstance(found[0], str):
         raise ValueError(f"{found!r} is not an expression")
-    if found[0] not in (COMPARISONS if top else FUNCTIONS) or (found[0] in _OF_TWO and len(found) != 3):
+    is_wrong = found[0] in (*COMPARISONS, "//", "%") and len(found) != 3
+    if found[0] not in (COMPARISONS if top else FUNCTIONS) or is_wrong:
         raise ValueError(f"{found[0]!r} is not an operator of {len(found) - 1} arguments")
     return (found[0], *(from_lists(part, top=False) for part in found[1:]))

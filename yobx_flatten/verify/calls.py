@@ -49,7 +49,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 
 
 class Place(NamedTuple):
-    """Position of a tensor in a KV cache: layer, encoder or decoder side, and kind (key or value)."""
+    """Position of a tensor in a KV cache."""
 
     layer: int
     side: str  # `"decoder"` or `"encoder"`
@@ -146,7 +146,7 @@ class Call:
 
 
 class FileSide(ByName):
-    """Runs a file of another exporter with the model's inputs, and compares the outputs with the model's outputs."""
+    """Runs a file of another exporter, and converts its outputs to the dtypes and windows of the model's outputs."""
 
     def __init__(self, runner: Runner, call: Call, outputs: Mapping[str, str]) -> None:
         super().__init__(runner, call.leaves)
@@ -162,8 +162,19 @@ class FileSide(ByName):
         if not kept:
             raise ReplayError(f"no output of the file has a known name: found {', '.join(self._runner.outputs)}")
         found = dict(outputs)
+        window = self._call.window - 1  # a prefill may return all tokens, but the next call reads only the window
         for name, leaf in kept:
-            found[name] = self._as_returned(name, found[name], leaf)
+            value = found[name]
+            if not isinstance(value, torch.Tensor) or not isinstance(leaf, torch.Tensor):
+                continue
+            is_first = not self._call.reads_cache and place_of(name) and leaf.dim() == value.dim() == 4
+            if is_first and 0 < window == leaf.shape[2]:
+                value = value[:, :, -window:]
+            if value.dtype != leaf.dtype and value.is_floating_point() == leaf.is_floating_point():
+                if value.is_floating_point():
+                    self.other_types[name] = str(value.dtype).removeprefix("torch.")
+                value = value.to(leaf.dtype)
+            found[name] = value
         return super().compare([leaf for _, leaf in kept], found, [name for name, _ in kept], padding)
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,20 +183,6 @@ class FileSide(ByName):
         if lost:
             raise ReplayError(f"the file takes {lost[0]} but does not return it, so the next call has no cache")
         return super().feed_back(kwargs, outputs)
-
-    def _as_returned(self, name: str, value: object, leaf: object) -> object:
-        """Convert a file's output to the module's dtype; in a cache output, remove tokens before the sliding window."""
-        if not isinstance(value, torch.Tensor) or not isinstance(leaf, torch.Tensor):
-            return value
-        kept = self._call.window - 1  # a prefill may return all tokens, but the next call reads only the window
-        is_first = not self._call.reads_cache and place_of(name) and leaf.dim() == value.dim() == 4
-        if is_first and 0 < kept == leaf.shape[2]:
-            value = value[:, :, -kept:]
-        if value.dtype == leaf.dtype or value.is_floating_point() != leaf.is_floating_point():
-            return value
-        if value.is_floating_point():
-            self.other_types[name] = str(value.dtype).removeprefix("torch.")
-        return value.to(leaf.dtype)
 
     def _found(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         feeds = {}
@@ -229,9 +226,6 @@ def derived(port: Port, inputs: Mapping[str, Any], *, reads_cache: bool) -> torc
 
 # -- find the call ---------------------------------------------------------------------------------------------------
 
-_LEFT_OUT = ("attention_mask", "position_ids", "token_type_ids", "encoder_attention_mask", "decoder_attention_mask")
-"""Inputs that an exported file may lack: the module is then called without them."""
-
 _COUNTED = {"position_ids": "those that the mask counts", "attention_mask": "one of ones"}
 """By name of an input that the module needs and the file lacks: a description of the input that the module gets."""
 
@@ -239,7 +233,18 @@ _COUNTED = {"position_ids": "those that the mask counts", "attention_mask": "one
 def calls_of(model: torch.nn.Module, runner: Runner, stated: Mapping[str, str]) -> Iterator[Call]:
     """Yield calls of a model, or of a part of it, that have the same inputs as a file; the most likely call first."""
     for what, module, cases in _possible(model, runner):
-        for left, counted in _left_out(runner, module, cases[0]):
+        # the arguments that the file lacks: those that `module` does not need, and those that the file may compute
+        takes, example = inspect.signature(module.forward).parameters, cases[0].kwargs
+        read = {name for name in example if {name, *ALIASES.get(name, ())} & set(runner.ports)}
+        masks = ("encoder_attention_mask", "decoder_attention_mask")
+        unread = [name for name in ("attention_mask", "position_ids", "token_type_ids", *masks) if name in example]
+        unread = [name for name in unread if name not in read]
+        free = [name for name in unread if takes[name].default is not inspect.Parameter.empty]
+        rest = [name for name in unread if name not in free]
+        ways = [(free, rest)] if set(rest) <= set(_COUNTED) else []
+        if "position_ids" in free:
+            ways.append(([name for name in free if name != "position_ids"], [*rest, "position_ids"]))
+        for left, counted in ways:
             given = []
             for case in cases:
                 kwargs = {name: leaf for name, leaf in case.kwargs.items() if name not in left}
@@ -264,9 +269,8 @@ def fitting(
     """Return how to compare a file with ``module`` on test cases; ``None`` if file and cases have different inputs."""
     # counted: inputs that the file computes from other inputs
     inputs = _arguments(module, cases[0])
-    names, plain = leaf_names(inputs), plain_names(inputs)
-    given = pytree.tree_leaves(inputs)
-    found = matched(list(runner.ports), names, plain, stated, by_order=False)
+    names, given = leaf_names(inputs), pytree.tree_leaves(inputs)
+    found = matched(list(runner.ports), names, plain_names(inputs), stated, by_order=False)
     lacking = [name for name in runner.ports if name not in found and name not in DERIVED and not name.endswith(WINDOW)]
     if BRANCH in runner.ports:  # only the other branch reads these inputs
         lacking = [name for name in lacking if not place_of(name) and name != "encoder_hidden_states"]
@@ -275,8 +279,28 @@ def fitting(
         unread = [name for name in unread if ".encoder." not in name]
     if lacking or set(unread) - set(found.values()) - set(counted):
         return None
-    sizes = _fixed(runner, found, names, cases, module)
-    fitted = [_in_sizes(case, module, names, sizes) for case in cases] if sizes else list(cases)
+    # the axis sizes that the file fixes and that differ between test cases, by input name
+    arguments = [_arguments(module, case) for case in cases]
+    taken: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
+    for leaves in map(pytree.tree_leaves, arguments):
+        for name, leaf in zip(names, leaves, strict=False):
+            for axis, size in enumerate(leaf.shape if isinstance(leaf, torch.Tensor) else ()):
+                taken[name, axis].add(size)
+    sizes: dict[str, dict[int, int]] = {}
+    for port in runner.ports.values():
+        name = found.get(port.name, "")
+        sizes[name] = {at: n for at, n in enumerate(port.shape) if n is not None and len(taken[name, at]) > 1}
+    sizes = {name: fixed for name, fixed in sizes.items() if fixed}
+    fitted = list(cases)
+    for number, case in enumerate(cases) if sizes else ():  # truncate or repeat the tensors
+        leaves, spec = pytree.tree_flatten(clone(arguments[number]))
+        made = []
+        for name, leaf in zip(names, leaves, strict=True):
+            for axis, size in sizes.get(name, {}).items():
+                if leaf.shape[axis] not in (size, 0):
+                    leaf = leaf.index_select(axis, torch.arange(size) % leaf.shape[axis]).contiguous()
+            made.append(leaf)
+        fitted[number] = dataclasses.replace(case, args=(), kwargs=pytree.tree_unflatten(made, spec))
     if any(place_of(name) for name in sizes):  # the returned cache has a different size, so there is no second call
         fitted = [dataclasses.replace(case, steps=1) for case in fitted]
     remarks = [f"the file fixes axis {axis} of {n} at {size}" for n, of in sizes.items() for axis, size in of.items()]
@@ -300,7 +324,13 @@ def _possible(model: TransformersModel, runner: Runner) -> Iterator[tuple[str, t
                 for piece in _tried(decoder_pieces, model, Split(whole_cache=whole)):
                     yield "with a cache", piece.module, [*_cases_of(piece, 3), *_empty_cache(piece)]
         if not caches or BRANCH in runner.ports:
-            yield "without a cache", model, _whole_texts(model)
+            takes = inspect.signature(model.forward).parameters
+            like = dict.fromkeys(name for name in ("input_ids", "attention_mask", "position_ids") if name in takes)
+            texts: list[Case] = []  # of as many tokens as the test cases with a cache
+            for seed, sizes in enumerate((DecodeSizes(), *default_sizes(model)[0])):
+                name = sizes.without_cache if texts else "the example"
+                texts.append(Case(name, (), decode_inputs(model, sizes, like, seed)))
+            yield "without a cache", model, texts
         return
     if TASKS[task] is encoder_decoder_pieces:
         pieces = _tried(encoder_decoder_pieces, model)
@@ -352,65 +382,7 @@ def _empty_cache(piece: Piece) -> list[Case]:
     return [Case(f"empty cache, new {new}", (), given, 3)]
 
 
-def _whole_texts(model: TransformersModel) -> list[Case]:
-    """Return test cases without a KV cache, of as many tokens as the test cases with a cache."""
-    takes = inspect.signature(model.forward).parameters
-    like = dict.fromkeys(name for name in ("input_ids", "attention_mask", "position_ids") if name in takes)
-    found: list[Case] = []
-    for seed, sizes in enumerate((DecodeSizes(), *default_sizes(model)[0])):
-        name = "the example" if not found else sizes.without_cache
-        found.append(Case(name, (), decode_inputs(model, sizes, like, seed)))
-    return found
-
-
 def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) -> list[Case]:
     """Copy the argument ``reads`` from test cases in ``others`` to those in ``cases``, as the argument ``name``."""
     pairs = zip(cases, others, strict=True)
     return [dataclasses.replace(one, kwargs={**one.kwargs, name: other.kwargs[reads]}) for one, other in pairs]
-
-
-# -- what a file leaves out, and the sizes that it fixes ---------------------------------------------------------------
-
-
-def _left_out(
-    runner: Runner, module: torch.nn.Module, example: Case
-) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield the arguments that the file lacks: those that ``module`` does not need, and those the file may compute."""
-    takes = inspect.signature(module.forward).parameters
-    read = {name for name in example.kwargs if {name, *ALIASES.get(name, ())} & set(runner.ports)}
-    unread = [name for name in _LEFT_OUT if name in example.kwargs and name not in read]
-    left = [name for name in unread if takes[name].default is not inspect.Parameter.empty]
-    rest = [name for name in unread if name not in left]
-    if set(rest) <= set(_COUNTED):
-        yield tuple(left), tuple(rest)
-    if "position_ids" in left:
-        yield tuple(name for name in left if name != "position_ids"), (*rest, "position_ids")
-
-
-def _fixed(
-    runner: Runner, found: Mapping[str, str], names: Sequence[str], cases: Sequence[Case], module: torch.nn.Module
-) -> dict[str, dict[int, int]]:
-    """Return, by input name, the axis sizes that the file fixes and that differ between test cases."""
-    taken: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
-    for case in cases:
-        for name, leaf in zip(names, pytree.tree_leaves(_arguments(module, case)), strict=False):
-            for axis, size in enumerate(leaf.shape if isinstance(leaf, torch.Tensor) else ()):
-                taken[name, axis].add(size)
-    ports = [(found.get(port.name, ""), port.shape) for port in runner.ports.values()]
-    sizes = {
-        name: {at: n for at, n in enumerate(of) if n is not None and len(taken[name, at]) > 1} for name, of in ports
-    }
-    return {one: fixed for one, fixed in sizes.items() if fixed}
-
-
-def _in_sizes(case: Case, module: torch.nn.Module, names: Sequence[str], sizes: Mapping[str, dict[int, int]]) -> Case:
-    """Return a test case whose tensors are truncated or repeated to the sizes that a file fixes."""
-    given = _arguments(module, case)
-    leaves, spec = pytree.tree_flatten(clone(given))
-    made = []
-    for name, leaf in zip(names, leaves, strict=True):
-        for axis, size in sizes.get(name, {}).items():
-            if leaf.shape[axis] != size and leaf.shape[axis]:
-                leaf = leaf.index_select(axis, torch.arange(size) % leaf.shape[axis]).contiguous()
-        made.append(leaf)
-    return dataclasses.replace(case, args=(), kwargs=pytree.tree_unflatten(made, spec))

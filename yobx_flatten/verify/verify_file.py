@@ -43,7 +43,6 @@ _BITS = {"MatMulNBits": "int4", "GatherBlockQuantized": "int4", "DequantizeLinea
 _BITS |= dict.fromkeys(("MatMulInteger", "DynamicQuantizeMatMul", "QLinearMatMul", "QGemm", "ConvInteger"), "int8")
 _BITS |= dict.fromkeys(("i8", "u8"), "int8") | dict.fromkeys(("i4", "u4", "nf4"), "int4")  # of OpenVINO's constants
 _FLOATS = {1: "float32", 10: "float16", 16: "bfloat16", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-_EXPLAINED = 2**28  # bytes of a file above which its nodes are not compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,76 +193,54 @@ def verify_file(
             return base
         return copy.deepcopy(base).to(getattr(torch, dtype))
 
-    for file in _files(place):
+    folders = (place, *sorted(place.glob("*/"))) if place.is_dir() else ()  # a component may have its own folder
+    files = sorted(file for folder in folders for file in folder.glob("*") if file.suffix in _SUFFIXES)
+    if not place.exists():
+        raise ForeignFileError(f"There is no file and no folder at {place}.")
+    if not files and not place.is_file():
+        raise ForeignFileError(f"{place} has no file with the suffix {', '.join(_SUFFIXES)}. Pass another folder.")
+    for file in files or [place]:
         name = file.name if place.is_file() else file.relative_to(place).as_posix()
         if on_file is not None:
             on_file(name)
         try:
-            facts = _Facts.of(file)
+            dtype, bits = _weights_of(file)
         except (ForeignFileError, DamagedFileError) as error:
             if file == place:
                 raise
             found[name] = VerifiedFile(why_not=first_line(error))
             continue
-        found[name] = _verified(file, facts, loaded(facts.dtype), given, names or {}, known, trust, explain)
+        found[name] = _verified(file, bits, dtype, loaded(dtype), given, names or {}, known, trust, explain)
     for unknown in sorted(set(names or ()) - known):
         there = f"There are {', '.join(sorted(known))}."
         raise InvalidArgumentError(f"names, --map: no file has an input or output {unknown}. {there}")
     return FileReport(place, found)
 
 
-def _files(place: pathlib.Path) -> list[pathlib.Path]:
-    if place.is_file():
-        return [place]
-    if not place.exists():
-        raise ForeignFileError(f"There is no file and no folder at {place}.")
-    below = (place, *sorted(place.glob("*/"))) if place.is_dir() else ()  # a component may have its own folder
-    found = sorted(file for folder in below for file in folder.glob("*") if file.suffix in _SUFFIXES)
-    if not found:
-        raise ForeignFileError(f"{place} has no file with the suffix {', '.join(_SUFFIXES)}. Pass another folder.")
-    return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Facts:
-    """The dtype and the quantization of an exported file's weights, read without running the file."""
-
-    dtype: str = "float32"
-    quantized: str = ""  # `"int8"` or `"int4"` for quantized weights
-
-    @classmethod
-    def of(cls, file: pathlib.Path) -> _Facts:
-        held: list[tuple[int | str, Sequence[int]]] = []  # type and shape of each constant
-        marks: list[str] = []  # operators or types, some of which show quantized weights
-        if file.suffix == ".onnx":
-            graph = read_onnx(file, failure=ForeignFileError).graph
-            held = [(tensor.data_type, tensor.dims) for tensor in graph.initializer]
-            marks = [node.op_type for node in graph.node]
-        elif file.suffix == ".xml" and is_installed("openvino"):
-            ports = [one.output(0) for one in read_model(file).get_ops() if one.get_type_name() == "Constant"]
-            held = [(port.get_element_type().get_type_name(), port.get_shape()) for port in ports]
-            marks = [str(kind) for kind, shape in held if len(shape) > 1]
-        sizes = {"float32": 0}
-        for kind, shape in held:
-            if kind in _FLOATS:
-                sizes[_FLOATS[kind]] = sizes.get(_FLOATS[kind], 0) + math.prod(shape)
-        kinds = {_BITS[mark] for mark in marks if mark in _BITS}
-        return cls(max(sizes, key=lambda kind: (sizes[kind], kind)), min(kinds, default=""))  # "int4" before "int8"
-
-
-def _as_weights(case: Case, dtype: torch.dtype) -> Case:
-    """Return a test case with float32 inputs converted to ``dtype``, the dtype of a file's weights."""
-
-    def typed(leaf: object) -> object:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
-
-    args, kwargs = pytree.tree_map(typed, (tuple(case.args), dict(case.kwargs)))
-    return dataclasses.replace(case, args=args, kwargs=kwargs)
+def _weights_of(file: pathlib.Path) -> tuple[str, str]:
+    """Return the dtype and the quantization (``""`` without) of a file's weights, without running the file."""
+    held: list[tuple[int | str, Sequence[int]]] = []  # type and shape of each constant
+    marks: list[str] = []  # operators or types, some of which show quantized weights
+    if file.suffix == ".onnx":
+        graph = read_onnx(file, failure=ForeignFileError).graph
+        held = [(tensor.data_type, tensor.dims) for tensor in graph.initializer]
+        marks = [node.op_type for node in graph.node]
+    elif file.suffix == ".xml" and is_installed("openvino"):
+        ports = [one.output(0) for one in read_model(file).get_ops() if one.get_type_name() == "Constant"]
+        held = [(port.get_element_type().get_type_name(), port.get_shape()) for port in ports]
+        marks = [str(kind) for kind, shape in held if len(shape) > 1]
+    sizes = {"float32": 0}
+    for kind, shape in held:
+        if kind in _FLOATS:
+            sizes[_FLOATS[kind]] = sizes.get(_FLOATS[kind], 0) + math.prod(shape)
+    kinds = {_BITS[mark] for mark in marks if mark in _BITS}
+    return max(sizes, key=lambda kind: (sizes[kind], kind)), min(kinds, default="")  # "int4" before "int8"
 
 
 def _verified(
     file: pathlib.Path,
-    facts: _Facts,
+    bits: str,
+    dtype: str,
     model: torch.nn.Module,
     cases: list[Case] | None,
     stated: Mapping[str, str],
@@ -276,16 +253,22 @@ def _verified(
     except (ReplayError, ForeignFileError, DamagedFileError) as error:
         return VerifiedFile(why_not=first_line(error))
     known |= {*runner.ports, *runner.outputs}
+
+    def typed(leaf: Any) -> Any:
+        is_single = isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32
+        return leaf.to(getattr(torch, dtype)) if is_single else leaf
+
     best: dict[bool, tuple[VerifiedFile, Call]] = {}  # for each of the two branches of a merged decoder
     merged = BRANCH in runner.ports and cases is None
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
-        typed = [_as_weights(case, getattr(torch, facts.dtype)) for case in cases or ()]
-        own = [fitting("the call", model, typed, runner, stated)] if typed else []
+        given = [(case, *pytree.tree_map(typed, (tuple(case.args), dict(case.kwargs)))) for case in cases or ()]
+        chosen = [dataclasses.replace(case, args=args, kwargs=kwargs) for case, args, kwargs in given]
+        own = [fitting("the call", model, chosen, runner, stated)] if chosen else []
         for call in calls_of(model, runner, stated) if cases is None else filter(None, own):
             branch = merged and call.reads_cache
             if branch in best and best[branch][0].ok:
                 continue
-            one = _compared(call, runner, facts, stated)
+            one = _compared(call, runner, bits, dtype, stated)
             if branch not in best or _rank(one) > _rank(best[branch][0]):
                 best[branch] = one, call
             if one.ok and not merged:
@@ -296,7 +279,7 @@ def _verified(
         (worst, of), *others = sorted(best.values(), key=lambda held: (held[0].ok is True, held[0].ok is None))
         if merged and worst.ok and not others:
             return VerifiedFile(why_not=f"only one of its two branches was compared: {of.what}")
-        if not worst.ok and explain and file.suffix == ".onnx" and not facts.quantized:
+        if not worst.ok and explain and file.suffix == ".onnx" and not bits:
             worst = dataclasses.replace(worst, first=_first_node(file, of))
     return worst.joined(*(other for other, _ in others))
 
@@ -306,9 +289,9 @@ def _rank(one: VerifiedFile) -> tuple[int, int]:
     return sum(case.error is None for case, _ in cases), sum(case.within(allowed) for case, allowed in cases)
 
 
-def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, str]) -> VerifiedFile:
+def _compared(call: Call, runner: Runner, bits: str, dtype: str, stated: Mapping[str, str]) -> VerifiedFile:
     runs, example = EagerRuns(call.module), call.cases[0]
-    report = ExportReport(type(call.module).__qualname__, tolerance=tolerance("file", facts.dtype))
+    report = ExportReport(type(call.module).__qualname__, tolerance=tolerance("file", dtype))
     try:
         eager = runs.steps(example, twice=True)[0].outputs
     except FlattenError as error:
@@ -318,12 +301,21 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
     if BRANCH in runner.ports and call.reads_cache:  # this branch returns no valid keys and values of the encoder
         outputs = {theirs: name for theirs, name in outputs.items() if ".encoder." not in name}
     side = FileSide(runner, call, outputs)
-    is_half = facts.dtype != "float32"
+    is_half = dtype != "float32"
     yardstick = None if Yardstick.why_not(call.module) else Yardstick(call.module, call.leaves, is_half=is_half)
     report.yardstick, report.spare = (yardstick, None) if is_half else (None, yardstick)
     with report.timed("replay"):
-        if facts.quantized:
-            _measure(side, call, runs, report, facts.quantized)
+        if bits:
+            distance = Distance()
+            for case in call.cases:
+                padding, steps, reason = Padding(), runs.steps(case, twice=True), None
+                try:
+                    for pair in side_by_side(side, call.module, case, steps, call.leaves, padding):
+                        distance.add(*pair.tensors(padding))
+                except (FlattenError, RuntimeError) as error:
+                    reason = first_line(error)
+                report.cases.append(CaseResult(case.name, side.runtime, case.steps, {}, 0.0, reason))
+            report.quality = distance.quality(bits, 0, PERPLEXITY_RATIOS[bits])
         else:
             for case in call.cases:
                 found = replay(side, runs, case, taken=call.leaves, allowed=report.explained(case))
@@ -340,23 +332,9 @@ def _compared(call: Call, runner: Runner, facts: _Facts, stated: Mapping[str, st
     return VerifiedFile(call.what, report, why, names={**call.inputs, **outputs}, not_compared=unread)
 
 
-def _measure(side: FileSide, call: Call, runs: EagerRuns, report: ExportReport, bits: str) -> None:
-    distance = Distance()
-    for case in call.cases:
-        padding, steps = Padding(), runs.steps(case, twice=True)
-        error = None
-        try:
-            for pair in side_by_side(side, call.module, case, steps, call.leaves, padding):
-                distance.add(*pair.tensors(padding))
-        except (FlattenError, RuntimeError) as failed:
-            error = first_line(failed)
-        report.cases.append(CaseResult(case.name, side.runtime, case.steps, {}, 0.0, error))
-    report.quality = distance.quality(bits, 0, PERPLEXITY_RATIOS[bits])
-
-
 def _first_node(file: pathlib.Path, call: Call) -> Compared | None:
     """Return the first node whose output differs from the output in a correct export; ``None`` if unknown."""
-    if file.stat().st_size > _EXPLAINED:
+    if file.stat().st_size > 2**28:  # its nodes would take too long
         return None
     case = call.cases[0]
     leaves = pytree.tree_leaves((case.args, dict(case.kwargs)))

@@ -442,7 +442,7 @@ Doubles = module_class("Doubles", lambda self, x: x * 2)
 
 def test_the_batch_varies_where_it_is_enough_to_fix_other_sizes(monkeypatch):
     rounded = itertools.chain([{("x", 0): 3, ("x", 1): 8}], itertools.repeat({}))
-    monkeypatch.setattr(traced, "_unasserted", lambda program, names: next(rounded))
+    monkeypatch.setattr(traced, "unasserted_sizes", lambda program, names: next(rounded))
     exported = export_program(Doubles(), (torch.ones(3, 8, 5),))
     assert "x.shape[1] is fixed at 8, since the model's code rounds" in str(exported.report)
     assert "x.shape[0]" not in str(exported.report)

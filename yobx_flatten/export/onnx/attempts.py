@@ -84,7 +84,7 @@ def write_proven(
 
     for number, attempt in enumerate(attempts, 1):
         last = number == len(attempts)
-        logger.info("converting %s to ONNX", source.facts.name, extra=STEP)
+        logger.info("converting %s to ONNX", source.asked.facts.name, extra=STEP)
         # torch's exporter raises errors of many classes for operators that it cannot convert
         converted = result_or(
             functools.partial(_written, attempt, file, source, report, quantization, translations), lambda error: error

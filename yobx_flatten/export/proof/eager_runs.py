@@ -10,7 +10,7 @@ import inspect
 import operator
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -31,8 +31,6 @@ from ..model_facts import weight_bytes
 
 REFUSALS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, AttributeError, ArithmeticError)
 """Errors by which a module refuses inputs of other sizes."""
-
-Next = Callable[[Mapping[str, Any], Any, int], dict[str, Any] | None]
 
 KEPT_BYTES = 1 << 26
 """Inputs and outputs of a case are kept for the next runtime up to this many bytes; a larger case is computed again."""
@@ -60,8 +58,6 @@ def in_one_thread(module: torch.nn.Module) -> Iterator[None]:
 
 
 class Step(NamedTuple):
-    """The keyword arguments and outputs of one call of the eager module."""
-
     given: Mapping[str, Any]  # keyword arguments
     outputs: Any
     goes_on: bool  # whether the call got the cache that the previous call returned
@@ -83,7 +79,6 @@ def eager_steps(
     # lost: gets the argument changes that are not returned, and random generators that a program lacks
     steps: list[Step] = []
     lost = {} if lost is None else lost
-    following = _following(module)
 
     def stopped(number: int, error: Exception) -> InvalidArgumentError:
         explanation = explain_error(error, module)
@@ -110,23 +105,17 @@ def eager_steps(
                 given, index = clone(kwargs), len(steps)
                 outputs, kept = call(kwargs, index)
                 steps.append(Step(given, kept, goes_on=index > 0))
-                kwargs = following(given, outputs, index) if index + 1 < case.steps else None
-        if twice and len(steps) == 1 and _exchanges(module, snapshot):
-            with undisturbed(kwargs=first):
-                steps.append(Step(steps[0].given, call(first, 1)[1], goes_on=False))
+                kwargs = _next_inputs(module, given, outputs, index) if index + 1 < case.steps else None
+        if twice and len(steps) == 1:
+            changes = snapshot.changes()
+            hooks = ("module._forward_hooks", "module._forward_pre_hooks")  # `returning_left` registers hooks
+            state = {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
+            assigned = [path for path, effect in changes.items() if effect != "written" and not path.startswith(hooks)]
+            if any(id(changes.objects[path][1]) not in state for path in assigned):
+                with undisturbed(kwargs=first):
+                    steps.append(Step(steps[0].given, call(first, 1)[1], goes_on=False))
         lost |= watch.lost
     return steps
-
-
-def _exchanges(module: torch.nn.Module, before: Snapshot) -> bool:
-    """Return whether a call replaced attributes other than buffers and parameters; exported programs cannot do so."""
-    hooks = ("module._forward_hooks", "module._forward_pre_hooks")  # `returning_left` registers hooks
-    state = {id(tensor) for tensor in (*module.buffers(), *module.parameters())}
-    changes = before.changes()
-    return any(
-        effect != "written" and id(changes.objects[path][1]) not in state and not path.startswith(hooks)
-        for path, effect in changes.items()
-    )
 
 
 Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], torch.Tensor | None]
@@ -154,9 +143,8 @@ class EagerRuns:
         if key in self._kept:
             return _copied(self._kept[key][1])
         steps = eager_steps(self.module, case, written, left, twice=twice, lost=self.lost)
-        size = sum(
-            leaf.nbytes for leaf in pytree.tree_leaves([tuple(one) for one in steps]) if isinstance(leaf, torch.Tensor)
-        )
+        leaves = pytree.tree_leaves([tuple(one) for one in steps])
+        size = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         if self._bytes + size <= KEPT_BYTES:
             self._bytes += size
             self._kept[key] = case, _copied(steps)
@@ -173,24 +161,19 @@ class EagerRuns:
 
 
 def _copied(steps: list[Step]) -> list[Step]:
-    """Return copies of recorded calls, since a program that gets the arguments may write to them."""
     return [Step(clone(step.given), clone(step.outputs), step.goes_on) for step in steps]
 
 
-def _following(module: torch.nn.Module) -> Next:
+def _next_inputs(module: torch.nn.Module, kwargs: Mapping[str, Any], outputs: Any, seed: int) -> dict[str, Any] | None:
+    """Return the inputs of the next call, with the cache that a call returned; ``None`` if it returned none."""
     if isinstance(module, Continued):
-        return module.next_inputs
+        return module.next_inputs(kwargs, outputs, seed)
+    found = None
+    if "transformers" in sys.modules:
+        from ...huggingface.cases import next_inputs
 
-    def following(kwargs: Mapping[str, Any], outputs: Any, seed: int) -> dict[str, Any] | None:
-        if "transformers" in sys.modules:
-            from ...huggingface.cases import next_inputs
-
-            found = next_inputs(kwargs, outputs, seed)
-            if found is not None:
-                return found
-        return with_present(kwargs, outputs)
-
-    return following
+        found = next_inputs(kwargs, outputs, seed)
+    return with_present(kwargs, outputs) if found is None else found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +206,6 @@ def clone(tree: PyTree) -> PyTree:
 
 
 def check_cases(cases: Iterable[Any] | Case) -> list[Case]:
-    """Return test cases as a list; raise an error for an item that is not a :class:`Case`."""
     found = [cases] if isinstance(cases, Case) else list(cases)
     for number, case in enumerate(found):
         if not isinstance(case, Case):
@@ -254,13 +236,13 @@ def choose_proof(proof: Proof, weight_bytes: int) -> Literal["full", "standard",
 
 
 def sampled(cases: Sequence[Case]) -> list[Case]:
-    """Return a list with one test case: the test case with the largest inputs."""
+    # the test case with the largest inputs
 
     def size(case: Case) -> int:
         leaves: list[Any] = pytree.tree_leaves((case.args, dict(case.kwargs)))
         return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
-    return [max(cases, key=size)] if cases else []
+    return sorted(cases, key=size, reverse=True)[:1]
 
 
 # Add outputs for arguments that a call changes and does not return. Hooks around `forward` compare the leaves of each
@@ -285,24 +267,20 @@ class Left:
 
     def remarks(self) -> list[str]:
         others = [name for name in self.specs if name not in self.caches and name not in self.written]
-        does = [
-            *([f"writes to {', '.join(self.written)}"] if self.written else []),
-            *([f"extends {', '.join(self.caches)}"] if self.caches else []),
-            *([f"changes {', '.join(others)}"] if others else []),
-        ]
-        names = [f"{PRESENT}.{_after_present(name)}" for name in self.leaves]
-        names += [f"{PRESENT}.*"] if self.caches else []
+        kinds = (("writes to", self.written), ("extends", self.caches), ("changes", others))
+        does = [f"{verb} {', '.join(names)}" for verb, names in kinds if names]
+        added = [f"{PRESENT}.{_after_present(name)}" for name in self.leaves]
+        added += [f"{PRESENT}.*"] if self.caches else []
         return [
             f"forward {' and '.join(does)} but does not return the result: the program and its files also return "
-            f"{', '.join(names) or 'nothing of it'}, for the next call. If the module is not called in a loop, "
+            f"{', '.join(added) or 'nothing of it'}, for the next call. If the module is not called in a loop, "
             "loop=False leaves these outputs out."
         ]
 
     def given_back(self, found: PyTree, given: Mapping[str, Any]) -> PyTree:
         """Return the outputs that the module returns, and change the caller's arguments as the module does."""
-        # found: outputs of the program
-        # given: arguments of the call, by name
-        own = {name: value for name, value in found.items() if name != PRESENT and name not in self.caches}
+        # found: outputs of the program; given: arguments of the call, by name
+        own = {name: value for name, value in found.items() if name not in (PRESENT, *self.caches)}
         new = found.get(PRESENT, {})
         for name, spec in self.specs.items():
             value = given[name]
@@ -404,9 +382,8 @@ class _Watch:
                 caches.append(name)
             else:
                 leaves += [leaf for leaf in after if leaf in changed or after[leaf].is_made]
-                if all(after[leaf].value is before[leaf].value for leaf in after if leaf in before) and (
-                    after.keys() == before.keys()
-                ):
+                is_kept = all(after[leaf].value is before[leaf].value for leaf in after.keys() & before.keys())
+                if is_kept and after.keys() == before.keys():
                     written.append(name)
         if not specs:
             return None
@@ -421,15 +398,12 @@ class _Leaf:
 
 
 def _leaves(name: str, value: object) -> dict[str, _Leaf]:
-    names, leaves, again = leaf_names({name: value}), pytree.tree_leaves(value), pytree.tree_leaves(value)
-    return {
-        path: _Leaf(leaf, _version(leaf), leaf is not other)
-        for path, leaf, other in zip(names, leaves, again, strict=True)
-    }
-
-
-def _version(leaf: object) -> int | None:
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+    found = {}
+    rows = zip(leaf_names({name: value}), pytree.tree_leaves(value), pytree.tree_leaves(value), strict=True)
+    for path, leaf, again in rows:
+        version = leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+        found[path] = _Leaf(leaf, version, leaf is not again)
+    return found
 
 
 def _is_same(before: _Leaf | None, after: _Leaf) -> bool:
@@ -443,7 +417,6 @@ def _is_same(before: _Leaf | None, after: _Leaf) -> bool:
 
 
 def _identities(tree: PyTree) -> Iterator[int]:
-    """Yield the ``id`` of a nested object, and of all objects inside the nested object."""
     yield id(tree)
     node = node_of(tree)
     for child in () if node is None else node.children:
@@ -515,14 +488,10 @@ def written_state(program: ExportedProgram) -> list[str]:
             continue
         given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
         writes = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-        if any(given.get(flag) is True for flag in _LEARNS):
-            writes |= _STATISTICS  # batch_norm writes to its statistics, and its schema does not declare these writes
+        if any(given.get(flag) is True for flag in ("training", "train", "use_input_stats")):
+            writes |= {"running_mean", "running_var"}  # batch_norm writes them; its schema does not declare the writes
         found |= {names.get(_root(given.get(name)), "") for name in writes}
     return [name for name in names.values() if name in found]
-
-
-_STATISTICS = {"running_mean", "running_var"}
-_LEARNS = ("training", "train", "use_input_stats")
 
 
 def _root(node: object) -> str:

@@ -19,12 +19,6 @@ _COSINES = {"int4": 0.97}
 _COSINE = 0.995
 """Smallest cosine of embeddings with 8-bit weights and the model's; the best known rounding to 4 bits reaches 0.98."""
 
-_LARGEST = 0.5
-"""Largest allowed relative difference of outputs that are not logits; two unrelated outputs differ by 1.4."""
-
-_AGREED = 0.95
-"""If more than this share of greedy tokens equal the model's, weights with more bits make no visible difference."""
-
 _TOGETHER = 64
 """Number of tokens whose logits are computed at once: 1,000 tokens take 200 MB with a vocabulary of 50,000."""
 
@@ -90,7 +84,8 @@ class Quality:
         if self.cosine is not None and not self.cosine >= self.allowed_cosine:
             return False
         ratio = self.perplexity_ratio
-        return self.relative_difference <= _LARGEST if ratio is None else ratio <= self.allowed
+        # relative differences of outputs that are not logits; two unrelated outputs differ by 1.4
+        return self.relative_difference <= 0.5 if ratio is None else ratio <= self.allowed
 
     @property
     def is_close(self) -> bool:
@@ -100,7 +95,7 @@ class Quality:
     @property
     def chooses_others(self) -> bool:
         """Whether the file chooses a different greedy token than the model for more than 1 of 20 tokens of a text."""
-        return bool(self.text_tokens) and self.agreement is not None and self.agreement < _AGREED
+        return bool(self.text_tokens) and self.agreement is not None and self.agreement < 0.95
 
     def as_dict(self) -> dict[str, Any]:
         """Return all attributes and properties as a dict that JSON can store."""
@@ -166,9 +161,8 @@ class Distance:
 
     def quality(self, weights: str, block_size: int, allowed: float) -> Quality:
         numbers, scored = max(self._numbers, 1), self._positions > 0
-        perplexities: list[float | None] = [
-            math.exp(min(self._losses[side] / self._text, 700)) if self._text else None for side in ("model", "file")
-        ]
+        losses = self._losses if self._text else {}
+        perplexities = {side: math.exp(min(loss / self._text, 700)) for side, loss in losses.items()}
         size = self._sums["size"]
         relative = math.sqrt(self._sums["square"] / size) if size else (math.inf if self._sums["square"] else 0.0)
         compared = self._positions - self._text
@@ -182,8 +176,8 @@ class Distance:
             agreement=self._agreed / self._positions if scored else None,
             divergence=self._sums["divergence"] / compared if compared else None,
             text_tokens=self._text,
-            model_perplexity=perplexities[0],
-            perplexity=perplexities[1],
+            model_perplexity=perplexities.get("model"),
+            perplexity=perplexities.get("file"),
             allowed=allowed,
             text_divergence=self._sums["text divergence"] / self._scored if self._scored else None,
             cosine=self._cosine,

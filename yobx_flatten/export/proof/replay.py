@@ -8,7 +8,7 @@ import inspect
 import pathlib
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch.export import ExportedProgram
@@ -70,10 +70,9 @@ class CaseResult:
             tolerance: allowed difference of outputs whose rounding error was not measured.
         """
         rows = [(name, found, self.allowed.get(name, tolerance)) for name, found in self.differences.items()]
+        rows = rows or [("-", 0.0, tolerance)]
         # outputs above their tolerance come first, also if the tolerance is 0 or the difference is NaN
-        return max(
-            rows, key=lambda row: (not row[1] <= row[2], row[1] / (row[2] or 1.0)), default=("-", 0.0, tolerance)
-        )
+        return max(rows, key=lambda row: (not row[1] <= row[2], row[1] / (row[2] or 1.0)))
 
     def within(self, tolerance: float) -> bool:
         """Return whether the test case ran without an error, and all differences are within the tolerance.
@@ -96,39 +95,17 @@ class CaseResult:
         return [f"{self.max_difference:.1e}", max(self.differences, key=self.differences.__getitem__, default="-")]
 
 
-class Side(Protocol):
-    """A program or file whose calls are compared with the calls of the eager model."""
-
-    runtime: str  # name of the library that runs it
-    keeps_state: bool  # whether buffers that the module writes keep their values between calls
-
-    def from_the_start(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager for the calls of a test case, which restores tensors that the calls write."""
-        ...
-
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
-        """Run one call; return outputs that :meth:`compare` and :meth:`feed_back` accept."""
-        ...
-
-    def compare(self, eager: PyTree, outputs: PyTree, names: Sequence[str], padding: Padding) -> dict[str, float]:
-        # eager: nested outputs of the module, with zeros at padded positions
-        ...
-
-    def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
-        """Return ``kwargs`` for the next call, with the KV cache in ``outputs`` instead of the eager model's cache."""
-        ...
-
-
 class Nested:
     """Calls an exported program like the module, and compares all outputs, including classes and static data."""
 
-    keeps_state = True
+    keeps_state = True  # buffers that the module writes keep their values between calls
 
     def __init__(self, runner: ProgramRunner, cache_is: str, written: Collection[str] = ()) -> None:
         self.runtime: str = runner.runtime
         self._runner, self._cache_is, self._written = runner, cache_is, written
 
     def from_the_start(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context manager for the calls of a test case, which restores tensors that the calls write."""
         module = self._runner.module
         state = [dict(module.named_buffers()), [one for one in vars(module).values() if isinstance(one, torch.Tensor)]]
         parameters = written_parameters(module, self._written)
@@ -139,9 +116,11 @@ class Nested:
             return self._runner.call(args, clone(dict(kwargs)))
 
     def compare(self, eager: PyTree, outputs: PyTree, names: Sequence[str], padding: Padding) -> dict[str, float]:
+        # eager: nested outputs of the module, with zeros at padded positions
         return compare_outputs(eager, padding.blank_leaves(outputs, names), names)
 
     def feed_back(self, kwargs: Mapping[str, Any], outputs: PyTree) -> Mapping[str, Any]:
+        """Return ``kwargs`` for the next call, with the KV cache in ``outputs`` instead of the eager model's cache."""
         if isinstance(outputs, Mapping) and isinstance(outputs.get(PRESENT), list):  # outputs of a `Continued` module
             return with_returned(kwargs, outputs[PRESENT])
         following, cache = with_present(kwargs, outputs) or dict(kwargs), cache_of(outputs)
@@ -212,6 +191,10 @@ class ByName:
         return pytree.tree_unflatten(own, spec)  # type: ignore[no-any-return] # a dict, as it was
 
 
+Side: TypeAlias = Nested | ByName
+"""A program or file whose calls are compared with the calls of the eager model."""
+
+
 class InPlace(ByName):
     """A file whose runtime updates the KV cache in place; the calls of a test case use the same cache."""
 
@@ -240,19 +223,16 @@ class InSharedMemory(OnnxRunner):
     runtime: ClassVar[str] = f"{OnnxRunner.runtime}, shared cache"
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run one call; cut the returned keys and values to the filled length of the cache buffer."""
         if self.refuses(inputs):
             return self.run_in_parts(inputs)
         slots = presents_of(self.slots)
-        given = {name: inputs[name] for name in self.ports}
-        feeds = {name: value for name, value in given.items() if name not in slots}
-        outputs, cache = self.step(feeds, self.cache({name: given[name] for name in slots}))
-        total = given["attention_mask"].shape[1]
-        filled = {}
+        feeds = {name: inputs[name] for name in self.ports if name not in slots}
+        outputs, cache = self.step(feeds, self.cache({name: inputs[name] for name in slots}))
+        total = inputs["attention_mask"].shape[1]
         for name, present in slots.items():
             value = torch.from_numpy(cache[name].numpy())
-            filled[present] = value[:, :, :total].clone() if name in self.shared else value
-        return {**outputs, **filled}
+            outputs[present] = value[:, :, :total].clone() if name in self.shared else value
+        return outputs
 
 
 class Pair(NamedTuple):
@@ -272,7 +252,7 @@ def side_by_side(
     side: Side, module: torch.nn.Module, case: Case, steps: Sequence[Step], taken: Collection[str], padding: Padding
 ) -> Iterator[Pair]:
     """Run a program or file, with its own KV cache, on the calls of a test case; yield a :class:`Pair` per call."""
-    # taken: names of inputs, see `naming.output_names`
+    # taken: names of inputs, see `walk.output_names`
     positional = inspect.signature(module.forward).bind_partial(*case.args).arguments
     outputs: Any = None
     for index, step in enumerate(steps):
@@ -294,7 +274,7 @@ def replay(
     left: Left | None = None,
     allowed: Mapping[str, float] | None = None,
 ) -> CaseResult:
-    # taken: names of inputs, see `naming.output_names`
+    # taken: names of inputs, see `walk.output_names`
     # allowed: allowed differences of outputs whose rounding error was measured
     # all calls of the module run first, since its buffers are restored before the program runs
     expected = runs.steps(case, written, left, twice=side.keeps_state or not written)
@@ -327,10 +307,6 @@ def replay(
     return CaseResult(case.name, side.runtime, len(expected), differences, seconds, **how)
 
 
-_FAR = 1e-3
-"""Allowed relative difference of the last token's logits: computed alone, their sums are in another order."""
-
-
 def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[Case]) -> None:
     """Check that a file's logits of the last token are the same if all logits or only the last are requested."""
     if not runner.has_kept_scores:
@@ -348,29 +324,32 @@ def check_last_scores(runner: OnnxRunner, names: Sequence[str], cases: Sequence[
         every = runner.step(feeds, caches[0])[0]["logits"]
         last = runner.step(feeds, caches[1], last_scores=True)[0]["logits"]
         wrong = largest_difference(every[:, -1:], last) if last.shape[1] == 1 else float("inf")
-        if not wrong <= _FAR * max(1.0, float(every.nan_to_num().abs().max())):
+        # computed alone, the sums of the last token's logits are in another order
+        if not wrong <= 1e-3 * max(1.0, float(every.nan_to_num().abs().max())):
             raise ReplayError(
                 f"{runner.name}: the last token's logits differ by {wrong:.1e} from a call that returns all logits."
             )
         return
 
 
-_LARGEST = 2**28
-"""Limit in bytes: intermediate values of larger ONNX files are not read, because all would be in memory at once."""
-
-
 def first_difference(
     path: pathlib.Path, program: ExportedProgram, case: Case, inputs: Sequence[str], tolerance: float
 ) -> list[str]:
     """Return a list with a note on the first node whose value differs between ONNX file and program, or no notes."""
-    if path.stat().st_size > _LARGEST or any(path.parent.glob("*.data")):
+    # of larger files, the intermediate values would need too much memory
+    if path.stat().st_size > 2**28 or any(path.parent.glob("*.data")):
         return []
     import onnx
 
     leaves = pytree.tree_leaves((case.args, dict(case.kwargs)))
     try:
         with torch.no_grad():
-            expected = _Values(program).of(clone(leaves))
+            held, given = {**program.constants, **program.state_dict}, iter(clone(leaves))
+            specs = program.graph_signature.input_specs
+            values = [next(given) if s.kind is InputKind.USER_INPUT else held[s.target or ""] for s in specs]
+            interpreter = _Values(program.graph_module)
+            interpreter.run(*values, enable_io_processing=False)
+            expected = interpreter.found
         model = onnx.load(path)
         outputs = {value.name for value in model.graph.output}
         names = [n for node in model.graph.node for n in node.output if n in expected and n not in outputs]
@@ -383,51 +362,29 @@ def first_difference(
         value = expected.get(node.name)
         if node.name not in found or not isinstance(value, torch.Tensor):
             continue
-        if value.shape != found[node.name].shape:
-            return [f"the first value that differs is {_described(node)}: another shape."]
-        difference = largest_difference(value, found[node.name].to(value.dtype))
-        size = float(value.double().abs().max()) if value.numel() and not value.is_complex() else 1.0
-        if difference > tolerance * max(1.0, size):
-            return [f"the first value that differs is {_described(node)}: by {difference:.1e}."]
+        how = "another shape"
+        if value.shape == found[node.name].shape:
+            difference = largest_difference(value, found[node.name].to(value.dtype))
+            size = float(value.double().abs().max()) if value.numel() and not value.is_complex() else 1.0
+            if not difference > tolerance * max(1.0, size):
+                continue
+            how = f"by {difference:.1e}"
+        lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+        where = f", of {lines[-1]}" if lines else ""
+        return [f"the first value that differs is {node.name!r} ({node.target}{where}): {how}."]
     return []
 
 
 class _Values(torch.fx.Interpreter):
-    """Runs a program and stores the value of every node."""
-
-    def __init__(self, program: ExportedProgram) -> None:
-        super().__init__(program.graph_module)
-        self._program = program
-        self._found: dict[str, Any] = {}
-
-    def of(self, leaves: list[Any]) -> dict[str, Any]:
-        held = {**self._program.constants, **self._program.state_dict}
-        given = iter(leaves)
-        specs = self._program.graph_signature.input_specs
-        arguments = [next(given) if spec.kind is InputKind.USER_INPUT else held[spec.target or ""] for spec in specs]
-        self.run(*arguments, enable_io_processing=False)
-        return self._found
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self.found: dict[str, Any] = {}
 
     def run_node(self, n: torch.fx.Node) -> Any:
         result = super().run_node(n)
         if n.op == "call_function":
-            self._found[n.name] = result
+            self.found[n.name] = result
         return result
-
-
-def _described(node: torch.fx.Node) -> str:
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    where = f", of {lines[-1]}" if lines else ""
-    return f"{node.name!r} ({node.target}{where})"
-
-
-# Inputs with the tokens of a decoder, and the mask over the cache and these tokens. The first pair with tokens is used.
-_READS = (
-    ("decoder_input_ids", "decoder_attention_mask"),
-    ("decoder_inputs_embeds", "decoder_attention_mask"),
-    ("input_ids", "attention_mask"),
-    ("inputs_embeds", "attention_mask"),
-)
 
 
 # Find the outputs at padded positions, which depend on the implementation.
@@ -446,17 +403,19 @@ class Padding:
 
     def next_call(self, inputs: Mapping[str, Any]) -> None:
         before, self._new, self._all = self._all, None, None
-        read = next((pair for pair in _READS if isinstance(inputs.get(pair[0]), torch.Tensor)), None)
+        names = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+        read = next((name for name in names if isinstance(inputs.get(name), torch.Tensor)), None)
         if read is None:
             return
-        tokens, mask = inputs[read[0]], inputs.get(read[1])
+        # the tokens of a decoder, and the mask over the cache and these tokens
+        tokens = inputs[read]
+        mask = inputs.get("decoder_attention_mask" if read.startswith("decoder_") else "attention_mask")
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.dtype.is_floating_point:
             return
-        new = tokens.shape[1]
-        hidden = mask == 0
-        if mask.shape[0] != tokens.shape[0] or mask.shape[1] < new or not new:
-            return
+        new, hidden = tokens.shape[1], mask == 0
         past = mask.shape[1] - new
+        if mask.shape[0] != tokens.shape[0] or past < 0 or not new:
+            return
         known = before if before is not None and before.shape[1] == past else hidden.new_zeros(len(hidden), past)
         everything = torch.cat([known & hidden[:, :past], hidden[:, past:]], dim=1)
         if bool(everything.any()):
@@ -482,12 +441,9 @@ class Padding:
         return pytree.tree_unflatten([self.blank(*row) for row in zip(names, leaves, strict=True)], spec)
 
     def kept_leaves(self, tree: PyTree, names: Sequence[str]) -> list[Any]:
-        """Return the leaves of nested outputs without their padded positions."""
-        kept = []
-        for name, value in zip(names, pytree.tree_leaves(tree), strict=True):
-            hidden, axis = self._hidden(name, value)
-            kept.append(value if hidden is None else value.movedim(axis, 1)[~hidden.to(value.device)])
-        return kept
+        values = pytree.tree_leaves(tree)
+        rows = [(value, *self._hidden(name, value)) for name, value in zip(names, values, strict=True)]
+        return [v if hidden is None else v.movedim(axis, 1)[~hidden.to(v.device)] for v, hidden, axis in rows]
 
     def _hidden(self, name: str, value: object) -> tuple[torch.Tensor | None, int]:
         """Return a mask (batch, tokens) that is true at padded positions, and the token axis of ``value``."""

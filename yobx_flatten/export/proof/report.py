@@ -14,30 +14,11 @@ import torch
 from ...diagnose.comparison import Report
 from ...errors.failures import STEP, result_or, table
 from ...private_names.of_torch import pytree
-from ...recipe.aliases import PyTree
 from ...trees.walk import output_names
 from ..model_facts import memory_available, peak_memory, weight_bytes
 from .eager_runs import UNPROVEN, Case, EagerRuns, Left, eager_steps
 from .quality import Quality
 from .replay import CaseResult
-
-_PROOF = ("replay", "load", "measure", "store cases", "generate", "verify")
-"""Names of the steps of an export that only check the files."""
-
-_SHOWN = 20.0
-"""CPU seconds above which the report shows how much of the time the checks took."""
-
-
-def _nearer(quality: Quality) -> str:
-    if quality.cosine is None:
-        return (
-            "Use more bits:\n"
-            '    quantize="int8"  # or Quantization("int4", block_size=16), or another perplexity_ratio of it\n'
-            "    --quantize int8, or --perplexity-ratio RATIO on the command line"
-        )
-    if quality.block_size == 0:
-        return 'Leave activations="token" (--activations token) out: one scale per block is more exact.'
-    return 'Leave quantize= (--quantize) out, or take float16:\n    dtype="float16" (--dtype float16)'
 
 
 @dataclasses.dataclass
@@ -144,9 +125,19 @@ class ExportReport(Report):
                 ((name, quality) for name, quality in self.of_adapters.items() if not quality.ok), ("", self.quality)
             )
             of_adapter = f" with the adapter {name!r}" if name and self.quality.ok else ""
+            if self.quality.cosine is None:
+                remedy = (
+                    "Use more bits:\n"
+                    '    quantize="int8"  # or Quantization("int4", block_size=16), or another perplexity_ratio of it\n'
+                    "    --quantize int8, or --perplexity-ratio RATIO on the command line"
+                )
+            elif self.quality.block_size == 0:
+                remedy = 'Leave activations="token" (--activations token) out: one scale per block is more exact.'
+            else:
+                remedy = 'Leave quantize= (--quantize) out, or take float16:\n    dtype="float16" (--dtype float16)'
             return (
                 f"The exported {self.module}{of_adapter} differs more from the eager model than its quantised weights "
-                f"explain ({worst if of_adapter else self.quality}). {_nearer(self.quality)}"
+                f"explain ({worst if of_adapter else self.quality}). {remedy}"
             )
         failed = self.failed()
         stopped = next((case for case in failed if case.error is not None), None)
@@ -237,37 +228,31 @@ class ExportReport(Report):
         lines += [f"  {name}: {quality}" for name, quality in self.of_adapters.items()]
         if self.operators:
             lines.append(f"  operators: {', '.join(f'{count} {name}' for name, count in self.operators.items())}")
-        remarks = (*self.remarks, *_of_type(self.yardstick), *_of_padding(self.cases), *self.nan_notes())
-        lines += [f"  note: {remark}" for remark in remarks]
+        remarks = list(self.remarks)
+        if self.yardstick is not None and self.yardstick.costs:
+            precise, costs = self.yardstick.precise, self.yardstick.costs
+            name = max(costs, key=costs.__getitem__)
+            remarks.append(
+                f"{precise} weights would change the model's own results by up to {costs[name]:.1e} (output {name!r}); "
+                f"in this output the file may differ from the model by {self.yardstick.largest[name]:.1e}."
+            )
+        outputs = dict.fromkeys(name.split(".")[0] for case in self.cases for name in case.left_out)
+        if outputs:
+            where = dict.fromkeys(case.case for case in self.cases if case.left_out)
+            remarks.append(
+                f"positions that the attention mask excludes were not compared in {', '.join(outputs)} "
+                f"({'; '.join(where)}): no later step reads them."
+            )
+        lines += [f"  note: {remark}" for remark in (*remarks, *self.nan_notes())]
         steps = ", ".join(
             f"{step} {took:.1f} s (+{self.peak_growth.get(step, 0) / 1e6:.0f} MB)"
             for step, took in self.seconds.items()
         )
         total = sum(self.processor_seconds.values())
-        proof = sum(self.processor_seconds.get(step, 0.0) for step in _PROOF)
-        share = f"; the proof took {proof / total:.0%} of {total:.0f} CPU seconds" if total >= _SHOWN else ""
+        checks = ("replay", "load", "measure", "store cases", "generate", "verify")  # steps that only check the files
+        proof = sum(self.processor_seconds.get(step, 0.0) for step in checks)
+        share = f"; the proof took {proof / total:.0%} of {total:.0f} CPU seconds" if total >= 20 else ""
         return "\n".join([*lines, f"  proof: {self.proof}; {steps}{share}"])
-
-
-def _of_type(yardstick: Yardstick | None) -> list[str]:
-    if yardstick is None or not yardstick.costs:
-        return []
-    name = max(yardstick.costs, key=yardstick.costs.__getitem__)
-    return [
-        f"{yardstick.precise} weights would change the model's own results by up to {yardstick.costs[name]:.1e} "
-        f"(output {name!r}); in this output the file may differ from the model by {yardstick.largest[name]:.1e}."
-    ]
-
-
-def _of_padding(cases: list[CaseResult]) -> list[str]:
-    outputs = dict.fromkeys(name.split(".")[0] for case in cases for name in case.left_out)
-    if not outputs:
-        return []
-    where = dict.fromkeys(case.case for case in cases if case.left_out)
-    return [
-        f"positions that the attention mask excludes were not compared in {', '.join(outputs)} ({'; '.join(where)}): "
-        "no later step reads them."
-    ]
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -276,9 +261,6 @@ logger = logging.getLogger("yobx_flatten")
 
 _TIMES = 5.0
 """Factor by which differences may exceed the model's measured rounding error, since files round in other places."""
-
-_IN_FLOAT32 = 1e-4
-"""Allowed difference of float32 outputs for all weight dtypes, if the rounding error of the model was not measured."""
 
 _PART = 0.1
 """Largest allowed difference as a share of an output's range, for any dtype."""
@@ -309,7 +291,7 @@ def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> flo
     if not finite.numel():
         return 0.0
     rounding = torch.finfo(expected.dtype).eps * float(finite.abs().max())
-    least = _TIMES * rounding if expected.dtype in _HALF else _IN_FLOAT32
+    least = _TIMES * rounding if expected.dtype in _HALF else 1e-4
     return max(min(stated, part * float(finite.max() - finite.min())), least)
 
 
@@ -327,7 +309,7 @@ class Yardstick:
         *,
         is_half: bool = True,
     ) -> None:
-        self._module, self._names, self._state = module, names, (written, left)
+        self.module, self._names, self._state = module, names, (written, left)
         self._narrow: tuple[torch.dtype, ...] = _HALF if is_half else (torch.float32,)
         self._wide = torch.float32 if is_half else torch.float64
         self._part = _PART if is_half else PART_OF_FLOAT32
@@ -339,32 +321,28 @@ class Yardstick:
     def precise(self) -> str:
         return str(self._wide).removeprefix("torch.")
 
-    def is_of(self, module: torch.nn.Module) -> bool:
-        return self._module is module
-
     @staticmethod
     def why_not(module: torch.nn.Module) -> str:
         """Return why rounding errors cannot be measured; ``""`` if they can be measured."""
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             return "its weights are not in memory"
-        needed = 2 * weight_bytes(module)
-        return (
-            ""
-            if needed < memory_available() // 2
-            else "a copy of its weights in twice as many bits would need more than half of the free memory"
-        )
+        is_small = 2 * weight_bytes(module) < memory_available() // 2
+        reason = "a copy of its weights in twice as many bits would need more than half of the free memory"
+        return "" if is_small else reason
 
     def allowed(self, case: Case) -> Mapping[str, float]:
-        if id(case) not in self._found:
-            logger.info("measuring what the type of the weights costs: %s", case.name, extra=STEP)
-            self._found[id(case)] = case, self._measured(case)
-        return self._found[id(case)][1]
+        if id(case) in self._found:
+            return self._found[id(case)][1]
+        logger.info("measuring what the type of the weights costs: %s", case.name, extra=STEP)
+        steps = eager_steps(self.module, case, *self._state, twice=True)
 
-    def _measured(self, case: Case) -> dict[str, float]:
-        steps = eager_steps(self._module, case, *self._state, twice=True)
-        wide = Case(case.name, self._widened(case.args), self._widened(dict(case.kwargs)), case.steps)
-        with _as_type(self._module, self._narrow, self._wide):
-            others = eager_steps(self._module, wide, *self._state, twice=True)
+        def widened(leaf: object) -> object:
+            return leaf.to(self._wide) if isinstance(leaf, torch.Tensor) and leaf.dtype in self._narrow else leaf
+
+        args, kwargs = pytree.tree_map(widened, (case.args, dict(case.kwargs)))
+        wide = dataclasses.replace(case, args=args, kwargs=kwargs)
+        with _as_type(self.module, self._narrow, self._wide):
+            others = eager_steps(self.module, wide, *self._state, twice=True)
         allowed: dict[str, float] = {}
         for step, other in zip(steps, others, strict=True):
             names = output_names(step.outputs, self._names)
@@ -378,13 +356,8 @@ class Yardstick:
                 allowed[name] = max(allowed.get(name, 0.0), most)
                 self.costs[name] = max(self.costs.get(name, 0.0), cost)
                 self.largest[name] = max(self.largest.get(name, 0.0), most)
+        self._found[id(case)] = case, allowed
         return allowed
-
-    def _widened(self, tree: PyTree) -> PyTree:
-        def wide(leaf: object) -> object:
-            return leaf.to(self._wide) if isinstance(leaf, torch.Tensor) and leaf.dtype in self._narrow else leaf
-
-        return pytree.tree_map(wide, tree)
 
 
 @contextlib.contextmanager

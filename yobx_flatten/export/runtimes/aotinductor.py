@@ -6,10 +6,8 @@ import dataclasses
 import functools
 import logging
 import operator
-import os
 import pathlib
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,23 +15,15 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
-from ...errors import FlattenError, MissingDependencyError, ReplayError
+from ...errors import FlattenError, ReplayError
 from ...errors.failures import result_or
 from ...private_names.of_torch import aot_compile, cpp_kernels
 from ...registry.patches import AttributePatch
 from ...runners.aotinductor_runner import IN_PLACE
-from ...runners.signature import KEY, Signature, Size, place_of_sizes
+from ...runners.signature import KEY, Signature, place_of_sizes
 from ...trace.program import Flat, joined, sizes_of
 from ..flat_program import changed_program, flat_program, quietly, signature_of
 from ..traced import Traced
-
-
-def check_compiler(caller: str) -> None:
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")):
-        raise MissingDependencyError(
-            f"{caller} needs a C++ compiler, and found no g++, clang++ or cl. Install a compiler, or set its path:\n"
-            "    apt install g++\n    export CXX=/path/to/g++"
-        )
 
 
 def write_package(traced: Traced, path: pathlib.Path, *, in_place: bool = False) -> list[str]:
@@ -143,46 +133,30 @@ def _write_in_place(graph: torch.fx.Graph, buffer: torch.fx.Node, cat: torch.fx.
 def transposed_weights(program: ExportedProgram) -> ExportedProgram:
     """Return a program that stores float32 weights of matrix products transposed; the graph is changed in place."""
     # a product with a single row is faster with transposed weights
-    state = dict(program.state_dict)
-    for names in _shared(program):
-        targets = [program.graph_signature.inputs_to_parameters[node.name] for node in names]
-        weight = state[targets[0]]
-        readers = {_reads(user, node) for node in names for user in node.users}
-        if weight.dim() != 2 or weight.dtype != torch.float32 or "product" not in readers or "" in readers:
+    state, graph, targets = dict(program.state_dict), program.graph, program.graph_signature.inputs_to_parameters
+    tied: dict[tuple[int, torch.Size], list[torch.fx.Node]] = {}  # all inputs for one tensor
+    for node in graph.find_nodes(op="placeholder"):
+        if node.name in targets:
+            weight = state[targets[node.name]]
+            tied.setdefault((weight.data_ptr(), weight.shape), []).append(node)
+    for nodes in tied.values():
+        names = [targets[node.name] for node in nodes]
+        weight = state[names[0]]
+        users = [(user, node) for node in nodes for user in node.users]
+        products = sum(user.target is aten.linear.default and user.args[1] is node for user, node in users)
+        tables = sum(user.target is aten.embedding.default and user.args[0] is node for user, node in users)
+        if weight.dim() != 2 or weight.dtype != torch.float32 or not products or products + tables < len(users):
             continue
-        state |= dict.fromkeys(targets, torch.nn.Parameter(weight.detach().t().contiguous(), requires_grad=False))
-        for node in names:
-            _exchange(program.graph, node)
+        state |= dict.fromkeys(names, torch.nn.Parameter(weight.detach().t().contiguous(), requires_grad=False))
+        for node in nodes:
+            value = node.meta["val"]
+            with graph.inserting_after(node):
+                turned = graph.call_function(aten.permute.default, (node, [1, 0]))
+            node.replace_all_uses_with(turned, delete_user_cb=functools.partial(operator.is_not, turned))
+            turned.meta = {**node.meta, "val": value}
+            node.meta["val"] = value.new_empty(*reversed(value.shape))
     program.graph_module.recompile()
     return changed_program(program, program.graph_module, state_dict=state)
-
-
-def _shared(program: ExportedProgram) -> Iterator[list[torch.fx.Node]]:
-    """Yield lists of graph inputs that are parameters; each list has all inputs for one tensor (tied weights)."""
-    found: dict[tuple[int, torch.Size], list[torch.fx.Node]] = {}
-    targets = program.graph_signature.inputs_to_parameters
-    for node in program.graph.find_nodes(op="placeholder"):
-        if node.name in targets:
-            weight = program.state_dict[targets[node.name]]
-            found.setdefault((weight.data_ptr(), weight.shape), []).append(node)
-    yield from found.values()
-
-
-def _reads(user: torch.fx.Node, weight: torch.fx.Node) -> str:
-    """Return how a node uses a weight: ``"product"`` (linear), ``"table"`` (embedding), or ``""`` for other uses."""
-    if user.target is aten.linear.default and user.args[1] is weight:
-        return "product"
-    return "table" if user.target is aten.embedding.default and user.args[0] is weight else ""
-
-
-def _exchange(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Declare a weight input of the graph as transposed, and add a node that transposes the weight back."""
-    value = node.meta["val"]
-    with graph.inserting_after(node):
-        turned = graph.call_function(aten.permute.default, (node, [1, 0]))
-    node.replace_all_uses_with(turned, delete_user_cb=lambda user: user is not turned)
-    turned.meta = {**node.meta, "val": value}
-    node.meta["val"] = value.new_empty(*reversed(value.shape))
 
 
 def lift_sizes(module: GraphModule) -> None:
@@ -239,22 +213,19 @@ def _call_without(empty: str, given: Mapping[str, int], signature: Signature, ex
     others = [{name: other} for name in sizes if name != empty for other in sorted(likely) if other > 0]
     for changed in ({}, *others):
         near = {**sizes, **changed}
-        shapes = {
-            name: tuple(_value(size, near, one) for size, one in zip(of, example[name], strict=True))
-            for name, _, of in signature.inputs
-        }
+        shapes = {}
+        for name, _, axes in signature.inputs:
+            sums = [
+                sum(factor * near.get(part, 1) for part, factor in axis.items()) if isinstance(axis, Mapping) else axis
+                for axis in axes
+            ]
+            shapes[name] = tuple(one if size is None else size for size, one in zip(sums, example[name], strict=True))
         try:
             signature.check_sizes(shapes, ReplayError, "")
         except FlattenError:
             continue
         return shapes
     return None
-
-
-def _value(size: Size, sizes: Mapping[str, int], example: int) -> int:
-    if isinstance(size, Mapping):
-        return sum(factor * sizes.get(name, 1) for name, factor in size.items())
-    return example if size is None else size
 
 
 def _runs(program: ExportedProgram, shapes: _Shapes) -> bool:

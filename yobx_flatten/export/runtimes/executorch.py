@@ -6,7 +6,7 @@ import functools
 import importlib
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -27,12 +27,9 @@ Backend = Literal["auto", "xnnpack", "portable"]
 
 
 def check_bounds(signature: Signature) -> None:
-    free = [
-        f"{name} axis {axis}"
-        for name, _, sizes in signature.inputs
-        for axis, size in enumerate(sizes)
-        if isinstance(size, dict) and any(part and part not in signature.largest for part in size)
-    ]
+    axes = ((f"{name} axis {axis}", size) for name, _, sizes in signature.inputs for axis, size in enumerate(sizes))
+    sums = [(place, size) for place, size in axes if isinstance(size, dict)]
+    free = [place for place, size in sums if any(part and part not in signature.largest for part in size)]
     if free:
         raise DynamicShapesError(
             f"ExecuTorch plans memory for the largest sizes, but {', '.join(free)} have no maximum. Set one:\n    "
@@ -52,7 +49,11 @@ def write_pte(
 
     def failure(error: Exception) -> FlattenError:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        return FlattenError(f"ExecuTorch cannot lower the program ({reason}){_advice(error, backend, quantized)}")
+        missing = re.search(r"Missing out variants: \{(.*)\}", str(error))
+        first = "Leave quantize= out, and try" if quantized else "Try"
+        advice = f'. {first} the plain kernels:\n    backend="portable"' if backend == "xnnpack" else ""
+        advice = advice if missing is None else f". {_without_kernel(missing[1])}"
+        return FlattenError(f"ExecuTorch cannot lower the program ({reason}){advice}")
 
     # without no_grad, loops over trainable weights would also return values for a backward pass
     with raised_as(failure), quietly("executorch"), torch.no_grad():
@@ -94,7 +95,6 @@ def write_pte(
 
 
 def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
-    """Copy the bounds of dynamic sizes from a program to its lowered program."""
     # ExecuTorch 1.5 loses the upper bound of some sizes that several inputs share, and then plans memory for the size
     # of the example: a decoder with windows refused every larger batch.
     known = {str(symbol): found for symbol, found in program.range_constraints.items()}
@@ -103,14 +103,6 @@ def _bound_sizes(lowered: ExportedProgram, program: ExportedProgram) -> None:
     for environment in {size.node.shape_env for size in axes if isinstance(size, torch.SymInt)}:
         for symbol, found in environment.var_to_range.items():
             environment.var_to_range[symbol] = found & known.get(str(symbol), found)
-
-
-def _advice(error: Exception, backend: Backend, quantized: bool) -> str:
-    missing = re.search(r"Missing out variants: \{(.*)\}", str(error))
-    if missing is not None:
-        return f". {_without_kernel(missing[1])}"
-    first = "Leave quantize= out, and try" if quantized else "Try"
-    return f'. {first} the plain kernels:\n    backend="portable"' if backend == "xnnpack" else ""
 
 
 def _without_kernel(operators: str) -> str:
@@ -146,43 +138,35 @@ def with_sizes(plan: Any) -> None:
                     target, source, blocking, _ = call.args
                     call.args = [source, source, blocking, target, target]
     stack = _index(plan, "executorch_prim::et_copy_index", "tensor")
-    if stack is not None:
-        for chain in plan.chains:
-            _size_stacks(plan, chain, stack)
+    for chain in () if stack is None else plan.chains:  # resize a tensor before the first `et_copy_index` into it
+        schema: Any = importlib.import_module("executorch.exir.schema")
+        equal = _index(plan, "executorch_prim::eq", "Scalar")
+        plan.operators.append(schema.Operator("aten::unsqueeze_copy", "out"))
+        plan.values += [schema.EValue(schema.Int(0)), schema.EValue(schema.Bool(False))]
+        zero, is_first = len(plan.values) - 2, len(plan.values) - 1
+        jumps = [one.instr_args for one in chain.instructions if isinstance(one.instr_args, schema.JumpFalseCall)]
+        made: list[Any] = []
+        places: list[int] = []  # new index of each instruction
+        for instruction in chain.instructions:
+            places.append(len(made))
+            call = instruction.instr_args
+            if getattr(call, "op_index", None) == stack:
+                stacked, entry, count = call.args
+                calls = (
+                    schema.KernelCall(equal, [count, zero, is_first]),
+                    schema.JumpFalseCall(is_first, len(made) + 3),
+                    schema.KernelCall(len(plan.operators) - 1, [entry, zero, stacked, stacked]),
+                )
+                made += map(schema.Instruction, calls)
+            made.append(instruction)
+        for jump in jumps:
+            jump.destination_instruction = places[jump.destination_instruction]
+        chain.instructions[:] = made
 
 
 def _index(plan: Any, name: str, overload: str) -> int | None:
     found = (i for i, operator in enumerate(plan.operators) if (operator.name, operator.overload) == (name, overload))
     return next(found, None)
-
-
-def _size_stacks(plan: Any, chain: Any, stack: int) -> None:
-    """Insert instructions that resize an output tensor before the first ``et_copy_index`` into the tensor."""
-    schema: Any = importlib.import_module("executorch.exir.schema")
-    equal = _index(plan, "executorch_prim::eq", "Scalar")
-    plan.operators.append(schema.Operator("aten::unsqueeze_copy", "out"))
-    plan.values += [schema.EValue(schema.Int(0)), schema.EValue(schema.Bool(False))]
-    zero, is_first = len(plan.values) - 2, len(plan.values) - 1
-    jumps = [one.instr_args for one in chain.instructions if isinstance(one.instr_args, schema.JumpFalseCall)]
-    made: list[Any] = []
-    places: list[int] = []  # new index of each instruction
-    for instruction in chain.instructions:
-        places.append(len(made))
-        call = instruction.instr_args
-        if getattr(call, "op_index", None) == stack:
-            stacked, entry, count = call.args
-            made += map(
-                schema.Instruction,
-                [
-                    schema.KernelCall(equal, [count, zero, is_first]),
-                    schema.JumpFalseCall(is_first, len(made) + 3),
-                    schema.KernelCall(len(plan.operators) - 1, [entry, zero, stacked, stacked]),
-                ],
-            )
-        made.append(instruction)
-    for jump in jumps:
-        jump.destination_instruction = places[jump.destination_instruction]
-    chain.instructions[:] = made
 
 
 # Replace operators without a kernel in ExecuTorch by other operators.
@@ -238,10 +222,6 @@ def _histc(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0
     return (values.reshape(-1, 1) == torch.arange(bins, device=values.device)).sum(0).to(values.dtype)
 
 
-def _empty_like(like: torch.Tensor, **options: Any) -> torch.Tensor:
-    return torch.zeros_like(like, dtype=options.get("dtype"))
-
-
 def _erfinv(x: torch.Tensor) -> torch.Tensor:
     w = -torch.log((1 - x) * (1 + x))
     centre, tail = _polynomial(w - 2.5, ERFINV_CENTRE), _polynomial(torch.sqrt(w) - 3, ERFINV_TAIL)
@@ -253,20 +233,12 @@ def _polynomial(at: Any, coefficients: tuple[float, ...]) -> Any:
     return functools.reduce(lambda value, coefficient: value * at + coefficient, coefficients)
 
 
-def _empty(size: Sequence[int], **options: Any) -> torch.Tensor:
-    return torch.zeros(size, dtype=options.get("dtype"))
-
-
-def _new_empty(like: torch.Tensor, size: Sequence[int], **options: Any) -> torch.Tensor:
-    return torch.zeros(size, dtype=options.get("dtype") or like.dtype)
-
-
 # ExecuTorch 1.5 writes uninitialized memory as `dim_order_ops::_empty_dim_order`, whose sizes are ints: each symbol in
 # a size becomes the number of the example, also in the sizes of inputs
 _ALWAYS: Mapping[Any, Callable[..., Any]] = {
     _ATEN.erfinv.default: _erfinv,
-    _ATEN.empty.memory_format: _empty,
-    _ATEN.new_empty.default: _new_empty,
+    _ATEN.empty.memory_format: lambda size, **options: torch.zeros(size, dtype=options.get("dtype")),
+    _ATEN.new_empty.default: lambda like, size, **options: torch.zeros(size, dtype=options.get("dtype") or like.dtype),
 }
 _OF_EXPERTS: Mapping[Any, Callable[..., Any]] = {
     _ATEN._grouped_mm.default: _grouped_mm,
@@ -275,7 +247,7 @@ _OF_EXPERTS: Mapping[Any, Callable[..., Any]] = {
     _ATEN.argsort.stable: _argsort,
     _ATEN.sort.default: _sort,
     _ATEN.sort.stable: _sort,
-    _ATEN.empty_like.default: _empty_like,
+    _ATEN.empty_like.default: lambda like, **options: torch.zeros_like(like, dtype=options.get("dtype")),
 }
 
 

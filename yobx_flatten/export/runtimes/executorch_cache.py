@@ -141,8 +141,7 @@ def _attend_in_place(
         mask = masks.get((call.mask, repeats))
         if mask is None:  # all layers share one mask
             mask = masks[call.mask, repeats] = graph.call_function(_mask_of_room, (call.mask, keys, repeats))
-        given = (call.query, *new, keys, values, past, mask, call.scale)
-        found = graph.call_function(_attend, given)
+        found = graph.call_function(_attend, (call.query, *new, keys, values, past, mask, call.scale))
     call.node.replace_all_uses_with(found)
     graph.erase_node(call.node)
 
@@ -152,10 +151,8 @@ def _mask_of_room(mask: torch.Tensor, keys: torch.Tensor, repeats: int) -> torch
     # finite, since a padded token that attends to no position would be NaN
     lowest = torch.finfo(torch.float32).min / 2
     added = mask.reshape(mask.shape[2], mask.shape[3])
-    if mask.dtype == torch.bool:
-        added = torch.where(added, 0.0, lowest)
-    else:
-        added = added.to(torch.float32).clamp(min=lowest)
+    is_boolean = mask.dtype == torch.bool
+    added = torch.where(added, 0.0, lowest) if is_boolean else added.to(torch.float32).clamp(min=lowest)
     room = torch.nn.functional.pad(added, (0, keys.shape[1] - added.shape[1]), value=lowest)
     return room.repeat(repeats, 1)
 
@@ -171,19 +168,10 @@ def _attend(
     scale: float,
 ) -> torch.Tensor:
     """Compute attention for batch size 1; query heads with the same key head are passed as further tokens."""
-    _, heads, new, size = query.shape
-    shared = keys.shape[0]
-    found = torch.ops.yobx_flatten.attend(
-        query.reshape(shared, heads // shared * new, 1, size),
-        key.reshape(shared, new, 1, size),
-        value.reshape(shared, new, 1, size),
-        keys,
-        values,
-        seen,
-        new,
-        mask,
-        scale,
-    )
+    (_, heads, new, size), shared = query.shape, keys.shape[0]
+    query = query.reshape(shared, heads // shared * new, 1, size)
+    key, value = (one.reshape(shared, new, 1, size) for one in (key, value))
+    found = torch.ops.yobx_flatten.attend(query, key, value, keys, values, seen, new, mask, scale)
     return found.reshape(1, heads, new, size)  # type: ignore[no-any-return] # operators are untyped
 
 
@@ -194,7 +182,8 @@ def _example(
     given = dict(zip((name for name, *_ in signature.inputs), program.example_inputs[0], strict=True))
     sizes = {name: of for name, _, of in signature.inputs}
     seen, most = given[kept[0]].shape[2], _most(sizes[kept[0]][2], signature)
-    new = max((_most(sizes[name][1], signature) for name in _TOKENS if name in sizes), default=most)
+    tokens = [sizes[name] for name in ("input_ids", "inputs_embeds") if name in sizes]
+    new = max((_most(of[1], signature) for of in tokens), default=most)
     tensors: list[torch.Tensor] = []
     shapes: list[dict[int, Any]] = []
     for name, tensor in given.items():
@@ -208,9 +197,6 @@ def _example(
         varying = {at: size for at, size in enumerate(sizes[name]) if not isinstance(size, int) and at != axis}
         shapes.append({at: Dim.AUTO(max=_most(size, signature)) for at, size in varying.items()})
     return [*tensors, torch.zeros(seen, dtype=torch.uint8)], [*shapes, {0: Dim.AUTO(max=most)}]
-
-
-_TOKENS = ("input_ids", "inputs_embeds")
 
 
 def _most(size: Size, signature: Signature) -> int:

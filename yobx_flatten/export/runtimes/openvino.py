@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import importlib
@@ -10,7 +9,7 @@ import logging
 import pathlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,42 +28,28 @@ from ..quantization import Quantization, nothing_kept, remark_of_kept
 from ..traced import Traced
 
 
-def write_openvino(traced: Traced, example: Example, path: pathlib.Path) -> None:
-    # the program is converted from ONNX: OpenVINO 2026.4 cannot convert `sym_min`, which sliding layers use
-    with _converted(traced, example, path) as model:
-        _save(model, traced, path)
-
-
-def write_openvino_in_place(traced: Traced, example: Example, path: pathlib.Path) -> list[str]:
-    """Write OpenVINO files with the KV cache as state; return the names of the cache inputs that became state."""
-    # OpenVINO finds the cache by attention in one operator
-    with _converted(traced, example, path, opset=ATTENTION_OPSET, fuse=True) as model:
-        kept = keep_in_state(model, traced.presents)
-        if not kept:
-            raise FlattenError("no output is a cache input with new tokens appended, as layers have a sliding window.")
-        with_added_masks(model)
-        _save(model, traced, path)
-    copied = copied_states(path)
+def write_openvino(traced: Traced, example: Example, path: pathlib.Path, *, in_place: bool = False) -> list[str]:
+    """Write a program as OpenVINO files; return the names of the cache inputs that became state."""
+    # the program is converted from ONNX: OpenVINO 2026.4 cannot convert `sym_min`, which sliding layers use. With
+    # attention in one operator, OpenVINO finds the cache.
+    names, opset, kept = (traced.input_names, traced.output_names), ATTENTION_OPSET if in_place else None, {}
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onnx-") as folder:
+        file = UnprovenFile(pathlib.Path("model.onnx"), pathlib.Path(folder))
+        file.save(convert(traced.program, *names, opset, example.axis_names, fuse=in_place).model)
+        model = read_model(file.path)
+        if in_place:
+            kept = keep_in_state(model, traced.presents)
+            if not kept:
+                raise FlattenError(
+                    "no output is a cache input with new tokens appended, as layers have a sliding window."
+                )
+            with_added_masks(model)
+        model.set_rt_info(signature_of(traced, ("openvino", "onnx")).to_json(), [KEY])
+        import_openvino().save_model(model, str(path), compress_to_fp16=False)
+    copied = copied_states(path) if in_place else []
     if copied:
         raise FlattenError(f"OpenVINO would copy {len(copied)} of {len(kept)} cache tensors in each call.")
     return list(kept)
-
-
-@contextlib.contextmanager
-def _converted(
-    traced: Traced, example: Example, path: pathlib.Path, opset: int | None = None, *, fuse: bool = False
-) -> Iterator[Any]:
-    """Convert a program to a temporary ONNX file, and yield the OpenVINO model that is read from the file."""
-    names = (traced.input_names, traced.output_names)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".onnx-") as folder:
-        file = UnprovenFile(pathlib.Path("model.onnx"), pathlib.Path(folder))
-        file.save(convert(traced.program, *names, opset, example.axis_names, fuse=fuse).model)
-        yield read_model(file.path)
-
-
-def _save(model: Any, traced: Traced, path: pathlib.Path) -> None:
-    model.set_rt_info(signature_of(traced, ("openvino", "onnx")).to_json(), [KEY])
-    import_openvino().save_model(model, str(path), compress_to_fp16=False)
 
 
 def with_added_masks(model: Any) -> None:
@@ -85,9 +70,6 @@ def with_added_masks(model: Any) -> None:
             added[mask] = operators.select(mask, none, lowest).output(0)
         node.input(3).replace_source_output(added[mask])
     model.validate_nodes_and_infer_types()
-
-
-_FUSED = "ScaledDotProductAttention"
 
 
 def keep_in_state(model: Any, presents: Mapping[str, str]) -> dict[str, str]:
@@ -142,7 +124,7 @@ def copied_states(path: pathlib.Path) -> list[str]:
     for node in compiled.get_runtime_model().get_ops():
         if _kind(node) == "MemoryInput":
             readers = {_kind(reader.get_node()) for reader in node.output(0).get_target_inputs()}
-            if readers - {"ShapeOf"} != {_FUSED}:
+            if readers - {"ShapeOf"} != {"ScaledDotProductAttention"}:
                 found.append(node.get_friendly_name())
     return found
 
@@ -260,7 +242,11 @@ def blocks_of(quantization: Quantization) -> int:
     return quantization.block_size if quantization.bits == 4 or quantization.weights == "keep" else 0
 
 
-def compress_openvino(path: pathlib.Path, quantization: Quantization, report: ExportReport) -> None:
+def quantize(path: pathlib.Path, quantization: Quantization, report: ExportReport) -> None:
+    """Replace an OpenVINO file by a file with quantized weights."""
+    if quantization.weights == "keep":
+        keep_in_openvino(path, report)
+        return
     four = quantization.bits == 4
 
     def refused(error: BaseException) -> FlattenError:
@@ -269,11 +255,18 @@ def compress_openvino(path: pathlib.Path, quantization: Quantization, report: Ex
             'size or 8 bits:\n    quantize="int8"'
         )
 
-    with _nncf() as nncf:
+    # NNCF sends no telemetry and prints nothing
+    made_loggers, nncf = logging.getLoggerClass(), import_unreported("nncf")
+    console: Any = importlib.import_module("rich").get_console()
+    before, console.quiet = console.quiet, True
+    try:
         mode = nncf.CompressWeightsMode.INT4_ASYM if four else nncf.CompressWeightsMode.INT8_ASYM
         blocks = {"group_size": quantization.block_size} if four else {}
-        with raised_as(refused):  # errors of NNCF have no common class
+        with quietly("nncf"), raised_as(refused):  # errors of NNCF have no common class
             made = [nncf.compress_weights(read_model(path), mode=mode, **blocks)]
+    finally:
+        console.quiet = before
+        logging.setLoggerClass(made_loggers)  # here, since NNCF imports parts of itself in the block
     replace_openvino(path, made)
     others = ", those of embeddings and of the last projection in int8" if four else ", embeddings among them"
     report.remark(f"NNCF stored the weights in {quantization.weights}{others}.")
@@ -286,20 +279,6 @@ def replace_openvino(path: pathlib.Path, made: list[Any]) -> None:
         made.clear()
         for file in sorted(pathlib.Path(folder).iterdir()):
             file.replace(path.parent / file.name)
-
-
-@contextlib.contextmanager
-def _nncf() -> Iterator[Any]:
-    """Import NNCF for a ``with`` block, in which NNCF sends no telemetry and prints nothing."""
-    made_loggers, nncf = logging.getLoggerClass(), import_unreported("nncf")
-    console: Any = importlib.import_module("rich").get_console()
-    before, console.quiet = console.quiet, True
-    try:
-        with quietly("nncf"):
-            yield nncf
-    finally:
-        console.quiet = before
-        logging.setLoggerClass(made_loggers)  # here, since NNCF imports parts of itself in the block
 
 
 def quantized_example(example: Example, quantization: Quantization, report: ExportReport) -> Example:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import os
 import pathlib
@@ -16,7 +17,14 @@ import torch
 from ...core.compare import largest_difference
 from ...core.effects import undisturbed
 from ...declare.scopes import options_in_use, register_flattening_functions
-from ...errors import DynamicShapesError, FlattenError, InvalidArgumentError, NoRoomError, ReplayError
+from ...errors import (
+    DynamicShapesError,
+    FlattenError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    NoRoomError,
+    ReplayError,
+)
 from ...errors.dependencies import require
 from ...errors.failures import STEP, first_line, format_bytes, result_or
 from ...errors.tried_versions import naming_untried_versions
@@ -44,7 +52,7 @@ from ..quantization import Quantization, WeightBits, choose_quantization, measur
 from ..source import Source, replay_file, traced_example
 from ..traced import RETURN_THE_CACHE, Traced, trace
 from . import openvino
-from .aotinductor import check_compiler, write_package
+from .aotinductor import write_package
 from .executorch import Backend, write_pte
 
 logger = logging.getLogger("yobx_flatten")
@@ -170,12 +178,12 @@ def check_libraries(runtime: str, caller: str) -> None:
         require("openvino", "onnx", "onnxscript", purpose=caller, extra="openvino")
     elif runtime == "executorch":
         require_executorch(caller)
-    elif runtime == "aotinductor":
-        check_compiler(caller)
-
-
-_BESIDE = 2**29  # bytes of libraries, graph and activations; measured on models of at least 135 million parameters
-_TRIFLE = 2**28  # smaller weights are not checked, since the libraries need more memory
+    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++", "cl")
+    if runtime == "aotinductor" and not any(map(shutil.which, compilers)):
+        raise MissingDependencyError(
+            f"{caller} needs a C++ compiler, and found no g++, clang++ or cl. Install a compiler, or set its path:\n"
+            "    apt install g++\n    export CXX=/path/to/g++"
+        )
 
 
 def check_room(
@@ -189,8 +197,10 @@ def check_room(
     # in_memory: number of copies of the weights in memory
     # proof: with `"none"`, no file in float is written before a quantized file
     weights, largest = facts.weight_bytes, facts.layer_bytes
-    few = 0 if quantization is None else facts.bytes_in(quantization.bits)
-    written = weights if quantization is None else few if proof == "none" else weights + few
+    written = weights
+    if quantization is not None:
+        few = weights - facts.projected_bytes + facts.projected * quantization.bits // 8
+        written = few if proof == "none" else weights + few
     there = next(folder for folder in (path.absolute().parent, *path.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(there).free
     if free < written:
@@ -199,9 +209,9 @@ def check_room(
             "are free. Free some space, or name a folder on another disk."
         )
     # if the weights are read layer by layer, memory contains copies of the largest layer, and the file is mapped
-    needed = (4 * largest if largest else in_memory * weights) + _BESIDE
+    needed = (4 * largest if largest else in_memory * weights) + 2**29  # of libraries, graph and activations
     left = memory_available()
-    if weights >= _TRIFLE and left < needed:
+    if weights >= 2**28 and left < needed:  # smaller weights need less memory than the libraries
         raise NoRoomError(
             f"The export needs {format_bytes(needed)} of memory in addition to the model, and {format_bytes(left)} "
             "are available. Close other programs, export in float16, or skip the checks, which need the most "
@@ -209,23 +219,18 @@ def check_room(
         )
 
 
-_WITH_KERNELS = ("float32", "float16", "float64")
-"""Weight dtypes for which onnxruntime has matrix products on the CPU; there are none for bfloat16."""
-
-
 def has_kernels(dtype: str) -> bool:
-    """Return whether onnxruntime multiplies tensors of a dtype, such as ``"float16"``, on the CPU."""
-    return dtype in _WITH_KERNELS
+    """Return whether onnxruntime multiplies tensors of a dtype, such as ``"float16"``, on the CPU; not of bfloat16."""
+    return dtype in ("float32", "float16", "float64")
 
 
 def check_kernels(types: Iterable[str], caller: str) -> None:
-    for dtype in types:
-        if not has_kernels(dtype):
-            raise InvalidArgumentError(
-                f"{caller}: onnxruntime has no kernels for weights of {dtype} on the CPU, so the file cannot be "
-                "checked there. Use float32 or float16 (model.half()). If another execution provider "
-                'will run the file, skip the check:\n    proof="none"'
-            )
+    for dtype in itertools.filterfalse(has_kernels, types):
+        raise InvalidArgumentError(
+            f"{caller}: onnxruntime has no kernels for weights of {dtype} on the CPU, so the file cannot be checked "
+            "there. Use float32 or float16 (model.half()). If another execution provider will run the file, skip the "
+            'check:\n    proof="none"'
+        )
 
 
 def write_for(source: Source, options: FileOptions) -> ExportReport:
@@ -234,7 +239,8 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
     if options.path.suffix != suffix:
         raise InvalidArgumentError(f"{options.caller} writes files with the suffix {suffix}, not {options.path}.")
     check_libraries(options.runtime, options.caller)
-    options = options.checked(source.facts, proof=source.proof if source.cases else "none")
+    facts = source.asked.facts
+    options = options.checked(facts, proof=source.asked.proof if source.cases else "none")
     options.check_example(source.example)
     if options.quantization is not None and options.runtime == "executorch" and source.is_given:
         raise InvalidArgumentError(
@@ -243,9 +249,8 @@ def write_for(source: Source, options: FileOptions) -> ExportReport:
         )
     if source.example.loop:
         traced = source.traced
-        check_cache_outputs(traced.input_names, traced.output_names, source.facts.name, remedy=RETURN_THE_CACHE)
-    tolerance = source.allowed.tolerance
-    report = ExportReport(source.facts.name, tolerance=tolerance, proof=source.proof, runtime=options.runtime)
+        check_cache_outputs(traced.input_names, traced.output_names, facts.name, remedy=RETURN_THE_CACHE)
+    report = source.asked.report(options.runtime)
     with register_flattening_functions(**options_in_use()), unproven_file(options.path) as file:
         write_file(source, options, file, report)
     return report
@@ -258,9 +263,9 @@ def write_file(source: Source, options: FileOptions, file: UnprovenFile, report:
     # no tool passes the token counter, so the file computes the number of earlier tokens from the mask
     fed = source if options.counter_input else without_counter(source, report)
     report.runs = fed.example.runs
-    source.allowed.measure(report, fed.example, fed.traced, source.yardstick)
+    source.asked.measure(report, fed.example, fed.traced, source.yardstick)
     report.input_names, report.output_names = fed.traced.input_names, fed.traced.output_names
-    logger.info("writing %s for %s", source.facts.name, options.runtime, extra={**STEP, "share": 0.3})
+    logger.info("writing %s for %s", source.asked.facts.name, options.runtime, extra={**STEP, "share": 0.3})
     with naming_untried_versions():
         _WRITERS[options.runtime](_Job(fed, options, file, report))
     if not report.ok:
@@ -296,44 +301,40 @@ class _Job:
         def load() -> Sequence[Side]:
             runner = open_runner(self.file.path, runtime=runtime, caller="export", failure=ReplayError, trust=trust)
             pairs = source.traced.complex_outputs if runtime == "openvino" else []
-            names, constants = source.example.names, source.traced.constant_outputs
-            if isinstance(runner, CheckedRunner) and runner.in_place:
-                return [InPlace(runner, names, pairs, constants)]
-            return [ByName(runner, names, pairs, constants)]
+            kind = InPlace if isinstance(runner, CheckedRunner) and runner.in_place else ByName
+            return [kind(runner, source.example.names, pairs, source.traced.constant_outputs)]
 
         replay_file(load, dataclasses.replace(source, cases=[*source.cases, *more], varied=()), report)
 
-    @property
-    def keeps_cache(self) -> bool:
-        """Whether to update the cache in place, which requires a program that takes and returns keys and values."""
-        returns_cache = any(name.endswith((".key", ".value")) for name in self.source.traced.presents)
-        return self.options.cache == "in_place" and returns_cache
-
-    def written_in_place(self, write: Callable[[], list[str]], library: str, *, trust: bool = False) -> bool:
-        """Try to write a file whose runtime updates the KV cache in place; the report gets the reason for a failure."""
-        # write: writes the file, and returns the names of the cache inputs that are updated in place
-        report, done = self.report, len(self.report.cases)
+    def write(self, write: Callable[..., list[str]], library: str, *, trust: bool = False) -> bool:
+        """Write and replay a file, with the cache in place if the file is then right; return whether it is in place."""
+        # write: takes `in_place=`, and returns the names of the cache inputs that are updated in place
+        report, source, done = self.report, self.source, len(self.report.cases)
+        returns_cache = any(name.endswith((".key", ".value")) for name in source.traced.presents)
+        if self.options.cache == "in_place" and returns_cache:
+            with report.timed("convert"):
+                # exporters and compilers raise errors of many classes
+                made = result_or(functools.partial(write, in_place=True), lambda error: error)
+            if isinstance(made, Exception):
+                reason = f"{'' if isinstance(made, FlattenError) else f'{type(made).__name__}: '}{first_line(made)}"
+            else:
+                more: list[Case] = []
+                # small cases that proof="sample" leaves out, because retraced code may fail for one token
+                if source.asked.proof == "sample" and source.cases:
+                    example, known = source.example, {case.name for case in source.cases}
+                    others, _ = example.other_cases(2)
+                    more = [case for case in others if case.name not in known and example.holds(case, case.steps)]
+                self.replay(trust=trust, more=more)
+                reason = _first_failure(report)
+                if not reason:
+                    report.in_place = made
+                    report.remark(f"{library} writes the cache in place: calls do not return it.")
+                    return True
+            report.remark(f"the cache is copied by each call: a file that writes it in place was left out: {reason}")
+            del report.cases[done:]
         with report.timed("convert"):
-            made = result_or(write, lambda error: error)  # exporters and compilers raise errors of many classes
-        if isinstance(made, Exception):
-            kind = "" if isinstance(made, FlattenError) else f"{type(made).__name__}: "
-            reason = f"{kind}{first_line(made)}"
-        else:
-            more: list[Case] = []
-            # small cases that proof="sample" leaves out, because retraced code may fail for one token
-            if self.source.proof == "sample" and self.source.cases:
-                example, known = self.source.example, {case.name for case in self.source.cases}
-                others, _ = example.other_cases(2)
-                more = [case for case in others if case.name not in known and example.holds(case, case.steps)]
-            self.replay(trust=trust, more=more)
-            failed = next(iter(report.failed()), None)
-            if failed is None:
-                report.in_place = made
-                report.remark(f"{library} writes the cache in place: calls do not return it.")
-                return True
-            reason = f"{failed.case}: {failed.error or f'it differs by {failed.max_difference:.1e}'}"
-        report.remark(f"the cache is copied by each call: a file that writes it in place was left out: {reason}")
-        del report.cases[done:]
+            write(in_place=False)
+        self.replay(trust=trust)
         return False
 
     def quantize(self, rewrite: Callable[[Quantization], Quality | None]) -> None:
@@ -361,6 +362,11 @@ class _Job:
         return sum(part.stat().st_size for part in self.file.folder.iterdir() if part.is_file())
 
 
+def _first_failure(report: ExportReport) -> str:
+    texts = (f"{one.case}: {one.error or f'it differs by {one.max_difference:.1e}'}" for one in report.failed())
+    return next(texts, "")
+
+
 def _onnx(job: _Job) -> None:
     source, options, file, report = job.source, job.options, job.file, job.report
     asked = options.quantization
@@ -382,13 +388,7 @@ def _onnx(job: _Job) -> None:
 
 
 def _package(job: _Job) -> None:
-    source = job.source
-    write = functools.partial(write_package, source.traced, job.file.path, in_place=True)
-    if job.keeps_cache and job.written_in_place(write, "AOTInductor", trust=True):
-        return
-    with job.report.timed("convert"):
-        write_package(source.traced, job.file.path)
-    job.replay(trust=True)
+    job.write(functools.partial(write_package, job.source.traced, job.file.path), "AOTInductor", trust=True)
 
 
 def _pte(job: _Job) -> None:
@@ -403,10 +403,9 @@ def _pte(job: _Job) -> None:
                 raise
             reason = first_line(error)
         else:
-            failed = next(iter(report.failed()), None)
-            if failed is None or last:
+            reason = _first_failure(report)
+            if not reason or last:
                 return
-            reason = f"{failed.case}: {failed.error or f'it differs by {failed.max_difference:.1e}'}"
         report.remarks = remarks
         which = "" if job.options.quantization is None else " of the file before its weights were quantized"
         report.remark(f"kernels of {backend} were left out{which}: {reason}")
@@ -422,11 +421,7 @@ def _pte_of(job: _Job, backend: Backend) -> None:
         report.planned_bytes, kept = write_pte(traced, path, backend=kernels, in_place=in_place, quantized=asked)
         return kept
 
-    in_place = job.keeps_cache and job.written_in_place(functools.partial(write, in_place=True), "ExecuTorch")
-    if not in_place:
-        with job.report.timed("convert"):
-            write()
-        job.replay()
+    in_place = job.write(write, "ExecuTorch")
 
     def quantized(asked: Quantization) -> None:
         write(trace(openvino.quantized_example(job.source.example, asked, job.report)), "xnnpack", in_place=in_place)
@@ -436,20 +431,9 @@ def _pte_of(job: _Job, backend: Backend) -> None:
 
 
 def _openvino(job: _Job) -> None:
-    source, report = job.source, job.report
-    write = functools.partial(openvino.write_openvino_in_place, source.traced, source.example, job.file.path)
-    if not (job.keeps_cache and job.written_in_place(write, "OpenVINO")):
-        with report.timed("convert"):
-            openvino.write_openvino(source.traced, source.example, job.file.path)
-        job.replay()
-
-    def fewer_bits(asked: Quantization) -> None:
-        if asked.weights == "keep":
-            openvino.keep_in_openvino(job.file.path, report)
-        else:
-            openvino.compress_openvino(job.file.path, asked, report)
-
-    job.quantize(functools.partial(job.measured, fewer_bits))
+    source, path = job.source, job.file.path
+    job.write(functools.partial(openvino.write_openvino, source.traced, source.example, path), "OpenVINO")
+    job.quantize(functools.partial(job.measured, lambda asked: openvino.quantize(path, asked, job.report)))
 
 
 _WRITERS: Mapping[str, Callable[[_Job], None]] = {
@@ -462,21 +446,11 @@ _WRITERS: Mapping[str, Callable[[_Job], None]] = {
 
 def without_counter(source: Source, report: ExportReport) -> Source:
     """Remove the cache's token counter from the inputs of a model with only sliding-window layers, if possible."""
-    left = source.traced.left  # `SlidingDecoder` does not return changed arguments
-    example = None if source.is_given or left is not None else _without_counter(source.example, source.traced, report)
-    if example is None:
-        return source
-    decoder: Any = example.module
-    traced = dataclasses.replace(traced_example(example, report), kept=decoder.kept)
-    cases = [Case(case.name, (), decoder.inputs(case.kwargs), case.steps) for case in source.cases]
-    return dataclasses.replace(source, example=example, traced=traced, cases=cases)
-
-
-def _without_counter(example: Example, traced: Traced, report: ExportReport) -> Example | None:
-    """Return the example without the cache's token counter; ``None`` if there is none, or if the model needs it."""
+    example, traced = source.example, source.traced
     module, kwargs = example.module, example.kwargs
-    if not counts_by_itself(kwargs.get(example.cache_is)):
-        return None
+    # `SlidingDecoder` does not return changed arguments
+    if source.is_given or traced.left is not None or not counts_by_itself(kwargs.get(example.cache_is)):
+        return source
     why_not = "there are positional arguments" if example.args else why_not_sliding(module, kwargs, example.cache_is)
     if why_not is None:
         decoder = SlidingDecoder(module, kwargs, example.cache_is)
@@ -486,8 +460,12 @@ def _without_counter(example: Example, traced: Traced, report: ExportReport) -> 
             found = decoder(**clone(inputs))
             expected = module(**kwargs)
         if largest_difference(expected["logits"], found["logits"]) <= report.tolerance:
+            del found, expected  # frees the logits before the trace
             fed = make_example(decoder, (), inputs, decoder.shapes(example.shapes), example.bounds)
-            return dataclasses.replace(fed, axis_names=example.axis_names, relations=example.relations)
+            fed = dataclasses.replace(fed, axis_names=example.axis_names, relations=example.relations)
+            traced = dataclasses.replace(traced_example(fed, report), kept=decoder.kept)
+            cases = [Case(case.name, (), decoder.inputs(case.kwargs), case.steps) for case in source.cases]
+            return dataclasses.replace(source, example=fed, traced=traced, cases=cases)
         why_not = "the model also uses the length of the mask outside of its attention"
     report.remark(f"{CACHE}.length, the number of tokens seen, is an input that other tools do not pass: {why_not}.")
-    return None
+    return source

@@ -219,13 +219,6 @@ def changed_results(layer: str) -> str:
     )
 
 
-def moved_away(device: str) -> ConfigError:
-    return ConfigError(
-        f"The parameters of a pipeline stay on the host, and to({device!r}) would move them. Leave to() out, and "
-        f"choose the devices of the layers here:\n    wrap_model_to_roundpipe(model, devices=[{device!r}])"
-    )
-
-
 KEEPS_STATE = (
     "The outputs of a layer depend on an attribute or a buffer that its earlier calls changed. Each microbatch is a "
     "call, so results depend on the number of microbatches. For one call per batch:\n"
@@ -253,23 +246,6 @@ def mixes_rows_backward(layer: nn.Module, number: int) -> SplitError:
         "Causes are scale_grad_by_freq=True, a division by the number of rows, or detach() of some rows. Results would "
         "depend on the split. Run the batch as one microbatch:\n"
         "    RoundPipeRunConfig(num_microbatch=1)"
-    )
-
-
-def rows_are_mixed(title: str) -> SplitError:
-    return SplitError(
-        f"{title} computes different values or gradients for a whole batch than for its parts, and each process has "
-        "its own rows only. Train in one process, where such a batch runs in one microbatch:\n"
-        "    wrap_model_to_roundpipe(model)"
-    )
-
-
-def other_loss() -> LossError:
-    return LossError(
-        "The model got labels and computed a loss, but loss_fn does not return a multiple of that loss, or this "
-        "process has too few rows to check it. Each process has its own rows, so the loss cannot be computed from all "
-        "rows. Give labels to loss_fn only; loss_fn is then checked alone:\n"
-        "    forward_backward(input_kwargs=without_labels, label=labels, loss_fn=loss_fn)"
     )
 
 

@@ -16,7 +16,7 @@ from yobx_flatten.recipe.aliases import PyTree
 
 from ..device.transfer import HeldMask, held, is_block_mask, leaf_test
 from ..errors import ConfigError, SplitError, UnregisteredObjectError
-from .spec import RoundPipePackedData, Rule, is_below, rule_for, sizes
+from .spec import RoundPipePackedData, Rule, is_below, rule_for
 
 # Leaves of these types contain no further leaves. Most batches have only such leaves.
 _CLOSED = frozenset(
@@ -77,33 +77,34 @@ def entries_of_flat(flat: FlatTree, rules: Mapping[str, Rule]) -> list[Entry]:
     return [_entry(leaf.path, leaf.value, leaf.axes, rule_for(leaf.path, rules)) for leaf in flat.leaves]
 
 
-def check_registered(flat: FlatTree, rules: Mapping[str, Rule]) -> None:
+def check_registered(batch: FlatBatch, rules: Mapping[str, Rule]) -> None:
     """Raise an error for objects that hold tensors, but are not flattened by pytree or passed unsplit by a rule."""
-    if all(type(leaf.value) in _CLOSED for leaf in flat.leaves):
-        return
-    ours = [leaf.path for leaf in flat.leaves if isinstance(leaf.value, RoundPipePackedData | HeldMask)]
-    allowed = [*ours, *(path for path, rule in rules.items() if rule.dim is None)]
-    # objects inside an unregistered leaf are reported once the leaf is registered
-    found = [
-        str(one)
-        for one in find_unregistered(held(flat.tree), name=flat.name)
-        if one.inside is None and not any(is_below(one.path, path) for path in allowed)
-    ]
-    found += [
-        f"{leaf.path} is a {type(leaf.value).__qualname__} that is not registered. Every microbatch would write into "
-        "the same object. Register it first:\n"
-        "    with register_flattening_functions(patch_transformers=True): ..."
-        for leaf in flat.leaves
-        if is_cache(leaf.value) and not any(text.startswith(f"{leaf.path} is ") for text in found)
-    ]
-    if found:
-        raise UnregisteredObjectError("\n".join(found))
-    for leaf in flat.leaves:
-        if isinstance(leaf.value, Iterator) and not any(is_below(leaf.path, path) for path in allowed):
-            raise SplitError(
-                f"{leaf.path} is a {type(leaf.value).__qualname__}, which can be read only once, but every microbatch "
-                "reads it. Pass a list:\n    list(iterator)"
-            )
+    for flat in batch:
+        if all(type(leaf.value) in _CLOSED for leaf in flat.leaves):
+            continue
+        ours = [leaf.path for leaf in flat.leaves if isinstance(leaf.value, RoundPipePackedData | HeldMask)]
+        allowed = [*ours, *(path for path, rule in rules.items() if rule.dim is None)]
+        # objects inside an unregistered leaf are reported once the leaf is registered
+        found = [
+            str(one)
+            for one in find_unregistered(held(flat.tree), name=flat.name)
+            if one.inside is None and not any(is_below(one.path, path) for path in allowed)
+        ]
+        found += [
+            f"{leaf.path} is a {type(leaf.value).__qualname__} that is not registered. Every microbatch would write "
+            "into the same object. Register it first:\n"
+            "    with register_flattening_functions(patch_transformers=True): ..."
+            for leaf in flat.leaves
+            if is_cache(leaf.value) and not any(text.startswith(f"{leaf.path} is ") for text in found)
+        ]
+        if found:
+            raise UnregisteredObjectError("\n".join(found))
+        for leaf in flat.leaves:
+            if isinstance(leaf.value, Iterator) and not any(is_below(leaf.path, path) for path in allowed):
+                raise SplitError(
+                    f"{leaf.path} is a {type(leaf.value).__qualname__}, which can be read only once, but every "
+                    "microbatch reads it. Pass a list:\n    list(iterator)"
+                )
 
 
 def _entry(path: str, value: Any, axes: dict[int, str] | None, rule: Rule | None) -> Entry:
@@ -161,11 +162,8 @@ class FlatTree:
     @classmethod
     def of(cls, tree: Any, name: str) -> FlatTree:
         found = leaves(_with_held_masks(tree), name=name)
-        return cls(
-            name,
-            tree,
-            [leaf._replace(value=HeldMask(leaf.value)) if is_block_mask(leaf.value) else leaf for leaf in found],
-        )
+        found = [leaf._replace(value=HeldMask(leaf.value)) if is_block_mask(leaf.value) else leaf for leaf in found]
+        return cls(name, tree, found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,7 +198,8 @@ def _with_held_masks(tree: Any) -> Any:
     return tree if leaf_test() is None else held(tree)
 
 
-def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def check_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Raise an error for arguments of ``forward_backward`` of other types; return those of the model."""
     if not isinstance(input_args, (tuple, list)) or isinstance(input_args, RoundPipePackedData):
         raise ConfigError(
             "input_args must be a tuple with the positional arguments of the model, found "
@@ -212,15 +211,13 @@ def check_call(input_args: Any, input_kwargs: Any) -> tuple[tuple[Any, ...], dic
             f"input_kwargs must be a mapping from names to arguments, found {type(input_kwargs).__qualname__}:\n"
             "    forward_backward(input_kwargs={'mask': mask}, label=labels, loss_fn=loss_fn)"
         )
-    return tuple(input_args), dict(input_kwargs or {})
-
-
-def check_loss_fn(loss_fn: Any) -> None:
+    args, kwargs = tuple(input_args), dict(input_kwargs or {})
     if not callable(loss_fn) or isinstance(loss_fn, type):
         way = f"{loss_fn.__name__}()" if isinstance(loss_fn, type) else "no loss_fn if the outputs are the loss"
         raise ConfigError(
             f"loss_fn must be a function of the outputs and labels of a microbatch, found {loss_fn!r}. Pass {way}."
         )
+    return args, kwargs
 
 
 def check_labels(label: FlatTree) -> None:
@@ -229,9 +226,8 @@ def check_labels(label: FlatTree) -> None:
         is_packed = isinstance(leaf.value, RoundPipePackedData)
         tensors = leaf.value if is_packed else [leaf.value]
         if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
-            line = "forward_backward(..., label=label.detach())"
-            if is_packed:
-                line = "with torch.no_grad(): label = teacher(x)"
+            detached = "forward_backward(..., label=label.detach())"
+            line = "with torch.no_grad(): label = teacher(x)" if is_packed else detached
             raise ConfigError(
                 f"{leaf.path} requires a gradient, but labels never get gradients. If no gradient is needed, as for a "
                 f"teacher's outputs, write:\n    {line}\n"
@@ -250,35 +246,6 @@ Rows = tuple[int, ...]
 #                                table: (5, 6)         the same object in both parts, so it was not split
 
 
-def rows_with_packed(
-    entries: Sequence[Entry], batch: int | None, cut: Sequence[str], *, apart: bool
-) -> list[int | None] | None:
-    """Return the number of rows of each microbatch; ``None`` if no input or label is a ``RoundPipePackedData``."""
-    # apart: whether rules cut each leaf separately
-    packed = [entry for entry in entries if isinstance(entry.value, RoundPipePackedData)]
-    if not packed:
-        return None
-    paths, count = ", ".join(entry.path for entry in packed), len(packed[0].value)
-    found = {entry.stated for entry in packed if entry.stated is not None}
-    found |= {entry.counted for entry in packed if entry.counted and sum(entry.counted) == batch}
-    if len(found) == 1:
-        return list(found.pop())
-    if found and not apart:
-        rows = [list(rows) for rows in sorted(found)]
-        raise SplitError(f"{paths} are split into different numbers of rows per microbatch: {rows}.")
-    if count == 1:
-        return [batch]
-    if apart and batch is not None:
-        return list(sizes(batch, count))
-    if apart or not cut:
-        return [None] * count
-    raise SplitError(
-        f"{paths}: the number of rows in each of the {count} microbatches is unknown, but {', '.join(cut)} must be "
-        "split at the same rows. Give the row counts with the data, or split by a function:\n"
-        "    RoundPipePackedData(values, rows=[...])\n    RoundPipeRunConfig(split_input=...)"
-    )
-
-
 def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
     """Check that ``RoundPipePackedData`` has as many microbatches and rows as the user's split function returned."""
     # rows: rows of each part that the split function returned
@@ -290,8 +257,9 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
                 f"{entry.path} has {len(entry.value)} microbatches, but {whose} made {len(rows)} microbatches."
             )
         own = entry.stated or entry.counted
-        is_of_batch = own is not None and (entry.stated is not None or sum(own) == sum(count or 0 for count in rows))
-        if own is not None and is_of_batch and None not in rows and own != tuple(rows):
+        if own is None or None in rows or own == tuple(rows):
+            continue
+        if entry.stated is not None or sum(own) == sum(count or 0 for count in rows):
             raise SplitError(
                 f"{entry.path} has microbatches of {list(own)} rows, but {whose} made microbatches of {list(rows)}. "
                 "Inputs and labels must be split at the same rows."

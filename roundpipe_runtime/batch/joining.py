@@ -54,7 +54,10 @@ def join(
         return merge(list(outputs))
     if len(outputs) != len(weights):
         raise JoinError(f"{len(outputs)} outputs of microbatches cannot be joined with {len(weights)} weights.")
-    rules = _rules(merge)
+    rules: Rules = {}
+    if merge is not None and merge is not True:
+        names_paths = isinstance(merge, Mapping) and all(isinstance(k, str) and is_below(k, "outputs") for k in merge)
+        rules = read_rules(merge, "" if names_paths else "outputs", JoinError)
     if len(outputs) == 1 and not rules:
         return outputs[0]
     spec = common_spec(outputs)
@@ -66,14 +69,6 @@ def join(
     counts = weights if rows is None else rows
     joined = [_join_leaf(column, weights, counts, rule_for(column[0].path, rules)) for column in columns]
     return pytree.tree_unflatten(joined, spec)
-
-
-def _rules(merge: Any) -> Rules:
-    if merge is None or merge is True:
-        return {}
-    if isinstance(merge, Mapping) and all(isinstance(key, str) and is_below(key, "outputs") for key in merge):
-        return read_rules(merge, "", JoinError)
-    return read_rules(merge, "outputs", JoinError)
 
 
 def common_spec(outputs: Sequence[Any]) -> pytree.TreeSpec:
@@ -110,10 +105,6 @@ def _join_leaf(
         return _the_same(path, tensors)
     if tensors[0].dim() == 0:
         return _mean(path, tensors, weights)
-    return _join_by_rows(path, tensors, rows)
-
-
-def _join_by_rows(path: str, tensors: Sequence[torch.Tensor], rows: Sequence[float | None]) -> Any:
     if None in rows and all(_equal(t, tensors[0]) for t in tensors):
         raise JoinError(
             f"{path} is the same in all microbatches, so RoundPipe cannot see whether to concatenate it (one value per "

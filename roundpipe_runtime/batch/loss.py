@@ -322,19 +322,6 @@ class LossContract:
         return 2.0 ** round(math.log2(max(rows, 1)))
 
 
-def terms_of_batch(value: Any) -> tuple[torch.Tensor | list[torch.Tensor], list[BackwardTerm]]:
-    """Return the detached loss of a whole batch, and the tensors and initial gradients of its backward.
-
-    >>> total, terms = terms_of_batch(WeightedLoss(torch.tensor(6.0, requires_grad=True), 3))
-    >>> total, terms[0].seed
-    (tensor(2.), tensor(0.3333))
-    """
-    contract = LossContract("sum", [1])
-    terms = contract.add(0, value)
-    scale = contract.gradient_scale()
-    return contract.total(), [BackwardTerm(term.tensor, term.seed * scale) for term in terms]
-
-
 def warn_if_uneven(rows: Sequence[int | None], num_microbatch: int) -> bool:
     """Warn if microbatches differ in size, because the mean of their mean losses is not the mean of the batch.
 

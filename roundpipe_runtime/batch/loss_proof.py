@@ -110,7 +110,12 @@ def prove(
         whole, parts, leaves = found
         is_pair = is_pair or whole.weight is not None
         items = {None if one.items is None else round(one.items / one.rows, 9) for one in (whole, *parts)}
-        if not _is_comparable(whole, parts) or (as_stated and len(items) > 1):
+        kinds = {(len(one.losses), one.weight is None) for one in (whole, *parts)}
+        if len(kinds) > 1 or whole.items == 0 or whole.weight == 0:
+            continue
+        if not all(bool(loss.isfinite()) for loss in whole.losses) or all(part.weight == 0 for part in parts):
+            continue
+        if as_stated and len(items) > 1:
             continue
         difference = _Difference(whole, parts, leaves)
         if difference.is_of_zeros:
@@ -118,25 +123,14 @@ def prove(
         compared += 1
         left = [way for way in left if difference.is_none(way)]
         if not left:
-            if not _is_same(whole, evaluate(values)[0]):
+            again = evaluate(values)[0].losses
+            pairs = zip(whole.losses, again, strict=False)
+            if len(whole.losses) != len(again) or not all(compare(*pair, "sums") for pair in pairs):
                 raise NotProvenError("the loss function returns different values each time")
             returned = " and ".join(f"{part.value} for {part.rows}" for part in parts)
             when = ", where labels or outputs have other values" if number else ""
             return Proof(None, compared, f"{whole.value} for {whole.rows} rows, and {returned} of them{when}")
     return Proof(left[0] if compared else None, compared, is_pair=is_pair)
-
-
-def _is_same(one: Part, other: Part) -> bool:
-    pairs = zip(one.losses, other.losses, strict=False)
-    return len(one.losses) == len(other.losses) and all(compare(*pair, "sums") for pair in pairs)
-
-
-def _is_comparable(whole: Part, parts: Sequence[Part]) -> bool:
-    """Return whether all subsets of the rows have the same number of losses, and the losses of all rows are finite."""
-    kinds = {(len(one.losses), one.weight is None) for one in (whole, *parts)}
-    if len(kinds) > 1 or whole.items == 0 or whole.weight == 0:
-        return False
-    return all(bool(loss.isfinite()) for loss in whole.losses) and any(bool(part.weight != 0) for part in parts)
 
 
 class _Difference:
@@ -155,13 +149,20 @@ class _Difference:
 
     def is_none(self, way: Way) -> bool:
         """Return whether weighted losses and gradients of row subsets add up to the loss and gradients of all rows."""
-        shares = self._shares(way)
-        if shares is None:
-            return False
-        key = tuple(shares)
-        if key not in self._known:
-            self._known[key] = self._is_none(shares)
-        return self._known[key]
+        if self._whole.weight is not None:
+            total = sum(part.weight or 0.0 for part in self._parts)
+            shares = tuple(1 / total if part.weight else 0.0 for part in self._parts)
+        elif way == "sum":
+            shares = (1.0,) * len(self._parts)
+        else:
+            counts: list[float | None] = [float(part.rows) if way == "rows" else part.items for part in self._parts]
+            known = [count for count in counts if count is not None and math.isfinite(count) and count >= 0]
+            if len(known) < len(counts) or not sum(known):
+                return False
+            shares = tuple(count / sum(known) for count in known)
+        if shares not in self._known:
+            self._known[shares] = self._is_none(shares)
+        return self._known[shares]
 
     def _is_none(self, shares: Sequence[float]) -> bool:
         counted = [(part, share) for part, share in zip(self._parts, shares, strict=True) if share]
@@ -184,18 +185,6 @@ class _Difference:
         ones = [torch.ones_like(one) for one in trained]
         found: Sequence[torch.Tensor | None] = torch.autograd.grad(trained, self._leaves, ones, True, allow_unused=True)
         return [0.0 if one is None else _norm(one) for one in found]
-
-    def _shares(self, way: Way) -> list[float] | None:
-        if self._whole.weight is not None:
-            total = sum(part.weight or 0.0 for part in self._parts)
-            return [1 / total if part.weight else 0.0 for part in self._parts]
-        if way == "sum":
-            return [1.0] * len(self._parts)
-        counts: list[float | None] = [float(part.rows) if way == "rows" else part.items for part in self._parts]
-        known = [count for count in counts if count is not None and math.isfinite(count) and count >= 0]
-        if len(known) < len(counts) or not sum(known):
-            return None
-        return [count / sum(known) for count in known]
 
 
 def in_32_bits(value: Any) -> Any:
@@ -230,7 +219,12 @@ def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Ite
     if not any(one.role == "output" for one in columns) or len(columns) > 1:
         for extra in ((0, 1), ()):
             yield [one.value if one.role == "output" else _drawn(one, draw, extra) for one in columns]
-    columns = [_without_mask(one) for one in columns]
+    columns = [  # labels that are all 0 or 1 may be a mask
+        dataclasses.replace(one, value=torch.ones_like(one.value))
+        if one.role == "label" and bool(((one.value == 0) | (one.value == 1)).all())
+        else one
+        for one in columns
+    ]
     yield [one.value for one in columns]
     for filling in ignored:
         for keeps in (0, 1):
@@ -266,13 +260,6 @@ def _drawn(column: Column, draw: torch.Generator, extra: Sequence[int] = ()) -> 
         return drawn
     # numbers also shrink, unless they may be a mask of zeros and ones
     return drawn if extra else (drawn * torch.rand(value.shape, generator=draw)).to(value.dtype)
-
-
-def _without_mask(column: Column) -> Column:
-    """Replace labels by ones if all of them are 0 or 1, because they may be a mask."""
-    value = column.value
-    is_mask = column.role == "label" and bool(((value == 0) | (value == 1)).all())
-    return dataclasses.replace(column, value=torch.ones_like(value)) if is_mask else column
 
 
 def _cleared(column: Column, filling: int, keeps: int) -> torch.Tensor:
@@ -347,12 +334,6 @@ class _Watch(TorchFunctionMode):
             self.counts.append((count, found.requires_grad))
         return found
 
-    def finish(self) -> None:
-        """Read the item counts after the loss is computed: an earlier read would break the graph of a compiled loss."""
-        counts = [(float(count), is_trained) for count, is_trained in self.counts]
-        self.items.counts += [count for count, _ in counts]
-        self.items.trained += [count for count, is_trained in counts if is_trained]
-
 
 def _count(counted: Counted, target: torch.Tensor, weight: torch.Tensor | None, ignored: int) -> torch.Tensor | float:
     if counted == "labels" and weight is not None:  # the third argument is then the labels
@@ -373,7 +354,10 @@ def count_items(more: Mapping[Callable[..., Any], Counted] | None = None) -> Ite
     watch = _Watch(items, {**_AVERAGING, **(more or {})})
     with watch:
         yield items
-    watch.finish()
+    # read after the loss is computed, because an earlier read would break the graph of a compiled loss
+    counts = [(float(count), is_trained) for count, is_trained in watch.counts]
+    items.counts += [count for count, _ in counts]
+    items.trained += [count for count, is_trained in counts if is_trained]
 
 
 _DROPOUTS = (functional.dropout, functional.alpha_dropout, functional.feature_alpha_dropout, functional.dropout1d,

@@ -22,7 +22,6 @@ from .entries import (
     entries_of,
     entries_of_flat,
     rows_of_parts,
-    rows_with_packed,
 )
 from .spec import RoundPipePackedData, Rules, format_value, is_below, read_rules, sizes
 
@@ -105,7 +104,7 @@ def split(
     kwargs = dict(kwargs)
     rules = _rules(num_microbatch, split_input, split_label)
     batch = FlatBatch.of(args, kwargs, label)
-    _check(batch, rules)
+    check_registered(batch, rules)
     if _is_function(split_input) or _is_function(split_label):
         return _split_by_functions(args, kwargs, label, num_microbatch, split_input, split_label, rules)
     return [_unflattened(index, part) for index, part in enumerate(_split_leaves(batch, num_microbatch, rules))]
@@ -116,7 +115,7 @@ def split_flat(
 ) -> list[FlatMicrobatch]:
     """Split a flattened batch into flattened microbatches, by the rules of :func:`split`."""
     rules = _rules(num_microbatch, split_input, split_label)
-    _check(batch, rules)
+    check_registered(batch, rules)
     if _is_function(split_input) or _is_function(split_label):
         args, kwargs, label = (flat.tree for flat in batch)
         made = _split_by_functions(args, kwargs, label, num_microbatch, split_input, split_label, rules)
@@ -144,11 +143,6 @@ def _rules(num_microbatch: int, split_input: Any, split_label: Any) -> Rules:
             "    RoundPipeRunConfig(split_input=((TensorChunkSpec(0),), None))"
         )
     return rules if _is_function(split_label) else rules | read_rules(split_label, "label")
-
-
-def _check(batch: FlatBatch, rules: Rules) -> None:
-    for flat in batch:
-        check_registered(flat, rules)
 
 
 def _split_leaves(batch: FlatBatch, num_microbatch: int, rules: Rules) -> list[FlatMicrobatch]:
@@ -188,13 +182,35 @@ def _rows(
     inputs: Sequence[Entry], labels: Sequence[Entry], decided: BatchAxes, num_microbatch: int
 ) -> list[int | None]:
     """Return the number of rows of each microbatch: that of ``RoundPipePackedData`` if given, else nearly equal."""
-    axes = zip([*inputs, *labels], [*decided.axes, *decided.label_axes], strict=True)
+    entries, batch, apart = [*inputs, *labels], decided.batch, decided.apart
+    axes = zip(entries, [*decided.axes, *decided.label_axes], strict=True)
     cut = {entry.path: entry.shape[axis] for entry, axis in axes if axis is not None}
-    rows = rows_with_packed([*inputs, *labels], decided.batch, list(cut), apart=decided.apart)
-    if rows is None and decided.apart and decided.batch is None:
-        return [None] * min(num_microbatch, *cut.values())
-    if rows is None:
-        return list(sizes(decided.batch if decided.batch is not None else 1, num_microbatch))
+    packed = [entry for entry in entries if isinstance(entry.value, RoundPipePackedData)]
+    if not packed:
+        if apart and batch is None:
+            return [None] * min(num_microbatch, *cut.values())
+        return list(sizes(batch if batch is not None else 1, num_microbatch))
+    paths, count = ", ".join(entry.path for entry in packed), len(packed[0].value)
+    found = {entry.stated for entry in packed if entry.stated is not None}
+    found |= {entry.counted for entry in packed if entry.counted and sum(entry.counted) == batch}
+    rows: list[int | None]
+    if len(found) == 1:
+        rows = list(found.pop())
+    elif found and not apart:
+        several = [list(one) for one in sorted(found)]
+        raise SplitError(f"{paths} are split into different numbers of rows per microbatch: {several}.")
+    elif count == 1:
+        rows = [batch]
+    elif apart and batch is not None:
+        rows = list(sizes(batch, count))
+    elif apart or not cut:
+        rows = [None] * count
+    else:
+        raise SplitError(
+            f"{paths}: the number of rows in each of the {count} microbatches is unknown, but {', '.join(cut)} must be "
+            "split at the same rows. Give the row counts with the data, or split by a function:\n"
+            "    RoundPipePackedData(values, rows=[...])\n    RoundPipeRunConfig(split_input=...)"
+        )
     for path, size in cut.items():
         if size < len(rows):
             raise SplitError(f"{path} has only {size} rows, but the packed data has {len(rows)} microbatches.")
@@ -336,21 +352,33 @@ class BatchAxes:
 
 def batch_axes(inputs: Sequence[Entry], labels: Sequence[Entry], rules: Rules) -> BatchAxes:
     entries = [*inputs, *labels]
-    _check_paths(entries, rules)
+    for path, rule in rules.items():
+        below = [entry for entry in entries if is_below(entry.path, path)]
+        if not below:
+            raise SplitError(
+                f"split_input: {path!r} is not among the inputs. The key paths of inputs are:\n"
+                f"    {[entry.path for entry in entries]}"
+            )
+        if rule.reduce is not None:
+            raise SplitError(
+                f"{path}: split_input has a rule that reduces outputs, but this is an input. Use one of these rules:\n"
+                "    TensorChunkSpec(dim)\n"
+                "    Replicate"
+            )
+        leaf = below[0]
+        if rule.dim is not None and leaf.path == path and not _has_rows(leaf):
+            raise SplitError(
+                f"{path}: the rule is TensorChunkSpec({rule.dim}), but there is no axis to split in "
+                f"{format_value(leaf.value)}."
+            )
     has_rules = all(entry.rule is not None for entry in entries if _has_rows(entry))
     if has_rules and len({*_sizes(_cut_by_rule(entries))} - {1}) > 1:  # each leaf is split by its own rule
         rows = set(_sizes(_cut_by_rule(labels)))
-        return BatchAxes(
-            rows.pop() if len(rows) == 1 else None,
-            [_axis_apart(e) for e in inputs],
-            [_axis_apart(e) for e in labels],
-            apart=True,
-        )
+        axes = [e.axis if e.axis is not None and e.shape[e.axis] > 1 else None for e in entries]
+        batch = rows.pop() if len(rows) == 1 else None
+        return BatchAxes(batch, axes[: len(inputs)], axes[len(inputs) :], apart=True)
     batch = _batch_size(inputs, labels)
     return BatchAxes(batch, [_axis(e, batch) for e in inputs], [_axis(e, batch) for e in labels])
-
-
-# -- how many rows ---------------------------------------------------------------------------------------------------
 
 
 def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
@@ -381,7 +409,18 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
         if batch > 1 and max(of_labels, default=1) > 1 and batch not in of_labels and not has_axis:
             raise _unlike(known, of_labels)
         return batch
-    return _batch_size_by_axis_0(of_inputs, of_labels)
+    # the only size of axis 0 except 1, or the only size that inputs and labels share
+    both = {size: [*of_inputs.get(size, []), *of_labels.get(size, [])] for size in {**of_inputs, **of_labels}}
+    candidates = {size: paths for size, paths in both.items() if size != 1}
+    shared = [size for size in candidates if size in of_inputs and size in of_labels]
+    if not both or len(shared) == 1:
+        return shared[0] if shared else None
+    # One row is one microbatch, in which nothing is split. This is right also if the batch has more rows.
+    if not candidates or set(of_inputs) == {1} or (1 in of_inputs and 1 in of_labels and not shared):
+        return 1
+    if len(candidates) == 1:
+        return next(iter(candidates))
+    raise _unlike(of_inputs, of_labels) if len(of_inputs) == len(of_labels) == 1 else _ambiguous(candidates)
 
 
 def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]:
@@ -396,31 +435,11 @@ def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]
     return found if len(found) == 1 else shared
 
 
-def _batch_size_by_axis_0(of_inputs: dict[int, list[str]], of_labels: dict[int, list[str]]) -> int | None:
-    """Return the batch size: the only size of axis 0 except 1, or the only size that inputs and labels share."""
-    both = {size: [*of_inputs.get(size, []), *of_labels.get(size, [])] for size in {**of_inputs, **of_labels}}
-    candidates = {size: paths for size, paths in both.items() if size != 1}
-    shared = [size for size in candidates if size in of_inputs and size in of_labels]
-    if not both or len(shared) == 1:
-        return shared[0] if shared else None
-    # One row is one microbatch, in which nothing is split. This is right also if the batch has more rows.
-    if not candidates or set(of_inputs) == {1} or (1 in of_inputs and 1 in of_labels and not shared):
-        return 1
-    if len(candidates) == 1:
-        return next(iter(candidates))
-    if len(of_inputs) == 1 and len(of_labels) == 1:
-        raise _unlike(of_inputs, of_labels)
-    raise _ambiguous(candidates)
-
-
 def _sizes(entries: Sequence[Entry]) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for entry in entries:
         found.setdefault(entry.shape[entry.axis or 0], []).append(entry.path)
     return found
-
-
-# -- a rule for each leaf ----------------------------------------------------------------------------------------------
 
 
 def _cut_by_rule(entries: Iterable[Entry]) -> list[Entry]:
@@ -431,20 +450,20 @@ def _has_rows(entry: Entry) -> bool:
     return bool(entry.shape) or isinstance(entry.value, RoundPipePackedData)
 
 
-def _axis_apart(entry: Entry) -> int | None:
-    return entry.axis if entry.axis is not None and entry.shape[entry.axis] > 1 else None
-
-
-# -- which axis ------------------------------------------------------------------------------------------------------
-
-
 def _axis(entry: Entry, batch: int | None) -> int | None:
     shape = entry.shape
     if batch is None:
         return None
     if entry.is_known:
-        if not shape and batch > 1:
-            _check_not_array(entry, batch)
+        of_array = getattr(entry.value, "shape", None) if not shape and batch > 1 else None
+        is_array = isinstance(of_array, tuple) and of_array and of_array[0] == batch
+        is_passed_whole = isinstance(entry.value, torch.Tensor) or (entry.rule is not None and entry.rule.dim is None)
+        if is_array and not is_passed_whole:
+            line = "torch.tensor(table.to_numpy())" if hasattr(entry.value, "to_numpy") else "torch.as_tensor(array)"
+            raise SplitError(
+                f"{entry.path} is a {type(entry.value).__module__}.{type(entry.value).__qualname__} with {batch} rows, "
+                f"but only tensors are split. Pass a tensor:\n    {line}"
+            )
         # size 1 broadcasts over a larger batch
         return entry.axis if entry.axis is not None and shape[entry.axis] == batch else None
     if shape[0] == batch:
@@ -458,40 +477,6 @@ def _axis(entry: Entry, batch: int | None) -> int | None:
             f"    RoundPipeRunConfig(split_input={{{entry.path!r}: Replicate}})"
         )
     return None
-
-
-def _check_not_array(entry: Entry, batch: int) -> None:
-    shape = getattr(entry.value, "shape", None)
-    if isinstance(shape, tuple) and shape and shape[0] == batch and not isinstance(entry.value, torch.Tensor):
-        if entry.rule is not None and entry.rule.dim is None:
-            return
-        line = "torch.tensor(table.to_numpy())" if hasattr(entry.value, "to_numpy") else "torch.as_tensor(array)"
-        raise SplitError(
-            f"{entry.path} is a {type(entry.value).__module__}.{type(entry.value).__qualname__} with {batch} rows, "
-            f"but only tensors are split. Pass a tensor:\n    {line}"
-        )
-
-
-def _check_paths(entries: Sequence[Entry], rules: Rules) -> None:
-    for path, rule in rules.items():
-        below = [entry for entry in entries if is_below(entry.path, path)]
-        if not below:
-            raise SplitError(
-                f"split_input: {path!r} is not among the inputs. The key paths of inputs are:\n"
-                f"    {[entry.path for entry in entries]}"
-            )
-        if rule.reduce is not None:
-            raise SplitError(
-                f"{path}: split_input has a rule that reduces outputs, but this is an input. Use one of these rules:\n"
-                "    TensorChunkSpec(dim)\n"
-                "    Replicate"
-            )
-        leaf = below[0]
-        if rule.dim is not None and leaf.path == path and not _has_rows(leaf):
-            raise SplitError(
-                f"{path}: the rule is TensorChunkSpec({rule.dim}), but there is no axis to split in "
-                f"{format_value(leaf.value)}."
-            )
 
 
 def _ambiguous(found: dict[int, list[str]]) -> SplitError:

@@ -12,8 +12,6 @@ from torch import nn
 
 from yobx_flatten.recipe.aliases import Kwargs
 
-from ..errors import ConfigError
-
 
 def is_adapted(model: nn.Module) -> bool:
     peft = sys.modules.get("peft")
@@ -27,16 +25,6 @@ def model_inside(model: nn.Module) -> nn.Module:
     find = getattr(model, "get_base_model", None)  # models with mixed adapters lack it
     inner: nn.Module = model.base_model.model if find is None else find()  # type: ignore[union-attr,assignment] # attributes of modules have no types
     return inner
-
-
-def check_adapters(kwargs: Mapping[str, Any]) -> None:
-    """Raise an error if rows of a batch use different adapters, which PEFT selects by hooks on layers."""
-    if kwargs.get("adapter_names") is not None:
-        raise ConfigError(
-            "adapter_names: rows of one batch cannot use different adapters in a pipeline. Call once per adapter:\n"
-            '    model.set_adapter("name")\n'
-            "    model(**rows_of_that_adapter)"
-        )
 
 
 def text_config(model: nn.Module) -> Any:

@@ -28,7 +28,7 @@ from ..batch.loss import WeightedLoss
 from ..batch.spec import TensorChunkSpec, sizes
 from ..batch.splitting import infer_batch_size, split
 from ..device.transfer import Static
-from ..errors import ConfigError, JoinError, SplitError
+from ..errors import JoinError, SplitError
 from ..pipeline.live import with_own_forwards
 from .adapters import model_inside
 from .cutting.caches import HeldCache, join_held, swapped
@@ -56,16 +56,6 @@ _PACKED = (
 _ROWS_SECOND = "outputs['mems']"
 
 
-def check_packed_texts(kwargs: Mapping[str, Any]) -> None:
-    """Raise an error if ``cu_seq_lens_q`` has offsets of texts in several rows, because such rows cannot be split."""
-    tokens = kwargs.get("input_ids")
-    if kwargs.get("cu_seq_lens_q") is not None and isinstance(tokens, torch.Tensor) and len(tokens) > 1:
-        raise ConfigError(
-            f"cu_seq_lens_q has the offsets of the texts of all {len(tokens)} rows, so the rows cannot be split. Pass "
-            "an attention_mask instead, or concatenate the rows to one row:\n    DataCollatorWithFlattening()"
-        )
-
-
 def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
     """Return a function that splits packed images or videos into microbatches; ``None`` without images and videos."""
     packed = [
@@ -86,8 +76,25 @@ def split_pictures(config: Any, kwargs: Kwargs) -> Callable[..., Any] | None:
         parts = split(args, rest, None, num_microbatch)
         made = [dict(part.kwargs) for part in parts]
         for values, grid, token in packed:
-            counts = _pictures_per_row(tokens, given[grid], token, grid, merge)
             patches = given[grid].prod(-1)
+            places = (tokens == token).sum(-1).tolist() if token is not None else []
+            each = _tokens_per_picture(given[grid], sum(places), merge)
+            if each is None:
+                raise SplitError(
+                    f"kwargs['{grid}']: {int(patches.sum())} patches do not fit the {sum(places)} image tokens of the "
+                    "rows. Pass the arguments that the model's processor returns."
+                )
+            counts, number = [], 0  # pictures of each row
+            for left in places:
+                start = number
+                while left > 0 and number < len(each):
+                    left, number = left - each[number], number + 1
+                if left:
+                    raise SplitError(
+                        f"kwargs['{grid}']: a picture has image tokens in two rows, so rows cannot be split. Pass the "
+                        "arguments that the model's processor returns."
+                    )
+                counts.append(number - start)
             row = picture = patch = 0
             for part, count in zip(made, rows, strict=True):
                 pictures = sum(counts[row : row + count])
@@ -106,32 +113,6 @@ def _first_of(config: Any, names: Sequence[str]) -> int | None:
     return next((found for found in (getattr(config, name, None) for name in names) if found is not None), None)
 
 
-def _pictures_per_row(
-    tokens: torch.Tensor, grid: torch.Tensor, token: int | None, name: str, merge: int | None
-) -> list[int]:
-    places = (tokens == token).sum(-1).tolist() if token is not None else []
-    tokens_of_rows = sum(places)
-    each = _tokens_per_picture(grid, tokens_of_rows, merge)
-    if each is None:
-        patches = int(grid.prod(-1).sum())
-        raise SplitError(
-            f"kwargs['{name}']: {patches} patches do not fit the {tokens_of_rows} image tokens of the rows. Pass the "
-            "arguments that the model's processor returns."
-        )
-    counts, number = [], 0
-    for left in places:
-        start = number
-        while left > 0 and number < len(each):
-            left, number = left - each[number], number + 1
-        if left:
-            raise SplitError(
-                f"kwargs['{name}']: a picture has image tokens in two rows, so rows cannot be split. Pass the "
-                "arguments that the model's processor returns."
-            )
-        counts.append(number - start)
-    return counts
-
-
 def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> list[int] | None:
     """Return the number of tokens per image, computed from its patches; ``None`` if they do not add up to ``total``."""
     # a square of patches becomes one token, and some models add a token after each line of squares
@@ -148,7 +129,17 @@ def _tokens_per_picture(grid: torch.Tensor, total: int, merge: int | None) -> li
 
 def join_outputs(outputs: Sequence[PyTree], weights: Sequence[float], rows: Sequence[int]) -> PyTree:
     """Join the outputs of microbatches, including tensors of shape ``(rows * length, ...)``."""
-    outputs, of_pictures = without_encoder_outputs(outputs)
+    of_pictures: dict[str, Any] = {}  # outputs of image, video and audio encoders, joined
+    if len(outputs) > 1 and all(isinstance(output, dict) for output in outputs):
+        for name in _NAMES:
+            column = [output.get(name) for output in outputs]
+            present = _present(column)
+            # dictionaries, lists, and tensors that only some microbatches have are joined separately
+            is_partial = len(present) < len(column) and all(isinstance(value, torch.Tensor) for value in present)
+            if present and (is_partial or all(isinstance(value, (dict, list, tuple)) for value in present)):
+                of_pictures[name] = _joined(name, column)
+    if of_pictures:
+        outputs = [_with_entries(o, {k: v for k, v in o.items() if k not in of_pictures}) for o in outputs]
     rules = {}
     for column in zip(*(leaves(output, name="outputs") for output in outputs), strict=False):
         axis = _axis([leaf.value for leaf in column], rows)
@@ -180,29 +171,9 @@ _NAMES = tuple(f"{kind}_{what}" for kind in ("image", "video", "audio") for what
 _BY_PICTURE = ("last_hidden_state", "pooler_output")
 
 
-def without_encoder_outputs(outputs: Sequence[PyTree]) -> tuple[Sequence[PyTree], dict[str, Any]]:
-    """Return the outputs of microbatches without those of image, video and audio encoders, and the latter joined."""
-    if len(outputs) == 1 or not all(isinstance(output, dict) for output in outputs):
-        return outputs, {}
-    columns = {name: [output.get(name) for output in outputs] for name in _NAMES}
-    found = {name: _joined(name, column) for name, column in columns.items() if _is_taken(column)}
-    if not found:
-        return outputs, {}
-    return [_with_entries(output, {k: v for k, v in output.items() if k not in found}) for output in outputs], found
-
-
 def _with_entries(output: Mapping[str, Any], entries: Mapping[str, Any]) -> Any:
     made: Any = type(output)
     return made(**entries)
-
-
-def _is_taken(column: Sequence[Any]) -> bool:
-    # dictionaries, lists, and tensors that only some microbatches have are joined separately
-    present = _present(column)
-    if not present:
-        return False
-    is_partial = len(present) < len(column) and all(isinstance(value, torch.Tensor) for value in present)
-    return is_partial or all(isinstance(value, (dict, list, tuple)) for value in present)
 
 
 def _present(column: Iterable[Any]) -> list[Any]:
@@ -221,11 +192,8 @@ class _Pictures:
         columns = ([output.get(name) for output in outputs] for name in ("pooler_output", "last_hidden_state"))
         pooled = next((column for column in columns if len(_present(column)) == len(outputs)), [])
         counts = [len(value) for value in pooled if isinstance(value, (list, tuple))]
-        return cls(counts, _are_equal([_tensors(value) for value in pooled]))
-
-
-def _tensors(value: PyTree) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        leaves = [[leaf for leaf in pytree.tree_leaves(one) if isinstance(leaf, torch.Tensor)] for one in pooled]
+        return cls(counts, _are_equal(leaves))
 
 
 def _are_equal(columns: Sequence[Sequence[torch.Tensor]]) -> bool:
@@ -325,7 +293,12 @@ def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
         return True
     if "label" not in name:
         return False
-    if _takes_list(model, name):
+    forward = type(model_inside(model)).forward
+    try:
+        stated = typing.get_type_hints(forward).get(name) if name in inspect.signature(forward).parameters else None
+    except (NameError, TypeError):  # the annotation has names that only type checkers import
+        stated = None
+    if any(typing.get_origin(kind) is list for kind in (stated, *typing.get_args(stated))):
         return True
     raise SplitError(
         f"kwargs[{name!r}] is a list of {len(values)} entries, each with {len(values)} rows, and the batch has "
@@ -333,16 +306,6 @@ def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
         "Split the list with a function:\n"
         "    RoundPipeRunConfig(split_input=lambda args, kwargs, count: (args_of_parts, kwargs_of_parts))"
     )
-
-
-def _takes_list(model: nn.Module, name: str) -> bool:
-    forward = type(model_inside(model)).forward
-    found = inspect.signature(forward).parameters.get(name)
-    try:
-        stated = typing.get_type_hints(forward).get(name) if found is not None else None
-    except (NameError, TypeError):  # the annotation has names that only type checkers import
-        stated = None
-    return any(typing.get_origin(kind) is list for kind in (stated, *typing.get_args(stated)))
 
 
 # Allowed relative difference between the results of a text alone and packed; in 32 bits, and in 16 bits.
@@ -408,34 +371,31 @@ def loss_fn_with_weight(
     return weighted_loss
 
 
+# Functions that merge the outputs of the microbatches. Each microbatch returns `(output, items, rows)`.
+
+
 def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
-    """Merge the outputs of the microbatches, and put the contents of their KV caches into the caller's cache."""
-    # merge: merge function for outputs without caches
-    # outputs: `(output, items, rows)` of each microbatch
-    rows = [count for _, _, count in outputs]
-    held = [next((v for v in _items(output) if isinstance(v, HeldCache)), None) for output, _, _ in outputs]
+    """Merge outputs by ``merge``, and put the contents of their KV caches into the caller's cache."""
+    found, parts = [], []
     mark = Static()  # a leaf without tensors, which marks the place of the cache
-    parts = [(swapped(output, {id(one): mark}), *rest) for (output, *rest), one in zip(outputs, held, strict=True)]
+    for output, *rest in outputs:
+        values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ()
+        held = next((value for value in values if isinstance(value, HeldCache)), None)
+        found += [] if held is None else [held]
+        parts.append((swapped(output, {id(held): mark}), *rest))
     joined = merge(parts)
-    found = [one for one in held if one is not None]
     if len(found) == len(parts):
-        join_held(cache, found, rows)
+        join_held(cache, found, [count for _, _, count in outputs])
     return swapped(joined, {id(mark): cache})
 
 
-def _items(output: PyTree) -> list[Any]:
-    return list(output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else ())
-
-
 def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
-    # outputs: `(output, items, rows)` of each microbatch
     rows = [count for _, _, count in outputs]
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
 
 
 def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs: list[PyTree]) -> PyTree:
     """Merge the outputs of the microbatches into one output whose loss is the loss of the whole batch."""
-    # outputs: `(output, items, rows)` of each microbatch
     parts = [output for output, _, _ in outputs]
     losses = [loss for loss in map(loss_of, parts) if loss is not None]
     first = parts[0]
@@ -460,8 +420,3 @@ def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs
         losses = [without_auxiliary_loss(model, part) for part in parts]
     loss = loss_of_batch(losses, items)
     return with_loss(joined, loss + aux[1] if adds_auxiliary and aux is not None else loss)
-
-
-def merge_as_tuple(merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
-    # outputs: `(output, items, rows)` of each microbatch
-    return merge(outputs).to_tuple()

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from yobx_flatten.errors.failures import format_bytes
-from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in
+from yobx_flatten.huggingface.cache_names import cache_of, is_cache, name_in, named_for
 from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ..batch.loss_proof import LossProof, LossWay
 from ..engine.config import RoundPipeRunConfig
 from ..engine.loss_check import NONLINEAR
-from ..errors import ConfigError, RoundPipeWarning, other_loss, rows_are_mixed, warn
+from ..errors import ConfigError, LossError, RoundPipeWarning, SplitError, warn
 from ..pipeline import RoundPipe
 from . import batches
-from .adapters import check_adapters, model_inside, plain_rows, without_cache
-from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_held, with_own_name
+from .adapters import model_inside, plain_rows, without_cache
+from .cutting.caches import HeldCache, cache_argument, has_layers, home, split_held
 from .cutting.capture import asked_for, install_hooks
 from .cutting.cut import Cut
 from .loss.call_options import CALL_OPTIONS, CallOptions
@@ -84,8 +85,6 @@ class CutModel(RoundPipe):
         report = dataclasses.replace(self._rp_cut.report, losses=tuple(shown))
         return dataclasses.replace(self._rp_cut, report=report)
 
-    # -- how a loss is computed ----------------------------------------------------------------------------------------
-
     def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossWay:
         """Return how microbatch losses are combined, and store in ``CALL_OPTIONS`` what weights each loss has."""
         options: CallOptions = kwargs[CALL_OPTIONS]
@@ -127,7 +126,12 @@ class CutModel(RoundPipe):
             if is_one:  # may be the whole batch; otherwise its loss raises an error
                 kwargs[CALL_OPTIONS] = dataclasses.replace(kwargs[CALL_OPTIONS], weight_by=None)
                 return way
-            raise other_loss()
+            raise LossError(
+                "The model got labels and computed a loss, but loss_fn does not return a multiple of that loss, or "
+                "this process has too few rows to check it. Each process has its own rows, so the loss cannot be "
+                "computed from all rows. Give labels to loss_fn only; loss_fn is then checked alone:\n"
+                "    forward_backward(input_kwargs=without_labels, label=labels, loss_fn=loss_fn)"
+            )
         if proof.way in ("items", "rows", "sum"):
             return way
         if proof.compared or proof.way == "whole":
@@ -151,17 +155,18 @@ class CutModel(RoundPipe):
             return way
         title = "A layer" if piece is None else self._rp_rows.title(piece)
         if self._rp_options.has_groups:
-            raise rows_are_mixed(title)
+            raise SplitError(
+                f"{title} computes different values or gradients for a whole batch than for its parts, and each "
+                "process has its own rows only. Train in one process, where such a batch runs in one microbatch:\n"
+                "    wrap_model_to_roundpipe(model)"
+            )
         if piece is None:
             self._rp_warn_of_loss(NONLINEAR, rows_of_call(args, kwargs))
             return "joined"
         found: LossWay = "joined" if piece == last and last > 0 else "whole"
         how = "this module runs once for the whole batch" if found == "joined" else "such batches run in one microbatch"
-        kind = type(self.cut.model).__name__
-        self._rp_warn_once(
-            "rows",
-            f"{kind}: {title} computes different values or gradients for a batch than for microbatches. So {how}.",
-        )
+        text = f"{title} computes different values or gradients for a batch than for microbatches. So {how}."
+        self._rp_warn_once("rows", f"{type(self.cut.model).__name__}: {text}")
         return found
 
     def _rp_warn_once(self, about: str, text: str) -> None:
@@ -190,33 +195,48 @@ class CutModel(RoundPipe):
             f"{proof.reason.rstrip('.')}. So {how}, and the loss is that of the whole batch.",
         )
 
-    def _rp_warn_of_packed(self) -> None:
-        """Warn once if a model passes its recurrent state from one text to the next text of a row."""
-        self._rp_warned_of_packed = True
-        self.synchronize()  # a background step would change weights between two calls
-        if batches.keeps_texts_apart(self._rp_cut.model) is False:
-            warn(
-                f"{type(self._rp_cut.model).__name__} passes its state from one text to the next in a row, so packed "
-                "rows, in which position_ids restart, have different losses than separate texts. Give each text its "
-                'own row:\n    tokenizer(texts, padding=True, return_tensors="pt")',
-                RoundPipeWarning,
+    def _rp_checked(self, kwargs: Mapping[str, Any]) -> Kwargs:
+        """Refuse arguments that cannot be split into rows, and name a KV cache as the model's forward does."""
+        if kwargs.get("adapter_names") is not None:  # PEFT selects adapters by hooks on layers
+            raise ConfigError(
+                "adapter_names: rows of one batch cannot use different adapters in a pipeline. Call once per adapter:\n"
+                '    model.set_adapter("name")\n'
+                "    model(**rows_of_that_adapter)"
             )
-
-    # -- its arguments -------------------------------------------------------------------------------------------------
+        tokens = kwargs.get("input_ids")
+        if kwargs.get("cu_seq_lens_q") is not None and isinstance(tokens, torch.Tensor) and len(tokens) > 1:
+            raise ConfigError(
+                f"cu_seq_lens_q has the offsets of the texts of all {len(tokens)} rows, so the rows cannot be split. "
+                "Pass an attention_mask instead, or concatenate the rows to one row:\n    DataCollatorWithFlattening()"
+            )
+        # otherwise the model's forward would warn in each phase and microbatch, at a line of this package
+        inner = model_inside(self.cut.model)
+        renamed = named_for(inner.forward, dict(kwargs))
+        given, wanted = name_in(kwargs), name_in(renamed)
+        if given != wanted:
+            kind = type(inner).__name__
+            warn(f"{kind} calls its cache `{wanted}`. Use `{wanted}` instead of `{given}`.", FutureWarning)
+        return renamed
 
     def _rp_prepared(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: RoundPipeRunConfig | None
     ) -> tuple[Kwargs, RoundPipeRunConfig]:
         """Return keyword arguments with `CallOptions`, and a configuration that splits inputs and merges outputs."""
-        check_adapters(kwargs)
-        batches.check_packed_texts(kwargs)
         model = self.cut.model
-        prepared = plain_rows(without_cache(model, with_own_name(model, dict(kwargs))))
+        prepared = plain_rows(without_cache(model, self._rp_checked(kwargs)))
         if asked_for(model, prepared) != "none":
             install_hooks(model)
         self._rp_read_model()  # after hooks are installed, which copies share
         if not self._rp_warned_of_packed and batches.is_packed(prepared):
-            self._rp_warn_of_packed()
+            self._rp_warned_of_packed = True
+            self.synchronize()  # a background step would change weights between two calls
+            if batches.keeps_texts_apart(self._rp_cut.model) is False:
+                warn(
+                    f"{type(self._rp_cut.model).__name__} passes its state from one text to the next in a row, so "
+                    "packed rows, in which position_ids restart, have different losses than separate texts. Give each "
+                    'text its own row:\n    tokenizer(texts, padding=True, return_tensors="pt")',
+                    RoundPipeWarning,
+                )
         config = (given or RoundPipeRunConfig()).over(self._rp_options.model_run_config)
         if config.split_input is None:
             pictures = batches.split_pictures(getattr(model, "config", None), prepared)
@@ -224,14 +244,16 @@ class CutModel(RoundPipe):
         options: CallOptions = prepared.setdefault(CALL_OPTIONS, CallOptions())
         wanted = config.merge_output
         if wanted in (None, True):
-            is_smoothed = options.smoothed_loss is not None
-            merge: Callable[[list[PyTree]], PyTree] = functools.partial(
-                batches.merge_with_loss, model, prepared, is_smoothed
-            )
-            if has_router_logits(model, prepared) and wants_tuple(model, prepared):
-                # the loss of experts is computed from router logits, which a tuple does not name
-                merge = functools.partial(batches.merge_as_tuple, merge)
+            # the loss of experts is computed from router logits, which a tuple does not name
+            as_tuple = has_router_logits(model, prepared) and wants_tuple(model, prepared)
+            if as_tuple:
                 prepared["return_dict"] = True
+            is_smoothed = options.smoothed_loss is not None
+
+            def merge(outputs: list[PyTree]) -> PyTree:
+                joined = batches.merge_with_loss(model, prepared, is_smoothed, outputs)
+                return joined.to_tuple() if as_tuple else joined
+
             config = dataclasses.replace(config, merge_output=merge)
         elif wanted is not False:
             config = dataclasses.replace(config, merge_output=functools.partial(batches.merge_as_asked, wanted))
@@ -253,8 +275,7 @@ class CutModel(RoundPipe):
                 "A pipeline can use a KV cache only if outputs are joined and the cache has a list of layers. "
                 f"Pass a cache with layers, or no cache:\n{made}    model(..., use_cache=False)"
             )
-        joined = functools.partial(batches.merge_with_cache, cache, merge)
-        cut = config.split_input
+        cut, joined = config.split_input, functools.partial(batches.merge_with_cache, cache, merge)
         if cut is not None and not callable(cut):
             raise ConfigError("With a KV cache, split_input must be a function of args, kwargs and a count.")
         config = dataclasses.replace(config, merge_output=joined, split_input=split_held(cut))

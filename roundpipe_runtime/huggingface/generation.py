@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,9 +49,8 @@ def reason_for_host(cut: Cut, forward: Callable[..., Any]) -> str | None:
         return "it has no cache of a known class"
     # a model may raise any error for a cache
     with torch.no_grad(), evaluating(cut.model):
-        return result_or(
-            lambda: _difference(cut.model, forward, cache), lambda error: f"{type(error).__name__}: {error}"
-        )
+        trial = partial(_difference, cut.model, forward, cache)
+        return result_or(trial, lambda error: f"{type(error).__name__}: {error}")
 
 
 def _difference(model: nn.Module, forward: Callable[..., Any], cache: Any) -> str | None:
@@ -98,7 +97,7 @@ class GenerationPath:
                 self._tried = True
                 # the code of a model may raise any error
                 reason = result_or(
-                    lambda: self._reason_for_host(kwargs), lambda error: f"{type(error).__name__}: {error}"
+                    partial(self._reason_for_host, kwargs), lambda error: f"{type(error).__name__}: {error}"
                 )
                 if reason is not None:
                     _LOG.info("%s runs on the host in generate: %s", type(self.model).__name__, reason)
@@ -116,70 +115,34 @@ class GenerationPath:
         self._pipeline = None
 
     def _reason_for_host(self, kwargs: Kwargs) -> str | None:
-        example = _first_rows(kwargs)
+        """Create the pipeline; return the reason why it is not used, ``None`` if its outputs equal the model's."""
+        name, cache = name_in(kwargs), cache_of(kwargs)
+        rest = {key: value for key, value in kwargs.items() if key not in (name, "use_cache", "cache_position")}
+        tensors = [leaf for leaf in pytree.tree_leaves(rest) if isinstance(leaf, torch.Tensor)]
+        rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
+
+        def first(leaf: Any) -> Any:
+            is_cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+            return leaf[:_ROWS].clone() if is_cut else leaf  # a copy, because some models write into their arguments
+
+        example = {key: pytree.tree_map(first, value) for key, value in rest.items()}
         made = cut(self.model, example, check=False)
         if made.report.is_whole:
             raise CutError(*made.report.refused[-1])
         self._pipeline = self._wrap(made)
+        calls: list[dict[str, Any]] = [example]
         with torch.no_grad(), evaluating(self.model):
-            return _difference_of_encoder(self.model, self._pipeline.forward, example, kwargs)
-
-
-def generation_paths(model: nn.Module, wrap: Callable[[Cut], Any]) -> list[GenerationPath]:
-    """Return a pipeline wrapper for an encoder and one for its encoder-decoder; an empty list for other models."""
-    inner = model_inside(model)
-    find = getattr(inner, "get_encoder", None)
-    if find is None or not getattr(getattr(inner, "config", None), "is_encoder_decoder", False):
-        return []
-    encoder = find()
-    apart = isinstance(encoder, nn.Module) and encoder is not inner
-    return [GenerationPath(part, wrap) for part in ([encoder] if apart else []) + [inner]]
-
-
-@contextlib.contextmanager
-def use_paths(paths: list[GenerationPath]) -> Iterator[None]:
-    """Context manager in which calls of the encoder and the encoder-decoder of ``paths`` run through pipelines."""
-    with contextlib.ExitStack() as stack:
-        for path in paths:
-            stack.enter_context(forward_of(path.model, path))
-        yield
-
-
-def _first_rows(kwargs: Mapping[str, Any]) -> Kwargs:
-    """Return copies of the first two rows of a model's arguments, because some models write into their arguments."""
-    tensors = [leaf for leaf in pytree.tree_leaves(_without_cache(kwargs)) if isinstance(leaf, torch.Tensor)]
-    rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), 0)
-
-    def first(leaf: Any) -> Any:
-        is_cut = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
-        return leaf[:_ROWS].clone() if is_cut else leaf
-
-    return {name: pytree.tree_map(first, value) for name, value in _without_cache(kwargs).items()}
-
-
-def _without_cache(kwargs: Mapping[str, Any]) -> Kwargs:
-    left_out = {name_in(kwargs), "use_cache", "cache_position"}
-    return {name: value for name, value in kwargs.items() if name not in left_out}
-
-
-def _difference_of_encoder(
-    model: nn.Module, forward: Callable[..., Any], example: dict[str, Any], kwargs: Mapping[str, Any]
-) -> str | None:
-    """Return the reason why an encoder's pipeline is not used; ``None`` if its outputs equal the model's outputs."""
-    calls: list[dict[str, Any]] = [example]
-    name, cache = name_in(kwargs), cache_of(kwargs)
-    held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2
-    if name is not None and cache is not None and is_cache(cache) and not cache.get_seq_length():
-        held = [{name: copy.deepcopy(cache), "use_cache": True} for _ in range(2)]
-        calls.append({**example, "decoder_input_ids": example["decoder_input_ids"][:, -1:]})
-    for call in calls:
-        found, expected = (
-            _first_tensor(run(**call, **more)) for run, more in zip((forward, model.forward), held, strict=True)
-        )
-        difference = relative_difference(expected, found)
-        if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
-            return f"through the pipeline, its output differs by {difference:.1e}"
-    return None
+            held: list[dict[str, Any]] = [{"use_cache": True} if cache is None and kwargs.get("use_cache") else {}] * 2
+            if name is not None and cache is not None and is_cache(cache) and not cache.get_seq_length():
+                held = [{name: copy.deepcopy(cache), "use_cache": True} for _ in range(2)]
+                calls.append({**example, "decoder_input_ids": example["decoder_input_ids"][:, -1:]})
+            for call in calls:
+                runs = zip((self._pipeline.forward, self.model.forward), held, strict=True)
+                found, expected = (_first_tensor(run(**call, **more)) for run, more in runs)
+                difference = relative_difference(expected, found)
+                if not difference <= tolerance("gradients", *(p.dtype for p in self.model.parameters())):
+                    return f"through the pipeline, its output differs by {difference:.1e}"
+        return None
 
 
 def _first_tensor(output: PyTree) -> torch.Tensor:

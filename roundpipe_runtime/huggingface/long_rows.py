@@ -71,7 +71,19 @@ class LongRows:
         self._inner = model_inside(model)
         self._pipeline: WrappedModel | None = None
         self._exchange = TokenExchange(mesh, self._reason)
-        _check_heads(self._inner, self._exchange.size)
+        config, kind, size = text_config(self._inner), type(self._inner).__name__, self._exchange.size
+        heads = getattr(config, "num_attention_heads", None)
+        keys = getattr(config, "num_key_value_heads", None) or heads or 0
+        if not heads or heads % size or keys % size:
+            raise ConfigError(
+                f"{kind} has {heads} query heads and {keys} key/value heads, which {size} processes cannot share. "
+                "Start a number of processes that divides both numbers of heads."
+            )
+        if getattr(config, "output_router_logits", False):
+            raise ConfigError(
+                f"{kind} has a router loss over all tokens of a batch, but LongRows splits the tokens. Switch the "
+                "router loss off: model.config.output_router_logits = False"
+            )
         self._before = self._inner.config._attn_implementation  # type: ignore[union-attr] # attributes of modules have no types
         self._name = f"roundpipe_long_rows_{next(_NAMES)}"
         expected = _run(model, self._example())
@@ -134,17 +146,15 @@ class LongRows:
         following = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
         counted = int((following != _IGNORED).sum())
         missing = -tokens.shape[1] % size
-        tokens, following = (
-            nn.functional.pad(tensor, (0, missing), value=value)
-            for tensor, value in ((tokens, 0), (following, _IGNORED))
-        )
+        tokens = nn.functional.pad(tokens, (0, missing), value=0)
+        following = nn.functional.pad(following, (0, missing), value=_IGNORED)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        own = self._own(following)
+        length = tokens.shape[1] // size
+        own = slice(self._exchange.rank * length, (self._exchange.rank + 1) * length)
+        parts = [tensor[:, own].contiguous() for tensor in (tokens, positions, following)]
         return {
-            "input_ids": self._own(tokens),
-            "position_ids": self._own(positions),
-            "labels": own,
-            "shift_labels": own,
+            **dict(zip(("input_ids", "position_ids", "labels"), parts, strict=True)),
+            "shift_labels": parts[2],
             "num_items_in_batch": torch.tensor(max(counted, 1)),
             "use_cache": False,
         }
@@ -157,8 +167,6 @@ class LongRows:
         self._inner.set_attn_implementation(self._before)  # type: ignore[operator] # attributes of modules have no types
         with contextlib.suppress(KeyError):
             del _attentions()._global_mapping[self._name]
-
-    # -- attention -----------------------------------------------------------------------------------------------------
 
     def _attention(
         self,
@@ -184,27 +192,17 @@ class LongRows:
             raise ConfigError(
                 f"{type(module).__name__} attends with {found}, which LongRows cannot split over processes."
             )
-        queries, keys, values = (self._exchange.to_heads(tensor) for tensor in (query, key, value))
+        exchanged: Callable[..., torch.Tensor] = _Exchanged.apply
+        queries, keys, values = (exchanged(tensor, self._exchange, True) for tensor in (query, key, value))
+        how: dict[str, Any] = {"dropout_p": options.get("dropout", 0.0), "scale": options.get("scaling")}
         out = nn.functional.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            dropout_p=options.get("dropout", 0.0),
-            is_causal=True,
-            scale=options.get("scaling"),
-            enable_gqa=query.shape[1] != key.shape[1],
+            queries, keys, values, is_causal=True, enable_gqa=query.shape[1] != key.shape[1], **how
         )
-        return self._exchange.to_tokens(out).transpose(1, 2).contiguous(), None
+        return exchanged(out, self._exchange, False).transpose(1, 2).contiguous(), None
 
     def _reason(self) -> BaseException | None:
         groups = None if self._pipeline is None else self._pipeline._rp_groups
         return None if groups is None else groups.news.reason
-
-    # -- checks --------------------------------------------------------------------------------------------------------
-
-    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        length = tensor.shape[1] // self._exchange.size
-        return tensor[:, self._exchange.rank * length : (self._exchange.rank + 1) * length].contiguous()
 
     def _example(self) -> dict[str, torch.Tensor]:
         """Return an example batch: two short rows, with three tokens for each process and an ignored label."""
@@ -218,11 +216,9 @@ class LongRows:
         logits, loss = _run(model, self.cut(self._example()))
         length = logits.shape[1]
         own = expected[0][:, self._exchange.rank * length :][:, :length]
-        share = loss.double().expand(self._exchange.size).clone()
-        total = self._exchange.swap(share).sum()
-        pairs = (("logits", logits.double(), own.double()), ("loss", total, expected[1].double()))
-        for name, found, wanted in pairs:
-            difference = relative_difference(wanted, found)
+        total = self._exchange.swap(loss.double().expand(self._exchange.size).clone()).sum()
+        for name, found, wanted in (("logits", logits, own), ("loss", total, expected[1])):
+            difference = relative_difference(wanted.double(), found.double())
             if not difference <= tolerance("gradients", *(p.dtype for p in model.parameters())):
                 raise ConfigError(
                     f"{type(model).__name__} computes a different {name} for rows that are split along their tokens "
@@ -241,22 +237,6 @@ def _run(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torc
     with torch.no_grad(), evaluating(model):
         found = model(**{**batch, "use_cache": False})
     return found.logits, found.loss
-
-
-def _check_heads(model: nn.Module, size: int) -> None:
-    config = text_config(model)
-    heads = getattr(config, "num_attention_heads", None)
-    keys = getattr(config, "num_key_value_heads", None) or heads or 0
-    if not heads or heads % size or keys % size:
-        raise ConfigError(
-            f"{type(model).__name__} has {heads} query heads and {keys} key/value heads, which {size} processes cannot "
-            "share. Start a number of processes that divides both numbers of heads."
-        )
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError(
-            f"{type(model).__name__} has a router loss over all tokens of a batch, but LongRows splits the tokens. "
-            "Switch the router loss off: model.config.output_router_logits = False"
-        )
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
@@ -301,16 +281,6 @@ class TokenExchange:
         self.size, self.rank = len(self._members), self._members.index(dist.get_rank())
         self.sent = 0
         self._group: Any = None
-
-    def to_heads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return all tokens of this rank's heads, ``(rows, heads / size, all tokens, width)``."""
-        found: torch.Tensor = _Exchanged.apply(tensor, self, True)  # type: ignore[no-untyped-call] # torch has no types for it
-        return found
-
-    def to_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens of all heads, ``(rows, heads, tokens, width)``."""
-        found: torch.Tensor = _Exchanged.apply(tensor, self, False)  # type: ignore[no-untyped-call] # as above
-        return found
 
     def swap(self, parts: torch.Tensor) -> torch.Tensor:
         """Send slice i of a tensor along axis 0 to rank i, and return the slices that this rank got from all ranks."""

@@ -55,7 +55,7 @@ class PieceRows:
     def __init__(self, made: Cut, engine: Engine, *, shares_batches: bool) -> None:
         self.made, self.engine, self.shares_batches = made, engine, shares_batches
         self._repeats = Repeats()
-        self._axes: dict[Hashable, RowAxes] = {}
+        self.axes: dict[Hashable, RowAxes] = {}
         self._mixing: dict[Hashable, GradientTrial] = {}
         self._compared: collections.Counter[Hashable] = collections.Counter()
 
@@ -97,19 +97,14 @@ class PieceRows:
         if self.made.report.is_whole:
             return None
         kind = self.kind_of(args, kwargs)
-        if kind not in self._axes:
+        if kind not in self.axes:
             try:
                 trial = next(self.some_rows(FlatBatch.of(args, kwargs, None), config))
                 states, shown = self.some_states(trial, config)
-                self._axes[kind] = RowAxes.of(shown, states[-1])
+                self.axes[kind] = RowAxes.of(shown, states[-1])
             except CannotJoinError:
                 return None
-        return partial(join_states, axes=self._axes[kind], args=args, kwargs=kwargs)
-
-    def joined_state(self, kind: Hashable, trial: RowTrial, states: Sequence[CutState], shown: CutState) -> CutState:
-        """Join the outputs of the layers for subsets of a few rows; raise `CannotJoinError` if this is impossible."""
-        axes = self._axes[kind] = RowAxes.of(shown, states[-1])
-        return join_states([*states], axes, *call_of(trial.whole))
+        return partial(join_states, axes=self.axes[kind], args=args, kwargs=kwargs)
 
     def kind_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
         """Return the properties of a model's arguments that may decide which code of the model runs."""
@@ -121,13 +116,13 @@ class PieceRows:
     def repeated_rows(self, batch: FlatBatch, config: RoundPipeRunConfig) -> Iterator[RowTrial]:
         """Yield sets of three rows that contain one row twice, split into two subsets that each contain this row."""
         in_two = dataclasses.replace(config, num_microbatch=2)
-        for trial in itertools.islice(self.some_rows(batch, config), 1):
-            for one, other in itertools.permutations(range(trial.count), 2):
-                whole = dataclasses.replace(trial.in_order([one, other, one]), rows=3)
-                few = FlatBatch.of(*call_of(whole), None)
-                found = self.engine.split(few, self._split_again(few, in_two))
-                if [part.rows for part in found] == [2, 1]:
-                    yield RowTrial(whole, found)
+        trial = next(self.some_rows(batch, config))
+        for one, other in itertools.permutations(range(trial.count), 2):
+            whole = dataclasses.replace(trial.in_order([one, other, one]), rows=3)
+            few = FlatBatch.of(*call_of(whole), None)
+            found = self.engine.split(few, self._split_again(few, in_two))
+            if [part.rows for part in found] == [2, 1]:
+                yield RowTrial(whole, found)
 
     def three_at_least(self, batch: FlatBatch, config: RoundPipeRunConfig) -> tuple[FlatBatch, RoundPipeRunConfig]:
         """Return a batch with a single row repeated three times, or a larger batch unchanged; and its configuration."""
@@ -135,9 +130,8 @@ class PieceRows:
             return batch, config
         kwargs, options = split_options(batch.kwargs.tree)
         held = batch.args.tree, kwargs, batch.label.tree
-        rows = [
-            pytree.tree_map_only(torch.Tensor, torch.clone, held) for _ in range(3)
-        ]  # `join` does not concatenate a tensor with itself
+        # copies, because `join` does not concatenate a tensor with itself
+        rows = [pytree.tree_map_only(torch.Tensor, torch.clone, held) for _ in range(3)]
         args, kwargs, label = join(rows, [1, 1, 1], rows=[1, 1, 1])
         if options is not None:
             kwargs = {**kwargs, CALL_OPTIONS: options}
@@ -154,10 +148,9 @@ class PieceRows:
         counts = [one.rows for one in self.engine.split(batch, config)]
         if None in counts:
             raise CannotJoinError("it is not clear how many rows a microbatch has")
-        number, is_cut = math.ceil(sum(count or 0 for count in counts) / most), False
-        for trial in few_rows(
-            self.engine, batch, dataclasses.replace(config, num_microbatch=number), self._split_again
-        ):
+        in_few = dataclasses.replace(config, num_microbatch=math.ceil(sum(count or 0 for count in counts) / most))
+        is_cut = False
+        for trial in few_rows(self.engine, batch, in_few, self._split_again):
             is_cut = True
             yield trial
         if not is_cut:
@@ -312,7 +305,8 @@ class LossWays:
         if is_new and (found := tail.without_proof(rows[1])) is not None:
             return found
         if not made.report.is_whole:
-            rows[0] = dataclasses.replace(rows[0], state=self._rows.joined_state(kind, trial, states, shown))
+            axes = self._rows.axes[kind] = RowAxes.of(shown, states[-1])
+            rows[0] = dataclasses.replace(rows[0], state=join_states([*states], axes, *call_of(trial.whole)))
         return dataclasses.replace(tail.prove(rows, known), row_nbytes=nbytes // max(rows[0].count, 1))
 
 
@@ -417,9 +411,8 @@ class Tail:
         if rows.state is None:
             kwargs = {**kwargs, CALL_OPTIONS: self._options}
         else:
-            options: dict[str, Any] = {"options": self._options, "seed": seed}
-            args = (dataclasses.replace(rows.state, call=(args, kwargs), values=values, **options),)
-            kwargs = {}
+            call, own = (args, kwargs), self._options
+            args, kwargs = (dataclasses.replace(rows.state, call=call, values=values, options=own, seed=seed),), {}
         with counting() as items, NoDropout():
             output, _, _ = functional_call(self._piece, self._parameters, args, kwargs, tie_weights=False)
             loss = loss_of(output)

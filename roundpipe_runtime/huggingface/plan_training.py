@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -49,12 +49,6 @@ class PlannedTraining:
     (True, 34)
     """
 
-    # model: Hugging Face causal language model, or PEFT's model around one, with parameters on `meta`
-    # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
-    # large_tables: how tables of large vocabularies are copied, as in `RoundPipe`. Default: `"auto"`.
-    # host: storage of parameters, gradients and the optimizer's state. Default: `"memory"`.
-    # update: which weights the optimizer updates, and when, as in `RoundPipe`. Default: `"masters"`.
-
     def __init__(
         self,
         model: nn.Module,
@@ -76,10 +70,18 @@ class PlannedTraining:
         self.host: Literal["memory", "disk"] = host
         self.update: Update = update
         self._measured: dict[tuple[int, int, int], list[LayerFootprint]] = {}
-        self.cut: Cut = _cut(model, hardware.kind)
+        try:
+            with device_kernels(hardware.kind):
+                self.cut: Cut = cut(model, _batch(2, 16), check=False)
+        except CutError as error:
+            raise CutError(
+                error.reason,
+                f"{type(model).__name__} cannot be planned: on meta, where tensors have no values, its forward fails "
+                f"with {first_line(error.__cause__ or error)}",
+            ) from error
         limit = None if hardware.memory is None else stage_limit(FOR_PARAMETERS * hardware.memory / 1e9)
-        self.rule = rule_for(self.cut.pieces, large_tables, limit, self._gradient_dtype())
-        self._least_rule = rule_for(self.cut.pieces, large_tables, 0.0, self._gradient_dtype())
+        self.rule = rule_for(self.cut.pieces, large_tables, limit, self._gradient_dtype)
+        self._least_rule = rule_for(self.cut.pieces, large_tables, 0.0, self._gradient_dtype)
 
     def report(
         self,
@@ -122,8 +124,7 @@ class PlannedTraining:
                 f"remedy: the memory of {device} is unknown. Give the memory in bytes:\n"
                 "    describe_hardware(devices, memory=24 * 2**30)"
             )
-        sizes: list[tuple[int, int]] = []
-        number = num_microbatch
+        sizes, number = list[tuple[int, int]](), num_microbatch
         while number < batch:
             number = min(2 * number, batch)
             sizes.append((number, length))
@@ -145,7 +146,7 @@ class PlannedTraining:
                 (),
                 without_cache(self.model, _batch(rows, length)),
                 names=self.cut.report.pieces,
-                gradient_dtype=self._gradient_dtype(),
+                gradient_dtype=self._gradient_dtype,
                 last_call=_last_call,
                 kind=self.hardware.kind,
                 start=start,
@@ -153,9 +154,8 @@ class PlannedTraining:
             )
         return self._measured[key]
 
-    def _gradient_dtype(self) -> Callable[[nn.Parameter], torch.dtype]:
-        dtype = self.optim_dtype
-        return lambda parameter: dtype if dtype and parameter.is_floating_point() else parameter.dtype
+    def _gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        return self.optim_dtype if self.optim_dtype and parameter.is_floating_point() else parameter.dtype
 
 
 def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
@@ -173,18 +173,6 @@ def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module
     return model
 
 
-def _cut(model: nn.Module, kind: str) -> Cut:
-    try:
-        with device_kernels(kind):
-            return cut(model, _batch(2, 16), check=False)
-    except CutError as error:
-        raise CutError(
-            error.reason,
-            f"{type(model).__name__} cannot be planned: on meta, where tensors have no values, its forward fails with "
-            f"{first_line(error.__cause__ or error)}",
-        ) from error
-
-
 def _batch(rows: int, length: int) -> Kwargs:
     """Return rows of tokens on ``meta``, with labels equal to the tokens."""
     tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
@@ -194,8 +182,9 @@ def _batch(rows: int, length: int) -> Kwargs:
 def _last_call(piece: nn.Module, value: Any) -> Any:
     """Call the last module of the pipeline as in training, where only the loss is used."""
     if isinstance(piece, Phase):
-        return without_logits(piece.copy, loss_only(piece.copy, lambda: piece(value)))
-    if isinstance(piece, Whole):
-        args, kwargs = value
-        return without_logits(piece.model, loss_only(piece.model, lambda: piece(*args, **kwargs)))
-    return piece(value)
+        model, run = piece.copy, partial(piece, value)
+    elif isinstance(piece, Whole):
+        model, run = piece.model, partial(piece, *value[0], **value[1])
+    else:
+        return piece(value)
+    return without_logits(model, loss_only(model, run))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -18,7 +19,7 @@ from ..batch.loss_proof import LossWay
 from ..device.composite import check_copyable, stored_bytes
 from ..engine.config import RoundPipeRunConfig
 from ..engine.loss_check import JoinedLossError
-from ..errors import REPLACED_FORWARD, ConfigError, CutError, CutRefusedWarning, moved_away, warn
+from ..errors import REPLACED_FORWARD, ConfigError, CutError, CutRefusedWarning, warn
 from ..optim.parameters import resized_late
 from ..pipeline import RoundPipe
 from ..pipeline.roundpipe import back_from, forward_backward_method
@@ -27,7 +28,7 @@ from .batches import join_outputs, loss_fn_with_weight
 from .call_ways import CutModel
 from .cutting.cut import Cut, cut, pieces_of, whole
 from .cutting.cut_plan import CannotJoinError
-from .generation import GenerationPath, forward_of, generation_paths, reason_for_host, use_paths
+from .generation import GenerationPath, forward_of, reason_for_host
 from .loss.call_options import CALL_OPTIONS, CallOptions, SmoothedLoss, gives_share, is_proven, smoothed_call
 from .loss.own_loss import (
     ShareOfOwnLoss,
@@ -102,7 +103,14 @@ def wrap_model_to_roundpipe(
     torch.Size([])
     >>> model.close()
     """
-    _check_model(model)
+    if isinstance(model, RoundPipe):
+        raise ConfigError("The model is a RoundPipe already: use it as it is.")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"wrap_model_to_roundpipe needs a Hugging Face model, found {type(model).__qualname__} {model!r:.60}. Load "
+            "it first:\n    wrap_model_to_roundpipe(AutoModelForCausalLM.from_pretrained(...))"
+        )
+    check_copyable(model)  # before a check runs the model
     overrides = override_config or {}
     if others := [type(module).__name__ for module in overrides if module is not model]:
         raise ConfigError(
@@ -133,17 +141,6 @@ def wrap_model_to_roundpipe(
             "lower_threshold=0, or leave compile out."
         )
     return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, RoundPipe):
-        raise ConfigError("The model is a RoundPipe already: use it as it is.")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"wrap_model_to_roundpipe needs a Hugging Face model, found {type(model).__qualname__} {model!r:.60}. Load "
-            "it first:\n    wrap_model_to_roundpipe(AutoModelForCausalLM.from_pretrained(...))"
-        )
-    check_copyable(model)  # before a check runs the model
 
 
 class WrappedModel(CutModel):
@@ -223,22 +220,27 @@ class WrappedModel(CutModel):
         self.synchronize()
         self._rp_read_model()  # before the forward is replaced, because copies would have the replacement
         generate: Callable[..., Any] = self.cut.model.generate  # type: ignore[assignment] # attributes of modules
-        if paths := self._rp_paths:
-            with use_paths(paths):
-                return generate(*args, **kwargs)
-        if self._rp_host_reason is not None:
-            return generate(*args, **kwargs)
-        with forward_of(self.cut.model, self.forward):
+        with contextlib.ExitStack() as stack:
+            for path in self._rp_paths:
+                stack.enter_context(forward_of(path.model, path))
+            if not self._rp_paths and self._rp_host_reason is None:
+                stack.enter_context(forward_of(self.cut.model, self.forward))
             return generate(*args, **kwargs)
 
     @functools.cached_property
     def _rp_paths(self) -> list[GenerationPath]:
-        return [] if self.cut.report.is_whole else generation_paths(self.cut.model, self._rp_alike)
-
-    def _rp_alike(self, made: Cut) -> WrappedModel:
-        """Return a pipeline on the same devices for another split of the same parameters."""
-        config = self._rp_options.model_run_config
-        return WrappedModel(made, name=self.name, model_run_config=config, pin_model="off", devices=self.devices)
+        """Pipelines on the same devices for an encoder and its encoder-decoder; an empty list for other models."""
+        inner = model_inside(self.cut.model)
+        find = getattr(inner, "get_encoder", None)
+        is_pair = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
+        if self.cut.report.is_whole or find is None or not is_pair:
+            return []
+        encoder, config = find(), self._rp_options.model_run_config
+        apart = isinstance(encoder, nn.Module) and encoder is not inner
+        wrap = functools.partial(
+            WrappedModel, name=self.name, model_run_config=config, pin_model="off", devices=self.devices
+        )
+        return [GenerationPath(part, wrap) for part in ([encoder] if apart else []) + [inner]]
 
     def close(self) -> None:
         """Wait for an optimizer step in the background, and end the threads; the pipeline cannot run afterwards."""
@@ -306,7 +308,9 @@ class WrappedModel(CutModel):
             loss_fn, label = own_loss, None
         input_kwargs = {**(input_kwargs or {}), CALL_OPTIONS: options}
         kwargs, config = self._rp_prepared(input_args, input_kwargs, run_config)
-        _check_no_cache(kwargs)
+        if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
+            names = " and ".join(name for name in (name_in(kwargs), "use_cache") if name and kwargs[name])
+            raise ConfigError(f"forward_backward returns no cache: leave {names} out.")
         is_smoothed = options.smoothed_loss is not None
         computes_loss = is_smoothed or loss_fn is own_loss or has_labels(model, kwargs)
         if loss_fn is own_loss and not return_outputs:
@@ -415,7 +419,10 @@ class WrappedModel(CutModel):
         """Convert the dtype of the model, as in ``model.half()``; raise an error if the device would change."""
         device = fn(torch.empty(0)).device
         if device.type != "cpu":
-            raise moved_away(str(device))
+            raise ConfigError(
+                f"The parameters of a pipeline stay on the host, and to('{device}') would move them. Leave to() out, "
+                f"and choose the devices of the layers here:\n    wrap_model_to_roundpipe(model, devices=['{device}'])"
+            )
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # torch has no types for it
 
     def __getstate__(self) -> dict[str, Any]:
@@ -430,12 +437,6 @@ class WrappedModel(CutModel):
             made = Cut.of(model, pieces_of(model, layers, program), state["report"], layers)
         self.__dict__["_rp_cut"] = made
         super().__setstate__(state)
-
-
-def _check_no_cache(kwargs: Kwargs) -> None:
-    if is_cache(cache_of(kwargs)) or kwargs.get("use_cache"):
-        names = " and ".join(name for name in (name_in(kwargs), "use_cache") if name and kwargs[name])
-        raise ConfigError(f"forward_backward returns no cache: leave {names} out.")
 
 
 def _check_merge(config: RoundPipeRunConfig) -> None:
@@ -465,11 +466,10 @@ class WholeBatchLoss:
         parts = [output for output, _, _ in group]
         rows = sum(count for _, _, count in group)
         first, self._next_row = self._next_row, self._next_row + rows
-        routers = _routers(parts)
         return {
             "losses": _own_losses(self._model, parts),
             "items": [items for _, items, _ in group],
-            "routers": routers,
+            "routers": _routers(parts),
             "mask": None if self._mask is None else self._mask[first : first + rows].reshape(1, -1),
         }
 
@@ -480,21 +480,19 @@ class WholeBatchLoss:
         here = [group for group in groups if group]
         if not here:
             return None, None
-        all_of = [dict(one) if one is not None else None for one in stated]
+        all_of: list[Any] = [None if one is None else dict(one) for one in stated]
         for number, group in zip(own, groups, strict=True):
             if group:  # the stated losses have no graph
                 parts = [output for output, _, _ in group]
-                own_part: Any = all_of[number]
-                own_part |= {"losses": _own_losses(self._model, parts), "routers": _routers(parts)}
+                all_of[number] |= {"losses": _own_losses(self._model, parts), "routers": _routers(parts)}
         found = [one for one in all_of if one is not None]
         aux = None
         if all(one["routers"] is not None for one in found):
             masks = [one["mask"] for one in found]
             mask = None if any(one is None for one in masks) else torch.cat(masks, 1)
             aux = auxiliary_loss_of(self._model, _one_after_another([one["routers"] for one in found]), mask)
-        outputs = [output for group in here for output in group]
-        counts = [rows for _, _, rows in outputs]
-        joined = join_outputs([output for output, _, _ in outputs], [float(rows) for rows in counts], counts)
+        outputs, _, counts = zip(*(output for group in here for output in group), strict=True)
+        joined = join_outputs(outputs, [float(rows) for rows in counts], counts)
         if aux is not None:
             joined["aux_loss"] = aux[0]
         losses = [loss for one in found for loss in one["losses"]]

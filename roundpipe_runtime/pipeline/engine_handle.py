@@ -95,12 +95,7 @@ class ModelProxy(nn.Module):
 
 
 def wrapped_model(module: nn.Module) -> nn.Module:
-    """Return the model that a pipeline wraps; a module that is not a pipeline is returned unchanged.
-
-    >>> layer = nn.Linear(1, 1)
-    >>> wrapped_model(layer) is layer
-    True
-    """
+    """Return the model that a pipeline wraps; a module that is not a pipeline is returned unchanged."""
     return module._rp_model if isinstance(module, ModelProxy) else module
 
 

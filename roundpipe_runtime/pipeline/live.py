@@ -1,9 +1,4 @@
-"""Detect changes of the wrapped model: before each call, its modules are compared with the modules of earlier calls.
-
-Modules, their classes and their ``forward`` functions are compared by identity. For modules outside the layers, of
-which the pipeline runs copies, attributes and parameter names are also compared. The record of a model references the
-objects, so that a new object cannot have the address of an old object.
-"""
+"""Detect changes of the wrapped model: before each call, its modules are compared with the modules of earlier calls."""
 
 from __future__ import annotations
 
@@ -74,55 +69,58 @@ def with_own_forwards(model: nn.Module) -> Iterator[None]:
 
 
 class ModelReading:
-    """A record of a model's modules, functions and attributes, to detect later changes."""
+    """A record of a model's modules, functions and attributes, and of its layers, to detect later changes.
 
-    def __init__(self) -> None:
+    Modules, their classes and their ``forward`` functions are compared by identity. The record references the objects,
+    so that a new object cannot have the address of an old object.
+    """
+
+    def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:
         self._objects: list[object] = []
         self._values: list[object] = []
         self._left = _MOST
         self._seen: set[int] = set()
+        inside = {id(layer): layer for layer in layers}
+        waiting: list[nn.Module | None] = [model]
+        outside: set[int] = set()
+        while waiting:  # modules outside of the layers, with their attributes, because the pipeline runs copies of them
+            module = waiting.pop()
+            if module is None or id(module) in inside or id(module) in outside:
+                continue
+            outside.add(id(module))
+            held = module.__dict__
+            self._objects += [module, type(module), own_forward(module), *held["_modules"].values()]
+            names = [name for name in held if name not in _OF_EVERY_MODULE and not name.startswith("_rp_")]
+            parameters = [name for name, parameter in held["_parameters"].items() if parameter is not None]
+            self._values += [names, parameters, list(held["_modules"])]
+            for name in names:
+                value = held[name]
+                # numbers and tensors may change, as they are set on the copies in each call
+                if isinstance(value, (*_NUMBERS, torch.Tensor)) and not isinstance(value, bool):
+                    self._values.append(type(value))
+                else:
+                    self._add(value, 0, with_numbers="config" not in name)
+            waiting += held["_modules"].values()
+        add, seen = self._objects.append, self._seen
+        waiting += reversed(inside.values())
+        while waiting:
+            add(module := waiting.pop())
+            if module is None or id(module) in seen:
+                continue
+            seen.add(id(module))
+            add(type(module))
+            if "forward" in module.__dict__:
+                add(own_forward(module))
+            waiting += module.__dict__["_modules"].values()
 
     def matches(self, other: ModelReading) -> bool:
         one, two = self._objects, other._objects
         return len(one) == len(two) and all(map(operator.is_, one, two)) and self._values == other._values
 
-    def add_layer(self, layer: nn.Module) -> None:
-        add, seen = self._objects.append, self._seen
-        waiting: list[nn.Module | None] = [layer]
-        while waiting:
-            module = waiting.pop()
-            add(module)
-            if module is None or id(module) in seen:
-                continue
-            seen.add(id(module))
-            held = module.__dict__
-            add(type(module))
-            if "forward" in held:
-                add(own_forward(module))
-            if children := held["_modules"]:
-                waiting += children.values()
-
-    def add_module(self, module: nn.Module) -> None:
-        """Add a module and its attributes to the record; the pipeline runs a copy of this module."""
-        held = module.__dict__
-        self._objects += [module, type(module), own_forward(module), *held["_modules"].values()]
-        names = [name for name in held if name not in _OF_EVERY_MODULE and not name.startswith("_rp_")]
-        parameters = [name for name, parameter in held["_parameters"].items() if parameter is not None]
-        self._values += [names, parameters, list(held["_modules"])]
-        for name in names:
-            value = held[name]
-            # numbers and tensors may change, as they are set on the copies in each call
-            if isinstance(value, (*_NUMBERS, torch.Tensor)) and not isinstance(value, bool):
-                self._values.append(type(value))
-            else:
-                self._add(value, 0, with_numbers="config" not in name)
-
     def _add(self, value: object, depth: int, *, with_numbers: bool) -> None:
-        if isinstance(value, _PLAIN):
-            self._values.append(value)
-            return
-        if isinstance(value, _NUMBERS):
-            self._values.append(value if with_numbers else type(value))
+        if isinstance(value, (*_PLAIN, *_NUMBERS)):
+            is_compared = with_numbers or isinstance(value, _PLAIN)
+            self._values.append(value if is_compared else type(value))
             return
         self._objects.append(type(value))
         if not isinstance(value, (dict, *_LISTS)):
@@ -167,22 +165,6 @@ def tensors_held(module: nn.Module) -> Iterator[torch.Tensor]:
         elif id(value) not in seen and depth <= _DEEPEST and len(seen) < _MOST:
             seen.add(id(value))
             waiting += [(one, depth + 1) for one in _held_by(value)]
-
-
-def read_model(model: nn.Module, layers: Iterable[nn.Module]) -> ModelReading:
-    """Return a record of the model as it is now: its modules with their attributes, and the pipeline's layers."""
-    found, outside = ModelReading(), {id(layer): layer for layer in layers}
-    waiting, seen = [model], set()
-    while waiting:
-        module = waiting.pop()
-        if id(module) in outside or id(module) in seen:
-            continue
-        seen.add(id(module))
-        found.add_module(module)
-        waiting += [child for child in module.__dict__["_modules"].values() if child is not None]
-    for layer in outside.values():
-        found.add_layer(layer)
-    return found
 
 
 def changed_layers(before: Mapping[str, nn.Module], now: Mapping[str, nn.Module]) -> str | None:

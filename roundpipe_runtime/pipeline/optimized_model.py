@@ -22,7 +22,7 @@ from .engine_handle import EngineHandle
 
 
 class OptimizedModel(EngineHandle):
-    """Base class of a pipeline with the methods that an optimizer needs: parameters, steps and gradients."""
+    """Base class of a pipeline with the methods that an optimizer needs, and those that save and load its state."""
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """Yield each parameter that the optimizer updates, once.
@@ -85,7 +85,9 @@ class OptimizedModel(EngineHandle):
             yield from super().named_modules(memo, prefix, remove_duplicate)
         elif self not in memo:
             memo.add(self)
-            yield prefix, _Holder(dict(self.optim_named_parameters(remove_duplicate=remove_duplicate)))
+            holder = nn.Module()  # the names have dots, which `register_parameter` refuses
+            holder.__dict__["_parameters"] = dict(self.optim_named_parameters(remove_duplicate=remove_duplicate))
+            yield prefix, holder
 
     def step_with(self, *optimizers: torch.optim.Optimizer) -> None:
         """Set the optimizers with which ``forward_backward`` updates each layer if ``update="in_backward"``.
@@ -190,18 +192,6 @@ class OptimizedModel(EngineHandle):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, including the gradients of the optimizer's parameters."""
         self._rp_engine.zero_grad(set_to_none)
-
-
-class _Holder(nn.Module):
-    """A module whose parameters have names with dots, which ``register_parameter`` refuses."""
-
-    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
-        super().__init__()
-        self.__dict__["_parameters"] = parameters
-
-
-class SavedModel(EngineHandle):
-    """Base class of a pipeline with the methods that save and load the training state."""
 
     def progress(self) -> PipelineProgress:
         """Return the training state of the pipeline that is not in its state dict.

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
-from ..batch.entries import check_call, check_loss_fn
-from ..batch.loss import WeightedLoss, terms_of_batch
+from ..batch.entries import check_call
+from ..batch.loss import LossContract, WeightedLoss
 from ..device.accelerator import DeviceSpec, parse_devices
 from ..device.composite import check_copyable
 from ..device.disk import HOST_IN_MEMORY, disk_folder, memory_for
@@ -32,8 +32,8 @@ from ..optim.layer_contents import scan
 from ..optim.parts import widened
 from ..optim.torch_steps import take_over_always
 from .engine_handle import CALL_HOOKS, PipelineOptions, as_module, layers_of
-from .live import changed_layers, read_model
-from .optimized_model import OptimizedModel, SavedModel
+from .live import ModelReading, changed_layers
+from .optimized_model import OptimizedModel
 
 # Types of `forward_backward`, in which the type of `loss_fn` determines the type of the result.
 
@@ -114,10 +114,12 @@ def back_from(outputs: PyTree, label: Any, loss_fn: Callable[[Any, Any], Any], r
             # outputs of microbatches carry the weights of their losses, but joined outputs do not
             own = getattr(loss_fn, "__wrapped__", loss_fn) if hasattr(loss_fn, "has_proven_weights") else loss_fn
             loss = own(outputs, label)
-        total, terms = terms_of_batch(loss)
+        contract = LossContract("sum", [1])  # the whole batch is one microbatch
+        terms = contract.add(0, loss)
     if terms:
-        torch.autograd.backward([term.tensor for term in terms], [term.seed for term in terms])
-    total = pytree.tree_map(torch.Tensor.cpu, total)
+        scale = contract.gradient_scale()
+        torch.autograd.backward([term.tensor for term in terms], [term.seed * scale for term in terms])
+    total = pytree.tree_map(torch.Tensor.cpu, contract.total())
     return (total, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)) if return_outputs else total
 
 
@@ -125,7 +127,7 @@ def _identity(outputs: Any, labels: Any) -> Any:
     return outputs
 
 
-class RoundPipe(OptimizedModel, SavedModel):
+class RoundPipe(OptimizedModel):
     """Train a model larger than device memory: the pipeline copies a few layers at a time to the devices.
 
     A pipeline has the parameters, buffers, names and ``state_dict`` of its model; ``train`` and ``eval`` set the mode
@@ -198,21 +200,9 @@ class RoundPipe(OptimizedModel, SavedModel):
         super().__init__()
         config = RoundPipeRunConfig() if model_run_config is None else model_run_config
         options = PipelineOptions(
-            name or call_site(),
-            optim_dtype,
-            name,
-            config,
-            pin_model,
-            devices,
-            mesh,
-            replicas,
-            reduce_dtype,
-            gradient_dtype,
-            compile,
-            large_tables,
-            host,
-            update,
-        )
+            name or call_site(), optim_dtype, name, config, pin_model, devices, mesh, replicas, reduce_dtype,
+            gradient_dtype, compile, large_tables, host, update,
+        )  # fmt: skip
         self._rp_build(as_module(model), options, None)
 
     def _rp_build(self, model: nn.Module, options: PipelineOptions, original: nn.Module | None) -> None:
@@ -223,7 +213,7 @@ class RoundPipe(OptimizedModel, SavedModel):
         if options.update != "masters" and options.optim_dtype is not None:
             widen(model.parameters(), options.optim_dtype)
         folder = disk_folder(options.host)
-        pinned = PinnedModel(model, options.pin_model if folder is None else "off", found)
+        pins = PinnedModel(model, options.pin_model if folder is None else "off", found)
         tag = f"{options.name or ''}|{len(layers)}|{sum(p.numel() for p in model.parameters())}"
         self._rp_stand_for(model, original)
         self._rp_options = options
@@ -235,23 +225,16 @@ class RoundPipe(OptimizedModel, SavedModel):
             from ..distributed.replicas.rank_groups import RankGroups  # torch's DTensor takes a while to load
 
             self._rp_groups = RankGroups(ranks_of(options.mesh), options.replicas, options.reduce_dtype)
+        compiled = CompiledLayers(layers, check_compile_options(options.compile))
+        disk = None if folder is None else memory_for(model, folder)
         of_engine = EngineOptions(
-            options.optim_dtype,
-            tag,
-            pinned,
-            options.gradient_dtype,
-            CompiledLayers(layers, check_compile_options(options.compile)),
-            options.large_tables,
-            None if folder is None else memory_for(model, folder),
-            options.update,
+            options.optim_dtype, tag, pins, options.gradient_dtype, compiled, options.large_tables, disk, options.update
         )
         self._rp_engine = Engine(model, layers, found, of_engine, self._rp_groups)
-        self._rp_reading = read_model(model, layers)
+        self._rp_reading = ModelReading(model, layers)
 
     def _rp_layers(self, model: nn.Module) -> list[nn.Module]:
         return layers_of(model)
-
-    # -- running -----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run :meth:`forward` and the hooks of the wrapped model."""
@@ -314,12 +297,24 @@ class RoundPipe(OptimizedModel, SavedModel):
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
-        self._rp_check_ranks()
+        if not self._rp_warned and not self._rp_options.has_groups and _world_size() > 1:
+            self._rp_warned = True
+            warn(
+                f"{self.name} runs in one of {_world_size()} processes, and exchanges no gradients with the others: "
+                "each trains its own model. Give the pipeline a mesh:\n"
+                '    RoundPipe(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))',
+                RoundPipeWarning,
+            )
         with self._rp_engine.groups.entering():
-            args, kwargs = check_call(input_args, input_kwargs)
-            check_loss_fn(loss_fn)
+            args, kwargs = check_call(input_args, input_kwargs, loss_fn)
             self._rp_check_model()
-            self._rp_check_hooks()
+            held, kind = vars(self._rp_model), type(self._rp_model).__name__
+            if not self._rp_runs_model and (found := next((name for name in CALL_HOOKS if held[name]), None)):
+                raise StageError(
+                    f"{self.name}: the {kind} has {found.strip('_').replace('_', ' ')}, which forward_backward does "
+                    f"not run, as it calls the layers and not the {kind}. Register hooks on a layer:\n"
+                    "    model[0].register_forward_pre_hook(hook); model[-1].register_forward_hook(hook)"
+                )
             config = self._rp_config(run_config)
 
             def joined(is_checked: bool) -> Any:
@@ -371,17 +366,6 @@ class RoundPipe(OptimizedModel, SavedModel):
                 "    return WeightedLoss(total, weight)"
             )
 
-    def _rp_check_ranks(self) -> None:
-        """Warn once if several processes run, but the pipeline has no mesh, so each process trains its own model."""
-        if not self._rp_warned and not self._rp_options.has_groups and _world_size() > 1:
-            self._rp_warned = True
-            warn(
-                f"{self.name} runs in one of {_world_size()} processes, and exchanges no gradients with the others: "
-                "each trains its own model. Give the pipeline a mesh:\n"
-                '    RoundPipe(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))',
-                RoundPipeWarning,
-            )
-
     def _rp_config(self, config: RoundPipeRunConfig | None) -> RoundPipeRunConfig:
         if not isinstance(config, RoundPipeRunConfig | None):
             raise ConfigError(
@@ -394,7 +378,7 @@ class RoundPipe(OptimizedModel, SavedModel):
     def _rp_check_model(self) -> None:
         """Raise an error if layers were replaced; after other changes, check again that rows are independent."""
         model, layers = self._rp_model, self._rp_engine.layers
-        reading = read_model(model, layers)
+        reading = ModelReading(model, layers)
         if reading.matches(self._rp_reading):
             return
         now = self._rp_layers(model)
@@ -413,18 +397,6 @@ class RoundPipe(OptimizedModel, SavedModel):
     def _rp_runs_model(self) -> bool:
         """Whether the model is a single layer, so that calls of the layer run the hooks of the model."""
         return self._rp_engine.layers[0] is self._rp_model
-
-    def _rp_check_hooks(self) -> None:
-        held = vars(self._rp_model)
-        if not self._rp_runs_model and (found := next((name for name in CALL_HOOKS if held[name]), None)):
-            kind = type(self._rp_model).__name__
-            raise StageError(
-                f"{self.name}: the {kind} has {found.strip('_').replace('_', ' ')}, which forward_backward does not "
-                f"run, as it calls the layers and not the {kind}. Register hooks on a layer:\n"
-                "    model[0].register_forward_pre_hook(hook); model[-1].register_forward_hook(hook)"
-            )
-
-    # -- pickled ------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         self._rp_engine.synchronize()

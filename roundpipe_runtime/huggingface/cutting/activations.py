@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from yobx_flatten.private_names.of_torch import pytree
-from yobx_flatten.recipe.aliases import Kwargs
 
 from ..adapters import example_inputs, without_cache
-from .call_log import BoxUse, CallLog, CallSpec, Tree
+from .call_log import BoxUse, CallLog, Tree
 from .check import evaluating
 from .cut import Cut
 from .cut_plan import CutPlan, CutState, begin
@@ -75,45 +74,32 @@ def passed_tensors(made: Cut, example: Mapping[str, Any] | None = None) -> list[
     kwargs = without_cache(made.model, dict(example if example is not None else example_inputs(made.model)))
     if any(p.is_meta for p in made.model.parameters()):
         kwargs = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in kwargs.items()}
-    seen, call_log = _followed(made, kwargs)
-    words = _Names(made.program, call_log, made.layers)
-    return [
-        PassedTensor(
-            words.name(key),
-            words.kind(key, tuple(found.read), found.made),
-            tuple(found.tensor.shape),
-            found.tensor.nbytes,
-            found.made,
-            tuple(found.read),
-        )
-        for key, found in seen.items()
-        if found.read
-    ]
-
-
-@dataclasses.dataclass
-class _StateTensor:
-    tensor: torch.Tensor
-    made: int
-    read: list[int] = dataclasses.field(default_factory=list)
-
-
-def _followed(made: Cut, kwargs: Kwargs) -> tuple[dict[Any, _StateTensor], CallLog]:
-    """Run all modules of a split model except the last; return the passed tensors and the log of layer calls."""
-    seen: dict[Any, _StateTensor] = {}
+    seen: dict[Any, tuple[torch.Tensor, int, list[int]]] = {}  # tensor, module that made it, modules that read it
     state = begin((), kwargs, made.model)
     last = len(made.pieces) - 1
     with evaluating(made.model), torch.no_grad():
         for number, piece in enumerate(made.pieces[:last]):
-            before = _contents(state)
+            read = [*_contents(state)]  # code outside of layers may read any tensor
             state = piece(state) if number else piece(**kwargs)
-            for key in _read_by(piece, state.call_log, before):
-                seen[key].read.append(number)
+            if isinstance(piece, LayerCall):
+                call = state.call_log.calls.get(piece.place)
+                boxes = {use.number for use in call.boxes()} if call is not None else set()
+                keys = call.arguments.keys() if call is not None else set()
+                read = [key for key in read if (key in keys if isinstance(key, Key) else key[0] in boxes)]
+            for key in read:
+                seen[key][2].append(number)
             for key, tensor in _contents(state).items():
-                seen.setdefault(key, _StateTensor(tensor, number))
+                seen.setdefault(key, (tensor, number, []))
     for key in _contents(state):
-        seen[key].read.append(last)
-    return seen, state.call_log
+        seen[key][2].append(last)
+    words = _Names(made.program, state.call_log, made.layers)
+    return [
+        PassedTensor(
+            words.name(key), words.kind(key, tuple(read), number), tuple(one.shape), one.nbytes, number, tuple(read)
+        )
+        for key, (one, number, read) in seen.items()
+        if read
+    ]
 
 
 def _contents(state: CutState) -> dict[Any, torch.Tensor]:
@@ -124,17 +110,6 @@ def _contents(state: CutState) -> dict[Any, torch.Tensor]:
             if isinstance(leaf, torch.Tensor):
                 found[number, pytree.keystr(path)] = leaf
     return found
-
-
-def _read_by(piece: nn.Module, call_log: CallLog, held: Mapping[Any, torch.Tensor]) -> list[Any]:
-    if not isinstance(piece, LayerCall):  # code outside of layers may read any tensor
-        return list(held)
-    spec = call_log.calls.get(piece.place)
-    if spec is None:
-        return []
-    boxes = {use.number for use in spec.boxes()}
-    keys = spec.arguments.keys()
-    return [key for key in held if (key in keys if isinstance(key, Key) else key[0] in boxes)]
 
 
 class _Names:
@@ -148,13 +123,19 @@ class _Names:
             leaf: path for tree in call_log.captured.values() for path, leaf in _leaves(tree) if isinstance(leaf, Key)
         }
         for place, call in sorted(call_log.calls.items()):
-            for name, leaf in _arguments(call, layers[program.calls[place].layer]):
-                if isinstance(leaf, BoxUse):
-                    self._names.setdefault(leaf.number, name)
+            parameters = list(inspect.signature(layers[program.calls[place].layer].forward).parameters)
+            for path, leaf in _leaves(call.arguments):
+                if not isinstance(leaf, (Key, BoxUse)):
+                    continue
+                which = path[1]  # path[0] is args or kwargs
+                if isinstance(which, pytree.MappingKey):
+                    name = f"{which.key}{pytree.keystr(path[2:])}"
                 else:
-                    self._names.setdefault(leaf, name)
-                    if leaf.call == place - 1 and self._is_main(leaf):
-                        self._hidden.add(name)
+                    known = which.idx < len(parameters)
+                    name = f"{parameters[which.idx] if known else f'args[{which.idx}]'}{pytree.keystr(path[2:])}"
+                self._names.setdefault(leaf.number if isinstance(leaf, BoxUse) else leaf, name)
+                if self._is_main(leaf) and leaf.call == place - 1:
+                    self._hidden.add(name)
 
     def name(self, key: Any) -> str:
         if not isinstance(key, Key):
@@ -172,7 +153,7 @@ class _Names:
             return "hidden" if is_first else "side"
         return "hidden" if self._is_main(key) and read[0] == made + 1 else "carried"
 
-    def _is_main(self, key: Any) -> bool:
+    def _is_main(self, key: Any) -> TypeGuard[Key]:
         return isinstance(key, Key) and not self._program.is_extra(*key)
 
 
@@ -180,17 +161,3 @@ def _leaves(tree: Tree) -> Iterator[tuple[Any, Any]]:
     numbered = pytree.tree_unflatten(list(range(len(tree.leaves))), tree.spec)
     for path, number in pytree.tree_flatten_with_path(numbered)[0]:
         yield path, tree.leaves[number]
-
-
-def _arguments(call: CallSpec, layer: nn.Module) -> Iterator[tuple[str, Key | BoxUse]]:
-    """Yield the tensors, lists and dictionaries among a layer's arguments, each with its parameter name."""
-    parameters = list(inspect.signature(layer.forward).parameters)
-    for path, leaf in _leaves(call.arguments):
-        if not isinstance(leaf, (Key, BoxUse)):
-            continue
-        which, inner = path[1], pytree.keystr(path[2:])  # path[0] is args or kwargs
-        if isinstance(which, pytree.MappingKey):
-            yield f"{which.key}{inner}", leaf
-        elif isinstance(which, pytree.SequenceKey):
-            name = parameters[which.idx] if which.idx < len(parameters) else f"args[{which.idx}]"
-            yield f"{name}{inner}", leaf

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from yobx_flatten import register_flattening_functions
-from yobx_flatten.huggingface.cache_names import argument_of, name_in, named_for
+from yobx_flatten.huggingface.cache_names import argument_of
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import Kwargs, PyTree, TransformersModel
 
@@ -29,9 +29,12 @@ from ...batch.joining import join
 from ...batch.spec import Replicate
 from ...batch.splitting import split
 from ...device.transfer import Static
-from ...errors import BatchStructureError, CutError, warn
+from ...errors import BatchStructureError, CutError
 from ..adapters import model_inside, text_config
 from .stub import Key
+
+# An entry of a cache: 1 for cross-attention or 0, and the index in the list of layers.
+Entry: TypeAlias = tuple[int, int]
 
 
 class HeldCache(Static):
@@ -40,14 +43,10 @@ class HeldCache(Static):
     __slots__ = ("_held",)
 
     def __init__(self, cache: Any) -> None:
-        changed: dict[tuple[int, int], Any] = {}
+        changed: dict[Entry, Any] = {}
         read: dict[int, bool] = {}
         # a closure, so that code that walks through attributes finds no tensors to copy
-        self._held: Callable[[], tuple[Any, dict[tuple[int, int], Any], dict[int, bool]]] = lambda: (
-            cache,
-            changed,
-            read,
-        )
+        self._held: Callable[[], tuple[Any, dict[Entry, Any], dict[int, bool]]] = lambda: (cache, changed, read)
 
     def before(self) -> Any:
         """Return a copy of the KV cache as it was before the forward."""
@@ -76,7 +75,25 @@ class HeldCache(Static):
         read.update(getattr(view, "is_updated", {}))
 
 
-class _Entries(list[Any]):
+class _ReadEntries(list[Any]):
+    """A list of the layers of a KV cache that calls ``on_read`` before a layer is read."""
+
+    def get(self, number: int) -> Any:
+        return super().__getitem__(number)
+
+    def on_read(self, number: int) -> None:
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Any:
+        for number in range(len(self))[index] if isinstance(index, slice) else [range(len(self))[index]]:
+            self.on_read(number)
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[number] for number in range(len(self)))
+
+
+class _Entries(_ReadEntries):
     """The layers of a KV cache; the tensors of each layer are copied to the device when they are read."""
 
     def __init__(self, layers: Sequence[Any], device: torch.device) -> None:
@@ -84,18 +101,10 @@ class _Entries(list[Any]):
         self.here: set[int] = set()
         self._device = device
 
-    def get(self, number: int) -> Any:
-        return super().__getitem__(number)
-
-    def __getitem__(self, index: Any) -> Any:
-        for number in range(len(self))[index] if isinstance(index, slice) else [range(len(self))[index]]:
-            if number not in self.here:
-                self.here.add(number)
-                super().__setitem__(number, _moved(self.get(number), self._device))
-        return super().__getitem__(index)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[number] for number in range(len(self)))
+    def on_read(self, number: int) -> None:
+        if number not in self.here:
+            self.here.add(number)
+            self[number] = _moved(self.get(number), self._device)
 
     def append(self, layer: Any) -> None:
         self.here.add(len(self))
@@ -163,20 +172,6 @@ def cache_argument(model: nn.Module) -> str | None:
     return argument_of(model_inside(model).forward)
 
 
-def with_own_name(model: nn.Module, kwargs: Kwargs) -> Kwargs:
-    """Rename a KV cache among keyword arguments to the argument name that the model's forward has.
-
-    A cache under the argument name of an earlier version of transformers causes a `FutureWarning`.
-    """
-    # without this, the model's forward would warn in each phase and microbatch, at a line of this package
-    renamed = named_for(model_inside(model).forward, kwargs)
-    given, wanted = name_in(kwargs), name_in(renamed)
-    if given != wanted:
-        name = type(model_inside(model)).__name__
-        warn(f"{name} calls its cache `{wanted}`. Use `{wanted}` instead of `{given}`.", FutureWarning)
-    return renamed
-
-
 def home(model: TransformersModel) -> Any:
     """Return the empty KV cache that a model creates when it is called without a cache."""
     makes = getattr(model, "_supports_default_dynamic_cache", None)
@@ -194,10 +189,9 @@ def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
     """Replace each item of a tuple or mapping by the value that ``pairs`` has for the item's ``id()``."""
     if type(values) is tuple:
         return tuple(pairs.get(id(value), value) for value in values)
-    if isinstance(values, dict):
-        for name, value in list(values.items()):
-            if id(value) in pairs:
-                values[name] = pairs[id(value)]
+    for name, value in list(values.items()) if isinstance(values, dict) else ():
+        if id(value) in pairs:
+            values[name] = pairs[id(value)]
     return values
 
 
@@ -244,9 +238,6 @@ def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> No
     if _is_pair(cache):
         cache.is_updated.update(made[0].is_updated)
 
-
-# An entry of a cache: 1 for cross-attention or 0, and the index in the list of layers.
-Entry: TypeAlias = tuple[int, int]
 
 # The class of an entry, and its attributes: their structure, and their values with a `Key` for each tensor.
 _Described: TypeAlias = tuple[type, pytree.TreeSpec, tuple[Any, ...]]
@@ -308,24 +299,19 @@ def _entry(described: _Described | None, values: Mapping[Key, torch.Tensor]) -> 
     return made
 
 
-class _MadeEntries(list[Any]):
+class _MadeEntries(_ReadEntries):
     def __init__(self, entries: Iterable[Any]) -> None:
         super().__init__(entries)
         self.read: set[int] = set()
 
-    def __getitem__(self, index: Any) -> Any:
-        for number in range(len(self))[index] if isinstance(index, slice) else [range(len(self))[index]]:
-            self.read.add(number)
-            if super().__getitem__(number) is None:
-                raise BatchStructureError(
-                    f"A layer reads entry {number} of the cache that the model creates, but did not read it with the "
-                    "example that the model was split with. Wrap the model with an example like this batch:\n"
-                    "    wrap_model_to_roundpipe(model, example=batch)"
-                )
-        return super().__getitem__(index)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[number] for number in range(len(self)))
+    def on_read(self, number: int) -> None:
+        self.read.add(number)
+        if self.get(number) is None:
+            raise BatchStructureError(
+                f"A layer reads entry {number} of the cache that the model creates, but did not read it with the "
+                "example that the model was split with. Wrap the model with an example like this batch:\n"
+                "    wrap_model_to_roundpipe(model, example=batch)"
+            )
 
 
 def entries_read(arguments: PyTree) -> frozenset[Entry]:

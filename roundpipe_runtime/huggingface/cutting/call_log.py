@@ -29,9 +29,11 @@ class Tree:
 
     def keys(self) -> set[Key]:
         """Return the `Key` of each tensor in this tree, including tensors inside lists, dictionaries and KV caches."""
-        found = {leaf for leaf in self.leaves if isinstance(leaf, Key)}
+        found = set[Key]()
         for leaf in self.leaves:
-            if isinstance(leaf, BoxUse) and leaf.content is not None:
+            if isinstance(leaf, Key):
+                found.add(leaf)
+            elif isinstance(leaf, BoxUse) and leaf.content is not None:
                 found |= leaf.content.keys()
             elif isinstance(leaf, MadeCache):
                 found |= leaf.keys()
@@ -80,10 +82,6 @@ class CallSpec:
 
     def boxes(self) -> list[BoxUse]:
         return [leaf for leaf in self.arguments.leaves if isinstance(leaf, BoxUse)]
-
-    def caches(self) -> list[EmptyCache | MadeCache]:
-        """Return the KV caches among the arguments of a layer call that the model, not the caller, created."""
-        return [leaf for leaf in self.arguments.leaves if isinstance(leaf, (EmptyCache, MadeCache))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -177,29 +175,22 @@ def candidates(model: nn.Module) -> list[Candidate]:
     >>> [found.path for found in candidates(nn.ModuleDict({"h": nn.ModuleList([nn.Linear(2, 2)] * 2)}))]
     ['h']
     """
-    found = list(_lists(model, ""))
-    return sorted(found, key=lambda candidate: -candidate.size)
+    return sorted(_lists(model, ""), key=lambda candidate: -candidate.size)
 
 
 def _lists(module: nn.Module, path: str) -> Iterator[Candidate]:
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and _is_of_layers(child):
+        # children() lists a module that occurs several times only once
+        held = [one for one in child._modules.values() if one is not None]
+        # a Sequential of linear layers and activations is one small network, not a list of layers
+        are_alike = len({*map(type, held)}) == 1 and all(list(one.children()) for one in held)
+        are_layers = len(held) >= 2 and all(any(True for _ in one.parameters()) for one in held)
+        if are_layers and (isinstance(child, nn.ModuleList) or (isinstance(child, nn.Sequential) and are_alike)):
             layers = {f"{inner}.{key}": layer for key, layer in child._modules.items()}
-            size = sum(p.numel() for p in {id(p): p for p in child.parameters()}.values())
-            yield Candidate(inner, layers, size)
+            yield Candidate(inner, layers, sum(p.numel() for p in child.parameters()))
         else:
             yield from _lists(child, inner)
-
-
-def _is_of_layers(module: nn.Module) -> bool:
-    # children() lists a module that occurs several times only once
-    children = [child for child in module._modules.values() if child is not None]
-    if len(children) < 2 or not all(any(True for _ in child.parameters()) for child in children):
-        return False
-    # a Sequential of linear layers and activations is one small network, not a list of layers
-    alike = len({type(child) for child in children}) == 1 and all(list(child.children()) for child in children)
-    return isinstance(module, nn.ModuleList) or alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +216,16 @@ def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[l
         names.setdefault(id(layer), name)
 
     def hook(module: nn.Module, args: Any, kwargs: Any, out: PyTree) -> None:
-        seen.append(Observed(names[id(module)], _form_of(tensors_of((args, kwargs)), out)))
+        inputs = tensors_of((args, kwargs))
+        leaves, spec = pytree.tree_flatten(out)
+        found: list[int | tuple[Any]] = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                alike = (i for i, t in enumerate(inputs) if (t.shape, t.dtype) == (leaf.shape, leaf.dtype))
+                found.append(next(alike, -1))
+            else:
+                found.append((leaf,))
+        seen.append(Observed(names[id(module)], OutputSpec(spec, tuple(found))))
 
     with contextlib.ExitStack() as hooks:
         for layer in {id(layer): layer for layer in layers.values()}.values():
@@ -239,15 +239,3 @@ def tensors_of(arguments: Any) -> list[torch.Tensor]:
     outside = id(arguments[1])
     leaves = pytree.tree_leaves(arguments, is_leaf=lambda value: is_box(value) and id(value) != outside)
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _form_of(inputs: list[torch.Tensor], out: PyTree) -> OutputSpec:
-    leaves, spec = pytree.tree_flatten(out)
-    found: list[int | tuple[Any]] = []
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            alike = (i for i, t in enumerate(inputs) if (t.shape, t.dtype) == (leaf.shape, leaf.dtype))
-            found.append(next(alike, -1))
-        else:
-            found.append((leaf,))
-    return OutputSpec(spec, tuple(found))

@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
@@ -94,8 +95,15 @@ def install_hooks(model: nn.Module) -> None:
     """
     module = sys.modules.get(_MODULE)
     if module is None:
-        if is_old():
-            hook_layers(model)
+        for part in _decorated(model) if is_old() else ():
+            for key, recorders in _recorders(part).items():
+                for recorder, (name, inner) in itertools.product(recorders, list(part.named_modules())):
+                    is_of_kind = recorder.target_class is not None and isinstance(inner, recorder.target_class)
+                    is_named = recorder.class_name is not None and name.endswith(recorder.class_name)
+                    is_meant = (is_of_kind or is_named) and (recorder.layer_name or "") in name
+                    if is_meant and key not in inner.__dict__.setdefault(_HOOKED, set()):
+                        inner.__dict__[_HOOKED].add(key)
+                        inner.register_forward_hook(functools.partial(_append, key, recorder.index))
         return
     base = sys.modules["transformers"].PreTrainedModel
     done = "_output_capturing_hooks_installed"
@@ -137,17 +145,6 @@ def is_old() -> bool:
     return _MODULE not in sys.modules and hasattr(generic, "_CAN_RECORD_REGISTRY")
 
 
-def hook_layers(model: nn.Module) -> None:
-    """Register a hook on each module whose outputs a model call can return, unless the module has the hook."""
-    for part in _decorated(model):
-        for key, recorders in _recorders(part).items():
-            for recorder in recorders:
-                for name, module in part.named_modules():
-                    if _is_meant(recorder, name, module) and key not in module.__dict__.setdefault(_HOOKED, set()):
-                        module.__dict__[_HOOKED].add(key)
-                        module.register_forward_hook(functools.partial(_append, key, recorder.index))
-
-
 def collect_on_copy(copied: nn.Module) -> None:
     """Replace each forward that ``check_model_inputs`` wraps in a copied model by a forward that captures outputs."""
     if is_old():
@@ -157,8 +154,12 @@ def collect_on_copy(copied: nn.Module) -> None:
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     plain = type(module).forward
-    recorders = _recorders(module)
-    wanted = [key for key in recorders if _is_asked(module, key, kwargs)]
+    recorders, wanted = _recorders(module), []
+    for key in recorders:
+        name = "output_attentions" if key == "cross_attentions" else f"output_{key}"
+        attentions = kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
+        if kwargs.get(name, getattr(module.config, name, attentions)):
+            wanted.append(key)
     if not wanted:
         return plain(module, *args, **kwargs)
     returns_dict = kwargs.pop("return_dict", None)
@@ -224,16 +225,3 @@ def _recorders(module: nn.Module) -> dict[str, list[Any]]:
                 one = generic.OutputRecorder(target_class=kind, class_name=name, index=index)
             made[key].append(one)
     return made
-
-
-def _is_meant(recorder: Any, name: str, module: nn.Module) -> bool:
-    is_it = (recorder.target_class is not None and isinstance(module, recorder.target_class)) or (
-        recorder.class_name is not None and name.endswith(recorder.class_name)
-    )
-    return is_it and (recorder.layer_name is None or recorder.layer_name in name)
-
-
-def _is_asked(module: nn.Module, key: str, kwargs: Mapping[str, Any]) -> bool:
-    name = "output_attentions" if key == "cross_attentions" else f"output_{key}"
-    attentions = kwargs.get("output_attentions", getattr(module.config, "output_attentions", False))
-    return bool(kwargs.get(name, getattr(module.config, name, attentions)))

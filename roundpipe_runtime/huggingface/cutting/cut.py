@@ -16,11 +16,11 @@ from yobx_flatten.recipe.aliases import Kwargs
 
 from ...device.composite import parts_of, stored_bytes
 from ...errors import CutError, MissingEmbeddingError, StageError
-from ...pipeline.live import ModelReading, changed_layers, read_model
+from ...pipeline.live import ModelReading, changed_layers
 from ..adapters import example_inputs, plain_rows, without_cache
 from ..loss.own_loss import with_labels
-from .caches import Entry, check_apart
-from .call_log import Candidate, candidates, observe
+from .caches import Entry, MadeCache, check_apart
+from .call_log import Candidate, EmptyCache, candidates, observe
 from .capture import asked_for, install_hooks
 from .check import CutReport, check_equivalence, checking
 from .cut_plan import CutPlan, begin
@@ -105,36 +105,30 @@ class Cut:
                 f"{self.report.model} was wrapped, and then {changed}. Wrap the model again:\n"
                 "    pipeline = wrap_model_to_roundpipe(pipeline.cut.model, devices=pipeline.devices)"
             )
-        if self.layers:
-            self._renew()
+        if isinstance(first := self.pieces[0], Phase):
+            # It is not known which phases read a new parameter, so all phases get it. Later phases may now compute with
+            # the outputs of embeddings, so all phases compute these outputs.
+            program = first.program
+            names = _names_outside(self.model, self.layers)
+            copies = dict(first.copy.named_modules())
+            others = {  # modules whose class or forward differs from their copies
+                name
+                for name, module in self.model.named_modules()
+                if name in copies
+                and (not isinstance(copies[name], type(module)) or "forward" in {*vars(module)} ^ {*vars(copies[name])})
+            }
+            known = {name for used in program.used for name in used or () if name.rpartition(".")[0] not in others}
+            new = {name for name in names if name not in known or name.rpartition(".")[0] in program.embeddings}
+            used = [frozenset((found or names) & names | new) for found in program.used]
+            program = dataclasses.replace(program, used=used, embeddings=frozenset())
+            for piece in self.pieces:
+                if isinstance(piece, (Phase, LayerCall)):
+                    piece.program = program
+                if isinstance(piece, Phase):
+                    piece.copy = copy_with_stubs(self.model, self.layers)
         made = dataclasses.replace(self, reading=reading)
         made.sync()
         return made
-
-    def _renew(self) -> None:
-        """Copy the modules outside of the layers again, after modules, functions or objects of the model changed."""
-        # It is not known which phases read a new parameter, so all phases get it. Later phases may now compute with the
-        # outputs of embeddings, so all phases compute these outputs.
-        first = self.pieces[0]
-        assert isinstance(first, Phase)
-        program = first.program
-        names = _names_outside(self.model, self.layers)
-        copies = dict(first.copy.named_modules())
-        others = {  # modules whose class or forward differs from their copies
-            name
-            for name, module in self.model.named_modules()
-            if name in copies
-            and (not isinstance(copies[name], type(module)) or "forward" in {*vars(module)} ^ {*vars(copies[name])})
-        }
-        known = {name for used in program.used for name in used or () if name.rpartition(".")[0] not in others}
-        new = {name for name in names if name not in known or name.rpartition(".")[0] in program.embeddings}
-        used = [frozenset((found or names) & names | new) for found in program.used]
-        program = dataclasses.replace(program, used=used, embeddings=frozenset())
-        for piece in self.pieces:
-            if isinstance(piece, (Phase, LayerCall)):
-                piece.program = program
-            if isinstance(piece, Phase):
-                piece.copy = copy_with_stubs(self.model, self.layers)
 
 
 def _names_outside(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str]:
@@ -143,7 +137,7 @@ def _names_outside(model: nn.Module, layers: Mapping[str, nn.Module]) -> set[str
 
 
 def _read(model: nn.Module, layers: Mapping[str, nn.Module]) -> ModelReading:
-    return read_model(model, layers.values() or [model])  # a model that was not split is its own layer
+    return ModelReading(model, layers.values() or [model])  # a model that was not split is its own layer
 
 
 def cut(
@@ -188,8 +182,20 @@ def cut(
     if is_planned:
         kwargs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     refused: list[tuple[str, str]] = []
+
+    def does_not_run(error: Exception) -> CutError:
+        return CutError(
+            "example",
+            f"{type(model).__name__} does not run on the example ({', '.join(kwargs)}): {type(error).__name__}: {error}"
+            "\nGive cut a batch of the model:\n    cut(model, example=batch)",
+        )
+
     with checking(model), torch.autocast("cpu", enabled=False):  # rounding would hide differences
-        called = _called(model, candidates(model), kwargs)
+        lists = candidates(model)
+        with raised_as(does_not_run), torch.no_grad():  # a model may raise any error for an unsupported example
+            layers = {name: layer for one in lists for name, layer in one.layers.items()}
+            names = {call.layer for call in observe(layers, lambda: model(**kwargs))[0]}
+        called = [one for one in lists if not names.isdisjoint(one.layers)]
         if example is None and not is_planned:
             kwargs = with_labels(model, kwargs)
         skip = {id(inner) for module in skip_modules for inner in module.modules()}
@@ -200,19 +206,15 @@ def cut(
         if len(large) > 1:
             choices.append(large[:1])
         for chosen in choices:
-            # a model may raise any error when stubs replace its layers
-            attempt = partial(_try, model, chosen, kwargs, check and not is_planned, refused)
-            if (made := result_or(attempt, lambda error: refused.append(_reason(error)))) is not None:
-                return made
+            try:
+                return _try(model, chosen, kwargs, check and not is_planned, refused)
+            except CutError as error:
+                refused.append((error.reason, str(error)))
+            except Exception as error:  # a model may raise any error when stubs replace its layers
+                refused.append(("structure", f"{type(error).__name__}: {error}"))
     if not refused:
         refused.append(("layers", "The model has no list of two or more modules with parameters."))
     return whole(model, refused)
-
-
-def _reason(error: Exception) -> tuple[str, str]:
-    if isinstance(error, CutError):
-        return error.reason, str(error)
-    return "structure", f"{type(error).__name__}: {error}"
 
 
 def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
@@ -221,30 +223,21 @@ def whole(model: nn.Module, refused: Sequence[tuple[str, str]] = ()) -> Cut:
     return Cut.of(model, [Whole(model)], report, {})
 
 
-def _called(model: nn.Module, found: Sequence[Candidate], kwargs: Kwargs) -> list[Candidate]:
-    """Return the lists of modules with at least one module that the forward calls."""
-    layers = {name: layer for one in found for name, layer in one.layers.items()}
-
-    def refused(error: Exception) -> CutError:
-        return CutError(
-            "example",
-            f"{type(model).__name__} does not run on the example ({', '.join(kwargs)}): {type(error).__name__}: {error}"
-            "\nGive cut a batch of the model:\n    cut(model, example=batch)",
-        )
-
-    with raised_as(refused), torch.no_grad():  # a model may raise any error for an unsupported example
-        calls, _ = observe(layers, lambda: model(**kwargs))
-    names = {call.layer for call in calls}
-    return [one for one in found if not names.isdisjoint(one.layers)]
-
-
 def _try(
     model: nn.Module, chosen: Sequence[Candidate], kwargs: Kwargs, check: bool, refused: Sequence[tuple[str, str]]
 ) -> Cut:
     layers = {name: layer for candidate in chosen for name, layer in candidate.layers.items()}
     program = discover(model, layers, kwargs)
     pieces = pieces_of(model, layers, program)
-    made = Cut.of(model, pieces, _report(model, chosen, program, pieces, refused), layers)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    sizes = []
+    for piece in pieces:
+        read = program.used[piece.number] or () if isinstance(piece, Phase) else ()
+        held = [named[name] for name in read] if isinstance(piece, Phase) else list(piece.parameters())
+        sizes.append(sum(part.nbytes for part in parts_of(held)))
+    paths, names = tuple(one.path for one in chosen), tuple(program.names())
+    report = CutReport(type(model).__name__, paths, names, tuple(sizes), None, tuple(refused))
+    made = Cut.of(model, pieces, report, layers)
     if not check:
         return made
     equivalence = check_equivalence(model, pieces, (), kwargs)
@@ -260,29 +253,6 @@ def pieces_of(model: nn.Module, layers: Mapping[str, nn.Module], program: CutPla
             pieces.append(LayerCall(program, place, layers[program.calls[place].layer]))
         start = end
     return pieces
-
-
-def _report(
-    model: nn.Module,
-    chosen: Sequence[Candidate],
-    program: CutPlan,
-    pieces: Sequence[nn.Module],
-    refused: Sequence[tuple[str, str]],
-) -> CutReport:
-    used = [frozenset(program.used[i] or ()) for i in range(program.phases)]
-    named = dict(model.named_parameters(remove_duplicate=False))
-    sizes = []
-    for piece in pieces:
-        held = [named[n] for n in used[piece.number]] if isinstance(piece, Phase) else list(piece.parameters())
-        sizes.append(sum(part.nbytes for part in parts_of(held)))
-    return CutReport(
-        type(model).__name__,
-        tuple(one.path for one in chosen),
-        tuple(program.names()),
-        tuple(sizes),
-        None,
-        tuple(refused),
-    )
 
 
 # With more phases, a model is better not split, because each phase repeats the code of all earlier phases.
@@ -354,7 +324,8 @@ def _run(
         for place in range(start, end):
             trial = dataclasses.replace(trial, keep=frozenset(keep))
             layer = program.calls[place].layer
-            has_caches = bool(state.call_log.calls[place].caches())
+            made_by_model = (EmptyCache, MadeCache)
+            has_caches = any(isinstance(one, made_by_model) for one in state.call_log.calls[place].arguments.leaves)
             with raised_as(partial(_fails_alone, layer), CutError) if has_caches else contextlib.nullcontext():
                 state, reads[place] = LayerCall(trial, place, layers[layer]).observe(state)
         ends.append(end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -150,14 +151,11 @@ class RowAxes:
         (held, spec), (others, other_spec) = state_leaves(whole), state_leaves(part)
         if spec != other_spec or not _are_alike(held, others):
             raise CannotJoinError("the structure of the layers' outputs depends on the rows")
-        values = tuple(
-            _axis(one.shape, other.shape) if isinstance(one, torch.Tensor) else None
-            for one, other in zip(held, others, strict=True)
-        )
-        made, also = whole.call_log.embedded, part.call_log.embedded
+        pairs, also = zip(held, others, strict=True), part.call_log.embedded
+        values = tuple(_axis(a.shape, b.shape) if isinstance(a, torch.Tensor) else None for a, b in pairs)
         embedded = {
             name: tuple(_axis(a.shape, b.shape) for a, b in zip(calls, also.get(name, ()), strict=True))
-            for name, calls in made.items()
+            for name, calls in whole.call_log.embedded.items()
         }
         return cls(values, embedded)
 
@@ -167,13 +165,24 @@ def join_states(states: Sequence[CutState], axes: RowAxes, args: tuple[Any, ...]
     _, spec = flat[0]
     logs = [state.call_log for state in states]
     is_alike = all(other == spec and _are_alike(leaves, flat[0][0]) for leaves, other in flat)
-    if not is_alike or any(not _is_alike(log, logs[0]) for log in logs):
+    # the same layers were called, and returned the same structures
+    made = [(one.results, one.captured, one.needed, one.keep, one.calls.keys(), one.embedded.keys()) for one in logs]
+    if not is_alike or any(one != made[0] for one in made):
         raise CannotJoinError("the structure of the layers' outputs depends on the rows")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     joined = [_joined(column, axis) for column, axis in zip(columns, axes.values, strict=True)]
     values, boxes = pytree.tree_unflatten(joined, spec)
+    embedded: dict[str, list[Embedded]] = {}
+    for name, calls in logs[0].embedded.items():
+        embedded[name] = []
+        for number, (call, axis) in enumerate(zip(calls, axes.embedded[name], strict=True)):
+            shape = list(call.shape)
+            if axis is not None:
+                shape[axis] = sum(log.embedded[name][number].shape[axis] for log in logs)
+            embedded[name].append(Embedded(call.key, torch.Size(shape), call.dtype))
     own, options = split_options(kwargs)
-    return CutState((args, own), options, values, boxes, _joined_log(logs, axes), states[0].seed)
+    call_log = dataclasses.replace(logs[0], embedded=embedded, is_of_others=True)
+    return CutState((args, own), options, values, boxes, call_log, states[0].seed)
 
 
 def state_leaves(state: CutState) -> tuple[list[Any], pytree.TreeSpec]:
@@ -199,32 +208,10 @@ def _axis(whole: Sequence[int], part: Sequence[int]) -> int | None:
 def _joined(column: Sequence[Any], axis: int | None) -> Any:
     first = column[0]
     if axis is None:
-        for other in column[1:]:
-            is_same = torch.equal(first, other) if isinstance(first, torch.Tensor) else first == other
-            if not is_same:
-                raise CannotJoinError("a value without an axis of rows differs between microbatches")
+        is_same = torch.equal if isinstance(first, torch.Tensor) else operator.eq
+        if not all(is_same(first, other) for other in column[1:]):
+            raise CannotJoinError("a value without an axis of rows differs between microbatches")
         return first
     if len({(*t.shape[:axis], *t.shape[axis + 1 :]) for t in column}) > 1:
         raise CannotJoinError(f"tensors of {[tuple(t.shape) for t in column]} cannot be concatenated along axis {axis}")
     return torch.cat(list(column), axis)
-
-
-def _is_alike(log: CallLog, other: CallLog) -> bool:
-    """Return whether two microbatches called the same layers, which returned the same structures."""
-    own, others = (
-        (one.results, one.captured, one.needed, one.keep, one.calls.keys(), one.embedded.keys()) for one in (log, other)
-    )
-    return own == others
-
-
-def _joined_log(logs: Sequence[CallLog], axes: RowAxes) -> CallLog:
-    embedded = {}
-    for name, calls in logs[0].embedded.items():
-        made = []
-        for number, (call, axis) in enumerate(zip(calls, axes.embedded[name], strict=True)):
-            shape = list(call.shape)
-            if axis is not None:
-                shape[axis] = sum(log.embedded[name][number].shape[axis] for log in logs)
-            made.append(Embedded(call.key, torch.Size(shape), call.dtype))
-        embedded[name] = made
-    return dataclasses.replace(logs[0], embedded=embedded, is_of_others=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,10 +69,19 @@ class Phase(nn.Module):
         # args: arguments of the model in phase 0; else the state
         # returns: the state; in the last phase, the output of the model in the requested form
         state: CutState = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
-        run = functools.partial(self._run, state)
-        if not self._is_last:
-            return run()
-        return run_with_options(self.copy, run, state.options, rows_of_call(*state.call))
+        is_last = self.number == self.program.phases - 1
+
+        def run() -> Any:
+            result = self.advance(state)
+            if isinstance(result, Finished) is not is_last:
+                raise BatchStructureError(
+                    f"The model runs {'more' if is_last else 'fewer'} steps (layers, and code between layers) for this "
+                    "batch than for the example that it was split with. Wrap the model with an example like this "
+                    "batch:\n    wrap_model_to_roundpipe(model, example=batch)"
+                )
+            return result.output if isinstance(result, Finished) else result.state
+
+        return run_with_options(self.copy, run, state.options, rows_of_call(*state.call)) if is_last else run()
 
     def __repr__(self) -> str:  # modules of the copy may lack parameters
         return f"Phase {self.number} of {type(self.copy).__name__}"
@@ -91,21 +99,6 @@ class Phase(nn.Module):
     def _rp_to_compile(self) -> None:
         """``None``: code outside of layers is not compiled: an exception ends it where a layer must run first."""
         return
-
-    @property
-    def _is_last(self) -> bool:
-        return self.number == self.program.phases - 1
-
-    def _run(self, state: CutState) -> Any:
-        result = self.advance(state)
-        is_finished = isinstance(result, Finished)
-        if is_finished != self._is_last:
-            raise BatchStructureError(
-                f"The model runs {'fewer' if is_finished else 'more'} steps (layers, and code between layers) for this "
-                "batch than for the example that it was split with. Wrap the model with an example like this batch:\n"
-                "    wrap_model_to_roundpipe(model, example=batch)"
-            )
-        return result.output if isinstance(result, Finished) else result.state
 
     def advance(self, state: CutState) -> Finished | Paused:
         session = PhaseSession(self.program, state, self.number)
@@ -126,7 +119,7 @@ class Phase(nn.Module):
         else:
             waiting = first_placeholder(pytree.tree_leaves(output))
             if waiting is None:
-                output = session.held_again(output)
+                output = swapped(output, session.held)
                 return Finished(output if state.call[1].get("use_cache") else without_caches(output))
             needed = waiting.key
         # an output of a completed call was not kept, and running layers would not produce it
@@ -176,14 +169,13 @@ class Whole(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs, options = split_options(kwargs)
-        return run_with_options(
-            self.model, functools.partial(self._run, args, kwargs), options, rows_of_call(args, kwargs)
-        )
 
-    def _run(self, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
-        with open_caches((), kwargs, device_of((args, kwargs))) as (_, kwargs, views):
-            output = swapped(self.model(*args, **kwargs), views)
-        return output if kwargs.get("use_cache") else without_caches(output)
+        def run() -> Any:
+            with open_caches((), kwargs, device_of((args, kwargs))) as (_, opened, views):
+                output = swapped(self.model(*args, **opened), views)
+            return output if kwargs.get("use_cache") else without_caches(output)
+
+        return run_with_options(self.model, run, options, rows_of_call(args, kwargs))
 
 
 class LayerCall(nn.Module):
@@ -305,7 +297,7 @@ class PhaseSession:
         self._newest = Key(-1, 0)  # an output of the last recorded call
         self._box_numbers: dict[int, int] = {}
         self._box_seen: dict[int, list[int]] = {}
-        self._held: dict[int, HeldCache] = {}
+        self.held: dict[int, HeldCache] = {}  # by the id of the cache that the model gets
         self._embeds: dict[str, int] = {}
         self.embedded: dict[str, list[Embedded]] = {}
         self._alive: list[Any] = []  # objects that are known by id, because the id of a deleted object can be reused
@@ -313,18 +305,15 @@ class PhaseSession:
     def hand_out(self, held: HeldCache) -> Any:
         view = held.before()
         self._alive.append(view)
-        self._held[id(view)] = held
+        self.held[id(view)] = held
         return view
-
-    def held_again(self, output: PyTree) -> PyTree:
-        return swapped(output, self._held)
 
     def call(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         """Return the output of a layer that has already run; otherwise record the call and return placeholders."""
         self._asked += 1
         if self._asked <= len(self._made):
             return self._replay(self._made[self._asked - 1], layer, args, kwargs)
-        return self._record(self._next_place(layer), args, kwargs)
+        return self._record(layer, args, kwargs)
 
     def embed(self, name: str, run: Callable[[], Any], device: torch.device) -> PyTree:
         """Compute an embedding in the first module; in later modules, return its stored output, or a placeholder."""
@@ -347,8 +336,6 @@ class PhaseSession:
             self._alive.append(found)
         return found
 
-    # -- completed calls ---------------------------------------------------------------------------------------------
-
     def _replay(self, place: int, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
         earlier = self.program.calls[place].layer
         if earlier != layer:
@@ -356,7 +343,18 @@ class PhaseSession:
                 f"The model called {layer} where it called {earlier} before: its forward is not deterministic."
             )
         given = pytree.tree_leaves((args, kwargs), is_leaf=_box_below(kwargs))
-        self._check_given(place, given)
+        recorded = self.call_log.calls[place].arguments.leaves
+        if len(given) == len(recorded):
+            # The call was recorded before earlier layers ran. If an earlier layer returned a tensor for this batch, but
+            # `None` for the example, the recorded arguments lack the tensor.
+            differs = any(
+                (one is None and isinstance(other, Key)) or (other is None and isinstance(one, torch.Tensor))
+                for one, other in zip(given, recorded, strict=True)
+            )
+        else:
+            differs = not self.held  # with caches, the numbers of leaves differ
+        if differs and not self.call_log.is_of_others:
+            raise BatchStructureError(changed_results(earlier))
         boxes = (leaf for leaf in given if is_box(leaf))
         for use, box in zip(self.call_log.calls[place].boxes(), boxes, strict=False):
             self._box_numbers[id(box)] = use.number
@@ -367,54 +365,31 @@ class PhaseSession:
         if place in self.call_log.captured:
             extend_collected(self.call_log.captured[place].build(self.values, {}))
         result = self.call_log.results[place]
-        leaves = [self._value(leaf) if isinstance(leaf, Key) else leaf for leaf in result.leaves]
+        leaves = []
+        for leaf in result.leaves:
+            found = self.values.get(leaf) if isinstance(leaf, Key) else leaf
+            if isinstance(leaf, Key) and found is None:
+                found = Placeholder(leaf, None)
+                self._alive.append(found)
+            leaves.append(found)
         return pytree.tree_unflatten(leaves, result.spec)
 
-    def _check_given(self, place: int, given: Sequence[Any]) -> None:
-        """Raise an error if a layer gets a tensor where its recorded arguments had ``None``, or vice versa."""
-        # The call was recorded before earlier layers ran. If an earlier layer returned a tensor for this batch, but
-        # `None` for the example, the recorded arguments lack the tensor.
-        if self.call_log.is_of_others:
-            return
-        recorded = self.call_log.calls[place].arguments.leaves
-        if len(given) == len(recorded):
-            differs = any(
-                (one is None and isinstance(other, Key)) or (other is None and isinstance(one, torch.Tensor))
-                for one, other in zip(given, recorded, strict=True)
+    def _record(self, layer: str, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
+        # the next call of this layer in the plan, after those of layers that LayerDrop dropped
+        end = self.program.ends[self._phase]
+        expected = [call.layer for call in self.program.calls[self._place : end]]
+        if layer not in expected:
+            if self.calls and any(call.layer == layer for call in self.program.calls[end:]):
+                # for the example, the model has computed between the two layers, as some models do in evaluation only
+                raise NeedsValue(self._newest)
+            raise BatchStructureError(
+                f"This batch calls {layer} where the example that the model was split with called "
+                f"{', '.join(expected[:3]) or 'no layer'}. Wrap the model with an example like this batch:\n"
+                "    wrap_model_to_roundpipe(model, example=batch)"
             )
-        else:
-            differs = not self._held  # with caches, the numbers of leaves differ
-        if differs:
-            raise BatchStructureError(changed_results(self.program.calls[place].layer))
-
-    def _value(self, key: Key) -> torch.Tensor:
-        found = self.values.get(key)
-        if found is None:
-            found = Placeholder(key, None)
-            self._alive.append(found)
-        return found
-
-    # -- new calls ---------------------------------------------------------------------------------------------------
-
-    def _next_place(self, layer: str) -> int:
-        """Return the next position of a call of ``layer`` in the plan; skip calls of layers that LayerDrop dropped."""
-        places = range(self._place, self.program.ends[self._phase])
-        for place in places:
-            if self.program.calls[place].layer == layer:
-                self._place = place + 1
-                return place
-        if self.calls and any(call.layer == layer for call in self.program.calls[self.program.ends[self._phase] :]):
-            # for the example, the model has computed between the two layers, as some models do in evaluation only
-            raise NeedsValue(self._newest)
-        expected = [self.program.calls[place].layer for place in places]
-        raise BatchStructureError(
-            f"This batch calls {layer} where the example that the model was split with called "
-            f"{', '.join(expected[:3]) or 'no layer'}. Wrap the model with an example like this batch:\n"
-            "    wrap_model_to_roundpipe(model, example=batch)"
-        )
-
-    def _record(self, place: int, args: tuple[Any, ...], kwargs: Kwargs) -> PyTree:
-        args, kwargs = swapped(args, self._held), swapped(kwargs, self._held)
+        place = self._place + expected.index(layer)
+        self._place = place + 1
+        args, kwargs = swapped(args, self.held), swapped(kwargs, self.held)
         self._alive.append((args, kwargs))
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_box_below(kwargs))
         arguments = Tree(spec, tuple(self._named(leaf, place) for leaf in leaves))
@@ -428,8 +403,9 @@ class PhaseSession:
             else:
                 made.append(Placeholder(Key(place, number), inputs[leaf] if 0 <= leaf < len(inputs) else None))
         self._alive += made
-        self._newest = next((one.key for one in made if isinstance(one, Placeholder)), self._newest)
-        collect_recorded(next((one for one in made if isinstance(one, Placeholder)), None))
+        first = next((one for one in made if isinstance(one, Placeholder)), None)
+        self._newest = self._newest if first is None else first.key
+        collect_recorded(first)
         return pytree.tree_unflatten(made, form.spec)
 
     def _named(self, leaf: Any, place: int) -> Any:
@@ -441,7 +417,15 @@ class PhaseSession:
         if isinstance(leaf, torch.Tensor):
             return self._side(leaf)
         if is_box(leaf):
-            return self._box(leaf, place)
+            number = self._box_numbers.setdefault(id(leaf), len(self._box_numbers) + 1000 * self._phase)
+            # if no code but layers has changed the box, its content is in the state when this layer runs
+            if self._box_seen.get(number) == (held := _ids(leaf)):
+                return BoxUse(number, type(leaf), None)
+            self._box_seen[number] = held
+            content = box_content(leaf)
+            self._alive.append(content)
+            leaves, spec = pytree.tree_flatten(content)
+            return BoxUse(number, type(leaf), Tree(spec, tuple(self._named(one, place) for one in leaves)))
         if is_cache(leaf) and find_unregistered(leaf):
             if not has_layers(leaf):
                 raise CutError(
@@ -458,25 +442,11 @@ class PhaseSession:
         return EmptyCache(copy.deepcopy(leaf)) if is_cache(leaf) else leaf
 
     def _side(self, tensor: torch.Tensor) -> Key:
-        key = self._keys.get(id(tensor))
-        if key is None:
-            key = Key(-1 - self._phase, self._sides)
+        if id(tensor) not in self._keys:
+            key = self._keys[id(tensor)] = Key(-1 - self._phase, self._sides)
             self._sides += 1
-            self._keys[id(tensor)] = key
             self.values[key] = tensor
-        return key
-
-    def _box(self, box: Any, place: int) -> BoxUse:
-        number = self._box_numbers.setdefault(id(box), len(self._box_numbers) + 1000 * self._phase)
-        # if no code but layers has changed the box, its content is in the state when this layer runs
-        held = _ids(box)
-        if self._box_seen.get(number) == held:
-            return BoxUse(number, type(box), None)
-        self._box_seen[number] = held
-        content = box_content(box)
-        self._alive.append(content)
-        leaves, spec = pytree.tree_flatten(content)
-        return BoxUse(number, type(box), Tree(spec, tuple(self._named(leaf, place) for leaf in leaves)))
+        return self._keys[id(tensor)]
 
 
 def _ids(box: Any) -> list[int]:

@@ -73,16 +73,16 @@ def _embedding_class(kind: Any) -> type:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _embed})
 
 
-def _from_layer(self: nn.Module, name: str) -> Any:
-    return getattr(self.__dict__["_rp_layer"], name)
-
-
 @functools.cache
 def _stub_class(kind: Any) -> type:
     """Return a subclass of a layer's class without modules and parameters, which passes ``isinstance`` checks."""
     made = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+
+    def from_layer(self: nn.Module, name: str) -> Any:
+        return getattr(self.__dict__["_rp_layer"], name)
+
     # set afterwards, because `__init_subclass__` of transformers would wrap forward
-    for name, function in (("__call__", _answer), ("forward", _answer), ("__getattr__", _from_layer)):
+    for name, function in (("__call__", _answer), ("forward", _answer), ("__getattr__", from_layer)):
         setattr(made, name, function)
     return made
 
@@ -177,31 +177,25 @@ def _rebound(value: Any, copies: Mapping[int, Any], made: dict[int, Any]) -> Any
         return value if is_same else types.MethodType(function, owner)
     if not isinstance(value, types.FunctionType):
         return value
-    if id(value) not in made:
-        made[id(value)] = value  # a function whose closure contains itself is visited once
-        made[id(value)] = _function(value, copies, made)
+    if id(value) in made:
+        return made[id(value)]
+    made[id(value)] = value  # a function whose closure contains itself is visited once
+    cells = []
+    for cell in value.__closure__ or ():
+        try:
+            held = cell.cell_contents
+        except ValueError:  # not set yet
+            cells.append(cell)
+        else:
+            other = _rebound(held, copies, made)
+            cells.append(cell if other is held else types.CellType(other))
+    if any(one is not cell for one, cell in zip(cells, value.__closure__ or (), strict=True)):
+        new = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
+        new.__kwdefaults__, new.__qualname__ = value.__kwdefaults__, value.__qualname__
+        new.__module__, new.__doc__ = value.__module__, value.__doc__
+        new.__dict__.update(value.__dict__)  # for example ``__wrapped__``, which has the signature
+        made[id(value)] = new
     return made[id(value)]
-
-
-def _function(value: types.FunctionType, copies: Mapping[int, Any], made: dict[int, Any]) -> types.FunctionType:
-    cells = [_cell(cell, copies, made) for cell in value.__closure__ or ()]
-    if all(new is old for new, old in zip(cells, value.__closure__ or (), strict=True)):
-        return value
-    new = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, tuple(cells))
-    new.__kwdefaults__, new.__qualname__ = value.__kwdefaults__, value.__qualname__
-    new.__module__, new.__doc__ = value.__module__, value.__doc__
-    new.__dict__.update(value.__dict__)  # for example ``__wrapped__``, which has the signature
-    return new
-
-
-def _cell(cell: types.CellType, copies: Mapping[int, Any], made: dict[int, Any]) -> types.CellType:
-    """Return a new closure cell that refers to the copied module; a cell without a module is returned unchanged."""
-    try:
-        held = cell.cell_contents
-    except ValueError:  # not set yet
-        return cell
-    new = _rebound(held, copies, made)
-    return cell if new is held else types.CellType(new)
 
 
 # While the forward of a model is recorded, layers do not run, and placeholders replace their outputs. A model can pass

@@ -184,17 +184,14 @@ def split_options(kwargs: Mapping[str, Any]) -> tuple[Kwargs, CallOptions | None
 
 def gives_share(kwargs: Mapping[str, Any]) -> bool:
     """Return whether the loss of the batch is the sum of the microbatch losses, without weights."""
-    options = kwargs.get(CALL_OPTIONS)
-    if isinstance(options, CallOptions) and options.weight_by == "sum":
-        return True
-    smoothed = options.smoothed_loss if isinstance(options, CallOptions) else None
+    options = split_options(kwargs)[1] or CallOptions()
+    smoothed = options.smoothed_loss
     given = kwargs.get("num_items_in_batch") if smoothed is None else smoothed.num_items_in_batch
-    return given is not None
+    return options.weight_by == "sum" or given is not None
 
 
 def is_proven(kwargs: Mapping[str, Any]) -> bool:
-    options = kwargs.get(CALL_OPTIONS)
-    return isinstance(options, CallOptions) and options.weight_by is not None
+    return (split_options(kwargs)[1] or CallOptions()).weight_by is not None
 
 
 def run_with_options(model: nn.Module, run: Callable[[], Any], options: CallOptions | None, rows: int) -> PyTree:

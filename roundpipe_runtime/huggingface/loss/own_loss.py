@@ -50,7 +50,12 @@ def with_loss_weight(
     else:
         count = counts.pop() if counts else -1.0
     if count == 0 and (loss := loss_of(output)) is not None:
-        output = with_loss(output, _nothing(output, loss))
+        held = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+        first = next((t for t in held if t.dim() and t.is_floating_point()), None)
+        zero = torch.zeros_like(loss)
+        if first is not None:  # otherwise the logits are lazy
+            zero = torch.where(first.isfinite(), first, 0.0).float().sum() * 0.0  # with a graph
+        output = with_loss(output, zero)
     return output, count, rows
 
 
@@ -80,14 +85,6 @@ class UnprovenLossError(LossError):
         )
 
 
-def _nothing(output: PyTree, loss: torch.Tensor) -> torch.Tensor:
-    """Return a zero loss with a graph, for a microbatch whose labels are all ignored."""
-    found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.dim() and t.is_floating_point()]
-    if not found:  # the logits are lazy
-        return torch.zeros_like(loss)
-    return torch.where(found[0].isfinite(), found[0], 0.0).float().sum() * 0.0
-
-
 def loss_of(output: PyTree) -> torch.Tensor | None:
     """Return the loss in a model's output; ``None`` if there is no loss with one element."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
@@ -98,7 +95,6 @@ def loss_of(output: PyTree) -> torch.Tensor | None:
 
 def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
     """Replace the loss in a model's output, and return the output; a mapping is changed in place."""
-    # output: a tuple, whose first item is the loss, or a mapping, which is changed in place
     if isinstance(output, tuple):
         return (loss, *output[1:])
     output["loss"] = loss
@@ -108,14 +104,6 @@ def with_loss(output: PyTree, loss: torch.Tensor) -> PyTree:
 def label_names(model: nn.Module) -> set[str]:
     generic = sys.modules.get("transformers.utils.generic")
     return {"labels", *(generic.find_labels(type(model)) if generic is not None else [])}
-
-
-# The names of logits in transformers, by the names of their labels.
-_LOGITS = {
-    "start_positions": "start_logits",
-    "end_positions": "end_logits",
-    "next_sentence_label": "seq_relationship_logits",
-}
 
 
 def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
@@ -143,9 +131,11 @@ def _possible_labels(names: list[str], kwargs: Kwargs, outputs: PyTree) -> Itera
     if not tokens:
         return
     rows = len(tokens[0])
-    places = {name: torch.arange(rows) + 1 for name in names if name in _LOGITS and name != "next_sentence_label"}
+    places = {name: torch.arange(rows) + 1 for name in names if name in ("start_positions", "end_positions")}
     others = {name: torch.arange(rows) % 2 for name in names if name == "next_sentence_label"}
-    found = _logits(outputs)
+    logits = getattr(outputs, "logits", None)
+    logits = getattr(outputs, "prediction_logits", None) if logits is None else logits
+    found = logits if isinstance(logits, torch.Tensor) else None
     of_rows = [torch.arange(rows) % 2, torch.linspace(-1, 1, rows)]
     of_tokens = [value for value in tokens if found is not None and found.shape[:2] == value.shape]
     if found is not None and found.dim() == 3:
@@ -157,13 +147,6 @@ def _possible_labels(names: list[str], kwargs: Kwargs, outputs: PyTree) -> Itera
             yield own
         if not own:
             return
-
-
-def _logits(outputs: PyTree) -> torch.Tensor | None:
-    found: Any = getattr(outputs, "logits", None)
-    if found is None:
-        found = getattr(outputs, "prediction_logits", None)
-    return found if isinstance(found, torch.Tensor) else None
 
 
 def has_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:

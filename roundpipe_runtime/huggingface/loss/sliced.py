@@ -70,12 +70,10 @@ def sliced_cross_entropy(
     # rows: ignored, because a slice has few logits per row
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
         return NotImplemented
-    access, kind = weight.access, hidden.device.type
+    access, slice_rows, kind = weight.access, weight.access.table.slice_rows, hidden.device.type
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     autocast = torch.get_autocast_dtype(kind) if casts else None
-    settings = _Settings(
-        access, weight.access.table.slice_rows, transform, ignore_index, label_smoothing, kind, autocast
-    )
+    settings = _Settings(access, slice_rows, transform, ignore_index, label_smoothing, kind, autocast)
     flat = labels.reshape(-1)
     if flat.device.type == "cpu":  # on an accelerator, a wrong label makes the loss NaN, without a wait
         wrong = flat[(flat != ignore_index) & ((flat < 0) | (flat >= access.size))]
@@ -141,7 +139,18 @@ class _Sliced(torch.autograd.Function):
         for place, part in settings.access.slices(settings.slice_rows) if any(wanted) else ():
             of_part = torch.zeros_like(part) if wanted[1] else None
             for rows in _chunks(len(hidden), settings.chunk):
-                slope = _slope(settings, hidden[rows], part, bias, place, labels[rows], whole[rows], factors[rows])
+                logits = settings.logits(hidden[rows], part, None if bias is None else bias[place])
+                with torch.enable_grad():
+                    values = settings.of_logits(logits.requires_grad_())
+                slope = (values.detach() - whole[rows, None]).exp_()
+                inside, at = _of_slice(labels[rows], place)
+                chosen = torch.where(inside, settings.smoothing - 1.0, 0.0).to(slope.dtype)
+                slope.scatter_add_(-1, at[:, None], chosen[:, None])
+                if settings.smoothing:
+                    slope -= settings.smoothing / settings.access.size
+                slope *= factors[rows, None]
+                (slope,) = torch.autograd.grad(values, logits, slope)
+                del logits, values
                 if of_hidden is not None:
                     of_hidden[rows] += slope @ part.to(slope.dtype)
                 if of_part is not None:
@@ -152,33 +161,6 @@ class _Sliced(torch.autograd.Function):
             if of_part is not None:
                 settings.access.add(place, of_part)
         return None if of_hidden is None else of_hidden.to(hidden.dtype), None, of_bias, None, None
-
-
-def _slope(
-    settings: _Settings,
-    hidden: torch.Tensor,
-    part: torch.Tensor,
-    bias: torch.Tensor | None,
-    place: slice,
-    labels: torch.Tensor,
-    whole: torch.Tensor,
-    factors: torch.Tensor,
-) -> torch.Tensor:
-    """Return the gradient of the logits of some rows for one slice of the vocabulary."""
-    # whole: log-sum-exp of all logits of each row
-    # factors: gradient of the loss of each row
-    size, smoothing = settings.access.size, settings.smoothing
-    logits = settings.logits(hidden, part, None if bias is None else bias[place])
-    with torch.enable_grad():
-        values = settings.of_logits(logits.requires_grad_())
-    slope = (values.detach() - whole[:, None]).exp_()
-    inside, at = _of_slice(labels, place)
-    slope.scatter_add_(-1, at[:, None], torch.where(inside, smoothing - 1.0, 0.0).to(slope.dtype)[:, None])
-    if smoothing:
-        slope -= smoothing / size
-    slope *= factors[:, None]
-    (found,) = torch.autograd.grad(values, logits, slope)
-    return found
 
 
 def _of_slice(labels: torch.Tensor, place: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -307,10 +289,10 @@ def _by_chunks(
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
     """Return the sum of the losses, and the requested gradients of hidden states, weight and bias."""
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    found = [
+    of_hidden, of_weight, of_bias = (
         torch.zeros_like(t) if want and t is not None else None
         for t, want in zip((hidden, weight, bias), wanted, strict=True)
-    ]
+    )
     total = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
     for part in _chunks(len(hidden), rows):
         logits = functional.linear(hidden[part], weight, bias)
@@ -323,21 +305,14 @@ def _by_chunks(
         if any(wanted):
             (slope,) = torch.autograd.grad(loss, logits)
             del values, loss, logits
-            _add(found, slope, hidden, weight, part)
+            dtype = slope.dtype  # under autocast not the dtype of the weight
+            if of_hidden is not None:
+                of_hidden[part] = slope @ weight.to(dtype)
+            if of_weight is not None and of_weight.dtype == dtype == hidden.dtype:
+                of_weight.addmm_(slope.T, hidden[part])
+            elif of_weight is not None:
+                of_weight += slope.T @ hidden[part].to(dtype)
+            if of_bias is not None:
+                of_bias += slope.sum(0)
             del slope
-    return total, found
-
-
-def _add(
-    found: list[torch.Tensor | None], slope: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, part: slice
-) -> None:
-    of_hidden, of_weight, of_bias = found
-    dtype = slope.dtype  # under autocast not the dtype of the weight
-    if of_hidden is not None:
-        of_hidden[part] = slope @ weight.to(dtype)
-    if of_weight is not None and of_weight.dtype == dtype == hidden.dtype:
-        of_weight.addmm_(slope.T, hidden[part])
-    elif of_weight is not None:
-        of_weight += slope.T @ hidden[part].to(dtype)
-    if of_bias is not None:
-        of_bias += slope.sum(0)
+    return total, [of_hidden, of_weight, of_bias]

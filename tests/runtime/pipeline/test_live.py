@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from roundpipe_runtime import RoundPipeRunConfig, SplitError, StageError
-from roundpipe_runtime.pipeline.live import changed_layers, read_model
+from roundpipe_runtime.pipeline.live import ModelReading, changed_layers
 from tests.runtime.small import batch, near_gradients
 
 F = nn.functional
@@ -221,9 +221,9 @@ NOT_SEEN = {
 def test_what_a_reading_sees(change):
     """What a copy of the model's own code would not have; numbers and tensors are set on it in each call anyway."""
     model = Owner()
-    before = read_model(model, list(model.layers))
+    before = ModelReading(model, list(model.layers))
     (SEEN | NOT_SEEN)[change](model)
-    assert read_model(model, list(model.layers)[:2]).matches(before) is (change in NOT_SEEN)
+    assert ModelReading(model, list(model.layers)[:2]).matches(before) is (change in NOT_SEEN)
 
 
 def test_changed_layers_are_named():

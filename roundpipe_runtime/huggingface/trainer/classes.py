@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
 from yobx_flatten.huggingface.cache_names import cache_of
-from yobx_flatten.recipe.aliases import Kwargs, PyTree
+from yobx_flatten.recipe.aliases import PyTree
 from yobx_flatten.registry.patches import AttributePatch
 
 from ...device.accelerator import DeviceSpec, parse_devices
@@ -37,7 +37,7 @@ from ...pipeline.live import OtherForward
 from ..loss.call_options import SmoothedLoss, is_causal
 from ..loss.own_loss import ShareOfOwnLoss, has_labels
 from ..wrap import WrappedModel, wrap_model_to_roundpipe
-from .pipeline_trainer import PipelineTrainer, SavingTrainer
+from .pipeline_trainer import PipelineTrainer
 
 # Preference trainers compare the model with frozen models, such as a reference or a reward model. With adapters, the
 # reference is the model without adapters:
@@ -64,25 +64,19 @@ class FrozenModelTrainer(PipelineTrainer):
             return self._rp_plain_prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
         config = RoundPipeRunConfig(num_microbatch=self._rp_config.num_microbatch)
         with generator_kept():  # the generator also decides the order of the data
-            frozen = wrap_model_to_roundpipe(
-                model, devices=self._rp_devices(), model_run_config=config, pin_model="off"
-            )
+            if self._rp_pipeline is not None:
+                devices = self._rp_pipeline.devices
+            else:  # those of the pipeline around the model, which is not created yet
+                if "devices" not in self._rp_options:
+                    share = own_devices() if self.args.world_size > 1 else None
+                    self._rp_options["devices"] = share or None
+                devices = self._rp_options["devices"] = parse_devices(self._rp_options["devices"])
+            frozen = wrap_model_to_roundpipe(model, devices=devices, model_run_config=config, pin_model="off")
         self._rp_frozen.append(frozen)
         if self.accelerator.mixed_precision == "bf16":
-            frozen.__dict__["forward"] = functools.wraps(frozen.forward, updated=())(
-                self._rp_in_autocast(frozen.forward)
-            )
+            own = frozen.forward
+            frozen.__dict__["forward"] = functools.wraps(own, updated=())(self._rp_in_autocast(own))
         return frozen
-
-    def _rp_devices(self) -> Any:
-        """Return the devices of the pipeline around the model, even if the pipeline is not created yet."""
-        if self._rp_pipeline is not None:
-            return self._rp_pipeline.devices
-        if "devices" not in self._rp_options:
-            share = own_devices() if self.args.world_size > 1 else None
-            self._rp_options["devices"] = share or None
-        self._rp_options["devices"] = parse_devices(self._rp_options["devices"])
-        return self._rp_options["devices"]
 
     def _rp_in_autocast(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -170,10 +164,30 @@ class GroupTrainer(PipelineTrainer):
             loader = super().get_train_dataloader()
         finally:
             self.accelerator.prepare = prepare
-        if not has_rows(loader):
+        # a stream, whose batch sampler is infinite, and a loader of whole batches draw no single rows by index
+        if type(loader.batch_sampler) is not BatchSampler or isinstance(loader.dataset, IterableDataset):
             return super().get_train_dataloader()
-        seed = getattr(self.args, "data_seed", None)
-        return loader_of_groups(loader, self.pipeline, self._rp_global_batch(), seed)
+        sampler: Any = loader.batch_sampler.sampler
+        size, drop_last = self._rp_global_batch(), loader.batch_sampler.drop_last
+        collate, tail = loader.collate_fn, len(sampler) % size
+        if type(sampler) is RandomSampler:  # the order depends only on the epoch and a seed, as accelerate's does
+            from accelerate.data_loader import SeedableRandomSampler
+
+            sampler = SeedableRandomSampler(
+                data_source=sampler.data_source,
+                replacement=sampler.replacement,
+                num_samples=sampler._num_samples,
+                generator=sampler.generator or torch.Generator(),
+                data_seed=getattr(self.args, "data_seed", None),
+            )
+        if 0 < tail < self.pipeline.replicas and not drop_last:  # a process gets no row of the last batch
+            collate = collate_with_empty(collate, loader.dataset[0])
+        return GroupLoader(
+            loader.dataset,
+            batch_sampler=ReplicaBatchSampler(BatchSampler(sampler, size, drop_last), self.pipeline),
+            collate_fn=collate,
+            **{name: getattr(loader, name) for name in _KEPT},
+        )
 
     def _rp_has_other_loss(self) -> bool:
         """Return whether a subclass or ``compute_loss_func`` replaces the Trainer's loss or training step."""
@@ -185,17 +199,6 @@ class GroupTrainer(PipelineTrainer):
             if function is not getattr(Trainer, name) or not function.__module__.startswith("transformers."):
                 return True
         return False
-
-    @contextlib.contextmanager
-    def _rp_failing_together(self) -> Iterator[None]:
-        """Context manager that raises an error of one process in all processes, so that no process waits forever."""
-        self._rp_is_before_backward = True
-        try:
-            yield
-        except Exception as error:
-            if self._rp_is_before_backward and self.args.world_size > 1:
-                self.pipeline.ranks.exchange(format_failure(error))
-            raise
 
     def _rp_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         self._rp_is_before_backward = False
@@ -220,22 +223,14 @@ class GroupTrainer(PipelineTrainer):
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait for an optimizer step in the background, and evaluate as the Trainer does."""
         self.pipeline.synchronize()
-        ranks = self.pipeline.ranks
-        return super().evaluation_loop(
-            CheckedLoader(dataloader, ranks) if ranks.size > 1 else dataloader, *args, **kwargs
-        )
+        if self.pipeline.ranks.size > 1:
+            dataloader = CheckedLoader(dataloader, self.pipeline.ranks)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
 
 # Options of a Trainer's data loader that a loader of groups also gets.
-_KEPT = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
+_KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+         "persistent_workers")  # fmt: skip
 
 
 class GroupLoader(DataLoader[Any]):
@@ -274,47 +269,7 @@ class CheckedLoader:
         return getattr(self._loader, name)
 
 
-def has_rows(loader: DataLoader[Any]) -> bool:
-    """Report whether a data loader draws single rows by index, unlike loaders of streams and of whole batches."""
-    # a stream also has a batch sampler, which is infinite
-    return type(loader.batch_sampler) is BatchSampler and not isinstance(loader.dataset, IterableDataset)
-
-
-def loader_of_groups(
-    loader: DataLoader[Any], pipeline: RoundPipe, batch: int, data_seed: int | None = None
-) -> GroupLoader:
-    """Return a data loader that splits each batch into groups of rows and yields this process's groups."""
-    own: Any = loader.batch_sampler
-    batches = BatchSampler(_seeded(own.sampler, data_seed), batch, own.drop_last)
-    collate = loader.collate_fn
-    tail = len(own.sampler) % batch
-    if 0 < tail < pipeline.replicas and not own.drop_last:  # a process gets no row of the last batch
-        collate = collate_with_empty(collate, loader.dataset[0])
-    return GroupLoader(
-        loader.dataset,
-        batch_sampler=ReplicaBatchSampler(batches, pipeline),
-        collate_fn=collate,
-        **{name: getattr(loader, name) for name in _KEPT},
-    )
-
-
-def _seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
-    """Return a sampler whose order depends only on the epoch and a seed, as accelerate's does."""
-    if type(sampler) is not RandomSampler:
-        return sampler
-    from accelerate.data_loader import SeedableRandomSampler
-
-    made: Sampler[int] = SeedableRandomSampler(
-        data_source=sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler._num_samples,
-        generator=sampler.generator or torch.Generator(),
-        data_seed=data_seed,
-    )
-    return made
-
-
-class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
+class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer):
     """A ``transformers.Trainer`` that trains models larger than the memory of a device.
 
     The arguments and the written files are the same as for the Trainer. ``from_pretrained`` can load a checkpoint
@@ -381,8 +336,15 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         self._rp_options = {name: value for name, value in given.items() if value is not None}
         self._rp_config = RoundPipeRunConfig(num_microbatch=microbatches, keep_parameters=keep_parameters)
         self._rp_pipeline = None
-        options |= self._rp_by_name(model, args, positional)
-        model, args = options.pop("model"), options.get("args")
+        if positional or not isinstance(args, TrainingArguments | None):
+            # positional arguments by the parameter names of the next Trainer class in the MRO
+            taken = inspect.signature(super().__init__)
+            if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in taken.parameters.values()):
+                taken = inspect.signature(functools.partial(Trainer.__init__, self))
+            options |= {"args": None, **taken.bind_partial(model, args, *positional).arguments}
+            model, args = options.pop("model"), options["args"]
+        else:
+            options["args"] = args
         if isinstance(model, WrappedModel):
             of_runs = {"microbatches": microbatches, "keep_parameters": keep_parameters}
             names = [*self._rp_options, *(name for name, value in of_runs.items() if value is not None)]
@@ -404,17 +366,6 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         if self.label_smoother is not None and is_causal(self.model):
             self.label_smoother = _Shifted(self.label_smoother)
 
-    def _rp_by_name(self, model: Any, args: Any, positional: tuple[Any, ...]) -> Kwargs:
-        """Return positional arguments by the parameter names of the next Trainer class in the MRO."""
-        if not positional and (args is None or isinstance(args, TrainingArguments)):
-            return {"model": model, "args": args}
-        names = inspect.signature(super().__init__)
-        if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in names.parameters.values()):
-            names = inspect.signature(functools.partial(Trainer.__init__, self))
-        return {"args": None, **names.bind_partial(model, args, *positional).arguments}
-
-    # -- a batch -----------------------------------------------------------------------------------------------------
-
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
@@ -432,9 +383,17 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         Returns:
             The loss of the batch.
         """
-        if not self._rp_is_own_loss(inputs):
-            with self._rp_failing_together():
+        is_shifted = isinstance(self.label_smoother, _Shifted)
+        smoother = self.label_smoother.smoother if is_shifted else self.label_smoother
+        is_known = smoother is None or type(smoother) is LabelSmoother or "labels" not in inputs
+        if self._rp_has_other_loss() or not has_labels(self.model, inputs) or not is_known:
+            self._rp_is_before_backward = True
+            try:
                 loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            except Exception as error:  # raised in all processes, so that no process waits forever
+                if self._rp_is_before_backward and self.args.world_size > 1:
+                    self.pipeline.ranks.exchange(format_failure(error))
+                raise
             return loss.to(self.args.device)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -450,33 +409,18 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer, SavingTrainer):
         inputs = dict(self._prepare_inputs(inputs))
         labels: torch.Tensor | None = None
         loss_fn: Callable[[Any, Any], Any] = ShareOfOwnLoss(share)
-        if self.label_smoother is not None and "labels" in inputs:
-            labels, loss_fn = inputs.pop("labels"), self._rp_smoothed_loss(num_items_in_batch, share)
+        if smoother is not None and "labels" in inputs:
+            labels = inputs.pop("labels")
+            knows_items = (
+                "num_items_in_batch" in inspect.signature(smoother.__call__).parameters
+            )  # not in transformers 4
+            count = num_items_in_batch if knows_items else None
+            loss_fn = SmoothedLoss(smoother.epsilon, is_shifted, count, smoother.ignore_index, 1 / share)
         with self.compute_loss_context_manager():
             own: torch.Tensor = self.pipeline.forward_backward(
                 input_kwargs=inputs, label=labels, loss_fn=loss_fn, run_config=self._rp_config
             )
         return own.to(self.args.device)
-
-    def _rp_is_own_loss(self, inputs: Mapping[str, Any]) -> bool:
-        if self._rp_has_other_loss() or not has_labels(self.model, inputs):
-            return False
-        smoother = self.label_smoother
-        smoother = smoother.smoother if isinstance(smoother, _Shifted) else smoother
-        return smoother is None or type(smoother) is LabelSmoother or "labels" not in inputs
-
-    def _rp_smoothed_loss(self, num_items_in_batch: torch.Tensor | int | None, share: float) -> SmoothedLoss:
-        smoother = self.label_smoother
-        is_shifted = isinstance(smoother, _Shifted)
-        smoother = smoother.smoother if is_shifted else smoother
-        knows_items = "num_items_in_batch" in inspect.signature(smoother.__call__).parameters  # not in transformers 4
-        return SmoothedLoss(
-            smoother.epsilon,
-            shift_labels=is_shifted,
-            num_items_in_batch=num_items_in_batch if knows_items else None,
-            ignore_index=smoother.ignore_index,
-            scale=1 / share,
-        )
 
 
 def check_overrides(kind: type[Trainer]) -> None:

@@ -142,7 +142,10 @@ def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
     errors = []
     for path in there:
         try:
-            _verify(path)
+            if (path / MANIFEST).exists():
+                verify(path)
+            elif not _is_whole(path):
+                raise DamagedCheckpointError(f"{path}: {_STATE}, which is written last, is missing or truncated.")
         except DamagedCheckpointError as error:
             errors.append(str(error))
             warn(f"A checkpoint is incomplete, so the previous one is tried. {error}", CheckpointWarning)
@@ -181,14 +184,6 @@ def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
     return [path for path in run.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
-def _verify(path: pathlib.Path) -> None:
-    """Raise an error if a checkpoint differs from its manifest or, without a manifest, is incomplete."""
-    if (path / MANIFEST).exists():
-        verify(path)
-    elif not _is_whole(path):
-        raise DamagedCheckpointError(f"{path}: {_STATE}, which is written last, is missing or truncated.")
-
-
 def _is_whole(path: pathlib.Path) -> bool:
     """Return whether all files of a checkpoint exist, without reading their contents."""
     if (path / MANIFEST).exists():
@@ -205,12 +200,13 @@ _ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 
 class PipelineTrainer(CheckpointingTrainer):
-    """A ``transformers.Trainer`` that has a pipeline around its model."""
+    """A ``transformers.Trainer`` that has a pipeline around its model, whose state its checkpoints also store."""
 
     model: TransformersModel
     _rp_options: dict[str, Any]  # for `wrap_model_to_roundpipe`
     _rp_config: RoundPipeRunConfig
     _rp_pipeline: WrappedModel | None
+    _rp_is_converted = False
 
     @property
     def pipeline(self) -> WrappedModel:
@@ -229,9 +225,13 @@ class PipelineTrainer(CheckpointingTrainer):
             self._rp_options["devices"] = share
         if self.args.torch_compile:
             self._rp_options["compile"] = compile_options(self.args)
-        wrap = functools.partial(
-            wrap_model_to_roundpipe, self.model, model_run_config=self._rp_config, mesh=self._rp_mesh()
-        )
+        mesh: DeviceMesh | None = None
+        if (size := self.args.world_size) > 1:  # the optimizer state is sharded if the optimizer allows it
+            makes_it = type(self).create_optimizer is PipelineTrainer.create_optimizer and self.optimizer is None
+            kind = str(getattr(self.args.optim, "value", self.args.optim))
+            is_known = getattr(self, "optimizer_cls_and_kwargs", None) is None and kind in _ELEMENTWISE
+            mesh = init_device_mesh("cpu", (size,) if makes_it and is_known else (size, 1))
+        wrap = functools.partial(wrap_model_to_roundpipe, self.model, model_run_config=self._rp_config, mesh=mesh)
         if "example" in self._rp_options:
             return wrap(**self._rp_options)
         config = getattr(self.model, "config", None)
@@ -243,16 +243,6 @@ class PipelineTrainer(CheckpointingTrainer):
                 if error.reason != "example" or self._rp_example() is None:
                     raise
         return wrap(example=self._rp_example(), **self._rp_options)
-
-    def _rp_mesh(self) -> DeviceMesh | None:
-        """Return the mesh of the processes of torchrun, with a sharded optimizer state if the optimizer allows it."""
-        size: int = self.args.world_size
-        if size == 1:
-            return None
-        makes_it = type(self).create_optimizer is PipelineTrainer.create_optimizer and self.optimizer is None
-        kind = str(getattr(self.args.optim, "value", self.args.optim))
-        is_known = getattr(self, "optimizer_cls_and_kwargs", None) is None and kind in _ELEMENTWISE
-        return init_device_mesh("cpu", (size,) if makes_it and is_known else (size, 1))
 
     def _rp_example(self) -> Kwargs | None:
         """Return the first two rows of the training data; ``None`` for data without an index."""
@@ -346,6 +336,93 @@ class PipelineTrainer(CheckpointingTrainer):
             result = super()._inner_training_loop(*args, **kwargs)
         self.pipeline.synchronize()
         return result
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self._rp_pipeline is not None:
+            self._rp_pipeline.synchronize()
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder, pipeline = pathlib.Path(output_dir), self.pipeline
+        if _saves_by_name(pipeline):
+            targets = optimizer_targets(pipeline)
+            ranks = ranks_of(pipeline, targets)
+            home = pathlib.Path(ranks.exchange(str(folder))[0])  # all processes write into the folder of the first one
+
+            def check_shared() -> None:
+                if not home.is_dir():
+                    raise CheckpointError(
+                        f"{home.parent.parent} is not the same folder on all machines. Train into a folder that all "
+                        "machines mount:\n    TrainingArguments(output_dir=...)"
+                    )
+
+            ranks.together(check_shared)
+            values = {**collect_progress(pipeline), "optimizers": [named_state(self._rp_own_optimizer(), targets)]}
+            write_values(home, _PROGRESS, values, ranks=ranks)
+            if self.args.should_save and self.lr_scheduler is not None:
+                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+            return
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            write_values(folder, _PROGRESS, collect_progress(pipeline))
+
+    def _rp_own_optimizer(self) -> torch.optim.Optimizer:
+        found: Any = self.optimizer
+        own: torch.optim.Optimizer = getattr(found, "optimizer", found)
+        return own
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.pipeline.host != HOST_IN_MEMORY and load_weights(pathlib.Path(resume_from_checkpoint), self.model):
+            return
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._rp_load_converted(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._rp_load_converted(self.state.best_model_checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        has_others = bool(load_result.missing_keys and load_result.unexpected_keys)
+        self._rp_is_converted = has_others and isinstance(self.model, PreTrainedModel)
+        if not self._rp_is_converted:
+            super()._issue_warnings_after_load(load_result)
+
+    def _rp_load_converted(self, folder: str) -> None:
+        """Load weights whose names in the checkpoint differ from their names in the model, such as weights of experts.
+
+        The Trainer only warns if names of weights differ: https://github.com/huggingface/transformers/issues/43701
+        """
+        if self._rp_is_converted:
+            with generator_kept():
+                loaded, info = type(self.model).from_pretrained(
+                    folder, config=self.model.config, dtype="auto", output_loading_info=True
+                )
+            if missing := sorted(info["missing_keys"]):
+                model, first = type(self.model).__name__, missing[0]
+                raise ConfigError(
+                    f"{folder} is for a different model: it lacks {len(missing)} weights of {model}, like {first}."
+                )
+            self.model.load_state_dict(loaded.state_dict())
+            self._rp_is_converted = False
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder, pipeline, optimizer = pathlib.Path(checkpoint), self.pipeline, self._rp_own_optimizer()
+        if _has_shards(folder):
+            stored = read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline))
+            check_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
+            restore_progress(pipeline, stored)
+            restore_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
+        elif _saves_by_name(pipeline) and (folder / OPTIMIZER_NAME).is_file():
+            _load_whole(folder / OPTIMIZER_NAME, optimizer)
+            _load_progress(folder, pipeline)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            _load_progress(folder, pipeline)
+            return
+        if (folder / SCHEDULER_NAME).is_file():
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
 
 # Elements of a trial parameter; moments of fewer than 4,096 elements have 32 bits, even in 8-bit optimizers.
@@ -468,96 +545,3 @@ def _load_whole(file: pathlib.Path, optimizer: torch.optim.Optimizer) -> None:
     optimizer.load_state_dict(stored)
     for target in (target for group in held for target in group):
         hold_on_disk(optimizer, target)
-
-
-def _check_shared(folder: pathlib.Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder.parent.parent} is not the same folder on all machines. Train into a folder that all machines "
-            "mount:\n    TrainingArguments(output_dir=...)"
-        )
-
-
-class SavingTrainer(PipelineTrainer):
-    """A Trainer whose checkpoints also store the state of the pipeline, such as master weights."""
-
-    _rp_is_converted = False
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self._rp_pipeline is not None:
-            self._rp_pipeline.synchronize()
-        super()._save(output_dir, state_dict)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        folder, pipeline = pathlib.Path(output_dir), self.pipeline
-        if _saves_by_name(pipeline):
-            targets = optimizer_targets(pipeline)
-            ranks = ranks_of(pipeline, targets)
-            home = pathlib.Path(ranks.exchange(str(folder))[0])  # all processes write into the folder of the first one
-            ranks.together(lambda: _check_shared(home))
-            values = {**collect_progress(pipeline), "optimizers": [named_state(self._rp_own_optimizer(), targets)]}
-            write_values(home, _PROGRESS, values, ranks=ranks)
-            if self.args.should_save and self.lr_scheduler is not None:
-                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
-            return
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save:
-            write_values(folder, _PROGRESS, collect_progress(pipeline))
-
-    def _rp_own_optimizer(self) -> torch.optim.Optimizer:
-        found: Any = self.optimizer
-        own: torch.optim.Optimizer = getattr(found, "optimizer", found)
-        return own
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.pipeline.host != HOST_IN_MEMORY and load_weights(pathlib.Path(resume_from_checkpoint), self.model):
-            return
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._rp_load_converted(resume_from_checkpoint)
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._rp_load_converted(self.state.best_model_checkpoint)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        has_others = bool(load_result.missing_keys and load_result.unexpected_keys)
-        self._rp_is_converted = has_others and isinstance(self.model, PreTrainedModel)
-        if not self._rp_is_converted:
-            super()._issue_warnings_after_load(load_result)
-
-    def _rp_load_converted(self, folder: str) -> None:
-        """Load weights whose names in the checkpoint differ from their names in the model, such as weights of experts.
-
-        The Trainer only warns if names of weights differ: https://github.com/huggingface/transformers/issues/43701
-        """
-        if self._rp_is_converted:
-            with generator_kept():
-                loaded, info = type(self.model).from_pretrained(
-                    folder, config=self.model.config, dtype="auto", output_loading_info=True
-                )
-            if missing := sorted(info["missing_keys"]):
-                model, first = type(self.model).__name__, missing[0]
-                raise ConfigError(
-                    f"{folder} is for a different model: it lacks {len(missing)} weights of {model}, like {first}."
-                )
-            self.model.load_state_dict(loaded.state_dict())
-            self._rp_is_converted = False
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        folder, pipeline, optimizer = pathlib.Path(checkpoint), self.pipeline, self._rp_own_optimizer()
-        if _has_shards(folder):
-            stored = read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline))
-            check_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
-            restore_progress(pipeline, stored)
-            restore_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
-        elif _saves_by_name(pipeline) and (folder / OPTIMIZER_NAME).is_file():
-            _load_whole(folder / OPTIMIZER_NAME, optimizer)
-            _load_progress(folder, pipeline)
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            _load_progress(folder, pipeline)
-            return
-        if (folder / SCHEDULER_NAME).is_file():
-            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))

@@ -199,7 +199,6 @@ def _with_held_masks(tree: Any) -> Any:
 
 
 def check_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Raise an error for arguments of ``forward_backward`` of other types; return those of the model."""
     if not isinstance(input_args, (tuple, list)) or isinstance(input_args, RoundPipePackedData):
         raise ConfigError(
             "input_args must be a tuple with the positional arguments of the model, found "
@@ -248,7 +247,6 @@ Rows = tuple[int, ...]
 
 def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
     """Check that ``RoundPipePackedData`` has as many microbatches and rows as the user's split function returned."""
-    # rows: rows of each part that the split function returned
     for entry in entries:
         if not isinstance(entry.value, RoundPipePackedData):
             continue
@@ -273,14 +271,8 @@ def rows_of_parts(
 
     Rows are counted along the batch axes of split tensors; a tensor that is the same object in all microbatches is
     ignored. If tensors have different row counts, those of a tensor must add up to its size before the split.
-
-    >>> import torch
-    >>> table = torch.zeros(5, 6)
-    >>> rows_of_parts([{"x": torch.zeros(1, 4), "table": table}, {"x": torch.zeros(2, 4), "table": table}], {})
-    [1, 2]
     """
-    # parts: trees by name, one mapping per microbatch
-    # others: parts of the labels, if a function split the labels and the inputs
+    # parts: trees by name, one mapping per microbatch; others: those of the labels, if a function split them too
     known, seen = _columns(parts)
     if not known and len(seen) > 1:
         before = {entry.path: entry.shape[entry.axis or 0] for entry in entries_of(whole, {}) if entry.shape}

@@ -1,14 +1,11 @@
-"""Find the weights with which losses of microbatches add up to the batch's loss, by tests on a few rows.
-
-The loss function is called with a few rows of the batch, and with two uneven subsets of these rows. The weight of a
-subset may be its number of rows, the number of items that torch's loss functions average over, or 1. Weights are
-accepted if the weighted sum of the subsets' losses equals the loss of all rows, in value and gradients, also with
-changed labels and outputs. A loss that compares or selects rows has no weights for which this sum is equal.
-"""
+"""Find the weights with which losses of microbatches add up to the batch's loss, by tests on a few rows."""
 
 # rows 0 to 2       loss 0.93     gradients at the outputs for rows 0, 1 and 2, and at parameters of the loss
 # rows 0 and 1      loss 0.90     weighted by rows: (2 * 0.90 + 1 * 0.99) / 3 = 0.93, and the same for each gradient
 # row 2             loss 0.99
+#
+# Weights (rows, items that torch's loss functions average over, or 1) are accepted if the sums are equal in value and
+# gradients, also with changed labels and outputs. A loss that compares or selects rows has no such weights.
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ class Part:
 
     @property
     def value(self) -> str:
-        """The losses as text for messages, with the weight if the loss function returned a weight."""
         numbers = ", ".join(f"{loss.item():.4g}" for loss in self.losses)
         return numbers if self.weight is None else f"({numbers}, {self.weight:g})"
 
@@ -77,7 +73,6 @@ class LossProof:
 
     @property
     def is_sum(self) -> bool:
-        """Whether the loss of the batch is a sum of weighted losses of its microbatches."""
         return self.way not in ("joined", "whole")
 
     def __str__(self) -> str:
@@ -98,8 +93,7 @@ def prove(
 ) -> Proof:
     """Find weights with which the losses of row subsets add up to the loss of all rows, for all given tensor values."""
     # changes: values of the columns, first those of the batch
-    # as_stated: whether values with different numbers of items per row are skipped, because the caller stated a mean
-    # over rows, and each microbatch checks the items
+    # as_stated: skip values with different numbers of items per row, which each microbatch checks
     left, compared, is_pair = list(ways), 0, False
     for number, values in enumerate(changes):
         found = result_or(functools.partial(evaluate, values), lambda error: error)
@@ -148,7 +142,6 @@ class _Difference:
         self.is_of_zeros = not any(self._expected) and not any(bool(loss.any()) for loss in losses)
 
     def is_none(self, way: Way) -> bool:
-        """Return whether weighted losses and gradients of row subsets add up to the loss and gradients of all rows."""
         if self._whole.weight is not None:
             total = sum(part.weight or 0.0 for part in self._parts)
             shares = tuple(1 / total if part.weight else 0.0 for part in self._parts)
@@ -211,7 +204,6 @@ class Column:
 
 def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Iterator[list[torch.Tensor]]:
     """Yield outputs, labels and masks of a few rows: first unchanged, then scaled outputs, changed labels and masks."""
-    # ignored: labels that losses ignore
     yield [one.value for one in columns]
     draw = torch.Generator().manual_seed(5)
     for size in (1.0, 0.1, 8.0):  # outputs scaled row by row
@@ -349,7 +341,6 @@ def _count(counted: Counted, target: torch.Tensor, weight: torch.Tensor | None, 
 @contextlib.contextmanager
 def count_items(more: Mapping[Callable[..., Any], Counted] | None = None) -> Iterator[Items]:
     """Count the items over which torch's loss functions average when they are called in the with block."""
-    # more: further functions that average, and what they count
     items = Items()
     watch = _Watch(items, {**_AVERAGING, **(more or {})})
     with watch:
@@ -392,13 +383,7 @@ class _HasState(Protocol):
 
 
 class SteadyDraws(NoDropout):
-    """Replaces all random numbers in the with block by constants, and disables dropout.
-
-    Random integers become the numbers from n - 1 down to 0, so code that permutes rows at random still permutes rows.
-    """
-
-    # generator: random generator of the device. Default: only the host draws.
-    # types: set to which the dtypes of computed tensors are added
+    """Replaces random numbers in the with block by constants, integers by n - 1 down to 0, and disables dropout."""
 
     def __init__(self, generator: _HasState | None = None, types: set[torch.dtype] | None = None) -> None:
         super().__init__()

@@ -120,11 +120,7 @@ def sizes(batch: int, num_microbatch: int) -> list[int]:
 
 
 def read_rules(spec: Any, name: str, error: type[RoundPipeError] = SplitError) -> Rules:
-    """Convert a tree of ``TensorChunkSpec`` and ``Replicate`` to a mapping from key paths to rules.
-
-    >>> read_rules(({"x": TensorChunkSpec(1)}, Replicate), "args")
-    {"args[0]['x']": Rule(dim=1, reduce=None, init=None), 'args[1]': Rule(dim=None, reduce=None, init=None)}
-    """
+    """Convert a tree of ``TensorChunkSpec`` and ``Replicate`` to a mapping from key paths to rules."""
     # spec: marks in the structure of the tree that is split; a mark also applies to all leaves below it, and `None`
     # gives no rule. If `name` is empty: a mapping from key paths to marks.
     if spec is None:
@@ -143,11 +139,7 @@ def rule_for(path: str, rules: Mapping[str, Rule]) -> Rule | None:
 
 
 def is_below(path: str, above: str) -> bool:
-    """Return whether the key path ``path`` equals ``above`` or names a value inside it.
-
-    >>> is_below("args[0]['x']", "args[0]"), is_below("args[10]", "args[1]"), is_below("label", "label")
-    (True, False, True)
-    """
+    """Return whether the key path ``path`` equals ``above`` or names a value inside it."""
     return path == above or (path.startswith(above) and path[len(above)] in ".[")
 
 

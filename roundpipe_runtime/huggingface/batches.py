@@ -248,7 +248,6 @@ def split_lists(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, inner: SplitFunction | None
 ) -> SplitFunction | None:
     """Return a function that splits arguments that are lists with one entry per row, such as detection labels."""
-    # inner: split function for the other arguments; `None` for the default split
     kinds = (Mapping, torch.Tensor)
     lists = {
         name: value
@@ -283,10 +282,7 @@ def split_lists(
 
 
 def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
-    """Return whether entry i of a list argument belongs to row i of the batch, not to all rows.
-
-    If each tensor in the list also has as many rows as the batch, only labels that the forward declares as a list do.
-    """
+    """Return whether entry i of a list argument belongs to row i of the batch, not to all rows."""
     held = itertools.chain(*(value.values() if isinstance(value, Mapping) else [value] for value in values))
     tensors = [value for value in held if isinstance(value, torch.Tensor)]
     if any(t.dim() == 0 or t.shape[0] != len(values) for t in tensors):

@@ -205,7 +205,6 @@ class LongRows:
         return None if groups is None else groups.news.reason
 
     def _example(self) -> dict[str, torch.Tensor]:
-        """Return an example batch: two short rows, with three tokens for each process and an ignored label."""
         tokens = random_tokens(self._inner, 2, 3 * self._exchange.size)
         labels = tokens.clone()
         labels[0, 1] = _IGNORED
@@ -273,11 +272,9 @@ _PERIOD = 0.0002  # seconds between two polls of an unfinished exchange
 class TokenExchange:
     """Exchanges tokens for heads between the ranks of a mesh, so that a rank attends to all tokens with some heads."""
 
-    # reason: function that returns the error of another rank, which aborts an exchange; `None` without an error
-
     def __init__(self, mesh: DeviceMesh, reason: Callable[[], BaseException | None]) -> None:
         self._members: list[int] = mesh.mesh.flatten().tolist()
-        self._reason = reason
+        self._reason = reason  # returns the error of another rank, which aborts an exchange
         self.size, self.rank = len(self._members), self._members.index(dist.get_rank())
         self.sent = 0
         self._group: Any = None
@@ -298,7 +295,6 @@ class TokenExchange:
         return into.to(parts.device)
 
     def close(self) -> None:
-        """Close the process group; all ranks make a new group for the next exchange."""
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError, ValueError):

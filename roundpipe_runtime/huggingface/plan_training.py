@@ -92,9 +92,6 @@ class PlannedTraining:
         last_stage_copies: int | Literal["auto"] = 1,
         keep_parameters: float | Literal["auto"] = 0,
     ) -> PlanReport:
-        # last_stage_copies: number of devices that run the last layer, each with a share of the microbatches; `"auto"`,
-        # as many as make the simulated step clearly faster. Default: 1.
-        # keep_parameters: parameters that stay on devices between steps, as in `RoundPipeRunConfig`. Default: 0.
         return plan_report(
             self.model,
             self.cut.pieces,
@@ -113,7 +110,6 @@ class PlannedTraining:
 
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:
         """Return the memory that is needed if the loss must be computed from the whole batch at once."""
-        # returns: memory of the device that runs the last layer, and additional host memory
         return joined_loss(self._layers(batch, length, start=len(self.cut.pieces) - 1)[-1])
 
     def remedy(self, *, batch: int, length: int, num_microbatch: int) -> SettingsChange:
@@ -160,7 +156,7 @@ class PlannedTraining:
 
 def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Return the causal language model of a configuration, without memory for its parameters."""
-    # dtype: dtype of the parameters. Default: that of the configuration, but bfloat16 for float16; else float32.
+    # by default in the dtype of the configuration, but in bfloat16 for float16; else in float32
     import transformers
 
     stored = getattr(config, "dtype", None)
@@ -174,7 +170,6 @@ def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module
 
 
 def _batch(rows: int, length: int) -> Kwargs:
-    """Return rows of tokens on ``meta``, with labels equal to the tokens."""
     tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
     return {"input_ids": tokens, "labels": tokens.clone()}
 

@@ -118,7 +118,6 @@ class _Weights:
         return self._known[id(parameter)][1]
 
     def numbers(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
-        """Return the values of a weight or buffer, which may be mapped from a file."""
         assert parameter is not None
         if not parameter.is_meta or self._read is None:
             return parameter.detach()

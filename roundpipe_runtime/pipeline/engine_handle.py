@@ -43,7 +43,7 @@ class ModelProxy(nn.Module):
     _rp_original: nn.Module | None
 
     def _rp_stand_for(self, model: nn.Module, original: nn.Module | None) -> None:
-        # original: model from which `model` was made, and which has the attributes; `None` if it is `model` itself
+        # original: model from which `model` was made, and which has the attributes
         own = self.__dict__
         for shared in _SHARED:
             own[shared] = model.__dict__[shared]

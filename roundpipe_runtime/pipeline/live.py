@@ -32,10 +32,8 @@ _DEEPEST, _MOST = 4, 2000
 class OtherForward:
     """A function that a pipeline temporarily sets as the ``forward`` of a model."""
 
-    # before: function that was set on the model before; `None` if no function was set
-
     def __init__(self, forward: Callable[..., Any], before: Any) -> None:
-        self.forward, self.before = forward, before
+        self.forward, self.before = forward, before  # before: function that was set on the model earlier
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -137,7 +135,6 @@ class ModelReading:
 
 def _held_by(value: object, without: Set[str] = frozenset()) -> Sequence[object]:
     """Return the items of a container, or attribute names and values of an object; nothing for a module or a tensor."""
-    # without: names of attributes that are left out
     if isinstance(value, dict):
         return [one for item in value.items() for one in item]
     if isinstance(value, _LISTS):
@@ -168,12 +165,7 @@ def tensors_held(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def changed_layers(before: Mapping[str, nn.Module], now: Mapping[str, nn.Module]) -> str | None:
-    """Return which layers were removed, added or moved, in words; ``None`` if the layers are unchanged.
-
-    >>> one, other = nn.Tanh(), nn.ReLU()
-    >>> changed_layers({"0": one, "1": other}, {"0": other}), changed_layers({"0": one}, {"0": one})
-    ('0 (Tanh) was removed', None)
-    """
+    """Return which layers were removed, added or moved, in words; ``None`` if the layers are unchanged."""
     if [*map(id, before.values())] == [*map(id, now.values())] and [*before] == [*now]:
         return None
     held, there = set(map(id, before.values())), set(map(id, now.values()))

@@ -1,7 +1,4 @@
-"""KV caches in a pipeline: caches of the caller, which stay in CPU memory, and caches that the model's code creates.
-
-The KV cache of an encoder-decoder consists of two caches, and a dictionary of the layers that have read the encoder.
-"""
+"""KV caches in a pipeline: caches of the caller, which stay in CPU memory, and caches that the model's code creates."""
 
 # forward     the cache is split by its registration: a HeldCache for each microbatch
 # phase       gets the cache from before this forward, so masks and positions are the same in all phases
@@ -49,7 +46,6 @@ class HeldCache(Static):
         self._held: Callable[[], tuple[Any, dict[Entry, Any], dict[int, bool]]] = lambda: (cache, changed, read)
 
     def before(self) -> Any:
-        """Return a copy of the KV cache as it was before the forward."""
         cache, _, _ = self._held()
         return with_layers(cache, [[copy.copy(layer) for layer in part.layers] for part in parts_of(cache)])
 
@@ -160,7 +156,7 @@ def open_caches(
     args: tuple[Any, ...], kwargs: Kwargs, device: torch.device
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], dict[int, Any]]]:
     """Context manager that yields the arguments with each ``HeldCache`` replaced by a KV cache on ``device``."""
-    # yields: the arguments with open caches, and the held caches by the ``id()`` of the open ones
+    # yields also the held caches by the `id()` of the open ones
     with contextlib.ExitStack() as stack:
         held = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, HeldCache)}
         opened = {key: stack.enter_context(value.opened(device)) for key, value in held.items()}
@@ -197,7 +193,6 @@ def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
 
 def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a function that splits arguments, with a ``HeldCache`` among the keyword arguments, into microbatches."""
-    # cut: split function for the other arguments; `None` for the default
 
     def split_input(args: Any, kwargs: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
         name, cache = next((name, value) for name, value in kwargs.items() if isinstance(value, HeldCache))
@@ -228,7 +223,6 @@ def _rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def join_held(cache: Any, parts: Sequence[HeldCache], rows: Sequence[int]) -> None:
-    """Join the KV caches of the microbatches, and put the result into the caller's cache."""
     made = [part.after() for part in parts]
     if len(made) > 1:
         with register_flattening_functions(patch_transformers=True):

@@ -28,7 +28,6 @@ class Tree:
     leaves: tuple[Any, ...]
 
     def keys(self) -> set[Key]:
-        """Return the `Key` of each tensor in this tree, including tensors inside lists, dictionaries and KV caches."""
         found = set[Key]()
         for leaf in self.leaves:
             if isinstance(leaf, Key):
@@ -114,7 +113,6 @@ class CallLog(Static):
     is_of_others: bool = False
 
     def record(self, calls: Mapping[int, CallSpec], *needed: Key) -> CallLog:
-        """Return a copy of this record of layer calls, with more calls and more tensors that later modules need."""
         last_use = dict(self.last_use)
         for place, call in sorted(calls.items()):
             last_use.update(dict.fromkeys(call.arguments.keys(), place))
@@ -123,7 +121,6 @@ class CallLog(Static):
         )
 
     def made(self, place: int, result: Tree, captured: Tree | None) -> CallLog:
-        """Return a copy of this record of layer calls, to which the result of layer call number ``place`` is added."""
         held = self.captured if captured is None else {**self.captured, place: captured}
         return dataclasses.replace(self, results={**self.results, place: result}, captured=held)
 
@@ -142,7 +139,6 @@ def live(
 
 
 def is_box(value: Any) -> bool:
-    """Report whether a value is a dictionary, list or other mutable container, into which a layer could write."""
     return isinstance(value, (MutableMapping, MutableSequence))
 
 
@@ -202,8 +198,6 @@ class OutputSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """One call of a layer in a forward of the model."""
-
     layer: str  # name of the layer
     form: OutputSpec
 

@@ -33,11 +33,7 @@ from ...optim.parameters import is_watched
 def check_equivalence(
     model: nn.Module, pieces: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Kwargs
 ) -> Equivalence:
-    """Check that the modules of a split model, run on one device, give the outputs and gradients of the model.
-
-    The check needs memory for the gradients of one module only, because each gradient is reduced to a digest when it is
-    computed. The check does not change ``grad`` of the parameters.
-    """
+    """Check that the modules of a split model, run on one device, give the outputs and gradients of the model."""
     with own_gradients(model) as plain, untied(model, plain), torch.enable_grad():
         outputs = model(*args, **kwargs)
         expected = objective(outputs, None)
@@ -129,7 +125,6 @@ def _tensors(outputs: PyTree) -> dict[str, torch.Tensor]:
 
 
 def _distance(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
-    """Return the relative difference of two tensors; infinity if one of them is ``None``."""
     if one is None or other is None:
         return math.inf
     one, other = (t if t.is_floating_point() or t.is_complex() else t.double() for t in (one, other))
@@ -144,16 +139,13 @@ _WHOLE = 2**10
 class Gradients:
     """Collects digests of gradients for a comparison: all values, or random projections of a large gradient."""
 
-    # digests: digests of gradients, by the name of the parameter
-
     def __init__(self, model: nn.Module) -> None:
-        self.digests: dict[str, Digest] = {}
+        self.digests: dict[str, Digest] = {}  # by the name of the parameter
         self.is_small = sum(p.nbytes for p in model.parameters()) <= _SMALL
         self.watched = {id(parameter) for parameter in model.parameters() if is_watched(parameter)}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add a gradient to the digest of a parameter's total gradient, which may be the sum of several gradients."""
         name, found = self._names[id(parameter)], digest(gradient, whole=None if self.is_small else _WHOLE)
         before = self.digests.get(name)
         self.digests[name] = found if before is None else before + found
@@ -187,11 +179,8 @@ def own_gradients(model: nn.Module) -> Iterator[Gradients]:
 
 @contextlib.contextmanager
 def untied(model: nn.Module, found: Gradients) -> Iterator[None]:
-    """Context manager in which each use of a large tied parameter has its own parameter with the same memory.
-
-    Autograd would sum the gradients of an embedding and its tied head, which needs three more tensors of the
-    embedding's size. With one parameter per use, only digests of the gradients are summed.
-    """
+    """Context manager in which each use of a large tied parameter has its own parameter with the same memory."""
+    # autograd would sum the gradients of an embedding and its tied head, which needs three more tensors of this size
     seen: set[int] = set()
     with contextlib.ExitStack() as stack:
         for slot in () if found.is_small else scan([model])[0].slots:

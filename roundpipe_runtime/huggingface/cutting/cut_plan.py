@@ -55,11 +55,7 @@ class CutPlan:
         return False
 
     def names(self) -> list[str]:
-        """Return the names of the modules of the split model, in order.
-
-        >>> CutPlan([], [0, 0]).names()
-        ['phase 0', 'phase 1']
-        """
+        """Return the names of the modules of the split model, in order."""
         found: list[str] = []
         start = 0
         for phase, end in enumerate(self.ends):
@@ -71,11 +67,7 @@ class CutPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutState:
-    """The values that a module of a split model passes to the next module, for one microbatch.
-
-    The engine of the pipeline flattens these values between two modules, to copy tensors to the next device. A module
-    never changes them in place, because the engine passes the same values again for recomputation.
-    """
+    """The values that a module of a split model passes to the next one, for one microbatch; never changed in place."""
 
     call: tuple[tuple[Any, ...], Kwargs]  # arguments of the model, `(args, kwargs)`
     options: CallOptions | None  # `None` if the last phase returns the model's output unchanged
@@ -96,7 +88,6 @@ pytree_dataclass(CutState, backends="torch")
 
 
 def begin(args: tuple[Any, ...], kwargs: Kwargs, model: nn.Module) -> CutState:
-    """Return the values with which a microbatch enters the first module of the pipeline."""
     kwargs, options = split_options(kwargs)
     # if layers may be dropped, the code after the layers may read the output of any layer
     keep = "all" if model.training and drops_layers(model) else asked_for(model, kwargs)
@@ -105,13 +96,11 @@ def begin(args: tuple[Any, ...], kwargs: Kwargs, model: nn.Module) -> CutState:
 
 
 def drops_layers(model: nn.Module) -> bool:
-    """Report whether a model skips layers at random in training (LayerDrop)."""
     config = getattr(model, "config", None)
     return any(getattr(config, f"{part}layerdrop", 0) for part in ("", "encoder_", "decoder_"))
 
 
 def device_of(tree: PyTree) -> torch.device:
-    """Return the device of the first tensor in a tree; the CPU if the tree has no tensor."""
     found = (leaf.device for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     return next(found, torch.device("cpu"))
 

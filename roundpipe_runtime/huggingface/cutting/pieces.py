@@ -57,17 +57,13 @@ class Paused:
 class Phase(nn.Module):
     """A module that runs the model's code outside of its layers up to the next layer that has not run yet."""
 
-    # copy: copy of the model with stubs instead of its layers
-
     def __init__(self, program: CutPlan, number: int, copy: nn.Module) -> None:
         super().__init__()
-        self.copy = copy
+        self.copy = copy  # of the model, with stubs instead of its layers
         self.program = program
         self.number = number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # args: arguments of the model in phase 0; else the state
-        # returns: the state; in the last phase, the output of the model in the requested form
         state: CutState = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
         is_last = self.number == self.program.phases - 1
 
@@ -193,7 +189,6 @@ class LayerCall(nn.Module):
         return self.layer
 
     def forward(self, state: CutState) -> CutState:
-        # returns: the state after the call; the same state if this microbatch skips the layer
         return self.observe(state)[0]
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
@@ -269,10 +264,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 
 class PhaseSession:
-    """Replaces layers while other code of the model runs: returns results of completed calls, and records new calls.
-
-    The model's forward restarts in every phase, because Python cannot resume a function in the middle.
-    """
+    """Replaces layers in a forward of the model: returns results of completed calls, and records new calls."""
 
     # phase 1 of 2    embed        placeholder with the shape of phase 0's output
     #                 layers.0     replayed: the output that the state holds

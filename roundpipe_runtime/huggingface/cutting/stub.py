@@ -1,8 +1,4 @@
-"""Copy a model with stubs instead of its layers, and make placeholders for the tensors that layers would return.
-
-A copy shares parameters, buffers and configuration with the model, but has its own module objects. So a copy can have
-parameters on one device while the layers and further copies of the model run on other devices.
-"""
+"""Copy a model with stubs instead of its layers, and make placeholders for the tensors that layers would return."""
 
 from __future__ import annotations
 
@@ -89,7 +85,6 @@ def _stub_class(kind: Any) -> type:
 
 def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embeddings: Set[str] = frozenset()) -> nn.Module:
     """Return a copy of a model that shares its parameters, with a stub instead of each of ``layers``."""
-    # embeddings: names of embeddings that call the session
     memo: dict[int, Any] = {}
     for name, layer in layers.items():
         memo[id(layer)] = stub = nn.Module()
@@ -125,7 +120,6 @@ def _shared(module: nn.Module) -> Iterator[Any]:
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
     """Set parameters, buffers, training mode and plain attributes of a copy to the current values of its model."""
-    # used: names of the parameters for the copy; `None` for all
     for path, module in copied.named_modules():
         if "_rp_name" in module.__dict__:
             continue
@@ -257,7 +251,6 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return a known shape, dtype or device of a placeholder; raise `NeedsValue` for other operations."""
         found = first_placeholder([*args, *(kwargs or {}).values()])
         if found is None or func in _ALWAYS or (found.has_form and func in _FORM):
             with DisableTorchFunctionSubclass():
@@ -278,7 +271,6 @@ class Placeholder(torch.Tensor):
 
 
 def first_placeholder(values: Any) -> Placeholder | None:
-    """Return the first placeholder among values, also inside lists and tuples."""
     for value in values:
         if isinstance(value, Placeholder):
             return value

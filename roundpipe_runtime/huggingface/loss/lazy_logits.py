@@ -102,7 +102,6 @@ class LazyLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record an elementwise operation, or compute a ``cross_entropy``; for other functions, compute the logits."""
         kwargs = kwargs or {}
         if _writes(func, kwargs):
             raise NotLazy
@@ -241,7 +240,6 @@ def weight_of_head(model: nn.Module) -> torch.Tensor | None:
 
 def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
     """Run a forward of which only the loss is used, without computing all logits at once."""
-    # run: function that runs the forward, which is called again if the forward needs its logits
     try:
         with lazy_head(model):
             output = run()

@@ -1,9 +1,4 @@
-"""The model's own loss: weights of microbatch losses, and the auxiliary loss of mixtures of experts.
-
-The loss of a model may be a mean over rows, over all tokens, or over labels that are not ignored, and its configuration
-does not state which. During a forward, torch's averaging functions are intercepted to count the items of the mean. The
-loss of the batch is the mean of microbatch losses, weighted by these numbers; `loss_proof` checks this on a few rows.
-"""
+"""The model's own loss: weights of microbatch losses, and the auxiliary loss of mixtures of experts."""
 
 from __future__ import annotations
 
@@ -28,7 +23,6 @@ from .sliced import chunked_cross_entropy
 
 
 def counting() -> contextlib.AbstractContextManager[Items]:
-    """Context manager that counts the items, such as labels, over which losses in the with block average."""
     return count_items({chunked_cross_entropy: "labels"})
 
 
@@ -36,10 +30,8 @@ def with_loss_weight(
     output: PyTree, items: Items, rows: int, weight_by: Way | None = None
 ) -> tuple[PyTree, float, int]:
     """Return the output of a microbatch, the weight of its loss, and its number of rows."""
-    # weight_by: weights of the losses. Default: the items, if they are known.
-    # returns: `(output, items, rows)`. A sum has -1 items, and is a share of the batch's loss if the model got
-    # `num_items_in_batch`. Means over different numbers of items have infinity, because they cannot be weighted.
-    # An unknown loss has NaN. A loss over no items is zero.
+    # A sum has -1 items, and is a share of the batch's loss if the model got `num_items_in_batch`. Means over different
+    # numbers of items have infinity, because they cannot be weighted. An unknown loss has NaN. A loss of no items is 0.
     if weight_by in ("rows", "sum"):
         return output, float(rows) if weight_by == "rows" else -1.0, rows
     counts = set(items.counts)
@@ -86,7 +78,6 @@ class UnprovenLossError(LossError):
 
 
 def loss_of(output: PyTree) -> torch.Tensor | None:
-    """Return the loss in a model's output; ``None`` if there is no loss with one element."""
     loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
         loss = output[0]
@@ -108,7 +99,6 @@ def label_names(model: nn.Module) -> set[str]:
 
 def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
     """Return an example with labels that give a finite loss, so that the check of a split covers the training loss."""
-    # returns: the example, unchanged if no labels give a finite loss
     taken = inspect.signature(model_inside(model).forward).parameters
     names = sorted(label_names(model) & set(taken))
     if not names or any(kwargs.get(name) is not None for name in names):
@@ -187,7 +177,6 @@ def own_loss(outputs: PyTree, labels: Any) -> Any:
 
 
 def has_router_logits(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Report whether the model returns router logits, from which an auxiliary loss is computed."""
     asked = kwargs.get("output_router_logits")
     config = getattr(model, "config", None)
     asked = getattr(config, "output_router_logits", False) if asked is None else asked
@@ -204,7 +193,6 @@ def wants_tuple(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
 
 
 def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
-    """Return the loss of a model's output minus the included auxiliary loss."""
     loss: torch.Tensor = output.loss
     aux = getattr(output, "aux_loss", None)
     return loss if aux is None else loss - _coefficient(model) * aux.to(loss.device)
@@ -212,8 +200,6 @@ def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
 
 def auxiliary_loss_of(model: nn.Module, routers: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> Any:
     """Return the auxiliary loss of router logits, and its contribution to the model's loss."""
-    # routers: one tensor per layer, with a row per token
-    # returns: `(loss, contribution to the model's loss)`; `None` if the model has no such loss
     function = _balancing_function(model)
     if function is None:
         return None

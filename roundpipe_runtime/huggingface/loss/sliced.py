@@ -49,7 +49,6 @@ class _Settings:
             return functional.linear(hidden, part, bias)
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits after the transform, in the dtype in which the loss is computed."""
         values = logits if self.transform is None else self.transform(logits)
         return values.to(wide(values.dtype))
 
@@ -64,10 +63,9 @@ def sliced_cross_entropy(
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-    rows: int | None = None,
+    rows: int | None = None,  # ignored, because a slice has few logits per row
 ) -> Any:
     """Compute :func:`chunked_cross_entropy` with a weight that stays on the host and is copied slice by slice."""
-    # rows: ignored, because a slice has few logits per row
     if not isinstance(weight, HostTable) or weight.access.table.slice_rows is None:
         return NotImplemented
     access, slice_rows, kind = weight.access, weight.access.table.slice_rows, hidden.device.type

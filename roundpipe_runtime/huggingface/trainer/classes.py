@@ -50,7 +50,6 @@ class FrozenModelTrainer(PipelineTrainer):
     """A Trainer that also runs its frozen models, such as a reference model, through pipelines."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create an accelerator that wraps models that are only evaluated, such as reference models, in pipelines."""
         super().create_accelerator_and_postprocess()
         self._rp_frozen: list[WrappedModel] = []
         self._rp_plain_prepare = self.accelerator.prepare_model
@@ -94,12 +93,10 @@ class FrozenModelTrainer(PipelineTrainer):
             self._rp_pipeline = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does, while calls of the model run through its pipeline."""
         with self._rp_called_through_pipeline():
             return super().train(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as the Trainer does, while calls of the model run through its pipeline."""
         with self._rp_called_through_pipeline():
             return super().evaluate(*args, **kwargs)
 
@@ -147,7 +144,6 @@ class GroupTrainer(PipelineTrainer):
     compute_loss_func: Any
 
     def get_train_dataloader(self) -> Any:
-        """Return a data loader that yields this process's rows of each batch."""
         # the `compute_loss` of a subclass may compare rows, so each process then gets the batches of the plain Trainer
         if not self._rp_has_groups():
             return super().get_train_dataloader()
@@ -237,7 +233,6 @@ class GroupLoader(DataLoader[Any]):
     """A data loader that yields this process's rows of each batch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which determines the same order of rows in all processes."""
         self.batch_sampler.set_epoch(epoch)  # type: ignore[union-attr] # it is a ReplicaBatchSampler
 
 

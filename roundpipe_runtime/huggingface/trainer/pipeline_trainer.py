@@ -56,11 +56,7 @@ _SENTINEL = "checkpoint-is-incomplete.txt"  # a file that marks a checkpoint as 
 
 
 class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts as untyped
-    """A ``transformers.Trainer`` whose checkpoints stay complete when the process is killed.
-
-    Each checkpoint is written to a temporary folder, which is flushed to disk and then renamed.
-    ``resume_from_checkpoint=True`` resumes from the newest undamaged checkpoint.
-    """
+    """A Trainer that writes each checkpoint to a temporary folder, flushes it to disk, and then renames it."""
 
     _rp_writing_to: pathlib.Path | None = None
 
@@ -166,7 +162,6 @@ def _settle(run: pathlib.Path) -> None:
 
 def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> None:
     """Remove the oldest checkpoints until ``limit`` are left, but never the newest or the best checkpoint."""
-    # limit: number of checkpoints to keep; `None` and 0 keep all
     if not limit or limit < 0:
         return
     newest_first = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, step_of(path)), reverse=True)
@@ -388,10 +383,8 @@ class PipelineTrainer(CheckpointingTrainer):
             super()._issue_warnings_after_load(load_result)
 
     def _rp_load_converted(self, folder: str) -> None:
-        """Load weights whose names in the checkpoint differ from their names in the model, such as weights of experts.
-
-        The Trainer only warns if names of weights differ: https://github.com/huggingface/transformers/issues/43701
-        """
+        """Load weights whose names differ from those of the model, for which the Trainer only warns."""
+        # https://github.com/huggingface/transformers/issues/43701
         if self._rp_is_converted:
             with generator_kept():
                 loaded, info = type(self.model).from_pretrained(
@@ -473,7 +466,6 @@ def compile_options(args: Any) -> dict[str, str]:
 
 def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, has_copies: bool) -> None:
     """Check that a bitsandbytes optimizer can update parameters on the host, by a step on a small parameter."""
-    # has_copies: whether the optimizer works on copies of the parameters, because of `optim_dtype`
     if has_copies and options.get("optim_bits") == 8:
         raise ConfigError(
             "RoundPipeTrainer: 8-bit optimizers cannot be combined with optim_dtype. The Trainer sets 32-bit states "

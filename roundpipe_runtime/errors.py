@@ -171,6 +171,9 @@ REPLACED_FORWARD = (
 )
 
 
+WRAP_WITH_BATCH = "Wrap the model with an example like this batch:\n    wrap_model_to_roundpipe(model, example=batch)"
+
+
 class CutError(VersionDependentError, RoundPipeError, ValueError):
     """A model cannot be split into layers.
 
@@ -198,7 +201,7 @@ class MissingEmbeddingError(BatchStructureError):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"After its layers, the model uses {name}, which it did not use with the example that it was split with. "
-            "Wrap the model with an example like this batch:\n    wrap_model_to_roundpipe(model, example=batch)"
+            f"{WRAP_WITH_BATCH}"
         )
         self.name = name
 
@@ -213,8 +216,7 @@ class CutRefusedWarning(RoundPipeWarning):
 def changed_results(layer: str) -> str:
     return (
         f"Layers before {layer} return tensors for this batch where they returned None with the example that the "
-        "model was split with, or the reverse. Wrap the model with an example like this batch:\n"
-        "    wrap_model_to_roundpipe(model, example=batch)"
+        f"model was split with, or the reverse. {WRAP_WITH_BATCH}"
     )
 
 

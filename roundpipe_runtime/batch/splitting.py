@@ -101,12 +101,11 @@ def split(
     >>> [(m.args[0].tolist(), m.args[1].shape[0], m.kwargs, m.label.tolist(), m.rows) for m in parts]
     [([0, 1, 2], 1, {'scale': 2.0}, [0, 1, 2], 3), ([3, 4], 1, {'scale': 2.0}, [3, 4], 2)]
     """
-    kwargs = dict(kwargs)
     rules = _rules(num_microbatch, split_input, split_label)
     batch = FlatBatch.of(args, kwargs, label)
     check_registered(batch, rules)
     if _is_function(split_input) or _is_function(split_label):
-        return _split_by_functions(args, kwargs, label, num_microbatch, split_input, split_label, rules)
+        return _split_by_functions(batch, num_microbatch, split_input, split_label, rules)
     return [_unflattened(index, part) for index, part in enumerate(_split_leaves(batch, num_microbatch, rules))]
 
 
@@ -117,8 +116,7 @@ def split_flat(
     rules = _rules(num_microbatch, split_input, split_label)
     check_registered(batch, rules)
     if _is_function(split_input) or _is_function(split_label):
-        args, kwargs, label = (flat.tree for flat in batch)
-        made = _split_by_functions(args, kwargs, label, num_microbatch, split_input, split_label, rules)
+        made = _split_by_functions(batch, num_microbatch, split_input, split_label, rules)
         return [_flattened(microbatch) for microbatch in made]
     parts = _split_leaves(batch, num_microbatch, rules)
     if any(isinstance(leaf.value, RoundPipePackedData) for flat in batch for leaf in flat.leaves):
@@ -243,19 +241,15 @@ def _parts(value: Any, axis: int | None, rows: Sequence[int | None]) -> Sequence
 
 
 def _split_by_functions(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    label: Any,
-    num_microbatch: int,
-    split_input: Any,
-    split_label: Any,
-    rules: Rules,
+    batch: FlatBatch, num_microbatch: int, split_input: Any, split_label: Any, rules: Rules
 ) -> list[Microbatch]:
     """Split by the user's functions; if only inputs or only labels have a function, both get the same row counts."""
     calls: list[tuple[Any, Any]] | None = None
     labels: list[Any] | None = None
+    args, kwargs, label = (flat.tree for flat in batch)
     given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}
-    inputs = entries_of(given, rules)
+    inputs = [leaf.value for leaf in (*batch.args.leaves, *batch.kwargs.leaves)]
+    packed = [value for value in inputs if isinstance(value, RoundPipePackedData)]
     if _is_function(split_input):
         made = split_input(args, kwargs, num_microbatch)
         if not (isinstance(made, tuple) and len(made) == 2 and len(made[0]) == len(made[1]) > 0):
@@ -265,10 +259,8 @@ def _split_by_functions(
                 "    return [(x,) for x in chunks], [{} for x in chunks]"
             )
         calls = list(zip(*made, strict=True))
-    else:
-        num_microbatch = next(
-            (len(e.value) for e in inputs if isinstance(e.value, RoundPipePackedData)), num_microbatch
-        )
+    elif packed:
+        num_microbatch = len(packed[0])
     if _is_function(split_label):
         made = split_label(label, num_microbatch if calls is None else len(calls))
         if not isinstance(made, (list, tuple)) or not made:

@@ -137,17 +137,32 @@ class LongRows:
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> Kwargs:
         """Return this process's part of the tokens, as keyword arguments of the model."""
-        _check_batch(batch)
-        size = self._exchange.size
-        tokens, labels = batch["input_ids"], batch["labels"]
+        missing = [name for name in ("input_ids", "labels") if batch.get(name) is None]
+        strange = [name for name in batch if name not in _TAKEN]
+        if missing or strange:
+            raise ConfigError(
+                f"LongRows takes {', '.join(_TAKEN)}, and this batch "
+                + (f"lacks {', '.join(missing)}." if missing else f"also has {', '.join(strange)}.")
+            )
+        size, tokens, labels = self._exchange.size, batch["input_ids"], batch["labels"]
+        if (mask := batch.get("attention_mask")) is not None:
+            padded = mask == 0
+            if bool((padded[:, :-1] & ~padded[:, 1:]).any()):
+                raise ConfigError(
+                    'Rows are padded on the left, but LongRows needs padding on the right: padding_side="right".'
+                )
+            if bool((labels[padded] != _IGNORED).any()):
+                raise ConfigError(
+                    "Set labels of padding to -100, or padding is trained: labels[attention_mask == 0] = -100"
+                )
         stated = {"the batch": zlib.crc32(torch.cat([tokens, labels]).cpu().numpy().tobytes())}
         if self._pipeline is not None and (error := ranks_disagree(self._pipeline.ranks.exchange(stated))):
             raise error
         following = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
         counted = int((following != _IGNORED).sum())
-        missing = -tokens.shape[1] % size
-        tokens = nn.functional.pad(tokens, (0, missing), value=0)
-        following = nn.functional.pad(following, (0, missing), value=_IGNORED)
+        left = -tokens.shape[1] % size
+        tokens = nn.functional.pad(tokens, (0, left), value=0)
+        following = nn.functional.pad(following, (0, left), value=_IGNORED)
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
         length = tokens.shape[1] // size
         own = slice(self._exchange.rank * length, (self._exchange.rank + 1) * length)
@@ -236,24 +251,6 @@ def _run(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor, torc
     with torch.no_grad(), evaluating(model):
         found = model(**{**batch, "use_cache": False})
     return found.logits, found.loss
-
-
-def _check_batch(batch: Mapping[str, torch.Tensor]) -> None:
-    missing = [name for name in ("input_ids", "labels") if batch.get(name) is None]
-    strange = [name for name in batch if name not in _TAKEN]
-    if missing or strange:
-        raise ConfigError(
-            f"LongRows takes {', '.join(_TAKEN)}, and this batch "
-            + (f"lacks {', '.join(missing)}." if missing else f"also has {', '.join(strange)}.")
-        )
-    mask = batch.get("attention_mask")
-    if mask is None:
-        return
-    padded = mask == 0
-    if bool((padded[:, :-1] & ~padded[:, 1:]).any()):
-        raise ConfigError('Rows are padded on the left, but LongRows needs padding on the right: padding_side="right".')
-    if bool((batch["labels"][padded] != _IGNORED).any()):
-        raise ConfigError("Set labels of padding to -100, or padding is trained: labels[attention_mask == 0] = -100")
 
 
 _PERIOD = 0.0002  # seconds between two polls of an unfinished exchange

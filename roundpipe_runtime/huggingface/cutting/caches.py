@@ -26,7 +26,7 @@ from ...batch.joining import join
 from ...batch.spec import Replicate
 from ...batch.splitting import split
 from ...device.transfer import Static
-from ...errors import BatchStructureError, CutError
+from ...errors import WRAP_WITH_BATCH, BatchStructureError, CutError
 from ..adapters import model_inside, text_config
 from .stub import Key
 
@@ -303,8 +303,7 @@ class _MadeEntries(_ReadEntries):
         if self.get(number) is None:
             raise BatchStructureError(
                 f"A layer reads entry {number} of the cache that the model creates, but did not read it with the "
-                "example that the model was split with. Wrap the model with an example like this batch:\n"
-                "    wrap_model_to_roundpipe(model, example=batch)"
+                f"example that the model was split with. {WRAP_WITH_BATCH}"
             )
 
 

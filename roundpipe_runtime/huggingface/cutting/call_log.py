@@ -190,16 +190,13 @@ def _lists(module: nn.Module, path: str) -> Iterator[Candidate]:
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputSpec:
+class Observed:
+    """One call of a layer in a forward of the model, with the structure of its output."""
+
+    layer: str  # name of the layer
     spec: pytree.TreeSpec
     # for a tensor, the position of an input tensor with the same shape and dtype, or `-1`; `(value,)` for other leaves
     leaves: tuple[int | tuple[Any], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Observed:
-    layer: str  # name of the layer
-    form: OutputSpec
 
 
 def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[list[Observed], Any]:
@@ -219,7 +216,7 @@ def observe(layers: dict[str, nn.Module], forward: Callable[[], Any]) -> tuple[l
                 found.append(next(alike, -1))
             else:
                 found.append((leaf,))
-        seen.append(Observed(names[id(module)], OutputSpec(spec, tuple(found))))
+        seen.append(Observed(names[id(module)], spec, tuple(found)))
 
     with contextlib.ExitStack() as hooks:
         for layer in {id(layer): layer for layer in layers.values()}.values():

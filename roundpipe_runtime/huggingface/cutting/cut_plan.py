@@ -41,15 +41,15 @@ class CutPlan:
 
     def is_extra(self, place: int, leaf: int) -> bool:
         """Report whether a layer output is not the hidden state (the first output that has the shape of an input)."""
-        leaves = self.calls[place].form.leaves
+        leaves = self.calls[place].leaves
         return leaf != next((i for i, like in enumerate(leaves) if isinstance(like, int) and like >= 0), None)
 
     def returned_others(self, results: Mapping[int, Tree]) -> bool:
         """Report whether layers returned ``None`` where they returned a tensor for the example, or vice versa."""
         for place, result in results.items():
-            form = self.calls[place].form
-            if len(form.leaves) == len(result.leaves):
-                pairs = zip(form.leaves, result.leaves, strict=True)
+            expected = self.calls[place].leaves
+            if len(expected) == len(result.leaves):
+                pairs = zip(expected, result.leaves, strict=True)
                 if any(isinstance(like, tuple) is isinstance(leaf, Key) for like, leaf in pairs):
                     return True
         return False

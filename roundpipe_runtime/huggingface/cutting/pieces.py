@@ -16,7 +16,7 @@ from yobx_flatten.recipe.aliases import Kwargs, PyTree
 
 from ...batch.entries import is_cache
 from ...engine.recomputed import restart_generators
-from ...errors import BatchStructureError, CutError, MissingEmbeddingError, changed_results
+from ...errors import WRAP_WITH_BATCH, BatchStructureError, CutError, MissingEmbeddingError, changed_results
 from ..loss.call_options import run_with_options, split_options
 from ..loss.lazy_logits import weight_of_head
 from ..loss.own_loss import rows_of_call
@@ -72,8 +72,7 @@ class Phase(nn.Module):
             if isinstance(result, Finished) is not is_last:
                 raise BatchStructureError(
                     f"The model runs {'more' if is_last else 'fewer'} steps (layers, and code between layers) for this "
-                    "batch than for the example that it was split with. Wrap the model with an example like this "
-                    "batch:\n    wrap_model_to_roundpipe(model, example=batch)"
+                    f"batch than for the example that it was split with. {WRAP_WITH_BATCH}"
                 )
             return result.output if isinstance(result, Finished) else result.state
 
@@ -91,10 +90,7 @@ class Phase(nn.Module):
     def _rp_head_weight(self) -> torch.Tensor | None:
         return weight_of_head(self.copy)
 
-    @property
-    def _rp_to_compile(self) -> None:
-        """``None``: code outside of layers is not compiled: an exception ends it where a layer must run first."""
-        return
+    _rp_to_compile = None  # code outside of layers is not compiled: an exception ends it where a layer must run first
 
     def advance(self, state: CutState) -> Finished | Paused:
         session = PhaseSession(self.program, state, self.number)
@@ -138,8 +134,7 @@ class MissingValueError(BatchStructureError):
     def __init__(self, key: Key) -> None:
         super().__init__(
             f"The model reads output {key.leaf} of layer call number {key.call}, but did not read it with the "
-            "example that it was split with. Wrap the model with an example like this batch:\n"
-            "    wrap_model_to_roundpipe(model, example=batch)"
+            f"example that it was split with. {WRAP_WITH_BATCH}"
         )
         self.key = key
 
@@ -158,10 +153,7 @@ class Whole(nn.Module):
     def _rp_head_weight(self) -> torch.Tensor | None:
         return weight_of_head(self.model)
 
-    @property
-    def _rp_to_compile(self) -> None:
-        """``None``: a model that was not split is not compiled, because its wrapper also handles losses and caches."""
-        return
+    _rp_to_compile = None  # a model that was not split is not compiled: this wrapper also handles losses and caches
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         kwargs, options = split_options(kwargs)
@@ -376,8 +368,7 @@ class PhaseSession:
                 raise NeedsValue(self._newest)
             raise BatchStructureError(
                 f"This batch calls {layer} where the example that the model was split with called "
-                f"{', '.join(expected[:3]) or 'no layer'}. Wrap the model with an example like this batch:\n"
-                "    wrap_model_to_roundpipe(model, example=batch)"
+                f"{', '.join(expected[:3]) or 'no layer'}. {WRAP_WITH_BATCH}"
             )
         place = self._place + expected.index(layer)
         self._place = place + 1
@@ -386,7 +377,7 @@ class PhaseSession:
         leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=_box_below(kwargs))
         arguments = Tree(spec, tuple(self._named(leaf, place) for leaf in leaves))
         self.calls[place] = CallSpec(arguments, collected_so_far())
-        form = self.program.calls[place].form
+        form = self.program.calls[place]
         inputs = tensors_of((args, kwargs))
         made = []
         for number, leaf in enumerate(form.leaves):

@@ -407,13 +407,15 @@ class PipelineTrainer(CheckpointingTrainer):
             check_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
             restore_progress(pipeline, stored)
             restore_optimizer(optimizer, stored["optimizers"][0], optimizer_targets(pipeline))
-        elif _saves_by_name(pipeline) and (folder / OPTIMIZER_NAME).is_file():
-            _load_whole(folder / OPTIMIZER_NAME, optimizer)
-            _load_progress(folder, pipeline)
         else:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            _load_progress(folder, pipeline)
-            return
+            if by_name := _saves_by_name(pipeline) and (folder / OPTIMIZER_NAME).is_file():
+                _load_whole(folder / OPTIMIZER_NAME, optimizer)
+            else:
+                super()._load_optimizer_and_scheduler(checkpoint)
+            if (folder / f"{_PROGRESS}.json").exists():  # which a checkpoint of a plain Trainer lacks
+                restore_progress(pipeline, read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline)))
+            if not by_name:
+                return
         if (folder / SCHEDULER_NAME).is_file():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
@@ -509,12 +511,6 @@ _PROGRESS = "roundpipe"
 def _saves_by_name(pipeline: RoundPipe) -> bool:
     """Report whether optimizer state is saved by parameter name, because it is sharded or may not fit into memory."""
     return pipeline.ranks.num_shards > 1 or pipeline.host != HOST_IN_MEMORY
-
-
-def _load_progress(folder: pathlib.Path, pipeline: RoundPipe) -> None:
-    """Load the state of a pipeline from a checkpoint; a checkpoint of a plain Trainer has no such state."""
-    if (folder / f"{_PROGRESS}.json").exists():
-        restore_progress(pipeline, read_values(folder, _PROGRESS, targets=optimizer_targets(pipeline)))
 
 
 def _has_shards(folder: pathlib.Path) -> bool:

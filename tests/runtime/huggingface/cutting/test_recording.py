@@ -112,7 +112,7 @@ def test_a_form_says_which_outputs_are_like_an_input():
     model = Toy(nn.ModuleList([Layer(), Layer()]))
     model.between = lambda number, layer, x: layer(x)[0]
     calls, _ = observe({"0": model.layers[0]}, lambda: model(tokens()))
-    assert calls[0].form.leaves == (0, -1, (None,))
+    assert calls[0].leaves == (0, -1, (None,))
 
 
 def test_sequential_counts_when_its_children_are_alike_and_made_of_parts():

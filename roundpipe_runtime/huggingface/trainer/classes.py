@@ -39,83 +39,11 @@ from ..loss.own_loss import ShareOfOwnLoss, has_labels
 from ..wrap import WrappedModel, wrap_model_to_roundpipe
 from .pipeline_trainer import PipelineTrainer
 
-# Preference trainers compare the model with frozen models, such as a reference or a reward model. With adapters, the
-# reference is the model without adapters:
-#
-#     accelerator.prepare_model(reference, evaluation_mode=True)     another pipeline, on the same devices
-#     with model.disable_adapter(): trainer.model(**batch)           the pipeline of the model
-
-
-class FrozenModelTrainer(PipelineTrainer):
-    """A Trainer that also runs its frozen models, such as a reference model, through pipelines."""
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        self._rp_frozen: list[WrappedModel] = []
-        self._rp_plain_prepare = self.accelerator.prepare_model
-        self.accelerator.prepare_model = self._rp_prepare_model
-
-    def _rp_prepare_model(self, model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
-        """Wrap a model in a pipeline if it is only evaluated; prepare any other model as accelerate does."""
-        if isinstance(model, RoundPipe):
-            return model
-        if not evaluation_mode:
-            return self._rp_plain_prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
-        config = RoundPipeRunConfig(num_microbatch=self._rp_config.num_microbatch)
-        with generator_kept():  # the generator also decides the order of the data
-            if self._rp_pipeline is not None:
-                devices = self._rp_pipeline.devices
-            else:  # those of the pipeline around the model, which is not created yet
-                if "devices" not in self._rp_options:
-                    share = own_devices() if self.args.world_size > 1 else None
-                    self._rp_options["devices"] = share or None
-                devices = self._rp_options["devices"] = parse_devices(self._rp_options["devices"])
-            frozen = wrap_model_to_roundpipe(model, devices=devices, model_run_config=config, pin_model="off")
-        self._rp_frozen.append(frozen)
-        if self.accelerator.mixed_precision == "bf16":
-            own = frozen.forward
-            frozen.__dict__["forward"] = functools.wraps(own, updated=())(self._rp_in_autocast(own))
-        return frozen
-
-    def _rp_in_autocast(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.autocast_smart_context_manager():
-                return forward(*args, **kwargs)
-
-        return run
-
-    def close(self) -> None:
-        """End the threads of all pipelines; the pipeline around the model is created again when needed."""
-        for frozen in self._rp_frozen:
-            frozen.close()
-        if self._rp_pipeline is not None:
-            self._rp_pipeline.close()
-            self._rp_pipeline = None
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        with self._rp_called_through_pipeline():
-            return super().train(*args, **kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self._rp_called_through_pipeline():
-            return super().evaluate(*args, **kwargs)
-
-    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        with self._rp_called_through_pipeline():
-            return super()._precompute_ref_logps(*args, **kwargs)
-
-    def _rp_called_through_pipeline(self) -> contextlib.AbstractContextManager[None]:
-        held = None if getattr(self, "model_init", None) is not None else self.model.__dict__
-        if held is None or isinstance(held.get("forward"), PipelineForward) or self.pipeline.cut.report.is_whole:
-            return contextlib.nullcontext()
-        other = PipelineForward(self, held.get("forward"))
-        return AttributePatch(held, "forward", functools.wraps(self.model.forward, updated=())(other))
-
 
 class PipelineForward(OtherForward):
     """A model's forward that calls the pipeline around the model; calls with a KV cache run the original forward."""
 
-    def __init__(self, trainer: FrozenModelTrainer, before: Any) -> None:
+    def __init__(self, trainer: RoundPipeTrainer, before: Any) -> None:
         super().__init__(trainer._rp_in_autocast(self._run), before)
         self._trainer = trainer
         self._is_running = False
@@ -136,92 +64,6 @@ class PipelineForward(OtherForward):
         """Return the forward of the model's class for a copy of the model, which must not run through the pipeline."""
         copied = memo[id(self._trainer.model)]
         return types.MethodType(type(copied).forward, copied)
-
-
-class GroupTrainer(PipelineTrainer):
-    """A Trainer that forms each batch from rows of all processes."""
-
-    compute_loss_func: Any
-
-    def get_train_dataloader(self) -> Any:
-        # the `compute_loss` of a subclass may compare rows, so each process then gets the batches of the plain Trainer
-        if not self._rp_has_groups():
-            return super().get_train_dataloader()
-        if self.args.world_size > 1 and self._rp_has_other_loss():
-            if self.pipeline.replicas != self.args.world_size:
-                raise ConfigError(
-                    f"{type(self).__name__} computes its own loss in each process, so the number of groups must be the "
-                    f"number of processes, {self.args.world_size}. Leave replicas={self.pipeline.replicas} out."
-                )
-            return super().get_train_dataloader()
-        prepare = self.accelerator.prepare
-        self.accelerator.prepare = lambda loader: loader
-        try:
-            loader = super().get_train_dataloader()
-        finally:
-            self.accelerator.prepare = prepare
-        # a stream, whose batch sampler is infinite, and a loader of whole batches draw no single rows by index
-        if type(loader.batch_sampler) is not BatchSampler or isinstance(loader.dataset, IterableDataset):
-            return super().get_train_dataloader()
-        sampler: Any = loader.batch_sampler.sampler
-        size, drop_last = self._rp_global_batch(), loader.batch_sampler.drop_last
-        collate, tail = loader.collate_fn, len(sampler) % size
-        if type(sampler) is RandomSampler:  # the order depends only on the epoch and a seed, as accelerate's does
-            from accelerate.data_loader import SeedableRandomSampler
-
-            sampler = SeedableRandomSampler(
-                data_source=sampler.data_source,
-                replacement=sampler.replacement,
-                num_samples=sampler._num_samples,
-                generator=sampler.generator or torch.Generator(),
-                data_seed=getattr(self.args, "data_seed", None),
-            )
-        if 0 < tail < self.pipeline.replicas and not drop_last:  # a process gets no row of the last batch
-            collate = collate_with_empty(collate, loader.dataset[0])
-        return GroupLoader(
-            loader.dataset,
-            batch_sampler=ReplicaBatchSampler(BatchSampler(sampler, size, drop_last), self.pipeline),
-            collate_fn=collate,
-            **{name: getattr(loader, name) for name in _KEPT},
-        )
-
-    def _rp_has_other_loss(self) -> bool:
-        """Return whether a subclass or ``compute_loss_func`` replaces the Trainer's loss or training step."""
-        if self.compute_loss_func is not None:
-            return True
-        # in `class Own(RoundPipeTrainer, Mine)`, the step of `Mine` comes after this class
-        for name, method in (("compute_loss", self.compute_loss), ("training_step", super().training_step)):
-            function = getattr(method, "__func__", None)
-            if function is not getattr(Trainer, name) or not function.__module__.startswith("transformers."):
-                return True
-        return False
-
-    def _rp_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        self._rp_is_before_backward = False
-        raise_first(None, self.pipeline.ranks.exchange(None))
-        super()._rp_backward(loss, **kwargs)
-
-    def _rp_global_batch(self) -> int:
-        rows: int = self._train_batch_size
-        return rows * self.pipeline.replicas
-
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        if not self._rp_has_groups():
-            total: int = super().get_total_train_batch_size(args)
-            return total
-        return self._rp_global_batch() * int(args.gradient_accumulation_steps)
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
-        """Return the batches of an optimizer step; raise an error of one process in all processes."""
-        taken = take_together(epoch_iterator, num_batches, self.pipeline.ranks)
-        return super().get_batch_samples(iter(taken), num_batches, *args)
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wait for an optimizer step in the background, and evaluate as the Trainer does."""
-        self.pipeline.synchronize()
-        if self.pipeline.ranks.size > 1:
-            dataloader = CheckedLoader(dataloader, self.pipeline.ranks)
-        return super().evaluation_loop(dataloader, *args, **kwargs)
 
 
 # Options of a Trainer's data loader that a loader of groups also gets.
@@ -264,7 +106,7 @@ class CheckedLoader:
         return getattr(self._loader, name)
 
 
-class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer):
+class RoundPipeTrainer(PipelineTrainer):
     """A ``transformers.Trainer`` that trains models larger than the memory of a device.
 
     The arguments and the written files are the same as for the Trainer. ``from_pretrained`` can load a checkpoint
@@ -416,6 +258,154 @@ class RoundPipeTrainer(FrozenModelTrainer, GroupTrainer):
                 input_kwargs=inputs, label=labels, loss_fn=loss_fn, run_config=self._rp_config
             )
         return own.to(self.args.device)
+
+    # Preference trainers compare the model with frozen models, such as a reference or a reward model. With adapters,
+    # the reference is the model without adapters:
+    #
+    #     accelerator.prepare_model(reference, evaluation_mode=True)     another pipeline, on the same devices
+    #     with model.disable_adapter(): trainer.model(**batch)           the pipeline of the model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self._rp_frozen: list[WrappedModel] = []
+        self._rp_plain_prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = self._rp_prepare_model
+
+    def _rp_prepare_model(self, model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
+        """Wrap a model in a pipeline if it is only evaluated; prepare any other model as accelerate does."""
+        if isinstance(model, RoundPipe):
+            return model
+        if not evaluation_mode:
+            return self._rp_plain_prepare(model, *args, evaluation_mode=evaluation_mode, **kwargs)
+        config = RoundPipeRunConfig(num_microbatch=self._rp_config.num_microbatch)
+        with generator_kept():  # the generator also decides the order of the data
+            if self._rp_pipeline is not None:
+                devices = self._rp_pipeline.devices
+            else:  # those of the pipeline around the model, which is not created yet
+                if "devices" not in self._rp_options:
+                    share = own_devices() if self.args.world_size > 1 else None
+                    self._rp_options["devices"] = share or None
+                devices = self._rp_options["devices"] = parse_devices(self._rp_options["devices"])
+            frozen = wrap_model_to_roundpipe(model, devices=devices, model_run_config=config, pin_model="off")
+        self._rp_frozen.append(frozen)
+        if self.accelerator.mixed_precision == "bf16":
+            own = frozen.forward
+            frozen.__dict__["forward"] = functools.wraps(own, updated=())(self._rp_in_autocast(own))
+        return frozen
+
+    def _rp_in_autocast(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast_smart_context_manager():
+                return forward(*args, **kwargs)
+
+        return run
+
+    def close(self) -> None:
+        """End the threads of all pipelines; the pipeline around the model is created again when needed."""
+        for frozen in self._rp_frozen:
+            frozen.close()
+        if self._rp_pipeline is not None:
+            self._rp_pipeline.close()
+            self._rp_pipeline = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self._rp_called_through_pipeline():
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._rp_called_through_pipeline():
+            return super().evaluate(*args, **kwargs)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        with self._rp_called_through_pipeline():
+            return super()._precompute_ref_logps(*args, **kwargs)
+
+    def _rp_called_through_pipeline(self) -> contextlib.AbstractContextManager[None]:
+        held = None if getattr(self, "model_init", None) is not None else self.model.__dict__
+        if held is None or isinstance(held.get("forward"), PipelineForward) or self.pipeline.cut.report.is_whole:
+            return contextlib.nullcontext()
+        other = PipelineForward(self, held.get("forward"))
+        return AttributePatch(held, "forward", functools.wraps(self.model.forward, updated=())(other))
+
+    def get_train_dataloader(self) -> Any:
+        # the `compute_loss` of a subclass may compare rows, so each process then gets the batches of the plain Trainer
+        if not self._rp_has_groups():
+            return super().get_train_dataloader()
+        if self.args.world_size > 1 and self._rp_has_other_loss():
+            if self.pipeline.replicas != self.args.world_size:
+                raise ConfigError(
+                    f"{type(self).__name__} computes its own loss in each process, so the number of groups must be the "
+                    f"number of processes, {self.args.world_size}. Leave replicas={self.pipeline.replicas} out."
+                )
+            return super().get_train_dataloader()
+        prepare = self.accelerator.prepare
+        self.accelerator.prepare = lambda loader: loader
+        try:
+            loader = super().get_train_dataloader()
+        finally:
+            self.accelerator.prepare = prepare
+        # a stream, whose batch sampler is infinite, and a loader of whole batches draw no single rows by index
+        if type(loader.batch_sampler) is not BatchSampler or isinstance(loader.dataset, IterableDataset):
+            return super().get_train_dataloader()
+        sampler: Any = loader.batch_sampler.sampler
+        size, drop_last = self._rp_global_batch(), loader.batch_sampler.drop_last
+        collate, tail = loader.collate_fn, len(sampler) % size
+        if type(sampler) is RandomSampler:  # the order depends only on the epoch and a seed, as accelerate's does
+            from accelerate.data_loader import SeedableRandomSampler
+
+            sampler = SeedableRandomSampler(
+                data_source=sampler.data_source,
+                replacement=sampler.replacement,
+                num_samples=sampler._num_samples,
+                generator=sampler.generator or torch.Generator(),
+                data_seed=getattr(self.args, "data_seed", None),
+            )
+        if 0 < tail < self.pipeline.replicas and not drop_last:  # a process gets no row of the last batch
+            collate = collate_with_empty(collate, loader.dataset[0])
+        return GroupLoader(
+            loader.dataset,
+            batch_sampler=ReplicaBatchSampler(BatchSampler(sampler, size, drop_last), self.pipeline),
+            collate_fn=collate,
+            **{name: getattr(loader, name) for name in _KEPT},
+        )
+
+    def _rp_has_other_loss(self) -> bool:
+        """Return whether a subclass or ``compute_loss_func`` replaces the Trainer's loss or training step."""
+        if self.compute_loss_func is not None:
+            return True
+        # in `class Own(RoundPipeTrainer, Mine)`, the step of `Mine` comes after this class
+        for name, method in (("compute_loss", self.compute_loss), ("training_step", super().training_step)):
+            function = getattr(method, "__func__", None)
+            if function is not getattr(Trainer, name) or not function.__module__.startswith("transformers."):
+                return True
+        return False
+
+    def _rp_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        self._rp_is_before_backward = False
+        raise_first(None, self.pipeline.ranks.exchange(None))
+        super()._rp_backward(loss, **kwargs)
+
+    def _rp_global_batch(self) -> int:
+        rows: int = self._train_batch_size
+        return rows * self.pipeline.replicas
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        if not self._rp_has_groups():
+            total: int = super().get_total_train_batch_size(args)
+            return total
+        return self._rp_global_batch() * int(args.gradient_accumulation_steps)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> Any:
+        """Return the batches of an optimizer step; raise an error of one process in all processes."""
+        taken = take_together(epoch_iterator, num_batches, self.pipeline.ranks)
+        return super().get_batch_samples(iter(taken), num_batches, *args)
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wait for an optimizer step in the background, and evaluate as the Trainer does."""
+        self.pipeline.synchronize()
+        if self.pipeline.ranks.size > 1:
+            dataloader = CheckedLoader(dataloader, self.pipeline.ranks)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
 
 def check_overrides(kind: type[Trainer]) -> None:

@@ -55,9 +55,14 @@ _SENTINEL = "checkpoint-is-incomplete.txt"  # a file that marks a checkpoint as 
 #     output_dir/.checkpoint-3.leaving/                   being removed
 
 
-class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts as untyped
-    """A Trainer that writes each checkpoint to a temporary folder, flushes it to disk, and then renames it."""
+class PipelineTrainer(Trainer):  # type: ignore[misc] # transformers counts as untyped
+    """A Trainer with a pipeline around its model, whose checkpoints appear when all of their files are written."""
 
+    model: TransformersModel
+    _rp_options: dict[str, Any]  # for `wrap_model_to_roundpipe`
+    _rp_config: RoundPipeRunConfig
+    _rp_pipeline: WrappedModel | None
+    _rp_is_converted = False
     _rp_writing_to: pathlib.Path | None = None
 
     def train(
@@ -127,81 +132,6 @@ class CheckpointingTrainer(Trainer):  # type: ignore[misc] # transformers counts
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._rp_writing_to is None:
             super()._push_from_checkpoint(checkpoint_folder)
-
-
-def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
-    """Return the undamaged checkpoint with the most steps; warn about damaged checkpoints with more steps."""
-    if run.is_dir():
-        with contextlib.suppress(CheckpointError, OSError), only_writer(run):  # another process may be writing
-            _settle(run)
-    there = sorted(_checkpoints(run), key=step_of, reverse=True)
-    errors = []
-    for path in there:
-        try:
-            if (path / MANIFEST).exists():
-                verify(path)
-            elif not _is_whole(path):
-                raise DamagedCheckpointError(f"{path}: {_STATE}, which is written last, is missing or truncated.")
-        except DamagedCheckpointError as error:
-            errors.append(str(error))
-            warn(f"A checkpoint is incomplete, so the previous one is tried. {error}", CheckpointWarning)
-        else:
-            return path
-    if errors:
-        raise DamagedCheckpointError("No checkpoint is complete:\n    " + "\n    ".join(errors))
-    return None
-
-
-def _settle(run: pathlib.Path) -> None:
-    """Rename the checkpoints that a killed process had completed, and remove its unfinished checkpoints."""
-    for half in sorted(run.glob(".checkpoint-*.writing/checkpoint-*")):
-        if is_complete(half) and not (run / half.name).exists():
-            half.rename(run / half.name)
-    remove_leftovers(run)
-
-
-def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> None:
-    """Remove the oldest checkpoints until ``limit`` are left, but never the newest or the best checkpoint."""
-    if not limit or limit < 0:
-        return
-    newest_first = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, step_of(path)), reverse=True)
-    whole = [path for path in newest_first if _is_whole(path)]
-    kept = whole[:1] + [path for path in whole[1:] if best is not None and path == pathlib.Path(best)]
-    kept += [path for path in whole if path not in kept][: max(0, limit - len(kept))]
-    for path in newest_first:
-        if path not in kept:
-            remove_checkpoint(path)
-
-
-def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
-    if not run.is_dir():
-        return []
-    return [path for path in run.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-
-
-def _is_whole(path: pathlib.Path) -> bool:
-    """Return whether all files of a checkpoint exist, without reading their contents."""
-    if (path / MANIFEST).exists():
-        return is_complete(path)
-    try:
-        read_document(path / _STATE, dict[str, Any], failure=DamagedCheckpointError, finite=False)
-    except (OSError, DamagedCheckpointError):
-        return False
-    return not (path / _SENTINEL).exists()
-
-
-# Optimizers that update each element separately, so that a process can step a part of a parameter.
-_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-
-
-class PipelineTrainer(CheckpointingTrainer):
-    """A ``transformers.Trainer`` that has a pipeline around its model, whose state its checkpoints also store."""
-
-    model: TransformersModel
-    _rp_options: dict[str, Any]  # for `wrap_model_to_roundpipe`
-    _rp_config: RoundPipeRunConfig
-    _rp_pipeline: WrappedModel | None
-    _rp_is_converted = False
 
     @property
     def pipeline(self) -> WrappedModel:
@@ -418,6 +348,71 @@ class PipelineTrainer(CheckpointingTrainer):
                 return
         if (folder / SCHEDULER_NAME).is_file():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+
+def newest_whole(run: pathlib.Path) -> pathlib.Path | None:
+    """Return the undamaged checkpoint with the most steps; warn about damaged checkpoints with more steps."""
+    if run.is_dir():
+        with contextlib.suppress(CheckpointError, OSError), only_writer(run):  # another process may be writing
+            _settle(run)
+    there = sorted(_checkpoints(run), key=step_of, reverse=True)
+    errors = []
+    for path in there:
+        try:
+            if (path / MANIFEST).exists():
+                verify(path)
+            elif not _is_whole(path):
+                raise DamagedCheckpointError(f"{path}: {_STATE}, which is written last, is missing or truncated.")
+        except DamagedCheckpointError as error:
+            errors.append(str(error))
+            warn(f"A checkpoint is incomplete, so the previous one is tried. {error}", CheckpointWarning)
+        else:
+            return path
+    if errors:
+        raise DamagedCheckpointError("No checkpoint is complete:\n    " + "\n    ".join(errors))
+    return None
+
+
+def _settle(run: pathlib.Path) -> None:
+    """Rename the checkpoints that a killed process had completed, and remove its unfinished checkpoints."""
+    for half in sorted(run.glob(".checkpoint-*.writing/checkpoint-*")):
+        if is_complete(half) and not (run / half.name).exists():
+            half.rename(run / half.name)
+    remove_leftovers(run)
+
+
+def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> None:
+    """Remove the oldest checkpoints until ``limit`` are left, but never the newest or the best checkpoint."""
+    if not limit or limit < 0:
+        return
+    newest_first = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, step_of(path)), reverse=True)
+    whole = [path for path in newest_first if _is_whole(path)]
+    kept = whole[:1] + [path for path in whole[1:] if best is not None and path == pathlib.Path(best)]
+    kept += [path for path in whole if path not in kept][: max(0, limit - len(kept))]
+    for path in newest_first:
+        if path not in kept:
+            remove_checkpoint(path)
+
+
+def _checkpoints(run: pathlib.Path) -> list[pathlib.Path]:
+    if not run.is_dir():
+        return []
+    return [path for path in run.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _is_whole(path: pathlib.Path) -> bool:
+    """Return whether all files of a checkpoint exist, without reading their contents."""
+    if (path / MANIFEST).exists():
+        return is_complete(path)
+    try:
+        read_document(path / _STATE, dict[str, Any], failure=DamagedCheckpointError, finite=False)
+    except (OSError, DamagedCheckpointError):
+        return False
+    return not (path / _SENTINEL).exists()
+
+
+# Optimizers that update each element separately, so that a process can step a part of a parameter.
+_ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 
 # Elements of a trial parameter; moments of fewer than 4,096 elements have 32 bits, even in 8-bit optimizers.

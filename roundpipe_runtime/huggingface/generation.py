@@ -93,9 +93,8 @@ class GenerationPath:
             if not self._tried:
                 self._tried = True
                 # the code of a model may raise any error
-                reason = result_or(
-                    partial(self._reason_for_host, kwargs), lambda error: f"{type(error).__name__}: {error}"
-                )
+                trial = partial(self._reason_for_host, kwargs)
+                reason = result_or(trial, lambda error: f"{type(error).__name__}: {error}")
                 if reason is not None:
                     _LOG.info("%s runs on the host in generate: %s", type(self.model).__name__, reason)
                     self.close()

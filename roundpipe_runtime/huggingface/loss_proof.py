@@ -242,7 +242,25 @@ class LossWays:
                     return ONE_MICROBATCH
                 batch, settings = self._rows.three_at_least(batch, config)
             self._engine.steps.wait_written()  # a step would change weights between two evaluations
-            return self._show(kind, batch, settings, function, known)
+            found: LossProof | None = None
+            trials = itertools.chain(self._rows.some_rows(batch, settings), self._rows.repeated_rows(batch, settings))
+            try:
+                with _with_all_layers(self._made):
+                    for trial in trials:
+                        try:
+                            found = self._proof(kind, trial, batch.kwargs.tree, settings, function, known)
+                        except CannotJoinError as error:  # other rows may be joined, as a mask may exist for some only
+                            found = LossProof("whole", str(error))
+                            continue
+                        if found.compared or found.way != "joined":
+                            break  # otherwise no labels count in these rows, and other rows are tried
+            except (torch.OutOfMemoryError, DeviceMemoryError, BatchStructureError, ConfigError):
+                raise
+            except CannotJoinError as error:
+                return LossProof("whole", str(error))
+            except _REFUSED as error:
+                return LossProof("whole", f"the model does not run on a few of the rows: {error}")
+            return found or LossProof("joined", "the batch has no labels that count, or its loss is not finite")
 
         proof = self._engine.loss_checks.find(kind, code, show)
         has_loss = proof.compared or proof.way not in ("items", "joined")
@@ -251,34 +269,6 @@ class LossWays:
             given = ", ".join(name for name, value in split_options(kwargs)[0].items() if value is not None)
             self.shown.append(f"{mode} with {given}: {proof}")
         return proof
-
-    def _show(
-        self,
-        kind: Hashable,
-        batch: FlatBatch,
-        config: RoundPipeRunConfig,
-        function: LossOfModel | None,
-        known: LossProof | None,
-    ) -> LossProof:
-        found: LossProof | None = None
-        trials = itertools.chain(self._rows.some_rows(batch, config), self._rows.repeated_rows(batch, config))
-        try:
-            with _with_all_layers(self._made):
-                for trial in trials:
-                    try:
-                        found = self._proof(kind, trial, batch.kwargs.tree, config, function, known)
-                    except CannotJoinError as error:  # other rows may be joined, as a mask may exist for some rows only
-                        found = LossProof("whole", str(error))
-                        continue
-                    if found.compared or found.way != "joined":
-                        break  # otherwise no labels count in these rows, and other rows are tried
-        except (torch.OutOfMemoryError, DeviceMemoryError, BatchStructureError, ConfigError):
-            raise
-        except CannotJoinError as error:
-            return LossProof("whole", str(error))
-        except _REFUSED as error:
-            return LossProof("whole", f"the model does not run on a few of the rows: {error}")
-        return found or LossProof("joined", "the batch has no labels that count, or its loss is not finite")
 
     def _proof(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..device.accelerator import AcceleratorDevice, DeviceSpec
+from ..device.accelerator import DeviceSpec
 from ..device.disk import HOST_IN_MEMORY, disk_folder
 from ..device.protocol import Device
 from ..device.transfer import send_as
@@ -275,18 +275,3 @@ class PipelineOptions:
     def has_groups(self) -> bool:
         """Whether a batch is split into groups, on one rank or on several."""
         return self.mesh is not None or self.replicas is not None
-
-    def picklable(self, devices: Sequence[Device]) -> PipelineOptions:
-        """Return the options with the names of devices, so that another process can create the pipeline."""
-        if self.mesh is not None:
-            raise ConfigError(
-                "A pipeline of several ranks has a part of its state on each rank, so it cannot be pickled. All ranks "
-                "save the training together; rank 0 alone can save the weights:\n"
-                "    save_checkpoint(folder, model, optimizer=optimizer)\n"
-                "    torch.save(model.state_dict(), file)"
-            )
-        if isinstance(self.devices, str | None):
-            return self
-        on_accelerators = all(isinstance(device, AcceleratorDevice) for device in devices)
-        names = [device.name for device in devices] if on_accelerators else f"virtual:{len(devices)}"
-        return dataclasses.replace(self, devices=names)

@@ -16,7 +16,7 @@ from yobx_flatten.recipe.aliases import PyTree
 
 from ..batch.entries import check_call
 from ..batch.loss import LossContract, WeightedLoss
-from ..device.accelerator import DeviceSpec, parse_devices
+from ..device.accelerator import AcceleratorDevice, DeviceSpec, parse_devices
 from ..device.composite import check_copyable
 from ..device.disk import HOST_IN_MEMORY, disk_folder, memory_for
 from ..device.pinning import PinnedModel
@@ -400,10 +400,22 @@ class RoundPipe(OptimizedModel):
 
     def __getstate__(self) -> dict[str, Any]:
         self._rp_engine.synchronize()
+        options, devices = self._rp_options, self._rp_engine.devices
+        if options.mesh is not None:
+            raise ConfigError(
+                "A pipeline of several ranks has a part of its state on each rank, so it cannot be pickled. All ranks "
+                "save the training together; rank 0 alone can save the weights:\n"
+                "    save_checkpoint(folder, model, optimizer=optimizer)\n"
+                "    torch.save(model.state_dict(), file)"
+            )
+        if not isinstance(options.devices, str | None):  # names, so that another process can create the pipeline
+            on_accelerators = all(isinstance(device, AcceleratorDevice) for device in devices)
+            names = [device.name for device in devices] if on_accelerators else f"virtual:{len(devices)}"
+            options = dataclasses.replace(options, devices=names)
         return {
             "model": self._rp_model,
             "original": self._rp_original,
-            "options": self._rp_options.picklable(self._rp_engine.devices),
+            "options": options,
             "step": self._rp_engine.step,
             "masters": self._rp_engine.store.masters(),
             "sent": sent_as(self._rp_model),

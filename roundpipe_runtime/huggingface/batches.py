@@ -33,7 +33,7 @@ from ..pipeline.live import with_own_forwards
 from .adapters import model_inside
 from .cutting.caches import HeldCache, join_held, swapped
 from .cutting.check import evaluating
-from .loss.call_options import gives_share, is_proven
+from .loss.call_options import CALL_OPTIONS, gives_share, is_proven
 from .loss.own_loss import (
     auxiliary_loss_of,
     check_weights,
@@ -339,14 +339,11 @@ def keeps_texts_apart(model: nn.Module) -> bool | None:
 
 
 def loss_fn_with_weight(
-    loss_fn: Callable[[Any, Any], Any],
-    batch: Callable[[], int] | None,
-    *,
-    is_share: bool = False,
-    is_proven: bool = True,
+    loss_fn: Callable[[Any, Any], Any], batch: Callable[[], int] | None, kwargs: Kwargs
 ) -> Callable[[Any, Any], Any]:
     """Wrap ``loss_fn`` so that it takes ``(output, label count, rows)`` of a microbatch and returns a weighted loss."""
     # batch: function that returns the rows of the batch; `None` for models that compute no loss
+    known = {"is_share": gives_share(kwargs), "is_proven": is_proven(kwargs)}
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:
         output, count, rows = outputs
@@ -354,7 +351,7 @@ def loss_fn_with_weight(
         if batch is None or not isinstance(result, torch.Tensor):
             return result
         if rows < batch():
-            check_weights([count, count], is_share=is_share, is_proven=is_proven)
+            check_weights([count, count], **known)
         elif not 0 < count < math.inf:  # the whole batch
             return WeightedLoss(result, 1.0)
         if count < 0:  # the loss is a share of the batch's loss, and shares are added
@@ -390,8 +387,9 @@ def merge_as_asked(merge: Any, outputs: list[PyTree]) -> PyTree:
     return join([output for output, _, _ in outputs], [float(count) for count in rows], rows=rows, merge=merge)
 
 
-def merge_with_loss(model: nn.Module, kwargs: Kwargs, is_smoothed: bool, outputs: list[PyTree]) -> PyTree:
+def merge_with_loss(model: nn.Module, kwargs: Kwargs, outputs: list[PyTree]) -> PyTree:
     """Merge the outputs of the microbatches into one output whose loss is the loss of the whole batch."""
+    is_smoothed = kwargs[CALL_OPTIONS].smoothed_loss is not None
     parts = [output for output, _, _ in outputs]
     losses = [loss for loss in map(loss_of, parts) if loss is not None]
     first = parts[0]

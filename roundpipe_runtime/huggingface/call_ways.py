@@ -239,17 +239,16 @@ class CutModel(RoundPipe):
         if config.split_input is None:
             pictures = batches.split_pictures(getattr(model, "config", None), prepared)
             config = dataclasses.replace(config, split_input=batches.split_lists(model, args, prepared, pictures))
-        options: CallOptions = prepared.setdefault(CALL_OPTIONS, CallOptions())
+        prepared.setdefault(CALL_OPTIONS, CallOptions())
         wanted = config.merge_output
         if wanted in (None, True):
             # the loss of experts is computed from router logits, which a tuple does not name
             as_tuple = has_router_logits(model, prepared) and wants_tuple(model, prepared)
             if as_tuple:
                 prepared["return_dict"] = True
-            is_smoothed = options.smoothed_loss is not None
 
             def merge(outputs: list[PyTree]) -> PyTree:
-                joined = batches.merge_with_loss(model, prepared, is_smoothed, outputs)
+                joined = batches.merge_with_loss(model, prepared, outputs)
                 return joined.to_tuple() if as_tuple else joined
 
             config = dataclasses.replace(config, merge_output=merge)

@@ -338,7 +338,7 @@ class WrappedModel(CutModel):
         # the rows of the batch over all ranks are known when a microbatch has its loss
         rows_of_batch = functools.partial(self._rp_engine.groups.rows_of_batch, rows_of_call(input_args, kwargs))
         batch = rows_of_batch if computes_loss else None
-        weighted = loss_fn_with_weight(loss_fn, batch, is_share=gives_share(kwargs), is_proven=is_proven(kwargs))
+        weighted = loss_fn_with_weight(loss_fn, batch, kwargs)
         run = functools.partial(super().forward_backward, input_args, kwargs, label, weighted, return_outputs)
         try:
             result = run(config)

@@ -39,7 +39,6 @@ _FORM = {
     torch.Tensor.__repr__,
     torch.Tensor.__hash__,
 }
-_SAME = {torch.Tensor.contiguous}
 _POINTWISE = {torch.Tensor.float, torch.tanh, torch.Tensor.tanh}
 _WITH_NUMBER = {
     *(torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__),
@@ -141,7 +140,7 @@ def _lazy(func: Any, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
     logits = next((arg for arg in args if isinstance(arg, LazyLogits)), None)
     if logits is None or kwargs:
         return None
-    if func in _SAME and len(args) == 1:
+    if func is torch.Tensor.contiguous and len(args) == 1:
         return logits
     if func in _POINTWISE and len(args) == 1:
         return logits.then(func)

@@ -248,9 +248,8 @@ class RoundPipeTrainer(PipelineTrainer):
         loss_fn: Callable[[Any, Any], Any] = ShareOfOwnLoss(share)
         if smoother is not None and "labels" in inputs:
             labels = inputs.pop("labels")
-            knows_items = (
-                "num_items_in_batch" in inspect.signature(smoother.__call__).parameters
-            )  # not in transformers 4
+            # smoothers of transformers 4 take no number of items
+            knows_items = "num_items_in_batch" in inspect.signature(smoother.__call__).parameters
             count = num_items_in_batch if knows_items else None
             loss_fn = SmoothedLoss(smoother.epsilon, is_shifted, count, smoother.ignore_index, 1 / share)
         with self.compute_loss_context_manager():

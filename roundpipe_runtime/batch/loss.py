@@ -114,11 +114,9 @@ def read_loss(value: Any) -> LossValue:
         return LossValue("pair", (_scalar(total, "the sum"),), float(weight))
     if isinstance(value, (list, tuple)) and value and all(isinstance(item, torch.Tensor) for item in value):
         return LossValue("sequence", tuple(_scalar(item, f"loss {i}") for i, item in enumerate(value)))
-    found = (
-        f"{type(value).__qualname__} of {[type(item).__qualname__ for item in value]}"
-        if isinstance(value, (list, tuple))
-        else type(value).__qualname__
-    )
+    found = type(value).__qualname__
+    if isinstance(value, (list, tuple)):
+        found += f" of {[type(item).__qualname__ for item in value]}"
     raise LossError(
         f"loss_fn must return a tensor, a sequence of tensors or a pair (sum, weight), found {found}. To average over "
         "all tokens of all microbatches:\n    return WeightedLoss(per_token.sum(), number_of_tokens)"
@@ -187,31 +185,23 @@ class LossContract:
                 )
             read = LossValue("pair", (read.tensors[0] * items[0],), items[0])
         self.add_value(index, dataclasses.replace(read, tensors=tuple(t.detach() for t in read.tensors)))
-        if read.kind != "pair" and self.reduction == "mean":
-            self._check_items(index, items)
+        if read.kind != "pair" and self.reduction == "mean" and (rows := self.rows[index]):
+            with self._lock:
+                self._items[index] = found = [count / rows for count in items]
+                other, one = next(iter(self._items.items()))
+            if len(one) != len(found) or not all(map(math.isclose, one, found)):
+                raise LossError(
+                    f"loss_fn takes the mean over {_format_items(found, rows)} in microbatch {index} of {rows} rows, "
+                    f"and over {_format_items(one, self.rows[other] or 1)} in microbatch {other} of "
+                    f'{self.rows[other]}. The average over microbatches by rows (loss_reduction="mean") is not the '
+                    "loss of the batch. Return sum and divisor:\n"
+                    '    summed = cross_entropy(outputs, labels, reduction="sum")\n'
+                    "    return WeightedLoss(summed, (labels != -100).sum())"
+                )
         seed = self._seed(index)
         if read.weight == 0 or seed == 0:
             return []
         return [BackwardTerm(t, torch.full_like(t, seed)) for t in read.tensors if t.requires_grad]
-
-    def _check_items(self, index: int, items: Sequence[float]) -> None:
-        """Raise an error if the number of averaged items in a microbatch is not proportional to its rows."""
-        rows = self.rows[index]
-        if not rows:
-            return
-        with self._lock:
-            self._items[index] = [count / rows for count in items]
-            other = next(iter(self._items))
-            one, found = self._items[other], self._items[index]
-        if len(one) == len(found) and all(map(math.isclose, one, found)):
-            return
-        raise LossError(
-            f"loss_fn takes the mean over {_format_items(found, rows)} in microbatch {index} of {rows} rows, and over "
-            f"{_format_items(one, self.rows[other] or 1)} in microbatch {other} of {self.rows[other]}. The average "
-            'over microbatches by rows (loss_reduction="mean") is not the loss of the batch. Return sum and '
-            'divisor:\n    summed = cross_entropy(outputs, labels, reduction="sum")\n'
-            "    return WeightedLoss(summed, (labels != -100).sum())"
-        )
 
     def add_value(self, index: int, read: LossValue) -> None:
         """Add the loss of a microbatch whose backward has already run, for example on another rank.
@@ -381,6 +371,5 @@ def check_reaches(terms: Sequence[BackwardTerm], value: Any, outputs: PyTree) ->
 
 
 def _format_kind(value: LossValue) -> str:
-    return {"tensor": "a tensor", "sequence": f"{len(value.tensors)} tensors", "pair": "a pair (sum, weight)"}[
-        value.kind
-    ]
+    several = f"{len(value.tensors)} tensors"
+    return {"tensor": "a tensor", "sequence": several, "pair": "a pair (sum, weight)"}[value.kind]

@@ -287,11 +287,9 @@ class Items:
     """The numbers of items (tokens, labels or rows) over which the losses of one forward are averaged."""
 
     counts: list[float] = dataclasses.field(default_factory=list)  # number of items of each mean, in order
-    # number of items of each mean that has a gradient, in order
-    trained: list[float] = dataclasses.field(default_factory=list)
+    trained: list[float] = dataclasses.field(default_factory=list)  # number of items of each mean with a gradient
     sums: int = 0  # number of losses that are sums
-    # number of losses without a count: elementwise losses, and losses whose classes are the rows
-    others: int = 0
+    others: int = 0  # number of losses without a count: elementwise losses, and losses whose classes are the rows
 
 
 class _Watch(TorchFunctionMode):

@@ -317,6 +317,12 @@ class WrappedModel(CutModel):
             kwargs[CALL_OPTIONS] = dataclasses.replace(options, loss_only=True)
         way: LossWay = self._rp_way(input_args, kwargs, config) if computes_loss else "items"
         way = self._rp_way_for_rows(input_args, kwargs, config, way, is_late=computes_loss)
+
+        def joined(way: LossWay) -> Any:
+            with torch.enable_grad():
+                outputs = self._rp_forward(input_args, kwargs, config, way)
+            return back_from(outputs[0] if config.merge_output is False else outputs, label, loss_fn, return_outputs)
+
         if computes_loss and not is_smoothed and has_auxiliary_loss(model, kwargs):
             if self._rp_groups is not None:
                 _check_merge((run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config))
@@ -325,12 +331,12 @@ class WrappedModel(CutModel):
                     self._rp_engine, input_args, kwargs, whole, self._rp_config(config)
                 )
                 return found if return_outputs else found[0]
-            return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
+            return joined(way)
         if computes_loss and not isinstance(loss_fn, ShareOfOwnLoss) and loss_fn is not own_loss:
             way = self._rp_way_of_function(input_args, kwargs, LossOfModel(loss_fn, label), config, way)
         if way == "joined" or (not computes_loss and self._rp_config(config).loss_reduction == "joined"):
             self._rp_check_alone()
-            return self._rp_backward_from_joined(input_args, kwargs, label, loss_fn, return_outputs, config, way)
+            return joined(way)
         if way == "whole":
             config = dataclasses.replace(config, num_microbatch=1)
         if computes_loss:  # shares of a mean are added
@@ -345,31 +351,12 @@ class WrappedModel(CutModel):
         except (UnprovenLossError, JoinedLossError) as error:
             if self._rp_options.has_groups:
                 raise
-            joined = functools.partial(
-                self._rp_backward_from_joined, input_args, kwargs, label, loss_fn, return_outputs, config, "joined"
-            )
             if isinstance(error, JoinedLossError):
-                return self._rp_joined_instead(error, joined)
+                return self._rp_joined_instead(error, functools.partial(joined, "joined"))
             if self._rp_way_without_parts(kwargs) == "joined":
-                return joined()
+                return joined("joined")
             result = run(dataclasses.replace(config, num_microbatch=1))
         return (result[0], result[1][0]) if return_outputs and config.merge_output is False else result
-
-    def _rp_backward_from_joined(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Kwargs,
-        label: Any,
-        loss_fn: Callable[[Any, Any], Any],
-        return_outputs: bool,
-        config: RoundPipeRunConfig,
-        way: LossWay,
-    ) -> Any:
-        with torch.enable_grad():
-            outputs = self._rp_forward(args, kwargs, config, way)
-        if config.merge_output is False:
-            outputs = outputs[0]
-        return back_from(outputs, label, loss_fn, return_outputs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save the model with its ``save_pretrained`` after the last optimizer step; with LoRA, save only adapters.

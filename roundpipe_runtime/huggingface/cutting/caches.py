@@ -77,8 +77,7 @@ class _ReadEntries(list[Any]):
     def get(self, number: int) -> Any:
         return super().__getitem__(number)
 
-    def on_read(self, number: int) -> None:
-        raise NotImplementedError
+    on_read: Callable[[int], None]
 
     def __getitem__(self, index: Any) -> Any:
         for number in range(len(self))[index] if isinstance(index, slice) else [range(len(self))[index]]:

@@ -97,14 +97,10 @@ class CallLog(Static):
     """Arguments and results of all layer calls of one microbatch until now, in which keys stand for tensors."""
 
     calls: Mapping[int, CallSpec] = dataclasses.field(default_factory=dict)  # calls by position in the plan
-    # keys of the tensors without which the next phase cannot continue
-    needed: frozenset[Key] = frozenset()
-    # position of the last recorded call that takes each tensor
-    last_use: Mapping[Key, int] = dataclasses.field(default_factory=dict)
-    # structure of the output of each completed call
-    results: Mapping[int, Tree] = dataclasses.field(default_factory=dict)
-    # structure of the outputs that hooks captured in each completed call, `{name: list}`
-    captured: Mapping[int, Tree] = dataclasses.field(default_factory=dict)
+    needed: frozenset[Key] = frozenset()  # keys of the tensors without which the next phase cannot continue
+    last_use: Mapping[Key, int] = dataclasses.field(default_factory=dict)  # last recorded call that takes each tensor
+    results: Mapping[int, Tree] = dataclasses.field(default_factory=dict)  # structure of each completed call's output
+    captured: Mapping[int, Tree] = dataclasses.field(default_factory=dict)  # and of what hooks captured, by name
     # outputs of each embedding that only phase 0 computes, call by call
     embedded: Mapping[str, Sequence[Embedded]] = dataclasses.field(default_factory=dict)
     # layer outputs that the model returns: `"none"`, `"extras"` (all except hidden states) or `"all"`

@@ -38,12 +38,8 @@ def check_equivalence(
         outputs = model(*args, **kwargs)
         expected = objective(outputs, None)
         torch.autograd.backward(expected)
-    config = RoundPipeRunConfig(
-        num_microbatch=1,
-        requires_grad=True,
-        preserve_rng_state=False,
-        split_input=lambda args, kwargs, _: ([args], [kwargs]),
-    ).resolved(1)
+    whole: dict[str, Any] = {"num_microbatch": 1, "split_input": lambda args, kwargs, _: ([args], [kwargs])}
+    config = RoundPipeRunConfig(requires_grad=True, preserve_rng_state=False, **whole).resolved(1)
     with engine_on_host(model, pieces) as engine, own_gradients(model) as found, torch.enable_grad():
         engine.take_gradient = found.offer
         loss, cut = engine.forward_backward(args, kwargs, None, objective, True, config)

@@ -28,8 +28,7 @@ class CutPlan:
     calls: Sequence[Observed]  # calls of layers, in order
     ends: Sequence[int]  # position after the last call that each phase records
     keep: frozenset[Key] = frozenset()  # outputs of layers that phases read
-    # names of the parameters that each phase reads; `None` if not known yet
-    used: Sequence[frozenset[str] | None] = ()
+    used: Sequence[frozenset[str] | None] = ()  # names of the parameters that each phase reads; `None` if not known yet
     # names of the embeddings that only phase 0 computes; later phases pass placeholders of them to completed layers
     embeddings: frozenset[str] = frozenset()
     # entries that each call reads from caches that the model created; `None` if not known yet

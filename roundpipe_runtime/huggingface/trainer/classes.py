@@ -161,15 +161,8 @@ class RoundPipeTrainer(PipelineTrainer):
         **options: Any,
     ) -> None:
         check_overrides(type(self))
-        given = {
-            "devices": devices,
-            "optim_dtype": optim_dtype,
-            "example": example,
-            "replicas": replicas,
-            "use_sequential_preset": use_sequential_preset,
-            "host": host,
-            "update": update,
-        }
+        given = {"devices": devices, "optim_dtype": optim_dtype, "example": example, "replicas": replicas}
+        given |= {"use_sequential_preset": use_sequential_preset, "host": host, "update": update}
         self._rp_options = {name: value for name, value in given.items() if value is not None}
         self._rp_config = RoundPipeRunConfig(num_microbatch=microbatches, keep_parameters=keep_parameters)
         self._rp_pipeline = None

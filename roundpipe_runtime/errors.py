@@ -122,6 +122,7 @@ def format_failure(error: BaseException) -> str:
 
 def raise_first(own: BaseException | None, failures: Sequence[str | None]) -> None:
     """Raise the error of this rank if it failed, otherwise the error of the first rank that failed."""
+    # failures: the result of `format_failure` on each rank; `None` for a rank without an error
     if own is not None:
         raise own
     for rank, failure in enumerate(failures):

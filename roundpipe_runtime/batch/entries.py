@@ -247,6 +247,7 @@ Rows = tuple[int, ...]
 
 def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whose: str) -> None:
     """Check that ``RoundPipePackedData`` has as many microbatches and rows as the user's split function returned."""
+    # rows: rows of each part that the split function returned
     for entry in entries:
         if not isinstance(entry.value, RoundPipePackedData):
             continue
@@ -272,7 +273,8 @@ def rows_of_parts(
     Rows are counted along the batch axes of split tensors; a tensor that is the same object in all microbatches is
     ignored. If tensors have different row counts, those of a tensor must add up to its size before the split.
     """
-    # parts: trees by name, one mapping per microbatch; others: those of the labels, if a function split them too
+    # parts: trees by name, one mapping per microbatch
+    # others: parts of the labels, if a function split the labels and the inputs
     known, seen = _columns(parts)
     if not known and len(seen) > 1:
         before = {entry.path: entry.shape[entry.axis or 0] for entry in entries_of(whole, {}) if entry.shape}

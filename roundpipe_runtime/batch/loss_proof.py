@@ -93,7 +93,8 @@ def prove(
 ) -> Proof:
     """Find weights with which the losses of row subsets add up to the loss of all rows, for all given tensor values."""
     # changes: values of the columns, first those of the batch
-    # as_stated: skip values with different numbers of items per row, which each microbatch checks
+    # as_stated: whether values with different numbers of items per row are skipped, because the caller stated a mean
+    # over rows, and each microbatch checks the items
     left, compared, is_pair = list(ways), 0, False
     for number, values in enumerate(changes):
         found = result_or(functools.partial(evaluate, values), lambda error: error)
@@ -204,6 +205,7 @@ class Column:
 
 def variants(columns: Sequence[Column], ignored: Sequence[int] = (-100,)) -> Iterator[list[torch.Tensor]]:
     """Yield outputs, labels and masks of a few rows: first unchanged, then scaled outputs, changed labels and masks."""
+    # ignored: labels that losses ignore
     yield [one.value for one in columns]
     draw = torch.Generator().manual_seed(5)
     for size in (1.0, 0.1, 8.0):  # outputs scaled row by row
@@ -339,6 +341,7 @@ def _count(counted: Counted, target: torch.Tensor, weight: torch.Tensor | None, 
 @contextlib.contextmanager
 def count_items(more: Mapping[Callable[..., Any], Counted] | None = None) -> Iterator[Items]:
     """Count the items over which torch's loss functions average when they are called in the with block."""
+    # more: further functions that average, and what they count
     items = Items()
     watch = _Watch(items, {**_AVERAGING, **(more or {})})
     with watch:
@@ -381,7 +384,13 @@ class _HasState(Protocol):
 
 
 class SteadyDraws(NoDropout):
-    """Replaces random numbers in the with block by constants, integers by n - 1 down to 0, and disables dropout."""
+    """Replaces all random numbers in the with block by constants, and disables dropout.
+
+    Random integers become the numbers from n - 1 down to 0, so code that permutes rows at random still permutes rows.
+    """
+
+    # generator: random generator of the device. Default: only the host draws.
+    # types: set to which the dtypes of computed tensors are added
 
     def __init__(self, generator: _HasState | None = None, types: set[torch.dtype] | None = None) -> None:
         super().__init__()

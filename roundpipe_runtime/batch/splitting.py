@@ -416,7 +416,7 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
 
 
 def _counted(entries: Sequence[Entry], others: set[int]) -> dict[int, list[str]]:
-    # returns: batch size of `RoundPipePackedData` inputs, with their key paths; of several sizes, that in `others`
+    # returns: batch size of `RoundPipePackedData` inputs, with their key paths; of several sizes, the one in `others`
     found: dict[int, list[str]] = {}
     for entry in entries:
         if entry.counted:

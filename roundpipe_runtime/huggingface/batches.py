@@ -248,6 +248,7 @@ def split_lists(
     model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs, inner: SplitFunction | None
 ) -> SplitFunction | None:
     """Return a function that splits arguments that are lists with one entry per row, such as detection labels."""
+    # inner: split function for the other arguments; `None` for the default split
     kinds = (Mapping, torch.Tensor)
     lists = {
         name: value
@@ -283,6 +284,7 @@ def split_lists(
 
 def _has_rows(model: nn.Module, name: str, values: Sequence[Any]) -> bool:
     """Return whether entry i of a list argument belongs to row i of the batch, not to all rows."""
+    # if each tensor in the list also has as many rows as the batch, only labels that the forward declares as a list do
     held = itertools.chain(*(value.values() if isinstance(value, Mapping) else [value] for value in values))
     tensors = [value for value in held if isinstance(value, torch.Tensor)]
     if any(t.dim() == 0 or t.shape[0] != len(values) for t in tensors):
@@ -368,7 +370,7 @@ def loss_fn_with_weight(
 
 
 def merge_with_cache(cache: Any, merge: Callable[[list[PyTree]], PyTree], outputs: list[PyTree]) -> PyTree:
-    """Merge outputs by ``merge``, and put the contents of their KV caches into the caller's cache."""
+    """Merge outputs without caches by ``merge``, and put the contents of their KV caches into the caller's cache."""
     found, parts = [], []
     mark = Static()  # a leaf without tensors, which marks the place of the cache
     for output, *rest in outputs:

@@ -142,6 +142,7 @@ class CutModel(RoundPipe):
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, way: LossWay, *, is_late: bool = False
     ) -> LossWay:
         """Return how a batch runs; modules in which its rows influence each other run once for the whole batch."""
+        # is_late: whether gradients are scaled after the last microbatch
         options: CallOptions = kwargs[CALL_OPTIONS]
         last, resolved = len(self.cut.pieces) - 1, self._rp_config(config)
         if way == "whole" or resolved.num_microbatch == 1:
@@ -181,6 +182,7 @@ class CutModel(RoundPipe):
 
     def _rp_warn_of_loss(self, proof: LossProof, rows: int, whose: str = "") -> None:
         """Warn once that the loss of a batch is not a sum of microbatch losses, and state how it is computed."""
+        # whose: name of the function that computes the loss. Default: the class of the model.
         held = f" ({format_bytes(proof.row_nbytes * rows)} on the host)" if proof.row_nbytes and rows else ""
         how = (
             f"the last layer and the loss run once for the whole batch, on joined outputs of earlier layers{held}"

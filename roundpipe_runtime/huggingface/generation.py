@@ -78,7 +78,10 @@ _ROWS = 2
 
 
 class GenerationPath:
-    """Runs a part of a model in ``generate`` through a pipeline, or on the host if a trial gives other outputs."""
+    """Runs an encoder or an encoder-decoder in ``generate`` through a pipeline, which is created by the first call.
+
+    The model's own forward runs on the host if the pipeline fails, or if its outputs differ from the model's outputs.
+    """
 
     def __init__(self, model: nn.Module, wrap: Callable[[Cut], Any]) -> None:
         self.model = model

@@ -271,7 +271,7 @@ class TokenExchange:
 
     def __init__(self, mesh: DeviceMesh, reason: Callable[[], BaseException | None]) -> None:
         self._members: list[int] = mesh.mesh.flatten().tolist()
-        self._reason = reason  # returns the error of another rank, which aborts an exchange
+        self._reason = reason  # returns the error of another rank, which aborts an exchange; `None` without an error
         self.size, self.rank = len(self._members), self._members.index(dist.get_rank())
         self.sent = 0
         self._group: Any = None

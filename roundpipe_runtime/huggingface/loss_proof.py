@@ -90,6 +90,7 @@ class PieceRows:
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig
     ) -> Callable[[list[CutState]], CutState] | None:
         """Return a function that joins the outputs that the layers returned for all microbatches of a batch."""
+        # returns: the function, which may raise `CannotJoinError`; `None` if joining is impossible
         if self.made.report.is_whole:
             return None
         kind = self.kind_of(args, kwargs)
@@ -169,7 +170,9 @@ class PieceRows:
         return states[: len(trial.parts)], states[-1] if shown else states[0]
 
     def _trial_engine(self) -> contextlib.AbstractContextManager[Engine]:
-        if self.shares_batches:  # a process may have fewer rows than a trial needs, so no process waits for others
+        # other processes run parts of the same batches. A process may have fewer rows than a trial needs, so each trial
+        # runs on the host, without waiting for other processes.
+        if self.shares_batches:
             return engine_on_host(self.made.model, self.made.pieces)
         return contextlib.nullcontext(self.engine)
 
@@ -229,6 +232,7 @@ class LossWays:
         self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig, function: LossOfModel | None = None
     ) -> LossProof:
         """Return how microbatch losses are combined; calls 1, 2, 4, ... with arguments of the same kind check this."""
+        # function: function of the model's loss, whose weights are already known. Default: the model's own loss.
         kind, code, label = self._rows.kind_of(args, kwargs), None, None
         if function is not None:
             kind, code, label = (kind, loss_code(function.function)), function.function, function.label
@@ -298,6 +302,8 @@ class LossWays:
 class Tail:
     """Computes the loss of a few rows with the code after the last layer, in at least 32 bits."""
 
+    # kwargs: keyword arguments of the model in the checked call
+
     def __init__(self, made: Cut, options: CallOptions, kwargs: Kwargs, function: LossOfModel | None) -> None:
         self._model, self._piece, self._kwargs, self._function = made.model, made.pieces[-1], kwargs, function
         self._own_way = options.weight_by
@@ -331,6 +337,7 @@ class Tail:
     def prove(self, rows: Sequence[SomeRows], known: LossProof | None) -> LossProof:
         """Find weights with which the losses of subsets of the rows add up to the loss of all rows."""
         # rows: all rows at once, then the same rows in consecutive parts
+        # known: an earlier proof of this kind of call, whose weights must match again
         otherwise: Literal["whole", "joined"] = "whole" if rows[0].state is None else "joined"
         roles = self._roles(rows[0])
         keys = [] if rows[0].state is None else list(rows[0].state.values)
@@ -386,6 +393,7 @@ class Tail:
 
     def _loss(self, rows: SomeRows, values: dict[Key, torch.Tensor], *, seed: int) -> tuple[Part | None, bool]:
         """Return the loss of some rows (``None`` if there is no loss), and whether random numbers were drawn."""
+        # values: outputs of the layers
         torch.default_generator.manual_seed(seed)
         before = torch.default_generator.get_state()
         args, kwargs, values = pytree.tree_map(in_32_bits, (rows.args, rows.kwargs, values))

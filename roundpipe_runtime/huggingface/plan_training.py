@@ -49,6 +49,10 @@ class PlannedTraining:
     (True, 34)
     """
 
+    # model: Hugging Face causal language model, or PEFT's model around one, with parameters on `meta`
+    # optim_dtype: dtype in which the optimizer works. Default: the dtype of each parameter.
+    # large_tables, host, update: as in `RoundPipe`
+
     def __init__(
         self,
         model: nn.Module,
@@ -92,6 +96,9 @@ class PlannedTraining:
         last_stage_copies: int | Literal["auto"] = 1,
         keep_parameters: float | Literal["auto"] = 0,
     ) -> PlanReport:
+        # last_stage_copies: number of devices that run the last layer, each with a share of the microbatches; `"auto"`,
+        # as many as make the simulated step clearly faster. Default: 1.
+        # keep_parameters: parameters that stay on devices between steps, as in `RoundPipeRunConfig`. Default: 0.
         return plan_report(
             self.model,
             self.cut.pieces,
@@ -110,6 +117,7 @@ class PlannedTraining:
 
     def joined_loss(self, *, batch: int, length: int) -> JoinedLoss:
         """Return the memory that is needed if the loss must be computed from the whole batch at once."""
+        # returns: memory of the device that runs the last layer, and additional host memory
         return joined_loss(self._layers(batch, length, start=len(self.cut.pieces) - 1)[-1])
 
     def remedy(self, *, batch: int, length: int, num_microbatch: int) -> SettingsChange:
@@ -156,7 +164,7 @@ class PlannedTraining:
 
 def model_on_meta(config: Any, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Return the causal language model of a configuration, without memory for its parameters."""
-    # by default in the dtype of the configuration, but in bfloat16 for float16; else in float32
+    # dtype: dtype of the parameters. Default: that of the configuration, but bfloat16 for float16; else float32.
     import transformers
 
     stored = getattr(config, "dtype", None)

@@ -43,7 +43,7 @@ class ModelProxy(nn.Module):
     _rp_original: nn.Module | None
 
     def _rp_stand_for(self, model: nn.Module, original: nn.Module | None) -> None:
-        # original: model from which `model` was made, and which has the attributes
+        # original: model from which `model` was made, and which has the attributes; `None` if it is `model` itself
         own = self.__dict__
         for shared in _SHARED:
             own[shared] = model.__dict__[shared]
@@ -95,7 +95,12 @@ class ModelProxy(nn.Module):
 
 
 def wrapped_model(module: nn.Module) -> nn.Module:
-    """Return the model that a pipeline wraps; a module that is not a pipeline is returned unchanged."""
+    """Return the model that a pipeline wraps; a module that is not a pipeline is returned unchanged.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> wrapped_model(layer) is layer
+    True
+    """
     return module._rp_model if isinstance(module, ModelProxy) else module
 
 

@@ -33,7 +33,8 @@ class OtherForward:
     """A function that a pipeline temporarily sets as the ``forward`` of a model."""
 
     def __init__(self, forward: Callable[..., Any], before: Any) -> None:
-        self.forward, self.before = forward, before  # before: function that was set on the model earlier
+        self.forward = forward
+        self.before = before  # function that was set on the model before; `None` if no function was set
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)
@@ -69,7 +70,8 @@ def with_own_forwards(model: nn.Module) -> Iterator[None]:
 class ModelReading:
     """A record of a model's modules, functions and attributes, and of its layers, to detect later changes.
 
-    Modules, their classes and their ``forward`` functions are compared by identity. The record references the objects,
+    Modules, their classes and their ``forward`` functions are compared by identity. For modules outside the layers, of
+    which the pipeline runs copies, attributes and parameter names are also compared. The record references the objects,
     so that a new object cannot have the address of an old object.
     """
 
@@ -81,7 +83,7 @@ class ModelReading:
         inside = {id(layer): layer for layer in layers}
         waiting: list[nn.Module | None] = [model]
         outside: set[int] = set()
-        while waiting:  # modules outside of the layers, with their attributes, because the pipeline runs copies of them
+        while waiting:  # modules outside of the layers
             module = waiting.pop()
             if module is None or id(module) in inside or id(module) in outside:
                 continue
@@ -135,6 +137,7 @@ class ModelReading:
 
 def _held_by(value: object, without: Set[str] = frozenset()) -> Sequence[object]:
     """Return the items of a container, or attribute names and values of an object; nothing for a module or a tensor."""
+    # without: names of attributes that are left out
     if isinstance(value, dict):
         return [one for item in value.items() for one in item]
     if isinstance(value, _LISTS):

@@ -1,4 +1,7 @@
-"""KV caches in a pipeline: caches of the caller, which stay in CPU memory, and caches that the model's code creates."""
+"""KV caches in a pipeline: caches of the caller, which stay in CPU memory, and caches that the model's code creates.
+
+The KV cache of an encoder-decoder consists of two caches, and a dictionary of the layers that have read the encoder.
+"""
 
 # forward     the cache is split by its registration: a HeldCache for each microbatch
 # phase       gets the cache from before this forward, so masks and positions are the same in all phases
@@ -155,7 +158,7 @@ def open_caches(
     args: tuple[Any, ...], kwargs: Kwargs, device: torch.device
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any], dict[int, Any]]]:
     """Context manager that yields the arguments with each ``HeldCache`` replaced by a KV cache on ``device``."""
-    # yields also the held caches by the `id()` of the open ones
+    # yields: the arguments with open caches, and the held caches by the ``id()`` of the open ones
     with contextlib.ExitStack() as stack:
         held = {id(value): value for value in (*args, *kwargs.values()) if isinstance(value, HeldCache)}
         opened = {key: stack.enter_context(value.opened(device)) for key, value in held.items()}
@@ -192,6 +195,7 @@ def swapped(values: Any, pairs: Mapping[int, Any]) -> Any:
 
 def split_held(cut: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a function that splits arguments, with a ``HeldCache`` among the keyword arguments, into microbatches."""
+    # cut: split function for the other arguments; `None` for the default
 
     def split_input(args: Any, kwargs: Kwargs, num_microbatch: int) -> tuple[list[Any], list[Any]]:
         name, cache = next((name, value) for name, value in kwargs.items() if isinstance(value, HeldCache))

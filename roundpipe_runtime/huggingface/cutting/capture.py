@@ -46,6 +46,7 @@ def collected_so_far() -> tuple[tuple[str, int], ...]:
 
 def collect_recorded(stand_in: Any) -> None:
     """Append a placeholder to the captured outputs of the running forward, for a layer that is recorded but not run."""
+    # so that lists are as long as after the layer; computing with a placeholder stops the model's forward
     for name, found in _collected().items():
         if name != _SELECTION:  # the first layer adds two hidden states: its input and its output
             found.extend([stand_in] * (2 if name == "hidden_states" and not found else 1))
@@ -85,7 +86,8 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install the hooks by which transformers captures outputs of layers; its first forward would hook a copy."""
+    """Install the hooks by which transformers captures outputs on the layers of the model, before any forward."""
+    # transformers itself would install hooks in the first forward, but that runs a copy of the model without layers
     module = sys.modules.get(_MODULE)
     if module is None:
         for part in _decorated(model) if is_old() else ():

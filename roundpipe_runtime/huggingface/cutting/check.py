@@ -33,7 +33,11 @@ from ...optim.parameters import is_watched
 def check_equivalence(
     model: nn.Module, pieces: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Kwargs
 ) -> Equivalence:
-    """Check that the modules of a split model, run on one device, give the outputs and gradients of the model."""
+    """Check that the modules of a split model, run on one device, give the outputs and gradients of the model.
+
+    The check needs memory for the gradients of one module only, because each gradient is reduced to a digest when it is
+    computed. The check does not change ``grad`` of the parameters.
+    """
     with own_gradients(model) as plain, untied(model, plain), torch.enable_grad():
         outputs = model(*args, **kwargs)
         expected = objective(outputs, None)

@@ -54,7 +54,11 @@ class CutPlan:
         return False
 
     def names(self) -> list[str]:
-        """Return the names of the modules of the split model, in order."""
+        """Return the names of the modules of the split model, in order.
+
+        >>> CutPlan([], [0, 0]).names()
+        ['phase 0', 'phase 1']
+        """
         found: list[str] = []
         start = 0
         for phase, end in enumerate(self.ends):
@@ -66,7 +70,11 @@ class CutPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CutState:
-    """The values that a module of a split model passes to the next one, for one microbatch; never changed in place."""
+    """The values that a module of a split model passes to the next module, for one microbatch.
+
+    The engine of the pipeline flattens these values between two modules, to copy tensors to the next device. A module
+    never changes them in place, because the engine passes the same values again for recomputation.
+    """
 
     call: tuple[tuple[Any, ...], Kwargs]  # arguments of the model, `(args, kwargs)`
     options: CallOptions | None  # `None` if the last phase returns the model's output unchanged

@@ -64,6 +64,8 @@ class Phase(nn.Module):
         self.number = number
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # args: arguments of the model in phase 0; else the state
+        # returns: the state; in the last phase, the output of the model in the requested form
         state: CutState = begin(args, kwargs, self.copy) if self.number == 0 else args[0]
         is_last = self.number == self.program.phases - 1
 
@@ -181,7 +183,7 @@ class LayerCall(nn.Module):
         return self.layer
 
     def forward(self, state: CutState) -> CutState:
-        return self.observe(state)[0]
+        return self.observe(state)[0]  # the same state if this microbatch skips the layer
 
     def observe(self, state: CutState) -> tuple[CutState, frozenset[Entry]]:
         """Call the layer; return the new state, and which entries it read from KV caches that the model created."""
@@ -256,7 +258,10 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 
 class PhaseSession:
-    """Replaces layers in a forward of the model: returns results of completed calls, and records new calls."""
+    """Replaces layers while other code of the model runs: returns results of completed calls, and records new calls.
+
+    The model's forward restarts in every phase, because Python cannot resume a function in the middle.
+    """
 
     # phase 1 of 2    embed        placeholder with the shape of phase 0's output
     #                 layers.0     replayed: the output that the state holds

@@ -1,4 +1,8 @@
-"""Copy a model with stubs instead of its layers, and make placeholders for the tensors that layers would return."""
+"""Copy a model with stubs instead of its layers, and make placeholders for the tensors that layers would return.
+
+A copy shares parameters, buffers and configuration with the model, but has its own module objects. So a copy can have
+parameters on one device while the layers and further copies of the model run on other devices.
+"""
 
 from __future__ import annotations
 
@@ -85,6 +89,7 @@ def _stub_class(kind: Any) -> type:
 
 def copy_with_stubs(model: nn.Module, layers: Mapping[str, nn.Module], embeddings: Set[str] = frozenset()) -> nn.Module:
     """Return a copy of a model that shares its parameters, with a stub instead of each of ``layers``."""
+    # embeddings: names of embeddings that call the session
     memo: dict[int, Any] = {}
     for name, layer in layers.items():
         memo[id(layer)] = stub = nn.Module()
@@ -120,6 +125,7 @@ def _shared(module: nn.Module) -> Iterator[Any]:
 
 def sync(copied: nn.Module, model: nn.Module, used: Set[str] | None) -> None:
     """Set parameters, buffers, training mode and plain attributes of a copy to the current values of its model."""
+    # used: names of the parameters for the copy; `None` for all
     for path, module in copied.named_modules():
         if "_rp_name" in module.__dict__:
             continue

@@ -1,4 +1,8 @@
-"""Options that a pipeline passes to its last module in addition to the model's arguments, such as label smoothing."""
+"""Options that a pipeline passes to its last module in addition to the model's arguments.
+
+One option is label smoothing: the loss of the Trainer's ``label_smoothing_factor``, computed from the logits of a
+microbatch. For label smoothing, the model is called without labels, as in the Trainer, so that it computes no loss.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +122,9 @@ def smoothed_call(
     model: nn.Module, loss: SmoothedLoss, kwargs: Mapping[str, Any], label: Any
 ) -> tuple[Kwargs, SmoothedLoss, torch.Tensor]:
     """Separate the labels from the model's arguments, so that the model itself computes no loss."""
-    # returns the model's arguments, with the decoder inputs of an encoder-decoder; the loss with `shift_labels`; labels
+    # label: labels; `None` if they are among the arguments
+    # returns: the keyword arguments of the model, with the decoder inputs that an encoder-decoder computes from labels;
+    # the loss, with `shift_labels` set; and the labels
     made = dict(kwargs)
     among = made.pop("labels", None)
     labels = among if label is None else label
@@ -146,7 +152,10 @@ CALL_OPTIONS = "roundpipe_call_options"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallOptions:
-    """How the last module of a pipeline computes and returns the loss of a microbatch."""
+    """How the last module of a pipeline computes and returns the loss of a microbatch.
+
+    If a call has `CallOptions`, the last module also returns the number of terms in its mean loss, and of its rows.
+    """
 
     loss_only: bool = False  # whether only the loss of the output is used, so that logits are not needed
     smoothed_loss: SmoothedLoss | None = None  # loss that the last piece computes from the logits

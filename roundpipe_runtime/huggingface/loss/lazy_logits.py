@@ -239,6 +239,7 @@ def weight_of_head(model: nn.Module) -> torch.Tensor | None:
 
 def loss_only(model: nn.Module, run: Callable[[], Any]) -> PyTree:
     """Run a forward of which only the loss is used, without computing all logits at once."""
+    # run: function that runs the forward, which is called again if the forward needs its logits
     try:
         with lazy_head(model):
             output = run()

@@ -1,4 +1,9 @@
-"""The model's own loss: weights of microbatch losses, and the auxiliary loss of mixtures of experts."""
+"""The model's own loss: weights of microbatch losses, and the auxiliary loss of mixtures of experts.
+
+The loss of a model may be a mean over rows, over all tokens, or over labels that are not ignored, and its configuration
+does not state which. During a forward, torch's averaging functions are intercepted to count the items of the mean. The
+loss of the batch is the mean of microbatch losses, weighted by these numbers; `loss_proof` checks this on a few rows.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +35,10 @@ def with_loss_weight(
     output: PyTree, items: Items, rows: int, weight_by: Way | None = None
 ) -> tuple[PyTree, float, int]:
     """Return the output of a microbatch, the weight of its loss, and its number of rows."""
-    # A sum has -1 items, and is a share of the batch's loss if the model got `num_items_in_batch`. Means over different
-    # numbers of items have infinity, because they cannot be weighted. An unknown loss has NaN. A loss of no items is 0.
+    # weight_by: weights of the losses. Default: the items, if they are known.
+    # returns: `(output, items, rows)`. A sum has -1 items, and is a share of the batch's loss if the model got
+    # `num_items_in_batch`. Means over different numbers of items have infinity, because they cannot be weighted.
+    # An unknown loss has NaN. A loss over no items is zero.
     if weight_by in ("rows", "sum"):
         return output, float(rows) if weight_by == "rows" else -1.0, rows
     counts = set(items.counts)
@@ -99,6 +106,7 @@ def label_names(model: nn.Module) -> set[str]:
 
 def with_labels(model: nn.Module, kwargs: Kwargs) -> Kwargs:
     """Return an example with labels that give a finite loss, so that the check of a split covers the training loss."""
+    # returns: the example, unchanged if no labels give a finite loss
     taken = inspect.signature(model_inside(model).forward).parameters
     names = sorted(label_names(model) & set(taken))
     if not names or any(kwargs.get(name) is not None for name in names):
@@ -199,7 +207,8 @@ def without_auxiliary_loss(model: nn.Module, output: PyTree) -> torch.Tensor:
 
 
 def auxiliary_loss_of(model: nn.Module, routers: tuple[torch.Tensor, ...], mask: torch.Tensor | None) -> Any:
-    """Return the auxiliary loss of router logits, and its contribution to the model's loss."""
+    """Return the auxiliary loss of router logits, and its contribution to the model's loss; ``None`` without one."""
+    # routers: one tensor per layer, with a row per token
     function = _balancing_function(model)
     if function is None:
         return None

@@ -140,6 +140,7 @@ class _Sliced(torch.autograd.Function):
                 logits = settings.logits(hidden[rows], part, None if bias is None else bias[place])
                 with torch.enable_grad():
                     values = settings.of_logits(logits.requires_grad_())
+                # whole: log-sum-exp of all logits of each row; factors: gradient of the loss of each row
                 slope = (values.detach() - whole[rows, None]).exp_()
                 inside, at = _of_slice(labels[rows], place)
                 chosen = torch.where(inside, settings.smoothing - 1.0, 0.0).to(slope.dtype)

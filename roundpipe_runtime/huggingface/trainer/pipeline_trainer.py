@@ -313,8 +313,10 @@ class PipelineTrainer(Trainer):  # type: ignore[misc] # transformers counts as u
             super()._issue_warnings_after_load(load_result)
 
     def _rp_load_converted(self, folder: str) -> None:
-        """Load weights whose names differ from those of the model, for which the Trainer only warns."""
-        # https://github.com/huggingface/transformers/issues/43701
+        """Load weights whose names in the checkpoint differ from their names in the model, such as weights of experts.
+
+        The Trainer only warns if names of weights differ: https://github.com/huggingface/transformers/issues/43701
+        """
         if self._rp_is_converted:
             with generator_kept():
                 loaded, info = type(self.model).from_pretrained(
@@ -383,6 +385,7 @@ def _settle(run: pathlib.Path) -> None:
 
 def remove_all_but(run: pathlib.Path, limit: int | None, best: str | None) -> None:
     """Remove the oldest checkpoints until ``limit`` are left, but never the newest or the best checkpoint."""
+    # limit: number of checkpoints to keep; `None` and 0 keep all
     if not limit or limit < 0:
         return
     newest_first = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, step_of(path)), reverse=True)
@@ -463,6 +466,7 @@ def compile_options(args: Any) -> dict[str, str]:
 
 def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any], *, has_copies: bool) -> None:
     """Check that a bitsandbytes optimizer can update parameters on the host, by a step on a small parameter."""
+    # has_copies: whether the optimizer works on copies of the parameters, because of `optim_dtype`
     if has_copies and options.get("optim_bits") == 8:
         raise ConfigError(
             "RoundPipeTrainer: 8-bit optimizers cannot be combined with optim_dtype. The Trainer sets 32-bit states "

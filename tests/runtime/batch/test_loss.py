@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from roundpipe_runtime.batch.loss import LossContract, WeightedLoss, read_loss, warn_if_uneven
 from roundpipe_runtime.batch.spec import sizes
 from roundpipe_runtime.errors import ConfigError, LossError, UnevenSplitWarning
+from roundpipe_runtime.pipeline.roundpipe import back_from
 
 
 def learning(value):
@@ -239,3 +240,9 @@ def test_an_even_split_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not warn_if_uneven([2, 2, 2], 3)
+
+
+def test_the_loss_of_a_whole_batch_is_divided_by_its_weight():
+    outputs = torch.tensor([6.0], requires_grad=True)
+    total = back_from(outputs, None, lambda outputs, _: WeightedLoss(outputs.sum(), 3), return_outputs=False)
+    assert (total.item(), outputs.grad.item()) == (2.0, pytest.approx(1 / 3))

@@ -327,9 +327,8 @@ class WrappedModel(CutModel):
             if self._rp_groups is not None:
                 _check_merge((run_config or RoundPipeRunConfig()).over(self._rp_options.model_run_config))
                 whole = WholeBatchLoss(model, kwargs, loss_fn, label, as_tuple=wants_tuple(model, input_kwargs))
-                found = self._rp_groups.forward_backward_whole(
-                    self._rp_engine, input_args, kwargs, whole, self._rp_config(config)
-                )
+                together = self._rp_groups.forward_backward_whole
+                found = together(self._rp_engine, input_args, kwargs, whole, self._rp_config(config))
                 return found if return_outputs else found[0]
             return joined(way)
         if computes_loss and not isinstance(loss_fn, ShareOfOwnLoss) and loss_fn is not own_loss:
@@ -343,8 +342,7 @@ class WrappedModel(CutModel):
             config = dataclasses.replace(config, loss_reduction="sum")
         # the rows of the batch over all ranks are known when a microbatch has its loss
         rows_of_batch = functools.partial(self._rp_engine.groups.rows_of_batch, rows_of_call(input_args, kwargs))
-        batch = rows_of_batch if computes_loss else None
-        weighted = loss_fn_with_weight(loss_fn, batch, kwargs)
+        weighted = loss_fn_with_weight(loss_fn, rows_of_batch if computes_loss else None, kwargs)
         run = functools.partial(super().forward_backward, input_args, kwargs, label, weighted, return_outputs)
         try:
             result = run(config)

@@ -139,22 +139,9 @@ def check_inputs(
         found += _devices(module, tensors)
     found += _duplicates(tensors)
     found += _slices(tensors)
-    shapes, misfit = _shapes(module, inputs, dynamic_shapes)
-    found += misfit
-    if shapes is not None and not misfit:
-        axes = list(varying_axes(inputs, shapes))
-        for axis in axes:
-            if axis.size in (0, 1):
-                text = (
-                    f"{axis.path} has size {axis.size} along axis {axis.number}, which may vary: torch.export fixes "
-                    "sizes 0 and 1. Pass an example of size 2 or more along this axis."
-                )
-                found.append(Finding("warning", axis.path, text))
-        found += _equal_sizes(axes)
+    if dynamic_shapes is not None:
+        found += _sizes(module, inputs, dynamic_shapes)
     return Findings(sorted(found, key=lambda finding: finding.severity))
-
-
-# -- names -----------------------------------------------------------------------------------------------------------
 
 
 def _names(module: torch.nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Iterator[Finding]:
@@ -167,9 +154,8 @@ def _names(module: torch.nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[s
         for name in kwargs:
             if name not in parameters:
                 hint = arguments.did_you_mean([name], parameters)
-                yield Finding(
-                    "warning", name, f"{forward} has no parameter {name!r}; its **kwargs swallow the argument.{hint}"
-                )
+                text = f"{forward} has no parameter {name!r}; its **kwargs swallow the argument.{hint}"
+                yield Finding("warning", name, text)
     inner = inspect.unwrap(module.forward)
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)
     if code is None or {"locals", "eval", "exec", "vars"} & set(code.co_names):
@@ -182,8 +168,6 @@ def _names(module: torch.nn.Module, kwargs: Mapping[str, Any], inputs: Mapping[s
         if name not in read and name != "self" and inputs.get(name) is not None:
             yield Finding("warning", name, f"{name} is passed, but {forward} never reads it.")
 
-
-# -- classes ---------------------------------------------------------------------------------------------------------
 
 _TAKEN: tuple[type, ...] = (
     *(int, float, complex, bool, str, bytes, type(None), type(...)),
@@ -210,9 +194,6 @@ def _classes(inputs: Mapping[str, Any], leaves: list[tuple[str, Any]]) -> Iterat
         yield Finding("error", path, message, remedy.line, NotRegisteredError)
 
 
-# -- tensors ---------------------------------------------------------------------------------------------------------
-
-
 def _devices(module: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
     try:
         arguments.check_not_offloaded(module)
@@ -224,36 +205,28 @@ def _devices(module: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -
 
 
 def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
-    first_path: dict[int, str] = {}
-    first_start: dict[int, str] = {}
+    first_path: dict[int, str] = {}  # by tensor
+    first_start: dict[int, str] = {}  # by address
     for path, tensor in tensors:
         if id(tensor) in first_path:
             other = first_path[id(tensor)]
-            yield Finding(
-                "error",
-                path,
+            text = (
                 f"{path} is the same tensor as {other}. torch.export treats both as one input, and the program ignores "
-                f"{other}. Pass a copy:",
-                f"{path}.clone()",
+                f"{other}. Pass a copy:"
             )
+            yield Finding("error", path, text, f"{path}.clone()")
             continue
         first_path[id(tensor)] = path
         try:
             start = tensor.data_ptr()
         except RuntimeError:  # of a FakeTensor or a sparse tensor
             continue
-        if not start:
-            continue
-        if start in first_start:
-            other = first_start[start]
-            yield Finding(
-                "warning",
-                path,
+        if start and (other := first_start.setdefault(start, path)) != path:
+            text = (
                 f"{path} and {other} share their memory. If the module writes into one of them, the program cannot be "
-                "decomposed, nor converted to ONNX. If the module writes into them, pass a copy:",
-                f"{path}.clone()",
+                "decomposed, nor converted to ONNX. If the module writes into them, pass a copy:"
             )
-        first_start.setdefault(start, path)
+            yield Finding("warning", path, text, f"{path}.clone()")
 
 
 def _slices(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
@@ -273,45 +246,40 @@ def _slices(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
             )
 
 
-# -- sizes that are to vary ------------------------------------------------------------------------------------------
-
-
-def _shapes(module: Callable[..., Any], inputs: dict[str, Any], shapes: DynamicShapes) -> tuple[Any, list[Finding]]:
-    if shapes is None:
-        return None, []
+def _sizes(module: Callable[..., Any], inputs: dict[str, Any], shapes: Any) -> Iterator[Finding]:
     try:
         if isinstance(shapes, str) and shapes == "auto":
-            return write_dynamic_shapes(inputs), []
-        shapes, assumptions = by_parameter(getattr(module, "forward", module), shapes)
-        if isinstance(shapes, Mapping):
-            shapes = without_specs(inputs, shapes, assumptions).shapes
+            shapes = write_dynamic_shapes(inputs)
         else:
-            shapes = arguments.shapes_by_name(inputs, shapes)
-        check_dynamic_shapes(inputs, dict(shapes))
+            shapes, assumptions = by_parameter(getattr(module, "forward", module), shapes)
+            if isinstance(shapes, Mapping):
+                shapes = without_specs(inputs, shapes, assumptions).shapes
+            else:
+                shapes = arguments.shapes_by_name(inputs, shapes)
+            check_dynamic_shapes(inputs, dict(shapes))
     except DynamicShapesError as error:
-        path, text = str(error).partition(":")[0], f"dynamic_shapes does not fit: {error}"
-        return None, [Finding("error", path, text, "", DynamicShapesError)]
-    return dict(shapes), []
-
-
-def _equal_sizes(axes: list[Axis]) -> Iterator[Finding]:
-    """Yield a warning for dynamic axes that have the same size in the example, but different names or positions."""
+        text = f"dynamic_shapes does not fit: {error}"
+        yield Finding("error", str(error).partition(":")[0], text, "", DynamicShapesError)
+        return
     # axes without a name and with the same position count as one size, which is usually the batch
     by_size: dict[int, dict[Any, Axis]] = {}
-    for axis in axes:
+    for axis in varying_axes(inputs, dict(shapes)):
+        if axis.size in (0, 1):
+            text = (
+                f"{axis.path} has size {axis.size} along axis {axis.number}, which may vary: torch.export fixes "
+                "sizes 0 and 1. Pass an example of size 2 or more along this axis."
+            )
+            yield Finding("warning", axis.path, text)
         named = getattr(axis.dim, "__name__", None) if isinstance(axis.dim, Dim) else None
         by_size.setdefault(axis.size, {}).setdefault(named or axis.number, axis)
     for size, different in by_size.items():
-        if size < 2 or len(different) < 2:
-            continue
-        where = " and ".join(f"axis {axis.number} of {axis.path}" for axis in different.values())
-        path = next(iter(different.values())).path
-        yield Finding(
-            "warning",
-            path,
-            f"{where} may vary and have the same size, {size}: code that tests whether they are equal is fixed by the "
-            "trace. Pass an example in which these sizes differ.",
-        )
+        if size > 1 and len(different) > 1:
+            where = " and ".join(f"axis {axis.number} of {axis.path}" for axis in different.values())
+            text = (
+                f"{where} may vary and have the same size, {size}: code that tests whether they are equal is fixed by "
+                "the trace. Pass an example in which these sizes differ."
+            )
+            yield Finding("warning", next(iter(different.values())).path, text)
 
 
 class Axis(NamedTuple):
@@ -330,9 +298,6 @@ def varying_axes(inputs: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterat
             for number, dim in (entries or {}).items():
                 if dim is not None and type(dim) is not int and dim is not Dim.STATIC:
                     yield Axis(format_path(name, place.keys), number, int(place.obj.shape[number]), dim)
-
-
-# -- registrations ----------------------------------------------------------------------------------------------------
 
 
 def check_recipe(cls: type, sample: object) -> None:

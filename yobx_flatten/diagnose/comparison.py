@@ -71,7 +71,18 @@ def compare_specs(
     """
     if len(names) != 2:
         raise InvalidArgumentError(f'compare_specs: names must be a pair like ("first", "second"), found {names!r}.')
-    left, right = _view(_spec_of(first)), _view(_spec_of(second))
+    specs = []
+    for obj in (first, second):
+        spec = obj if isinstance(obj, pytree.TreeSpec) else None
+        if spec is None:
+            spec = obj.call_spec.in_spec if isinstance(obj, ExportedProgram) else pytree.tree_structure(obj)
+        if spec is None:
+            raise InvalidArgumentError(
+                f"compare_specs: {describe_class(obj)} does not contain the structure of its inputs. Export "
+                "the module again:\n    torch.export.export(module, args, kwargs)"
+            )
+        specs.append(_view(spec))
+    left, right = specs
     return list(_compare(left, right, name, names))
 
 
@@ -82,9 +93,6 @@ def compare_spec_texts(first: str, second: str, names: tuple[str, str]) -> list[
     except (ValueError, IndexError):
         return None
     return list(_compare(left, right, "tree", names))
-
-
-# -- parts of the structures -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,20 +112,6 @@ class _View:
 
 
 _LEAF = _View("", "", {}, is_leaf=True)
-
-
-def _spec_of(obj: object) -> pytree.TreeSpec:
-    if isinstance(obj, pytree.TreeSpec):
-        return obj
-    if isinstance(obj, ExportedProgram):
-        if obj.call_spec.in_spec is None:
-            raise InvalidArgumentError(
-                f"compare_specs: {describe_class(obj)} does not contain the structure of its inputs. Export "
-                "the module again:\n    torch.export.export(module, args, kwargs)"
-            )
-        spec: pytree.TreeSpec = obj.call_spec.in_spec
-        return spec
-    return pytree.tree_structure(obj)
 
 
 def _view(spec: pytree.TreeSpec) -> _View:
@@ -156,11 +150,8 @@ def _names_fit(names: object, children: list[_View]) -> bool:
     )
 
 
-# -- specs in a message ----------------------------------------------------------------------------------------------
-
-
 def _parse(text: str) -> _View:
-    # text: for example TreeSpec(dict, ['a', 'b'], [*, TreeSpec(list, None, [*])])
+    """Parse a spec such as ``TreeSpec(dict, ['a', 'b'], [*, TreeSpec(list, None, [*])])``."""
     text = text.strip()
     if text == "*":
         return _LEAF
@@ -202,12 +193,10 @@ def _split(text: str) -> list[str]:
     return [*parts, rest] if rest else parts
 
 
-# -- comparing -------------------------------------------------------------------------------------------------------
-
-
 def _compare(left: _View, right: _View, path: str, names: tuple[str, str]) -> Iterator[Difference]:
-    if _is_call(left) and _is_call(right):
-        for step, part in (("[0]", "args"), ("[1]", "kwargs")):
+    sides = (left, right)
+    if all(side.cls == "tuple" and [one.cls for one in side.children.values()] == ["tuple", "dict"] for side in sides):
+        for step, part in (("[0]", "args"), ("[1]", "kwargs")):  # the structures are those of calls
             yield from _compare(left.children[step], right.children[step], part, names)
         return
     if left.is_leaf and right.is_leaf:
@@ -226,14 +215,8 @@ def _compare(left: _View, right: _View, path: str, names: tuple[str, str]) -> It
         if step in common:
             yield from _compare(left.children[step], right.children[step], path + step, names)
         else:
-            sides = [side.children[step].text if step in side.children else "not there" for side in (left, right)]
-            yield Difference(path + step, sides[0], sides[1], names)
-
-
-def _is_call(view: _View) -> bool:
-    """Return whether a structure is ``(args, kwargs)``, the arguments of a program."""
-    classes = [child.cls for child in view.children.values()]
-    return view.cls == "tuple" and classes == ["tuple", "dict"]
+            found = [side.children[step].text if step in side.children else "not there" for side in sides]
+            yield Difference(path + step, found[0], found[1], names)
 
 
 def compare_outputs(expected: PyTree, found: PyTree, names: Sequence[str]) -> dict[str, float]:

@@ -58,7 +58,8 @@ class Drawing:
     width: int = 80
 
     def __str__(self) -> str:
-        lines = [_cut(str(row), self.width) for row in self.rows]
+        shown = map(str, self.rows)
+        lines = [line if len(line) <= self.width else line[: self.width - 1] + "…" for line in shown]
         remedies = dict.fromkeys((found.advice, found.remedy) for found in self.unregistered)
         for advice in dict.fromkeys(advice for advice, _ in remedies):
             lines += ["", f"✗ {advice}:"]
@@ -90,11 +91,11 @@ def explain(tree: PyTree, *, name: str = "tree", width: int = 80) -> Drawing:
     │  └─ [0] … [23]: 24 × float32[4]
     └─ ['flag']: True
     """
-    reader = _PartReader(find_unregistered(tree, name=name))
-    root = reader.part(name, name, tree, 0)
+    unregistered = find_unregistered(tree, name=name)
+    root = _Drawer(unregistered).part(name, name, tree, 0)
     rows = [DrawingRow(0, root.label, root.text, root.kind, "")]
     _draw(root, 1, "", rows)
-    return Drawing(tuple(rows), tuple(reader.unregistered), width)
+    return Drawing(tuple(rows), tuple(unregistered), width)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +107,9 @@ class _Part:
     kind: str
     below: tuple[_Part, ...] = ()
 
-    @property
-    def pattern(self) -> tuple[str, _Part]:
-        return re.sub(r"\d+", "#", self.label), self
 
-
-class _PartReader:
+class _Drawer:
     def __init__(self, unregistered: list[Unregistered]) -> None:
-        self.unregistered = unregistered
         self._opaque = {found.path: found for found in unregistered}
         self._layouts = Layouts()
         self._inside: list[int] = []
@@ -121,17 +117,14 @@ class _PartReader:
     def part(self, label: str, path: str, obj: object, depth: int) -> _Part:
         # the children first, since equal children are merged
         node = pytree.SUPPORTED_NODES.get(get_node_type(obj))
-        if node is None:
-            return self._leaf(label, path, obj)
-        if id(obj) in self._inside or depth > _DEEPEST:
-            return _Part(label, "… (the same object again)" if depth <= _DEEPEST else "…", "value")
-        children = children_of(node, obj, path)
-        self._inside.append(id(obj))
-        below = [self.part(format_entry(key), path + format_entry(key), child, depth + 1) for key, child in children]
-        self._inside.pop()
-        return _Part(label, _node_text(node, obj, [key for key, _ in children]), "node", tuple(_merged(below)))
-
-    def _leaf(self, label: str, path: str, obj: object) -> _Part:
+        if node is not None:
+            if id(obj) in self._inside or depth > _DEEPEST:
+                return _Part(label, "… (the same object again)" if depth <= _DEEPEST else "…", "value")
+            children = children_of(node, obj, path)
+            self._inside.append(id(obj))
+            below = [self.part(format_entry(key), path + format_entry(key), one, depth + 1) for key, one in children]
+            self._inside.pop()
+            return _Part(label, _node_text(node, obj, [key for key, _ in children]), "node", tuple(_merged(below)))
         if path in self._opaque:
             found = self._opaque[path]
             holds = f"{format_count(found.tensors)}, {format_bytes(found.nbytes)}"
@@ -190,10 +183,17 @@ def _one_line(value: object) -> str:
 def _merged(parts: list[_Part]) -> list[_Part]:
     """Merge equal siblings into one line, and alternating siblings, such as keys and values, into several lines."""
     merged: list[_Part] = []
-    patterns = [part.pattern for part in parts]
+    patterns = [(re.sub(r"\d+", "#", part.label), part) for part in parts]
     start = 0
     while start < len(parts):
-        period, times = _best_repetition(patterns, start)
+        period, times = 1, 1  # length and count of the longest repeated group of siblings from `start`
+        for length in range(1, _LONGEST_PERIOD + 1):
+            end = start + length
+            while end < len(patterns) and patterns[end] == patterns[end - length]:
+                end += 1
+            count = (end - start) // length
+            if count >= _FEWEST and count * length > period * times:
+                period, times = length, count
         for first in range(start, start + period):
             part, last = parts[first], parts[first + period * (times - 1)]
             if times > 1:
@@ -203,25 +203,8 @@ def _merged(parts: list[_Part]) -> list[_Part]:
     return merged
 
 
-def _best_repetition(patterns: list[tuple[str, _Part]], start: int) -> tuple[int, int]:
-    """Return length and count of the repeated group of siblings from ``start``; ``(1, 1)`` if nothing repeats."""
-    best = (1, 1)
-    for period in range(1, _LONGEST_PERIOD + 1):
-        end = start + period
-        while end < len(patterns) and patterns[end] == patterns[end - period]:
-            end += 1
-        times = (end - start) // period
-        if times >= _FEWEST and times * period > best[0] * best[1]:
-            best = (period, times)
-    return best
-
-
 def _draw(part: _Part, depth: int, indent: str, rows: list[DrawingRow]) -> None:
     for number, child in enumerate(part.below, 1):
         is_last = number == len(part.below)
         rows.append(DrawingRow(depth, child.label, child.text, child.kind, indent + ("└─ " if is_last else "├─ ")))
         _draw(child, depth + 1, indent + ("   " if is_last else "│  "), rows)
-
-
-def _cut(line: str, width: int) -> str:
-    return line if len(line) <= width else line[: width - 1] + "…"

@@ -6,10 +6,11 @@ A table maps regular expressions for torch's messages to explanations. torch wor
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,30 +23,7 @@ from ..errors.tried_versions import possible_cause
 from ..recipe.aliases import DynamicShapes
 from ..trees.walk import class_name, torch_leaves
 from .opaque import Remedy, find_unregistered, remedy_for
-from .size_errors import (
-    PROGRAM_ROWS,
-    SIZE_ROWS,
-    Explanation,
-    Failure,
-    Row,
-    explain_guards,
-    explain_misfit,
-    misfit_in_our_words,
-    place_of,
-)
-
-
-def _leaves(failure: Failure) -> list[tuple[str, Any]]:
-    return [item for name, value in failure.inputs().items() for item in torch_leaves(value, name)]
-
-
-def _tensors(failure: Failure) -> list[tuple[str, torch.Tensor]]:
-    return [(path, leaf) for path, leaf in _leaves(failure) if isinstance(leaf, torch.Tensor)]
-
-
-def _fixed(text: str, line: str, paths: tuple[str, ...] = ()) -> Callable[[Failure, re.Match[str]], Explanation]:
-    """Return a function that explains an error with ``text``; a part of the error replaces ``FOUND`` in the text."""
-    return lambda failure, found: Explanation(text.replace("FOUND", found[found.lastindex or 0]), paths, line)
+from .size_errors import LAST_ROWS, PROGRAM_ROWS, SIZE_ROWS, Explanation, Failure, Row, fixed, place_of
 
 
 def _old_tracer(failure: Failure, found: re.Match[str]) -> Explanation:
@@ -66,8 +44,7 @@ def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation:
     if not others:
         return Explanation(
             f"{text} Pass inputs like the example's, where their classes are registered:",
-            (),
-            "with register_flattening_functions(patch_transformers=True):\n    module(*args, **kwargs)",
+            remedy="with register_flattening_functions(patch_transformers=True):\n    module(*args, **kwargs)",
         )
     return Explanation(
         f"{text} {others[0].path} is a {class_name(others[0].cls)}, which is not registered here. Unflatten and call "
@@ -83,13 +60,12 @@ def _devices(failure: Failure, found: re.Match[str]) -> Explanation:
     devices = {str(tensor.device) for tensor in held}
     if len(devices) != 1:
         places = f": the module has weights on {', '.join(sorted(devices))}" if devices else ""
-        return Explanation(
-            f"An operator gets tensors of several devices{places}. Use one device:", (), "module.to(device)"
-        )
+        text = f"An operator gets tensors of several devices{places}. Use one device:"
+        return Explanation(text, remedy="module.to(device)")
     (device,) = devices
     if device == "meta":
         return _without_data(failure, found)
-    paths = tuple(path for path, tensor in _tensors(failure) if str(tensor.device) != device)
+    paths = tuple(path for path, tensor in failure.leaves(torch.Tensor) if str(tensor.device) != device)
     what = f"{', '.join(paths[:3])} {'is' if len(paths) == 1 else 'are'} not" if paths else "other tensors are not"
     return Explanation(
         f"The weights are on {device}, and {what}. Move the inputs:",
@@ -102,13 +78,12 @@ def _without_data(failure: Failure, found: re.Match[str]) -> Explanation:
     return Explanation(
         "Weights that are offloaded or on the meta device have no data, so the program cannot be compared with the "
         "module. Load the weights, or trace without the comparison, with inputs on the same device:",
-        (),
-        "torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes(kwargs))",
+        remedy="torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes(kwargs))",
     )
 
 
 def _nested(failure: Failure, found: re.Match[str]) -> Explanation:
-    paths = tuple(path for path, tensor in _tensors(failure) if tensor.is_nested)
+    paths = tuple(path for path, tensor in failure.leaves(torch.Tensor) if tensor.is_nested)
     return Explanation(
         f"{paths[0] if paths else 'An input'} is a nested tensor, which torch.export does not accept. Pass its rows "
         "padded to one length, and a mask:",
@@ -118,7 +93,7 @@ def _nested(failure: Failure, found: re.Match[str]) -> Explanation:
 
 
 def _module_among_inputs(failure: Failure, found: re.Match[str]) -> Explanation | None:
-    paths = tuple(path for path, leaf in _leaves(failure) if isinstance(leaf, torch.nn.Module))
+    paths = tuple(path for path, _ in failure.leaves(torch.nn.Module))
     if not paths:
         return None
     return Explanation(
@@ -128,75 +103,58 @@ def _module_among_inputs(failure: Failure, found: re.Match[str]) -> Explanation 
     )
 
 
-def _not_storable(failure: Failure, found: re.Match[str]) -> Explanation:
-    name, value = found[1], found[2]
-    return Explanation(
-        f"The program ignores its input {name} ({value}), and a file cannot store an ignored input. Keep the value in "
-        "the module, or make it static data of its object:",
-        (name,),
-        'field: object = dataclasses.field(metadata={"static": True})',
-    )
-
-
 OTHER_ROWS: list[Row] = [
     (r"are supported as JIT inputs/outputs", _old_tracer),
     (r"are supported as inputs or outputs of traced functions", _old_tracer),
     (r"cannot be traced\. Only Tensors and \(possibly nested\)", _old_tracer),
     (r"There is no flat args adapter specified", _other_structure),
-    (
+    fixed(
         r"We ran into an error when deserializing the saved file",
-        _fixed(
-            "The saved program cannot be loaded; a warning gives the reason, most often a class that is not registered "
-            "in this process. Load the program where the class is registered:",
-            "with register_flattening_functions(patch_transformers=True):\n"
-            '    program = torch.export.load("model.pt2")',
-        ),
+        "The saved program cannot be loaded; a warning gives the reason, most often a class that is not registered "
+        "in this process. Load the program where the class is registered:",
+        'with register_flattening_functions(patch_transformers=True):\n    program = torch.export.load("model.pt2")',
     ),
-    (
+    fixed(
         r"^cannot pickle 'module' object",
-        _fixed(
-            "torch.save uses pickle protocol 2, which cannot store memory formats such as torch.channels_last. "
-            "Use a higher protocol:",
-            'torch.export.save(program, "model.pt2", pickle_protocol=4)',
-        ),
+        "torch.save uses pickle protocol 2, which cannot store memory formats such as torch.channels_last. "
+        "Use a higher protocol:",
+        'torch.export.save(program, "model.pt2", pickle_protocol=4)',
     ),
     (r"to be on the same device, but found at least two devices", _devices),
     (r"Tensor on device \S+ is not on the expected device|found two different devices", _devices),
     (r"cannot be called on meta tensors|Cannot copy out of meta tensor", _without_data),
     (r"NestedTensorImpl doesn't support|strided NestedTensor|'NestedIntNode' object", _nested),
     (r"expected \d+ shapes, got \d+", _module_among_inputs),
-    (r"Failed serializing node (\w+) in graph.*Unimplemented graph input type: (\S+)", _not_storable),
-    (
+    fixed(
+        r"Failed serializing node (\w+) in graph.*Unimplemented graph input type: (\S+)",
+        "The program ignores its input {0} ({1}), and a file cannot store an ignored input. Keep the value in "
+        "the module, or make it static data of its object:",
+        'field: object = dataclasses.field(metadata={{"static": True}})',
+        "{0}",
+    ),
+    fixed(
         r"but the input is of type <class '([^']+)'>\. We cannot vmap over non-Tensor",
-        _fixed(
-            "torch.vmap accepts tensors only, and a leaf is a FOUND. Give the axes in the structure of the input, "
-            "with None for leaves that are not tensors:",
-            "in_dims=(torch.utils._pytree.tree_map(lambda x: 0 if isinstance(x, torch.Tensor) else None, input),)",
-        ),
+        "torch.vmap accepts tensors only, and a leaf is a {0}. Give the axes in the structure of the input, "
+        "with None for leaves that are not tensors:",
+        "in_dims=(torch.utils._pytree.tree_map(lambda x: 0 if isinstance(x, torch.Tensor) else None, input),)",
     ),
-    (
+    fixed(
         r"passed to transform API must be Tensor, got <class '([^']+)'>",
-        _fixed(
-            "torch.func differentiates with respect to tensors only, and a leaf is a FOUND. Pass the tensors, and "
-            "rebuild the object in the function:",
-            "torch.func.grad(lambda x: function(dataclasses.replace(obj, x=x)))(obj.x)",
-        ),
+        "torch.func differentiates with respect to tensors only, and a leaf is a {0}. Pass the tensors, and "
+        "rebuild the object in the function:",
+        "torch.func.grad(lambda x: function(dataclasses.replace(obj, x=x)))(obj.x)",
     ),
-    (
+    fixed(
         r"functorch tensor|Expected Fake|no attribute 'constant'|constant's list|\.numpy\(\) is not supported",
-        _fixed(
-            "forward uses torch.func, .data or .numpy(), which a trace does not follow. Use torch.autograd, in-place "
-            "writes and torch functions:",
-            "with torch.enable_grad():\n    (gradient,) = torch.autograd.grad(model(x).sum(), x)\n"
-            "with torch.no_grad():\n    tensor.mul_(2)",
-        ),
+        "forward uses torch.func, .data or .numpy(), which a trace does not follow. Use torch.autograd, in-place "
+        "writes and torch functions:",
+        "with torch.enable_grad():\n    (gradient,) = torch.autograd.grad(model(x).sum(), x)\n"
+        "with torch.no_grad():\n    tensor.mul_(2)",
     ),
-    (
+    fixed(
         r"No conversion rule .*sym_(?:max|min)",
-        _fixed(
-            "OpenVINO cannot convert the size computations of this program. Convert its ONNX file:",
-            'export_onnx(module, args, kwargs, path="model.onnx")\nopenvino.convert_model("model.onnx")',
-        ),
+        "OpenVINO cannot convert the size computations of this program. Convert its ONNX file:",
+        'export_onnx(module, args, kwargs, path="model.onnx")\nopenvino.convert_model("model.onnx")',
     ),
 ]
 
@@ -244,10 +202,6 @@ def explain_error(
         found = re.search(pattern, failure.message, re.DOTALL)
         if found is not None and (explanation := explain(failure, found)) is not None:
             return explanation
-    if (explanation := explain_guards(failure)) is not None:
-        return explanation
-    if misfit := misfit_in_our_words(failure):
-        return explain_misfit(failure, misfit, ())
     message = failure.message if is_text else f"{type(error).__name__}: {failure.message}"
     last = message.rpartition("Traceback (most recent call last):\n")[2]  # the error of a traceback is below its frames
     lines = [line for line in last.strip("\n").split("\n") if line.strip() and not line.startswith("  ")]
@@ -255,28 +209,13 @@ def explain_error(
     return Explanation("\n".join(filter(None, (text, possible_cause()))), known=False)
 
 
-# -- classes that are not registered ----------------------------------------------------------------------------------
-
-
-def _unregistered_input(failure: Failure, found: re.Match[str]) -> Explanation:
-    return _unregistered("torch.export takes no object of this class as input", found[1], failure.inputs())
-
-
-def _unregistered_output(failure: Failure, found: re.Match[str]) -> Explanation:
-    # if the call of the module fails, the explanation has the class without its position
-    outputs: dict[str, Any] = result_or(lambda: _outputs(failure), lambda error: {})
-    return _unregistered("torch.export takes no object of this class as output", found[1], outputs)
-
-
-def _outputs(failure: Failure) -> dict[str, Any]:
-    if not isinstance(failure.module, torch.nn.Module):
-        return {}
-    with torch.no_grad():
-        return {"output": failure.module(*failure.args, **failure.kwargs)}
-
-
-def _unregistered(what: str, name: str, trees: dict[str, Any]) -> Explanation:
-    short, layouts = name.rpartition(".")[2], Layouts()
+def _unregistered(what: str, failure: Failure, found: re.Match[str]) -> Explanation:
+    name, short, layouts, module = found[1], found[1].rpartition(".")[2], Layouts(), failure.module
+    trees = failure.inputs() if what == "input" else {}
+    if what == "output" and isinstance(module, torch.nn.Module):
+        with torch.no_grad():  # if the call fails, the explanation has the class without its position
+            trees = result_or(lambda: {"output": module(*failure.args, **failure.kwargs)}, lambda error: {})
+    what = f"torch.export takes no object of this class as {what}"
     leaves = [(path, leaf) for root, tree in trees.items() for path, leaf in torch_leaves(tree, root)]
     places = [(path, leaf) for path, leaf in leaves if type(leaf).__name__ == short]
     if not places:
@@ -293,17 +232,19 @@ def _unregistered(what: str, name: str, trees: dict[str, Any]) -> Explanation:
     return Explanation(f"{what}: {some} is a {class_name(type(leaf))}. {remedy.advice}:", paths, remedy.line)
 
 
+_unregistered_input = functools.partial(_unregistered, "input")
+_unregistered_output = functools.partial(_unregistered, "output")
+
+
 def _not_registered_now(failure: Failure, found: re.Match[str]) -> Explanation | None:
     # torch raises `KeyError: <class ...>` for a program that is called after its classes were unregistered
     cls = failure.error.args[0] if failure.error.args else None
     if not isinstance(failure.error, KeyError) or not isinstance(cls, type):
         return None
-    remedy = remedy_for(cls, None, Layouts())
     return Explanation(
         f"The program takes or returns a {cls.__qualname__}, which is not registered (any more). Call the program "
         "where the class is registered:",
-        (),
-        remedy.line,
+        remedy=remedy_for(cls, None, Layouts()).line,
     )
 
 
@@ -314,12 +255,8 @@ def _not_registered_when_loaded(failure: Failure, found: re.Match[str]) -> Expla
     own = f"from {module} import {name}\nregister_class_flattening({name}, ...)"
     return Explanation(
         f"The stored program holds a {path}, which is not registered in this process. Register the class first:",
-        (),
-        block if module.startswith("transformers.") else own,
+        remedy=block if module.startswith("transformers.") else own,
     )
-
-
-# -- the code looks at values ----------------------------------------------------------------------------------------
 
 
 _TORCH = os.path.dirname(torch.__file__)
@@ -339,12 +276,8 @@ def _looks_at_values(failure: Failure, found: re.Match[str]) -> Explanation:
     return Explanation(
         f"The code branches on the value of a tensor{where}\nAn exported program takes the same path for every "
         "value. Use torch.where or torch.cond; if the value is a size, bound it with torch._check:",
-        (),
-        "torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)",
+        remedy="torch.where(condition, a, b)\ntorch.cond(condition, f, g, (x,))\ntorch._check(n > 3)",
     )
-
-
-# -- arguments -------------------------------------------------------------------------------------------------------
 
 
 def _arguments(failure: Failure, found: re.Match[str]) -> Explanation | None:
@@ -367,16 +300,16 @@ _TABLE: list[Row] = [
     (r"<class '([^']+)'>$", _not_registered_now),
     *SIZE_ROWS,
     *PROGRAM_ROWS,
-    (
-        r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not supported",
-        _looks_at_values,
-    ),
+    (r"data-dependent expression|[Dd]ata-dependent branching|Dynamic control flow is not supported", _looks_at_values),
     (r"missing a required (?:keyword-only )?argument: '(\w+)'", _arguments),
     (r"got an unexpected keyword argument '(\w+)'", _arguments),
     (r"(too many positional arguments)", _arguments),
-    (
+    fixed(
         r"Expecting `args` to be a tuple",
-        _fixed("args must be a tuple of positional arguments:", "torch.export.export(module, (x,))", ("args",)),
+        "args must be a tuple of positional arguments:",
+        "torch.export.export(module, (x,))",
+        "args",
     ),
     *OTHER_ROWS,
+    *LAST_ROWS,
 ]

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import types
@@ -87,7 +88,7 @@ def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]
     """
     layouts = Layouts()
     found: list[Unregistered] = []
-    seen: dict[int, list[Holder]] = {}
+    seen: dict[int, list[_Holder]] = {}
     remedies: dict[int, Remedy] = {}
     covers: dict[int, bool] = {}  # by the id of the class, since a metaclass can hash in its own way
 
@@ -100,7 +101,7 @@ def find_unregistered(tree: PyTree, *, name: str = "tree") -> list[Unregistered]
         if layouts(type(leaf)).is_closed:
             continue
         if id(leaf) not in seen:
-            seen[id(leaf)] = holders_in(leaf, layouts, is_covering)
+            seen[id(leaf)] = _holders_in(leaf, layouts, is_covering)
         for holder in seen[id(leaf)]:
             cls = type(holder.obj)
             if id(cls) not in remedies:
@@ -115,29 +116,17 @@ def format_count(tensors: int) -> str:
     return f"{tensors} tensor{'' if tensors == 1 else 's'}"
 
 
-# Count the tensors inside one leaf, and list the objects in it that must be registered.
-
-
 _CONTAINERS = (list, tuple, dict)
 
 
 @dataclasses.dataclass(slots=True)
-class Holder:
+class _Holder:
     """An object inside a leaf, or the leaf itself, with the number and total bytes of its tensors."""
 
     path: str
     obj: Any
-    tensors: int = 0
-    nbytes: int = 0
-
-
-@dataclasses.dataclass(slots=True)
-class _Frame:
-    path: str
-    obj: Any
-    children: Iterator[tuple[str, Any]]
-    holder: Holder | None
     covers: bool  # whether the registration of this object covers its content
+    children: Iterator[tuple[str, Any]]  # children that are not counted yet
     tensors: int = 0
     nbytes: int = 0
 
@@ -146,65 +135,47 @@ class _Frame:
         self.nbytes += nbytes
 
 
-def holders_in(leaf: object, layouts: Layouts, covers: Callable[[type], bool]) -> list[Holder]:
+def _holders_in(leaf: object, layouts: Layouts, covers: Callable[[type], bool]) -> list[_Holder]:
     """Return all objects in a leaf, including the leaf, that hold tensors and whose classes need registration."""
-    walk = _Walk(layouts, covers)
-    walk.enter("", leaf)
-    while walk.frames:
-        walk.step()
-    first = walk.holders[0]  # the leaf itself, for which each tensor counts once
-    first.tensors, first.nbytes = len(walk.tensors), sum(walk.tensors.values())
-    return [holder for holder in walk.holders if holder.tensors]
+    # A depth-first walk without recursion. An object that the walk reaches again adds the tensors of its first visit.
+    # An object that is still visited adds nothing, so that a child does not count its parent's tensors. The `id` of an
+    # object identifies it, since the leaf keeps all objects alive.
+    holders: list[_Holder] = []
+    visiting: list[_Holder] = []
+    totals: dict[int, tuple[int, int]] = {}  # number and bytes of the tensors, by object
+    sizes: dict[int, int] = {}  # bytes, by tensor
 
+    def enter(path: str, obj: object) -> None:
+        covered = bool(visiting) and visiting[-1].covers
+        is_own = not covered and type(obj) not in _CONTAINERS
+        covered = covered or (is_own and covers(type(obj)))
+        visiting.append(_Holder(path, obj, covered, iter(layouts(type(obj)).children(obj))))
+        if is_own and get_node_type(obj) not in pytree.SUPPORTED_NODES:
+            holders.append(visiting[-1])
+        totals[id(obj)] = 0, 0
 
-class _Walk:
-    """A depth-first walk without recursion, which counts the tensors in each object."""
-
-    # An object that the walk reaches again adds the tensors of its first visit. An object that the walk is still
-    # visiting adds nothing, so that a child does not count its parent's tensors. The `id` of an object identifies it,
-    # since the leaf keeps all objects alive.
-
-    def __init__(self, layouts: Layouts, covers: Callable[[type], bool]) -> None:
-        self.frames: list[_Frame] = []
-        self.holders: list[Holder] = []
-        self.tensors: dict[int, int] = {}
-        self._totals: dict[int, tuple[int, int]] = {}
-        self._layouts, self._covers = layouts, covers
-
-    def step(self) -> None:
-        """Count the tensors among the current object's children, up to the first child with children of its own."""
-        frame = self.frames[-1]
-        for step, child in frame.children:
-            layout = self._layouts(type(child))
+    enter("", leaf)
+    while visiting:
+        parent = visiting[-1]
+        for step, child in parent.children:
+            layout = layouts(type(child))
             if layout.is_tensor:
-                frame.add(1, self._size(child))
-            elif id(child) in self._totals:
-                frame.add(*self._totals[id(child)])
+                if id(child) not in sizes:
+                    sizes[id(child)] = size_in_bytes(child)
+                parent.add(1, sizes[id(child)])
+            elif id(child) in totals:
+                parent.add(*totals[id(child)])
             elif not layout.is_closed:
-                self.enter(frame.path + step, child)
-                return
-        self.frames.pop()
-        self._totals[id(frame.obj)] = (frame.tensors, frame.nbytes)
-        if frame.holder is not None:
-            frame.holder.tensors, frame.holder.nbytes = frame.tensors, frame.nbytes
-        if self.frames:
-            self.frames[-1].add(frame.tensors, frame.nbytes)
-
-    def enter(self, path: str, obj: object) -> None:
-        covered = bool(self.frames) and self.frames[-1].covers
-        holder = None
-        if not covered and type(obj) not in _CONTAINERS:
-            covered = self._covers(type(obj))
-            if get_node_type(obj) not in pytree.SUPPORTED_NODES:
-                holder = Holder(path, obj)
-                self.holders.append(holder)
-        self._totals[id(obj)] = (0, 0)
-        self.frames.append(_Frame(path, obj, iter(self._layouts(type(obj)).children(obj)), holder, covered))
-
-    def _size(self, tensor: object) -> int:
-        if id(tensor) not in self.tensors:
-            self.tensors[id(tensor)] = size_in_bytes(tensor)
-        return self.tensors[id(tensor)]
+                enter(parent.path + step, child)
+                break
+        else:
+            visiting.pop()
+            totals[id(parent.obj)] = parent.tensors, parent.nbytes
+            if visiting:
+                visiting[-1].add(parent.tensors, parent.nbytes)
+    # each tensor counts once for the leaf itself
+    holders[0].tensors, holders[0].nbytes = len(sizes), sum(sizes.values())
+    return [holder for holder in holders if holder.tensors]
 
 
 class Remedy(NamedTuple):
@@ -253,16 +224,22 @@ def _own(cls: type, obj: object, layouts: Layouts) -> str:
         return f"mirror({name})"
     if {"tree_flatten", "tree_unflatten"} <= {attribute for base in cls.__mro__ for attribute in vars(base)}:
         return f"register_pytree_node_class({name})"
-    try:
+    with contextlib.suppress(InvalidRegistrationError):
         functions_of(cls)
-    except InvalidRegistrationError:
-        return _by_attributes(name, obj, layouts)
-    if isinstance(obj, dict) and is_mapping(cls) and not dataclasses.is_dataclass(cls):
-        held = layouts(cls).names(obj)
+        if not isinstance(obj, dict) or not is_mapping(cls) or dataclasses.is_dataclass(cls):
+            return f"register({name})"
         # register() would lose attributes that are not items
-        if any(dict.get(obj, key) is not value for key, value in held):
-            return _by_attributes(name, obj, layouts)
-    return f"register({name})"
+        if all(dict.get(obj, key) is value for key, value in layouts(cls).names(obj)):
+            return f"register({name})"
+    layout = layouts(type(obj))
+    attributes = [(key, value) for key, value in layout.names(obj) if type(key) is str and key.isidentifier()]
+    if layout.items is not None and not attributes and not issubclass(type(obj), dict):
+        return f"register_class_flattening({name}, lambda x: (list(x), None), lambda items, _: {name}(items), None)"
+    if not attributes or (layout.items is not None and builtin_base(type(obj)) not in (dict, OrderedDict, list, tuple)):
+        return f"register_class_flattening({name}, f_flatten, f_unflatten, f_flatten_with_keys)"
+    children = [key for key, value in attributes if _may_hold_tensors(value, obj, layouts)]
+    static = [key for key, _ in attributes if key not in children]
+    return f"register({name}, children={children}{f', static={static}' if static else ''})"
 
 
 def _block(cls: type) -> str | None:
@@ -280,20 +257,6 @@ def _block(cls: type) -> str | None:
 
         return next((recipe.remedy for recipe in diffusers_recipes() if recipe.cls is cls), None)
     return None
-
-
-def _by_attributes(name: str, obj: object, layouts: Layouts) -> str:
-    """Return a line of code that registers the class of ``obj``, with the attributes of ``obj`` as children."""
-    cls = type(obj)
-    layout = layouts(cls)
-    attributes = [(key, value) for key, value in layout.names(obj) if type(key) is str and key.isidentifier()]
-    if layout.items is not None and not attributes and not issubclass(cls, dict):
-        return f"register_class_flattening({name}, lambda x: (list(x), None), lambda items, _: {name}(items), None)"
-    if not attributes or (layout.items is not None and builtin_base(cls) not in (dict, OrderedDict, list, tuple)):
-        return f"register_class_flattening({name}, f_flatten, f_unflatten, f_flatten_with_keys)"
-    children = [key for key, value in attributes if _may_hold_tensors(value, obj, layouts)]
-    static = [key for key, _ in attributes if key not in children]
-    return f"register({name}, children={children}{f', static={static}' if static else ''})"
 
 
 def _may_hold_tensors(value: object, owner: object, layouts: Layouts) -> bool:

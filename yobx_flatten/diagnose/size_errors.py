@@ -9,7 +9,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.export import ExportedProgram
@@ -18,11 +18,13 @@ from ..errors import DynamicShapesError
 from ..errors.failures import first_line
 from ..trees.arguments import inputs_by_name
 from ..trees.shapes import check_dynamic_shapes
-from .comparison import Difference, compare_spec_texts, compare_specs
+from ..trees.walk import torch_leaves
+from .comparison import compare_spec_texts, compare_specs
+
+T = TypeVar("T")
 
 
 def _constraints(failure: Failure, found: re.Match[str]) -> Explanation | None:
-    """Explain every line of the message "Constraints violated", and add torch's own suggestion."""
     message = failure.message
     fixed = re.findall(r"You marked (.+?) as dynamic but your code specialized it to be a constant \((\d+)\)", message)
     equal = re.findall(r"The values of (.+?) and (.+?) must always be equal", message)
@@ -83,44 +85,37 @@ def _conflicts(failure: Failure, found: re.Match[str]) -> Explanation | None:
     return Explanation("\n".join(sentences), tuple(paths), "Dim.AUTO  # instead of Dim.DYNAMIC") if paths else None
 
 
-def _not_in_range(failure: Failure, found: re.Match[str]) -> Explanation:
-    size, allowed = found.groups()
-    return Explanation(
-        f"The example has size {size} where the Dim allows {allowed}. Pass an example within the range, or widen it:",
-        (),
-        f'Dim("name", min={size})',
-    )
-
-
-def _shapes_do_not_fit(failure: Failure, found: re.Match[str]) -> Explanation:
-    named = re.findall(r"`(dynamic_shapes\[[^`]*\])`", failure.message)
-    text = failure.message.strip().split("\n")[0].split(" For more information")[0]
-    return explain_misfit(failure, misfit_in_our_words(failure) or text, tuple(named[:1]))
-
-
-def misfit_in_our_words(failure: Failure) -> str:
-    """Return the errors that ``check_dynamic_shapes`` finds for a failed export; ``""`` if there are none."""
-    if failure.dynamic_shapes is None:
-        return ""
-    inputs = failure.inputs()
-    try:
-        check_dynamic_shapes(
-            inputs if isinstance(failure.dynamic_shapes, Mapping) else tuple(inputs.values()), failure.dynamic_shapes
-        )
-    except DynamicShapesError as error:
-        return str(error).removeprefix("the inputs: ")
-    return ""
-
-
-def explain_misfit(failure: Failure, text: str, paths: tuple[str, ...]) -> Explanation:
-    # paths: the entries of `dynamic_shapes` that the error names
+def _misfit(failure: Failure, found: re.Match[str]) -> Explanation | None:
+    # an empty match is of an error that is unknown so far, which a misfit of `dynamic_shapes` may cause
+    named = re.findall(r"`(dynamic_shapes\[[^`]*\])`", failure.message)[:1] if found[0] else ()
+    text = failure.message.strip().split("\n")[0].split(" For more information")[0] if found[0] else ""
+    if failure.dynamic_shapes is not None:
+        inputs = failure.inputs()
+        given = inputs if isinstance(failure.dynamic_shapes, Mapping) else tuple(inputs.values())
+        try:
+            check_dynamic_shapes(given, failure.dynamic_shapes)
+        except DynamicShapesError as error:
+            text = str(error).removeprefix("the inputs: ")
+    if not text:
+        return None
     line = "export_program(module, args, kwargs)  # writes them"
     if bool(failure.args) != bool(failure.kwargs) and isinstance(failure.module, torch.nn.Module):
         kinds = {parameter.kind for parameter in inspect.signature(failure.module.forward).parameters.values()}
         # torch has no dynamic shapes by name for `*args` and `**kwargs`
         if kinds.isdisjoint({inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}):
             line = f"dynamic_shapes=dynamic_shapes({'kwargs' if failure.kwargs else 'args'})"
-    return Explanation(f"dynamic_shapes does not fit the inputs: {text}\nTo generate dynamic_shapes:", paths, line)
+    text = f"dynamic_shapes does not fit the inputs: {text}\nTo generate dynamic_shapes:"
+    return Explanation(text, tuple(named), line)
+
+
+def fixed(pattern: str, text: str, line: str, *paths: str) -> Row:
+    """Return a row that explains an error with given texts, into which the groups of the match are formatted."""
+
+    def explain(failure: Failure, found: re.Match[str]) -> Explanation:
+        shown, remedy, *places = (part.format(*found.groups()) for part in (text, line, *paths))
+        return Explanation(shown, tuple(places), remedy)
+
+    return pattern, explain
 
 
 def _planted(failure: Failure, found: re.Match[str]) -> Explanation:
@@ -128,8 +123,7 @@ def _planted(failure: Failure, found: re.Match[str]) -> Explanation:
         f"Two tensors do not fit each other{place_of(failure.error)}\n{first_line(failure.error)}\nIf only the "
         "example's size works, the code creates a tensor of a fixed size, as in torch.ones(3, 4), or uses a buffer "
         "of that size. Use the input's size, or keep the size fixed:",
-        (),
-        "torch.ones(x.shape[0], 4)\ndynamic_shapes={'x': {0: None}}",
+        remedy="torch.ones(x.shape[0], 4)\ndynamic_shapes={'x': {0: None}}",
     )
 
 
@@ -141,10 +135,14 @@ SIZE_ROWS: list[Row] = [
     (r"shape '.+?' is invalid for input of size \d+", _planted),
     (r"Constraints violated", _constraints),
     (r"conflicts between user-specified ranges and inferred ranges", _conflicts),
-    (r"(\d+) not in range (\[.*?\])", _not_in_range),
-    (r"mismatch between the structure of `inputs` and `dynamic_shapes`", _shapes_do_not_fit),
-    (r"`dynamic_shapes` is specified as a dict, its top-level keys must be", _shapes_do_not_fit),
-    (r"specified at `dynamic_shapes", _shapes_do_not_fit),
+    fixed(
+        r"(\d+) not in range (\[.*?\])",
+        "The example has size {0} where the Dim allows {1}. Pass an example within the range, or widen it:",
+        'Dim("name", min={0})',
+    ),
+    (r"mismatch between the structure of `inputs` and `dynamic_shapes`", _misfit),
+    (r"`dynamic_shapes` is specified as a dict, its top-level keys must be", _misfit),
+    (r"specified at `dynamic_shapes", _misfit),
 ]
 
 
@@ -153,8 +151,7 @@ _OURS = os.path.dirname(os.path.dirname(__file__))
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost line of a model's code in a traceback, such as ``" in forward, model.py:12: x + y"``."""
-    # returns: `""` if the traceback has no line of the model
+    """Return the last line of a model's code in a traceback, such as ``" in forward, model.py:12: x"``; else ``""``."""
     rows = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     inside = [number for number, (code, _) in enumerate(rows) if code.co_filename.startswith((_TORCH, _OURS))]
     # the frames above torch's first frame belong to the code that called the export
@@ -200,25 +197,25 @@ class Failure:
     def inputs(self) -> dict[str, Any]:
         return inputs_by_name(self.module, self.args, self.kwargs)
 
+    def leaves(self, kind: type[T]) -> list[tuple[str, T]]:
+        """Return the leaves of the inputs that are of a class, with their paths."""
+        leaves = [item for name, value in self.inputs().items() for item in torch_leaves(value, name)]
+        return [(path, leaf) for path, leaf in leaves if isinstance(leaf, kind)]
 
+
+# a pattern that matches one kind of error message in all versions of torch, and a function that explains the error
 Row = tuple[str, Callable[[Failure, "re.Match[str]"], Explanation | None]]
-"""A pattern that matches one kind of error message in all versions of torch, and a function that explains the error."""
 
 
 def _other_structure(failure: Failure, found: re.Match[str]) -> Explanation | None:
-    names = ("exported", "called")
-    differences: list[Difference] | None = None
+    names, differences = ("exported", "called"), None
     if isinstance(failure.module, ExportedProgram) and (failure.args or failure.kwargs):
         differences = compare_specs(failure.module, (failure.args, dict(failure.kwargs)), names=names)
-    if not differences:
-        differences = compare_spec_texts(found[1], found[2], names)
+    differences = differences or compare_spec_texts(found[1], found[2], names)
     if not differences:
         return None
-    listed = "\n".join(map(str, differences))
-    return Explanation(
-        f"The program was exported for inputs of another structure:\n{listed}",
-        tuple(difference.path for difference in differences),
-    )
+    lines = ["The program was exported for inputs of another structure:", *map(str, differences)]
+    return Explanation("\n".join(lines), tuple(difference.path for difference in differences))
 
 
 def _other_keywords(failure: Failure, found: re.Match[str]) -> Explanation:
@@ -267,16 +264,15 @@ def _guard(failure: Failure, found: re.Match[str]) -> Explanation:
     )
 
 
-def explain_guards(failure: Failure) -> Explanation | None:
-    """Explain an error in the code that torch generates to check the inputs of a program."""
+def _generated_checks(failure: Failure, found: re.Match[str]) -> Explanation | None:
+    # the error is in the code that torch generates to check the inputs of a program
     frames = traceback.extract_tb(failure.error.__traceback__)
     if not frames or (frames[-1].filename, frames[-1].name) != ("<string>", "_"):
         return None
     return Explanation(
         "The program could not check its inputs. Known causes: None instead of a tensor, or an example that is a "
         "slice of a larger tensor. Pass tensors where the example had tensors, and export with contiguous examples:",
-        (),
-        "example.contiguous()",
+        remedy="example.contiguous()",
     )
 
 
@@ -288,3 +284,6 @@ PROGRAM_ROWS: list[Row] = [
     (r"kwarg keyword mismatch: Got the following keywords (\[.*?\]) but expected (\[.*?\])", _other_keywords),
     (r"^Guard failed: (.+)$", _guard),
 ]
+
+# for errors that no other row explains
+LAST_ROWS: list[Row] = [(r"", _generated_checks), (r"", _misfit)]

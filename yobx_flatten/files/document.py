@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from ..errors import DamagedFileError, FlattenError
@@ -33,12 +33,11 @@ _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> contextlib.AbstractContextManager[None]:
     """In a ``with`` block, convert errors that a reader raises for a damaged file to the class ``failure``."""
-    # safetensors, protobuf and torch raise many classes for inconsistent data
 
+    # safetensors, protobuf and torch raise many classes for inconsistent data; a lack of memory is no damage
     def damaged(error: BaseException) -> Exception:
         return failure(f"{where} is damaged ({type(error).__name__}: {first_line(error)}).")
 
-    # a lack of memory is not damage of the file
     return raised_as(damaged, FlattenError, OSError, MemoryError, *own)
 
 
@@ -89,7 +88,8 @@ def read_configuration(path: pathlib.Path, form: type[T], *, failure: type[Excep
         tag = entries.get("__float__")
         return _TAGGED[tag] if len(entries) == 1 and isinstance(tag, str) and tag in _TAGGED else entries
 
-    return _parsed(read_bytes(path, failure=failure), form, str(path), failure, remedy, object_hook=untagged)
+    how: dict[str, Any] = {"failure": failure, "remedy": remedy, "finite": False, "object_hook": untagged}
+    return parse_document(read_bytes(path, failure=failure), form, str(path), **how)
 
 
 def parse_document(
@@ -100,19 +100,16 @@ def parse_document(
     failure: type[Exception],
     remedy: str = "",
     finite: bool = True,
+    object_hook: Callable[[dict[str, Any]], Any] | None = None,
 ) -> T:
     how: dict[str, Any] = {"parse_float": _finite, "parse_constant": _finite} if finite else {}
-    return _parsed(text, form, where, failure, remedy, **how)
-
-
-def _parsed(text: str | bytes, form: type[T], where: str, failure: type[Exception], remedy: str, **how: Any) -> T:
     require("msgspec", purpose=f"reading {where}")
     import msgspec
 
     try:
         text = text if isinstance(text, str) else text.decode("utf-8")
         # msgspec's parser refuses half a surrogate pair ("\\ud800"), which texts may contain
-        return msgspec.convert(json.loads(text, **how), form)
+        return msgspec.convert(json.loads(text, object_hook=object_hook, **how), form)
     except RecursionError:
         what = "it is nested too deeply"
     except msgspec.MsgspecError as error:
@@ -169,7 +166,6 @@ def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]
 
 def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None = None) -> None:
     """Refuse a path that is not a regular file, such as a pipe; links, as in the Hub's cache, are followed."""
-    # most: the largest number of bytes; no limit by default
     _check(os.stat(path), path, failure, most)
 
 
@@ -258,8 +254,7 @@ def read_onnx(path: pathlib.Path, *, failure: type[Exception]) -> onnx.ModelProt
 
 def data_files_of(path: pathlib.Path) -> set[str]:
     """Return the names of an ONNX file's external data files, if the names have the form that this package writes."""
-    # a missing file, or a file that is not ONNX, refers to no files
-    if not path.is_file():
+    if not path.is_file():  # no file, or one that is not ONNX, refers to no files
         return set()
     try:
         graph = read_onnx(path, failure=DamagedFileError).graph

@@ -113,6 +113,8 @@ def _end(owner: int, number: int, connection: Connection) -> None:
 
 def _serve(connection: Connection, function: Callable[..., Any]) -> None:
     try:
+        import resource
+
         gc.freeze()  # a collection would run finalizers of the caller's objects
         # files of the caller would otherwise stay open, and locked, until this process ends
         os.closerange(3, connection.fileno())
@@ -120,10 +122,18 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of tokenizers do not exist in a fork
-        _limit_memory()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError, ValueError):  # only Linux reports the memory of a process
+            with open("/proc/self/statm", encoding="ascii") as file:
+                held = int(file.read().split()[0]) * resource.getpagesize()
+            _, most = resource.getrlimit(resource.RLIMIT_AS)
+            wanted = held + _MEMORY if most == resource.RLIM_INFINITY else min(held + _MEMORY, most)
+            resource.setrlimit(resource.RLIMIT_AS, (wanted, most))
         while True:
             args, kwargs = connection.recv()
-            _limit_time()
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            seconds = math.ceil(used.ru_utime + used.ru_stime) + _CPU_SECONDS
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
             try:
                 answer = pickle.dumps((True, function(*args, **kwargs)))
                 if len(answer) > _MOST:
@@ -131,35 +141,11 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
             except MemoryError:
                 answer = pickle.dumps((False, LimitError(f"it needs more than {_MEMORY / 1e9:.1f} GB of memory")))
             except Exception as error:  # it is raised in the caller
-                answer = pickle.dumps((False, _copyable(error)))
+                found: Exception = RuntimeError(f"{type(error).__name__}: {error}")
+                with contextlib.suppress(Exception):
+                    pickle.loads(pickle.dumps(error))  # fails for errors that pickle cannot copy
+                    found = error
+                answer = pickle.dumps((False, found))
             connection.send_bytes(answer)
     finally:
         os._exit(0)  # also after an error: the child never returns to the code of the caller
-
-
-def _copyable(error: Exception) -> Exception:
-    """Return the error, or a ``RuntimeError`` with the same text if pickle cannot copy the error."""
-    with contextlib.suppress(Exception):
-        pickle.loads(pickle.dumps(error))
-        return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _limit_memory() -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # only Linux reports the memory of a process
-        with open("/proc/self/statm", encoding="ascii") as file:
-            held = int(file.read().split()[0]) * resource.getpagesize()
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        wanted = held + _MEMORY
-        resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
-
-
-def _limit_time() -> None:
-    import resource
-
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(used.ru_utime + used.ru_stime) + _CPU_SECONDS, most))

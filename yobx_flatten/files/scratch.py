@@ -117,15 +117,15 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 def copy_links(folder: pathlib.Path, to: pathlib.Path) -> None:
     """Hard-link the files of a folder into another folder; copy files that cannot be linked."""
+
+    def link(source: str, target: str) -> None:
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError:
+            shutil.copy2(source, target, follow_symlinks=False)
+
     left = shutil.ignore_patterns(".*.writing-*")
-    shutil.copytree(folder, to, symlinks=True, dirs_exist_ok=True, copy_function=_link, ignore=left)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, target, follow_symlinks=False)
+    shutil.copytree(folder, to, symlinks=True, dirs_exist_ok=True, copy_function=link, ignore=left)
 
 
 def hold(folder: pathlib.Path) -> Callable[[], None] | None:
@@ -173,7 +173,13 @@ def publish_folder(new: pathlib.Path, target: pathlib.Path) -> None:
             os.replace(new, target)
         except OSError as error:
             if old.exists() and not target.exists():
-                _give_back(old, target, error)
+                try:
+                    os.replace(old, target)
+                except OSError:
+                    left = (
+                        f"the former contents of {target} are in {old} until {target.name} is written or opened again"
+                    )
+                    raise OSError(error.errno, f"{error.strerror}; {left}") from error
             raise
         with contextlib.suppress(OSError):
             flush()
@@ -249,14 +255,6 @@ def _remove(folder: pathlib.Path, lock: BaseFileLock) -> None:
         folder.rmdir()
 
 
-def _give_back(old: pathlib.Path, target: pathlib.Path, why: OSError) -> None:
-    try:
-        os.replace(old, target)
-    except OSError:
-        found = f"the former contents of {target} are in {old} until {target.name} is written or opened again"
-        raise OSError(why.errno, f"{why.strerror}; {found}") from why
-
-
 def _unlink(folder: pathlib.Path, names: Iterable[str]) -> None:
     for name in names:
         with contextlib.suppress(OSError):
@@ -270,9 +268,7 @@ def _lock_of(folder: pathlib.Path) -> BaseFileLock | None:
     lock = filelock.FileLock(folder / _LOCK, timeout=0, thread_local=False, is_singleton=False)
     try:
         lock.acquire()
-    except filelock.Timeout:
-        return None
-    except (FileNotFoundError, FileExistsError):  # another process is removing the folder as a leftover
+    except (filelock.Timeout, FileNotFoundError, FileExistsError):  # the latter two: another process removes the folder
         return None
     if (folder / _LOCK).exists():
         return lock

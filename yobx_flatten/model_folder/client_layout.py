@@ -13,7 +13,7 @@ import collections
 import hashlib
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -31,12 +31,11 @@ from .pieces.tasks import TASKS
 from .source.configuration import change_json, write_json
 
 if TYPE_CHECKING:
-    import onnx
     import onnx_ir as ir
 
 Layout = Literal["flat", "transformers.js", "genai"]
+# sentence-transformers, optimum and (for decoders) onnxruntime-genai open a flat folder
 LAYOUTS: tuple[Layout, ...] = ("flat", "transformers.js", "genai")
-"""Layouts of a folder. sentence-transformers, optimum and (for decoders) onnxruntime-genai open a flat folder."""
 
 # by type of the quantized weights and of the other weights: the dtype name of transformers.js, and the suffix of files
 _TYPES = {
@@ -46,9 +45,6 @@ _TYPES = {
     ("int4", "float32"): ("q4", "_q4"),
     ("int4", "float16"): ("q4f16", "_q4f16"),
 }
-
-# "keep" is checked as "int4" here; `apply_layout` counts whether most bytes are int8 or int4
-_STORED: dict[str | None, str | None] = {"keep": "int4"}
 
 
 def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str) -> None:
@@ -65,7 +61,8 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
             f"transformers.js expects one file for a speech decoder, but folders for {task} have two. Leave "
             f'layout="{layout}" out.'
         )
-    if (_STORED.get(bits, bits), dtype) not in _TYPES:
+    # "keep" is checked as "int4"; `apply_layout` counts whether most bytes are int8 or int4
+    if ("int4" if bits == "keep" else bits, dtype) not in _TYPES:
         raise InvalidArgumentError(
             f"transformers.js has no dtype name for {bits or dtype} weights of a {dtype} model. The dtype names of "
             f"transformers.js are {', '.join(name for name, _ in _TYPES.values())}."
@@ -73,7 +70,7 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
 
 
 def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, dtype: str) -> list[str]:
-    kind, end = _TYPES[_most_bits([folder / name for name in names]) if bits in _STORED else bits, dtype]
+    kind, end = _TYPES[_most_bits([folder / name for name in names]) if bits == "keep" else bits, dtype]
     (folder / SUBFOLDER).mkdir()
     made, data = [], {}
     for name in names:
@@ -130,62 +127,58 @@ def _tensors(graph: Any) -> Iterator[Any]:
                 yield from _tensors(below)
 
 
-MERGED = "decoder_model_merged"
-"""Name, without suffix, of the file that joins the decoder for the prompt and the decoder for later tokens."""
-
-_BRANCHES = ("first", "later")
+MERGED = "decoder_model_merged"  # the file that joins the decoder for the prompt and the decoder for later tokens
 
 
 def merge_decoders(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> bool:
     """Merge two decoder files into a third with the same weights; return whether weights are in a data file."""
     import onnx_ir as ir
 
-    models = dict(zip(_BRANCHES, (ir.load(first), ir.load(later)), strict=True))
-    weights = _Weights()
-    renamed = {branch: weights.take(model.graph) for branch, model in models.items()}
-    merged = _merged(models, weights)
-    has_data = any(isinstance(tensor, ir.ExternalTensor) for tensor in weights.tensors.values())
-    data = f"{target.name}_data"
-    ir.save(merged, target, external_data=data if has_data else None)
-    if has_data:
+    models = ir.load(first), ir.load(later)
+    weights, renamed = _shared_weights([model.graph for model in models])
+    merged = _merged(*models, weights)
+    has_data = any(isinstance(value.const_value, ir.ExternalTensor) for value in weights)
+    ir.save(merged, target, external_data=f"{target.name}_data" if has_data else None)
+    if has_data:  # all three files read the external data of the third
         stored = {one.name: one for one in read_onnx(target, failure=DamagedFileError).graph.initializer}
-        for path, names in zip((first, later), renamed.values(), strict=True):
-            _share(path, {name: stored[new] for name, new in names.items()})
+        for path, names in zip((first, later), renamed, strict=True):
+            model = read_onnx(path, failure=DamagedFileError)
+            for tensor in model.graph.initializer:
+                name = tensor.name
+                tensor.CopyFrom(stored[names[name]])
+                tensor.name = name
+            path.write_bytes(model.SerializeToString())
             path.with_name(f"{path.name}_data").unlink(missing_ok=True)  # a small file has no data file
     _check(first, later, target)
     return has_data
 
 
-class _Weights:
-    def __init__(self) -> None:
-        self.values: dict[str, ir.Value] = {}
-        self.tensors: dict[str, Any] = {}
-        self._names: dict[tuple[object, ...], str] = {}
+def _shared_weights(graphs: Sequence[ir.Graph]) -> tuple[list[ir.Value], list[dict[str, str]]]:
+    """Make graphs share equal weights; return the weights, and for each graph their new names by old names."""
+    import onnx_ir as ir
 
-    def take(self, graph: ir.Graph) -> dict[str, str]:
-        """Replace the weights of a graph by equal weights of earlier graphs; return new names by old names."""
-        import onnx_ir as ir
-
-        renamed = {}
+    values: dict[str, ir.Value] = {}
+    known: dict[tuple[object, ...], str] = {}  # names by type, shape and digest
+    renamed: list[dict[str, str]] = []
+    for graph in graphs:
+        renamed.append({})
         for name, value in [*graph.initializers.items()]:
             tensor = value.const_value
             assert tensor is not None
             key = (tensor.dtype, tuple(tensor.shape), hashlib.blake2b(tensor.tobytes()).digest())
-            if key not in self._names:
-                new = name if name not in self.values else f"{name}.{len(self.values)}"
-                self._names[key], self.tensors[new] = new, tensor
-                shared = ir.Value(name=new, shape=value.shape, type=value.type, const_value=tensor)
-                self.values[new] = shared
-            renamed[name] = self._names[key]
-            value.replace_all_uses_with(self.values[renamed[name]], replace_graph_outputs=True)
+            if key not in known:
+                known[key] = name if name not in values else f"{name}.{len(values)}"
+                values[known[key]] = ir.Value(name=known[key], shape=value.shape, type=value.type, const_value=tensor)
+            renamed[-1][name] = known[key]
+            value.replace_all_uses_with(values[known[key]], replace_graph_outputs=True)
             graph.initializers.pop(name)
-        return renamed
+    return [*values.values()], renamed
 
 
-def _merged(models: Mapping[str, ir.Model], weights: _Weights) -> ir.Model:
+def _merged(first_model: ir.Model, later_model: ir.Model, weights: Sequence[ir.Value]) -> ir.Model:
     import onnx_ir as ir
 
-    first, later = (models[branch].graph for branch in _BRANCHES)
+    first, later = first_model.graph, later_model.graph
     outputs = [value.name for value in first.outputs]
     inputs: dict[str, ir.Value] = {}
     for graph in (first, later):
@@ -204,10 +197,10 @@ def _merged(models: Mapping[str, ir.Model], weights: _Weights) -> ir.Model:
             later.append(kept)
             made[name] = kept.outputs[0]
     results = [ir.Value(name=value.name, shape=_free(value), type=value.type) for value in first.outputs]
-    branches = {"first": first.outputs[:], "later": [made[name] for name in outputs]}
-    for branch, graph in zip(_BRANCHES, (first, later), strict=True):
+    branches = ("first", first, first.outputs[:]), ("later", later, [made[name] for name in outputs])
+    for branch, graph, found in branches:
         graph.outputs.clear()
-        graph.outputs.extend(branches[branch])
+        graph.outputs.extend(found)
         graph.name = branch
         for node in graph.all_nodes():
             for value in node.outputs:  # names in a branch must differ from names in the main graph
@@ -224,12 +217,12 @@ def _merged(models: Mapping[str, ir.Model], weights: _Weights) -> ir.Model:
         [*inputs.values()],
         results,
         nodes=[length, zero, empty, axes, is_empty, chosen],
-        initializers=[*weights.values.values()],
+        initializers=weights,
         opset_imports={**first.opset_imports, **later.opset_imports},
         name="decoder",
     )
-    functions = [*models["first"].functions.values(), *models["later"].functions.values()]
-    return ir.Model(graph, ir_version=models["first"].ir_version, functions=functions)
+    functions = [*first_model.functions.values(), *later_model.functions.values()]
+    return ir.Model(graph, ir_version=first_model.ir_version, functions=functions)
 
 
 def _free(value: ir.Value) -> ir.Shape | None:
@@ -240,16 +233,6 @@ def _free(value: ir.Value) -> ir.Shape | None:
         return None
     sizes = enumerate(value.shape)
     return ir.Shape([dim if isinstance(dim, int) and dim > 1 else f"{value.name}_{axis}" for axis, dim in sizes])
-
-
-def _share(path: pathlib.Path, stored: Mapping[str, onnx.TensorProto]) -> None:
-    """Make an ONNX file read its weights from the external data of another ONNX file."""
-    model = read_onnx(path, failure=DamagedFileError)
-    for tensor in model.graph.initializer:
-        name = tensor.name
-        tensor.CopyFrom(stored[name])
-        tensor.name = name
-    path.write_bytes(model.SerializeToString())
 
 
 def _check(first: pathlib.Path, later: pathlib.Path, target: pathlib.Path) -> None:

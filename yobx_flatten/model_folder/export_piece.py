@@ -125,10 +125,7 @@ def _with_fixed_batch(shapes: Any) -> Any:
 
 
 Target = Literal["onnxruntime", "torch", "aotinductor", "executorch", "openvino"]
-"""Runtimes for which folders can be written."""
-
-Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]
-"""Folders of PEFT adapters, by adapter name."""
+Adapters: TypeAlias = Mapping[str, str | os.PathLike[str]]  # folders of PEFT adapters, by adapter name
 
 
 @dataclasses.dataclass(frozen=True)

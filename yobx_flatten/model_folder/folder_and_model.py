@@ -21,7 +21,7 @@ from ..files.document import inside, read_onnx
 from ..files.scratch import check_writable, copy_links, publish_folder, scratch_for
 from ..generate.settings import MANIFEST, located
 from ..recipe.aliases import TransformersModel
-from ..runners.adapters import ADAPTERS, Adapter, adapter_names, check_matrices, leave_room, rooms_of_files
+from ..runners.adapters import ADAPTERS, adapter_names, check_matrices, leave_room, rooms_of_files
 from ..runners.open import open_runner
 from ..runners.ports import FIRST, SECOND
 from ..storage.cases import load_case
@@ -57,13 +57,9 @@ class FolderExplanation:
         return self.ok
 
     def __str__(self) -> str:
-        lines = []
-        for (file, case), one in self.files.items():
-            if one.first is None:
-                lines.append(f"{file}, {case}: none of {one.values} values differs from the model's.")
-            else:
-                lines.append(f"{file}, {case}: {one.first}")
-        return "\n".join(lines)
+        equal = "none of {} values differs from the model's."
+        found = {place: one.first or equal.format(one.values) for place, one in self.files.items()}
+        return "\n".join(f"{file}, {case}: {what}" for (file, case), what in found.items())
 
 
 def explain_folder(
@@ -228,31 +224,25 @@ def add_adapter(
         cases.mkdir(parents=True)
         for written in (MANIFEST, f"{ADAPTERS}/{name}.safetensors", f"{ADAPTERS}/{name}.onnx_adapter"):
             (work / written).unlink(missing_ok=True)  # writing to a hard link would change the original folder
-        stored = _stored(base, path, manifest, found, cases)
-        checks = check_adapter(path, manifest, name, dict(found.matrices), stored, cases)
+        stored: dict[str, list[str]] = {}
+        pieces, rows = pieces_of_folder(base, path, manifest)
+        with found.active():
+            for piece in pieces:
+                file = f"{piece.stem}.onnx"
+                texts = [load_case(path / case) for case in manifest.cases.get(file, []) if "-text-" in case]
+                tokens = torch.cat([case.outputs["text"] for case in texts]) if texts else None
+                stored[file] = store_piece(piece, sampled(piece.cases), tokens, cases, ".")
+            if manifest.task in GENERATES:
+                stored[""] = [store_generation(base, manifest.task, rows, SAMPLED_TOKENS, cases, below=".")]
+        names = {file: [pathlib.PurePosixPath(one).name for one in paths] for file, paths in stored.items()}
+        checks = check_adapter(path, found, names, cases)
         done = AddedAdapter(pathlib.Path(folder), name, tuple(checks))
         if not all(check.ok for check in checks):
             raise ReplayError(f"With the adapter, the files compute different values than PEFT.\n{done}")
         write_matrices(work, [found])
-        paths = {file: [f"{CASES}/{ADAPTERS}/{name}/{case}" for case in found] for file, found in stored.cases.items()}
+        paths = {file: [f"{CASES}/{ADAPTERS}/{name}/{case}" for case in of_file] for file, of_file in names.items()}
         quality = {check.file: check.quality for check in checks if check.quality is not None}
         adapters = {**manifest.adapters, name: StoredAdapter(paths, quality)}
         write_manifest(work, dataclasses.replace(manifest, adapters=adapters))
         publish_folder(work, path)
     return done
-
-
-def _stored(
-    model: TransformersModel, folder: pathlib.Path, manifest: FolderManifest, adapter: Adapter, work: pathlib.Path
-) -> StoredAdapter:
-    cases: dict[str, list[str]] = {}
-    pieces, rows = pieces_of_folder(model, folder, manifest)
-    with adapter.active():
-        for piece in pieces:
-            name = f"{piece.stem}.onnx"
-            texts = [load_case(folder / case) for case in manifest.cases.get(name, []) if "-text-" in case]
-            tokens = torch.cat([case.outputs["text"] for case in texts]) if texts else None
-            cases[name] = store_piece(piece, sampled(piece.cases), tokens, work, ".")
-        if manifest.task in GENERATES:
-            cases[""] = [store_generation(model, manifest.task, rows, SAMPLED_TOKENS, work, below=".")]
-    return StoredAdapter({name: [pathlib.PurePosixPath(one).name for one in paths] for name, paths in cases.items()})

@@ -94,7 +94,7 @@ def decoder_config(
     slides = bool(getattr(config, "sliding_window", None)) and "sliding_attention" in kinds
     if set(inputs) != fed | set(plain) or (slides and not one_memory):
         return None
-    room = getattr(config, "max_position_embeddings", None) or 2048
+    room, heads = getattr(config, "max_position_embeddings", None) or 2048, config.num_attention_heads
     return {
         "model": {
             # the general type: the library has no own types for most decoders
@@ -104,7 +104,11 @@ def decoder_config(
             "vocab_size": config.vocab_size,
             "decoder": {
                 **_session("model.onnx"),
-                **_sizes(config),
+                "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
+                "hidden_size": config.hidden_size,
+                "num_attention_heads": heads,
+                "num_hidden_layers": config.num_hidden_layers,
+                "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
                 "inputs": {**{name: name for name in plain}, **_cache_names("past", CACHE)},
                 "outputs": {"logits": "logits", **_cache_names("present", PRESENT)},
             },
@@ -113,24 +117,9 @@ def decoder_config(
     }
 
 
-def _sizes(config: Any) -> dict[str, Any]:
-    heads = config.num_attention_heads
-    return {
-        "head_size": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": heads,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-    }
-
-
-# -- pictures --------------------------------------------------------------------------------------------------------
-
-
 def picture_config(
     model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = ()
 ) -> dict[str, Any] | None:
-    # inputs, shared, returned value: see `decoder_config`
     text = model.config.get_text_config(decoder=True)
     contents = decoder_config(model, inputs, shared=shared, config=text)
     if contents is None:
@@ -146,9 +135,6 @@ def picture_config(
     }
     # the library runs the same loop for all of its types with a picture file, an embedding file and a decoder
     return {**contents, "model": {**stated, "type": "gemma3", **token, **files}}
-
-
-# -- sound -----------------------------------------------------------------------------------------------------------
 
 
 def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, Any]:
@@ -193,18 +179,11 @@ def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, 
 
 def write_sound_files(folder: pathlib.Path, model: TransformersModel) -> None:
     # the values of Whisper's own processor: windows of 25 ms every 10 ms, of sound at 16 kHz
-    window = {"n_fft": 400, "frame_length": 400, "hop_length": 160}
+    mel = {"chunk_size": 30, "hop_length": 160, "n_fft": 400, "n_mel": model.config.num_mel_bins}
     steps = [
-        ("audio_decoder", "AudioDecoder", None),
-        ("STFT", "STFTNorm", window),
-        (
-            "log_mel_spectrogram",
-            "LogMelSpectrum",
-            {"chunk_size": 30, "hop_length": 160, "n_fft": 400, "n_mel": model.config.num_mel_bins},
-        ),
+        {"name": "audio_decoder", "type": "AudioDecoder"},
+        {"name": "STFT", "type": "STFTNorm", "attrs": {"n_fft": 400, "frame_length": 400, "hop_length": 160}},
+        {"name": "log_mel_spectrogram", "type": "LogMelSpectrum", "attrs": mel},
     ]
-    sequence = [
-        {"operation": {"name": name, "type": kind, **({} if given is None else {"attrs": given})}}
-        for name, kind, given in steps
-    ]
+    sequence = [{"operation": step} for step in steps]
     write_json(folder / "audio_processor_config.json", {"feature_extraction": {"sequence": sequence}})

@@ -159,12 +159,9 @@ class FolderModel:
             from .plain_model import speaking_model
 
             return speaking_model(open_generator(path, runtime=runtime, **how), cls)
-        return cls._of_one_call(path, runtime_of_folder(path) if runtime is None else runtime, how)
-
-    @classmethod
-    def _of_one_call(cls, path: pathlib.Path, runtime: str, how: Mapping[str, Any]) -> Any:
         from .plain_model import plain_model
 
+        runtime = runtime_of_folder(path) if runtime is None else runtime
         if (path / MANIFEST).is_file():
             check_digests(path, read_manifest(path).sha256)
         file = next((one for end in RUNTIMES[runtime] if (one := located(path, f"model{end}")).is_file()), None)

@@ -10,44 +10,35 @@ import torch
 
 from ..core.compare import WEIGHT_TYPES
 from ..core.effects import undisturbed
-from ..errors import InvalidArgumentError
+from ..errors import InvalidArgumentError, ModelSourceError
 from ..export.model_facts import ModelFacts
 from ..export.onnx.stored_matrix import holds_integers
 from ..export.proof.eager_runs import Proof, choose_proof
 from ..export.proof.report import ExportReport
 from ..export.quantization import Quantization, WeightBits, choose_quantization, reads_once
 from ..export.runtimes.write import check_room, has_kernels
+from ..files.document import read_text
 from ..generate.settings import settings_of
 from ..huggingface.decoders import rereads_at_switch, switch_of
 from ..recipe.aliases import TransformersModel
 from ..runners.adapters import Adapter
 from .client_layout import check_layout
 from .export_piece import Adapters, FolderOptions
+from .pieces import vision_language as vision
 from .pieces.genai import FRAMES
 from .pieces.tasks import GENERATES, SPEAKS, pieces_for, task_of
 from .pieces.text import Piece, Split
-from .pieces.vision_language import (
-    BlockwiseDecoder,
-    DeepstackDecoder,
-    GridVisionEncoder,
-    NestedVisionEncoder,
-    TiledVisionEncoder,
-    VisionModules,
-)
 from .sentence import SentenceModel, SentenceModules, read_modules
 from .source.adapter import read_adapters, rooms_of
 from .source.configuration import check_class, note_on_head
 from .source.open import OpenedModel
-from .texts import answered, chat_prompts, encoder_rows, python_text, read_prompts, sentence_case
+from .texts import answered, chat_prompts, encoder_rows, python_text, sentence_case
 
-_CHATS = 10
-"""Number of prompts for which the answers of a quantized file are compared with the model's."""
-
+_CHATS = 10  # number of prompts for which the answers of a quantized file are compared with the model's
+# number of text rows on which a quantized file is measured; 2 for larger models, for which no answers are compared
 _ROWS = {"full": 8, "standard": 4}
-"""Number of text rows on which a quantized file is measured; 2 for larger models, for which no answers are compared."""
-
-_ROUNDING = 24
-"""Number of text rows for the rounding of weights to 4 bits; they follow the rows on which the file is measured."""
+_ROUNDING = 24  # number of further text rows for the rounding of weights to 4 bits
+_MOST_PROMPTS = 2**24  # bytes of a file of prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,11 +159,11 @@ def _cut(
 _TILES = "its pictures are cut into tiles, which onnxruntime-genai does in another way"
 # why onnxruntime-genai does not run a model with this encoder or decoder
 _OTHER_WAYS: dict[type[torch.nn.Module], str] = {
-    GridVisionEncoder: "its image tokens have 3D positions, which onnxruntime-genai computes differently",
-    TiledVisionEncoder: _TILES,
-    NestedVisionEncoder: _TILES,
-    BlockwiseDecoder: "its image tokens attend to each other, and onnxruntime-genai passes no token types",
-    DeepstackDecoder: "its decoder also adds image features between layers",
+    vision.GridVisionEncoder: "its image tokens have 3D positions, which onnxruntime-genai computes differently",
+    vision.TiledVisionEncoder: _TILES,
+    vision.NestedVisionEncoder: _TILES,
+    vision.BlockwiseDecoder: "its image tokens attend to each other, and onnxruntime-genai passes no token types",
+    vision.DeepstackDecoder: "its decoder also adds image features between layers",
 }
 
 
@@ -182,7 +173,7 @@ def check_genai(model: TransformersModel, task: str) -> None:
     if task == "text-generation":
         why = None
     elif task == "image-text-to-text":
-        why = next((_OTHER_WAYS[kind] for kind in VisionModules.of(model) if kind in _OTHER_WAYS), None)
+        why = next((_OTHER_WAYS[kind] for kind in vision.VisionModules.of(model) if kind in _OTHER_WAYS), None)
     elif task == "automatic-speech-recognition":
         fits = config.model_type == "whisper" and config.max_source_positions * 2 == FRAMES
         only = f"the only audio model it runs is Whisper with {FRAMES} frames (max_source_positions=1500)"
@@ -213,7 +204,13 @@ def _quantization(
 
 
 def _checked_prompts(quantization: Quantization | None, options: FolderOptions) -> tuple[str, ...]:
-    prompts = () if options.calibration is None else read_prompts(options.calibration)
+    prompts: tuple[str, ...] = ()
+    if options.calibration is not None:
+        path = pathlib.Path(options.calibration)
+        lines = read_text(path, failure=ModelSourceError, most=_MOST_PROMPTS).splitlines()
+        prompts = tuple(line.strip() for line in lines if line.strip())
+        if not prompts:
+            raise ModelSourceError(f"{path} contains no prompts. Write one prompt per line.")
     has_text = quantization is not None and quantization.tokens is not None
     if prompts and (quantization is None or has_text or options.logits == "last"):
         raise InvalidArgumentError(
@@ -255,7 +252,12 @@ def _with_text(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
     if quantization is not None and generates and plan.is_whole and any_size:
         chats = chat_prompts(model, plan.source, _CHATS, prompts)
     plan = dataclasses.replace(plan, quantization=quantization, text=text, chats=chats)
-    return _with_calibration(plan, prompts)
+    if quantization is None or quantization.tokens is None or quantization.calibration is not None:
+        return plan
+    if quantization.weights == "keep" or options.runtime != "onnxruntime" or plan.proof == "none":
+        return plan
+    found = _calibration(plan, quantization.tokens, prompts)
+    return dataclasses.replace(plan, quantization=dataclasses.replace(quantization, calibration=found))
 
 
 def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
@@ -277,14 +279,9 @@ def _with_encoder_text(plan: FolderPlan) -> FolderPlan:
     return dataclasses.replace(plan, quantization=quantization, pieces=[piece])
 
 
-def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
-    """Return the plan with calibration text for a decoder's quantized weights: chats and source code of Python."""
-    quantization, options, model = plan.quantization, plan.options, plan.model
-    if quantization is None or quantization.tokens is None or quantization.calibration is not None:
-        return plan
-    if quantization.weights == "keep" or options.runtime != "onnxruntime" or plan.proof == "none":
-        return plan
-    tokens, rows = quantization.tokens, options.batch or 1
+def _calibration(plan: FolderPlan, tokens: torch.Tensor, prompts: tuple[str, ...]) -> torch.Tensor | None:
+    """Return calibration text for a decoder's quantized weights: chats and source code of Python."""
+    model, rows = plan.model, plan.options.batch or 1
     more = python_text(model, plan.source, len(tokens) + _ROUNDING)
     texts = [tokens.flatten()] if prompts else []
     texts += [] if more is None else [more[0 if prompts else len(tokens) :].flatten()]
@@ -297,5 +294,4 @@ def _with_calibration(plan: FolderPlan, prompts: tuple[str, ...]) -> FolderPlan:
             texts = (answered(model, chats) if draws else [row[mask == 1] for row, mask in pairs]) + texts
     whole, length = torch.cat(texts) if texts else torch.zeros(0, dtype=torch.int64), tokens.shape[1]
     count = len(whole) // length // rows * rows  # a multiple of the rows of a call
-    found = whole[: count * length].reshape(count, length) if count else None
-    return dataclasses.replace(plan, quantization=dataclasses.replace(quantization, calibration=found))
+    return whole[: count * length].reshape(count, length) if count else None

@@ -15,7 +15,7 @@ import glob
 import inspect
 import pathlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -69,14 +69,31 @@ class SentenceModules:
 
 
 class Pooling(torch.nn.Module):
-    """Pools hidden states to one vector for each text; vectors of several modes (keys of ``_MODES``) are joined."""
+    """Pools hidden states to one vector for each text; the vectors of several ``_MODES`` are joined."""
 
     def __init__(self, modes: Sequence[str]) -> None:
         super().__init__()
         self.modes = tuple(modes)
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return torch.cat([_MODES[mode](hidden, mask.unsqueeze(-1).to(hidden.dtype)) for mode in self.modes], dim=-1)
+        mask = mask.unsqueeze(-1).to(hidden.dtype)
+        return torch.cat([_pooled(mode, hidden, mask) for mode in self.modes], dim=-1)
+
+
+def _pooled(mode: str, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    match mode:
+        case "cls":
+            return hidden[:, 0]
+        case "max":
+            return hidden.masked_fill(mask == 0, torch.finfo(hidden.dtype).min).max(1).values
+        case "lasttoken":
+            places = torch.arange(hidden.shape[1], device=hidden.device)[None, :, None]
+            last = (places * mask.long()).amax(1, keepdim=True)
+            return (hidden * mask).gather(1, last.expand(-1, -1, hidden.shape[2])).squeeze(1)
+        case "weightedmean":
+            mask = mask * torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)[None, :, None]
+    count = mask.sum(1).clamp(min=_LEAST)
+    return (hidden * mask).sum(1) / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)
 
 
 class Normalize(torch.nn.Module):
@@ -108,18 +125,19 @@ class SentenceModel(torch.nn.Module):
 
 def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
     """Read the sentence-transformers modules that follow the model of a folder; ``None`` if there are none."""
-    if folder is None or not (folder / MODULES).is_file():
-        return None
-    _, *modules = _listed(folder)
-    if not modules:
+    modules = _listed(folder)
+    if folder is None or not modules:
         return None
     layers: list[torch.nn.Module] = []
     for number, module in enumerate(modules):
-        kind = module.type.rpartition(".")[2]
+        made: torch.nn.Module | str = module.type.rpartition(".")[2]
         # only the first module pools: the modules after pooling read vectors
-        made = (
-            _READERS[kind](folder, module.path) if kind in _READERS and (kind == "Pooling") == (number == 0) else kind
-        )
+        if made == "Pooling" and number == 0:
+            made = _pooling(folder, module.path)
+        elif made == "Dense" and number > 0:
+            made = _dense(folder, module.path)
+        elif made == "Normalize" and number > 0:
+            made = Normalize()
         if isinstance(made, str):
             return SentenceModules((), f"{MODULES} has a module {made} at place {number + 1}")
         layers.append(made)
@@ -128,16 +146,12 @@ def read_modules(folder: pathlib.Path | None) -> SentenceModules | None:
 
 def pools(folder: pathlib.Path | None) -> bool:
     """Return whether a folder has a pooling module, so that the model without its head is exported."""
-    if folder is None or not (folder / MODULES).is_file():
-        return False
-    return any(module.type.rpartition(".")[2] == "Pooling" for module in _listed(folder)[1:])
+    return any(module.type.rpartition(".")[2] == "Pooling" for module in _listed(folder))
 
 
 def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:
     """Copy the folders of the sentence-transformers modules that follow the model, such as ``1_Pooling``."""
-    if not (source / MODULES).is_file():
-        return
-    for module in _listed(source)[1:]:
+    for module in _listed(source):
         if module.path in ("", "."):
             continue
         place = glob.escape(module.path)
@@ -147,8 +161,11 @@ def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:
             shutil.copyfile(path, copied)
 
 
-def _listed(folder: pathlib.Path) -> list[_Module]:
-    return _read_own(folder, MODULES, list[_Module])
+def _listed(folder: pathlib.Path | None) -> list[_Module]:
+    """Read the modules that follow the model; none if the folder has no list of modules."""
+    if folder is None or not (folder / MODULES).is_file():
+        return []
+    return _read_own(folder, MODULES, list[_Module])[1:]
 
 
 def _read_own(folder: pathlib.Path, name: str, form: type[T]) -> T:
@@ -186,48 +203,7 @@ def _dense(folder: pathlib.Path, path: str) -> torch.nn.Module | str:
     return torch.nn.Sequential(linear, activation()).eval()
 
 
-_READERS: dict[str, Callable[[pathlib.Path, str], torch.nn.Module | str]] = {
-    "Pooling": _pooling,
-    "Dense": _dense,
-    "Normalize": lambda folder, path: Normalize(),
-}
-
-
-def _first(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return hidden[:, 0]
-
-
-def _largest(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return hidden.masked_fill(mask == 0, torch.finfo(hidden.dtype).min).max(1).values
-
-
-def _mean(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (hidden * mask).sum(1) / mask.sum(1).clamp(min=_LEAST)
-
-
-def _mean_by_root(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (hidden * mask).sum(1) / mask.sum(1).clamp(min=_LEAST).sqrt()
-
-
-def _weighted(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    places = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype, device=hidden.device)[None, :, None]
-    return _mean(hidden, mask * places)
-
-
-def _last(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    places = torch.arange(hidden.shape[1], device=hidden.device)[None, :, None]
-    last = (places * mask.long()).amax(1, keepdim=True)
-    return (hidden * mask).gather(1, last.expand(-1, -1, hidden.shape[2])).squeeze(1)
-
-
 # in the order in which sentence-transformers joins the vectors of several modes
-_MODES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "cls": _first,
-    "max": _largest,
-    "mean": _mean,
-    "mean_sqrt_len_tokens": _mean_by_root,
-    "weightedmean": _weighted,
-    "lasttoken": _last,
-}
+_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 # names of modes in older folders, such as `pooling_mode_mean_tokens`
 _OLDER = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "weightedmean": "weightedmean_tokens"}

@@ -19,19 +19,12 @@ from ..storage.cases import StoredCase, save_case
 from ..trees.walk import leaf_names, output_names
 from .pieces.text import Piece, encoder_input, input_name
 from .pieces.vision_language import with_pictures
-from .texts import CHATS, plain_loop
+from .texts import plain_loop
 
-CASES = "cases"
-"""The subfolder of an exported folder that contains test inputs and expected outputs."""
-
-TOKENS = 40
-"""Number of tokens generated in the stored test: with the prompt, more than a small sliding window."""
-
-PROMPT = 9
-"""Tokens of a prompt."""
-
-SAMPLED_TOKENS = 8
-"""Number of tokens generated with ``proof="sample"``, because a large model can take a second per token."""
+CASES = "cases"  # the subfolder of an exported folder that contains test inputs and expected outputs
+PROMPT = 9  # number of tokens of a prompt
+TOKENS = 40  # number of tokens generated in the stored test: with the prompt, more than a small sliding window
+SAMPLED_TOKENS = 8  # the same with `proof="sample"`, because a large model can take a second per token
 
 
 def _without_none(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,10 +41,9 @@ def generation_case(
     prompts: dict[str, torch.Tensor] | None = None,
 ) -> StoredCase:
     """Make a test case: text that the eager model generates greedily; two of three prompts are padded on the left."""
-    # returns: inputs: arguments of `generate`; outputs: prompt and new tokens, of shape (batch, length), the requested
-    # number of new tokens, and the margin between the two best scores of each new token, infinite for the prompt
-    # tokens: the number of new tokens, reduced to the room of the model
-    # prompts: tokens to begin with and their mask; by default random tokens
+    # outputs: prompt and new tokens, of shape (batch, length), the requested number of new tokens, and the margin
+    # between the two best scores of each new token, infinite for the prompt
+    # tokens: the number of new tokens, reduced to the room of the model; prompts: by default random tokens
     text = model.config.get_text_config(decoder=True)
     room = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None) or 512
     new_tokens = min(tokens, room - 12)
@@ -86,9 +78,6 @@ def generation_case(
     best, next_best = torch.stack(found.scores, 1).float().topk(2).values.unbind(-1)
     margins[:, -len(found.scores) :] = best - next_best
     return StoredCase(inputs, {"sequences": found.sequences, "new_tokens": new_tokens, "margins": margins})
-
-
-# -- in files ----------------------------------------------------------------------------------------------------------
 
 
 def store_piece(
@@ -136,18 +125,9 @@ def store_generation(
     after: int = 0,
     below: str = CASES,
 ) -> str:
-    """Store tokens that a model generates after ``after`` prompt tokens (``PROMPT`` by default); return the path."""
     case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
     text = f"{case.outputs['new_tokens']} tokens, greedily{f', after {after}' if after else ''}"
     return store(case, work, f"{below}/generate{f'-{after}' if after else ''}.case", text)
-
-
-def store_chats(
-    model: TransformersModel, task: str, prompts: dict[str, torch.Tensor], work: pathlib.Path, tokens: int
-) -> str:
-    case = generation_case(model, task, tokens=tokens, prompts=prompts)
-    text = f"{len(case.outputs['sequences'])} chats, {case.outputs['new_tokens']} tokens, greedily"
-    return store(case, work, CHATS, text)
 
 
 def store(case: StoredCase, work: pathlib.Path, path: str, name: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
-import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,35 +16,19 @@ from ..core.effects import undisturbed
 from ..errors import DamagedFileError, InvalidArgumentError, ModelSourceError, describe_class
 from ..errors.failures import STEP, first_line, raised_as, result_or
 from ..export.proof.eager_runs import Case
-from ..files.document import read_text
 from ..files.limited import Limited, limited
 from ..generate.sampling import plain_loop_entries
 from ..recipe.aliases import TransformersModel
 from .source.find import open_tokenizer
 
-LENGTH = 128
-"""Number of tokens in each row of the text on which a quantized file is measured."""
-
-_LARGEST = 2**24  # bytes of a file of prompts
-
+LENGTH = 128  # number of tokens in each row of the text on which a quantized file is measured
 _MODULES = ("textwrap", "heapq", "statistics")  # half of each module is English text
-
-
-def read_prompts(file: str | os.PathLike[str]) -> tuple[str, ...]:
-    path = pathlib.Path(file)
-    lines = read_text(path, failure=ModelSourceError, most=_LARGEST).splitlines()
-    prompts = tuple(line.strip() for line in lines if line.strip())
-    if not prompts:
-        raise ModelSourceError(f"{path} contains no prompts. Write one prompt per line.")
-    return prompts
 
 
 def python_text(
     model: TransformersModel, source: pathlib.Path | None, rows: int, text: str = ""
 ) -> torch.Tensor | None:
     """Return tokens of a text (by default, Python's source code), as int64 of shape (rows, length)."""
-    # source: the folder of the tokenizer; `None` for a model that reads bytes
-    # text: by default, the source code of modules of Python
     # returns: `None` if there is no fitting tokenizer, or if there is no text or no room of 16 tokens
     config = model.config.get_text_config(decoder=True)
     room = getattr(config, "max_position_embeddings", None) or LENGTH
@@ -60,7 +43,6 @@ def python_text(
 
 def tokens_of(source: pathlib.Path | None, texts: Sequence[str], **options: Any) -> list[list[int]]:
     """Return the tokens of texts; an empty list if the folder has no tokenizer that can be read."""
-    # options: further arguments of the tokenizer
 
     def read() -> list[list[int]]:
         from transformers import ByT5Tokenizer
@@ -83,11 +65,8 @@ def python_source() -> str:
     return "".join(texts)
 
 
-_ROWS, _LENGTH = 128, 64
-"""Number of rows, and of tokens per row, of the text by which weights are rounded; its sentences are short."""
-
-_LETTERS = 12
-"""Number of letters of a text for each token of a row: enough to fill the row, which is then truncated."""
+_ROWS, _LENGTH = 128, 64  # rows, and tokens per row, of the text by which weights are rounded
+_LETTERS = 12  # letters of a text for each token of a row: enough to fill the row, which is then truncated
 
 _SENTENCES = (
     "The ferry leaves the island every morning at seven, unless there is fog.",
@@ -110,9 +89,8 @@ _SENTENCES = (
 
 
 def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
-    """Return tokens of Python's source code, int64 of (rows, length); each row has the tokenizer's special tokens."""
-    # multiple: the number of rows is a multiple of this number
-    # returns: `None` if there is no fitting tokenizer, or if the model has no room for 16 tokens
+    """Return tokens of Python's source code, int64 of (rows, length), with special tokens; ``None`` if none fit."""
+    # the number of rows is a multiple of `multiple`
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
     length, text = min(_LENGTH, room - 2), python_source()  # positions of some models start at 2
     size = _LETTERS * length
@@ -129,7 +107,6 @@ def sentence_case(
     model: TransformersModel, source: pathlib.Path | None, like: Mapping[str, torch.Tensor], rows: int | None
 ) -> Case | None:
     """Return a test case with sentences, padded on the right; ``None`` if the folder has no tokenizer of the model."""
-    # like: an example with the input names of the model
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
     texts = itertools.islice(itertools.cycle(_SENTENCES), rows or len(_SENTENCES))
     if source is None:
@@ -150,11 +127,8 @@ def _are_known(model: TransformersModel, rows: Sequence[Sequence[int]]) -> bool:
 
 logger = logging.getLogger("yobx_flatten")
 
-_ANSWERS = 2
-"""Number of answers that are sampled for each prompt."""
-
-_NEW = 64
-"""Largest number of tokens of a sampled answer."""
+_ANSWERS = 2  # number of answers that are sampled for each prompt
+_NEW = 64  # largest number of tokens of a sampled answer
 
 
 # Build the calibration text for rounding to 4 bits: chats with the model's own answers, and a text.
@@ -165,7 +139,6 @@ _NEW = 64
 
 def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return the tokens of each prompt followed by a sampled answer of the model, int64 of shape (length,)."""
-    # prompts: tokens and their mask, of shape (rows, length), padded on the left
     ids, mask = (prompts[name].repeat(_ANSWERS, 1) for name in ("input_ids", "attention_mask"))
     logger.info("drawing answers of %s", type(model).__qualname__, extra=STEP)
     ends: Any = getattr(model.generation_config, "eos_token_id", None)
@@ -200,7 +173,6 @@ def chat_tokenizer(folder: pathlib.Path) -> Any:
 
 def message_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, torch.Tensor]:
     """Return tokens and attention mask of a conversation up to the reply, int64 of shape (1, length)."""
-    # options: further arguments of `apply_chat_template`, such as `tools`
     text = _written(tokenizer, messages, **options)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], dtype=torch.int64)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -257,11 +229,8 @@ def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
     return text
 
 
-CHATS = "cases/generate-chats.case"
-"""Name of the file of an exported folder that contains the original model's answers to chat questions."""
-
-CHAT_TOKENS = 50
-"""Largest number of new tokens in an answer to a chat question."""
+CHATS = "cases/generate-chats.case"  # the original model's answers to chat questions
+CHAT_TOKENS = 50  # largest number of new tokens in an answer
 
 _QUESTIONS = (
     "What is the capital of France?",
@@ -281,9 +250,25 @@ def chat_prompts(
     model: TransformersModel, source: pathlib.Path | None, rows: int, questions: Sequence[str] = ()
 ) -> dict[str, torch.Tensor] | None:
     """Return tokens and attention mask of chat prompts, int64 of shape (rows, length), padded on the left."""
-    # questions: the caller's prompts, which need no chat template; by default `_QUESTIONS`, which need one
+    # questions: the caller's prompts, which need no chat template; the default needs one
     # returns: `None` if there is no fitting tokenizer, or if the model has no room for an answer
-    prompts = [] if source is None else _tokens(source, (questions or _QUESTIONS)[:rows], plain=bool(questions))
+    if source is None:
+        return None
+
+    def read() -> list[list[int]]:
+        tokenizer: Any = open_tokenizer(source, failure=ModelSourceError)
+        texts = list(questions or _QUESTIONS)[:rows]
+        if getattr(tokenizer, "chat_template", None):
+            written = Limited(tokenizer.apply_chat_template)
+            messages = [[{"role": "user", "content": question}] for question in texts]
+            texts = [written(one, add_generation_prompt=True, tokenize=False) for one in messages]
+        elif not questions:
+            return []
+        found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+    # each template and each tokenizer has its own errors; the export continues without chats
+    prompts: list[list[int]] = result_or(read, lambda error: [])
     if not prompts or not all(prompts):
         return None
     config: Any = model.config.get_text_config(decoder=True)
@@ -294,21 +279,3 @@ def chat_prompts(
     found = [torch.tensor(prompt) for prompt in prompts]
     sides = {"input_ids": found, "attention_mask": [torch.ones_like(prompt) for prompt in found]}
     return {name: pad_sequence(rows, batch_first=True, padding_side="left") for name, rows in sides.items()}
-
-
-def _tokens(source: pathlib.Path, questions: Sequence[str], *, plain: bool) -> list[list[int]]:
-    def read() -> list[list[int]]:
-        tokenizer: Any = open_tokenizer(source, failure=ModelSourceError)
-        if getattr(tokenizer, "chat_template", None):
-            messages = [[{"role": "user", "content": question}] for question in questions]
-            written = Limited(tokenizer.apply_chat_template)
-            texts = [written(one, add_generation_prompt=True, tokenize=False) for one in messages]
-        elif plain:
-            texts = list(questions)
-        else:
-            return []
-        found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return found
-
-    # each template and each tokenizer has its own errors; the export continues without chats
-    return result_or(read, lambda error: [])

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,21 +24,18 @@ from ..generate.generator import Generator, generator_for
 from ..generate.sampling import Sampling
 from ..generate.settings import SUBFOLDER, located
 from ..runners import onnx_session
-from ..runners.adapters import ADAPTERS, read_adapter, rooms_of_files
+from ..runners.adapters import ADAPTERS, Adapter, read_adapter, rooms_of_files
 from ..runners.onnx_runner import OnnxRunner
 from ..runners.open import open_runner
 from ..runners.ports import Runner
 from ..storage.cases import OutputDifference, StoredCase, load_case, run_case
-from .manifest import FolderManifest, StoredAdapter, check_digests, check_folder, read_manifest
+from .manifest import FolderManifest, check_digests, check_folder, read_manifest
 from .pieces.spoken import difference_of_speech
 from .pieces.tasks import SPEAKS
 from .texts import CHATS
 
-_MOST_OF_TOLERANCE = 10
-"""Highest tolerance that a folder may state for near ties of logits, as a multiple of the tolerance of its dtype."""
-
-_OF_DEVICES = 10
-"""Factor on the tolerance for onnxruntime's providers other than the CPU provider."""
+_MOST_OF_TOLERANCE = 10  # largest factor on the tolerance of its dtype that a folder may state for near ties of logits
+_OF_DEVICES = 10  # factor on the tolerance for onnxruntime's providers other than the CPU provider
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +162,7 @@ def verify_folder(
     manifest = read_manifest(path)
     check_digests(path, manifest.sha256)
     manifest = _for_device(manifest, device, providers)
-    opened = _Opened(path, manifest, trust, device, providers)
+    opened = _Opened(path, manifest, trust=trust, device=device, providers=providers)
     checks = _checks(opened, path, manifest.cases, manifest.quality, on_check)
     rooms = rooms_of_files(path) if manifest.adapters else {}
     for name, stored in manifest.adapters.items():
@@ -176,16 +173,12 @@ def verify_folder(
 
 
 def check_adapter(
-    folder: pathlib.Path,
-    manifest: FolderManifest,
-    name: str,
-    matrices: dict[str, torch.Tensor],
-    stored: StoredAdapter,
-    cases: pathlib.Path,
+    folder: pathlib.Path, adapter: Adapter, cases: Mapping[str, list[str]], folder_of_cases: pathlib.Path
 ) -> list[FolderCheck]:
+    manifest = read_manifest(folder)
     opened = _Opened(folder, manifest)
-    opened.adapter, opened.matrices = name, matrices
-    return _checks(opened, cases, stored.cases, manifest.quality, None)
+    opened.adapter, opened.matrices = adapter.name, dict(adapter.matrices)
+    return _checks(opened, folder_of_cases, cases, manifest.quality, None)
 
 
 @onnx_session.without_spinning()
@@ -196,15 +189,16 @@ def _checks(
     qualities: Mapping[str, Quality],
     on_check: Callable[[str], None] | None,
 ) -> list[FolderCheck]:
-    checks = [
-        _check_quality(path, name, quality, cases.get(name, []), opened, on_check)
-        for name, quality in qualities.items()
-    ]
+    say = on_check or (lambda name: None)
+    checks = []
+    for name, quality in qualities.items():
+        paths = cases.get(name, [])
+        say(f"{name}: {len(paths)} cases")
+        checks.append(_check_quality(path, name, quality, paths, opened))
     for name, case_path in ((name, one) for name, paths in cases.items() for one in paths):
         if name not in qualities:
             case = load_case(inside(path, case_path, DamagedFileError))
-            if on_check is not None:
-                on_check(f"{name or 'generate'}: {case.name}")
+            say(f"{name or 'generate'}: {case.name}")
             checks.append(_check_case(opened, name, case, is_chat=case_path == CHATS))
     return [dataclasses.replace(check, adapter=opened.adapter) for check in checks]
 
@@ -237,49 +231,33 @@ def _check_case(opened: _Opened, name: str, case: StoredCase, *, is_chat: bool) 
     return FolderCheck(name or "generate", case.name, difference, ok, seconds, error, nan=nan, tokens=tokens)
 
 
-def _check_quality(
-    folder: pathlib.Path,
-    name: str,
-    stored: Quality,
-    cases: list[str],
-    opened: _Opened,
-    on_check: Callable[[str], None] | None,
-) -> FolderCheck:
-    if on_check is not None:
-        on_check(f"{name}: {len(cases)} cases")
-    runner = opened(name)
+def _check_quality(folder: pathlib.Path, name: str, stored: Quality, cases: list[str], opened: _Opened) -> FolderCheck:
+    """Measure a quantized file's quality on stored test cases, with the quality limit of the export."""
+    runner, distance = opened(name), Distance()
     assert runner is not None
     start = time.perf_counter()
     shown = f"{len(cases)} cases"
     try:
-        found = _measured_again(stored, (load_case(inside(folder, case, DamagedFileError)) for case in cases), runner)
+        for case in (load_case(inside(folder, one, DamagedFileError)) for one in cases):
+            if "losses" in case.outputs:
+                scores = text_scores(runner, case.inputs, case.outputs.get("text"))
+                distance.add_text(case.outputs, text_losses(scores, case.inputs["input_ids"]))
+                continue
+            outputs = runner.run({name: case.inputs[name] for name in runner.ports})
+            missing = next((name for name in case.outputs if name not in outputs), None)
+            if missing is not None:
+                raise ReplayError(f"{runner.name} has no output {missing}.")
+            padding = Padding()
+            padding.next_call(case.inputs)
+            expected = {name: value for name, value in case.outputs.items() if isinstance(value, torch.Tensor)}
+            sides: list[dict[str, Any]] = [
+                {name: padding.blank(name, side[name]) for name in expected} for side in (expected, outputs)
+            ]
+            distance.add(*sides)
+        found = distance.quality(stored.weights, stored.block_size, stored.allowed)
     except (ReplayError, KeyError) as failed:
-        seconds = time.perf_counter() - start
-        return FolderCheck(name, shown, float("inf"), False, seconds, first_line(failed))
-    seconds = time.perf_counter() - start
-    return FolderCheck(name, shown, found.max_difference, found.ok, seconds, None, found)
-
-
-def _measured_again(stored: Quality, cases: Iterable[StoredCase], runner: Runner) -> Quality:
-    """Measure a quantized file's quality on stored test cases, with the quality limit of the export."""
-    distance = Distance()
-    for case in cases:
-        if "losses" in case.outputs:
-            scores = text_scores(runner, case.inputs, case.outputs.get("text"))
-            distance.add_text(case.outputs, text_losses(scores, case.inputs["input_ids"]))
-            continue
-        outputs = runner.run({name: case.inputs[name] for name in runner.ports})
-        missing = next((name for name in case.outputs if name not in outputs), None)
-        if missing is not None:
-            raise ReplayError(f"{runner.name} has no output {missing}.")
-        padding = Padding()
-        padding.next_call(case.inputs)
-        expected = {name: value for name, value in case.outputs.items() if isinstance(value, torch.Tensor)}
-        sides: list[dict[str, Any]] = [
-            {name: padding.blank(name, side[name]) for name in expected} for side in (expected, outputs)
-        ]
-        distance.add(*sides)
-    return distance.quality(stored.weights, stored.block_size, stored.allowed)
+        return FolderCheck(name, shown, float("inf"), False, time.perf_counter() - start, first_line(failed))
+    return FolderCheck(name, shown, found.max_difference, found.ok, time.perf_counter() - start, None, found)
 
 
 def _for_device(
@@ -299,18 +277,9 @@ def _for_device(
 class _Opened:
     """Opens the files of a folder one at a time; a call with the name ``""`` closes the open file."""
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        manifest: FolderManifest,
-        trust: bool = False,
-        device: str | None = None,
-        providers: onnx_session.Providers | None = None,
-    ) -> None:
-        self.folder, self.manifest = folder, manifest
-        self.how: dict[str, Any] = {"runtime": manifest.runtime, "trust": trust}
-        self.how |= {"device": device, "providers": providers}
-        self._name = ""
+    def __init__(self, folder: pathlib.Path, manifest: FolderManifest, **how: Any) -> None:
+        self.folder, self.manifest, self._name = folder, manifest, ""
+        self.how = {"runtime": manifest.runtime, **how}
         self.adapter = ""  # name of the adapter that files run with; `""` for none
         self.matrices: dict[str, torch.Tensor] = {}  # the matrices of the adapter
         self._runner: Runner | None = None
@@ -341,12 +310,9 @@ def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifes
 
 
 def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenCount:
-    """Generate with the files of a folder, and count the tokens that differ from the eager model's tokens.
-
-    If the model's two best scores for a token are almost equal (a tie), rounding may change their order, and the rest
-    of the sequence may differ. With quantized weights, scores that are not tied also change, so only a share of the
-    tokens must agree (``TOKEN_SHARES``).
-    """
+    """Generate with the files of a folder, and count the tokens that differ from the eager model's tokens."""
+    # If the two best scores for a token are almost equal (a tie), rounding may change their order, and the rest of the
+    # sequence may differ. With quantized weights, other scores change too, so only a share of tokens must agree.
     folder, manifest = opened.folder, opened.manifest
     scores = [outputs["logits"] for outputs in manifest.tolerances.values() if "logits" in outputs]
     tolerance = max([manifest.tolerance, *(min(one, _MOST_OF_TOLERANCE * manifest.tolerance) for one in scores)])
@@ -385,10 +351,7 @@ class TokenCount:
         return self.agreed >= self.allowed
 
     def __str__(self) -> str:
-        if not self.different:
-            shown = "0 tokens differ"
-        else:
-            shown = f"{self.different} of {self.tokens} tokens differ"
+        shown = f"{self.different} of {self.tokens} tokens differ" if self.different else "0 tokens differ"
         if self.excused and self.agreed is None:
             shown += f", {self.excused} of them excused: after a tie of two scores within float rounding"
         if self.agreed is None or self.allowed is None:
@@ -397,8 +360,7 @@ class TokenCount:
 
 
 def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share: float | None = None) -> TokenCount:
-    # share: for quantized weights, the share of tokens that must agree, each chosen after the model's own text;
-    # `None` if all tokens must agree
+    # share: for quantized weights, the share of tokens that must agree, each chosen after the model's own text
     expected: torch.Tensor = case.outputs["sequences"]
     margins: torch.Tensor | None = case.outputs.get("margins")  # folders of earlier versions have no margins
     read = _read(generator, case)
@@ -409,7 +371,12 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
     if share is None:
         with _settings(generator, other_loops=()):
             found = generator.generate(**case.inputs, **how)
-        differs, first = _apart(found, expected, read)
+        same = torch.zeros_like(read)
+        if len(found) == len(expected):
+            length = min(found.shape[1], expected.shape[1])
+            same[:, :length] = found[:, :length] == expected[:, :length]
+        differs = ~same & read  # tokens that differ or are missing
+        first = differs & (differs.cumsum(1) == 1)
         excused = differs & (first & ties).any(1, keepdim=True)
         return TokenCount(int(read.sum()), int(differs.sum()), int(excused.sum()))
     new = expected.shape[1] - _start(case)
@@ -439,16 +406,6 @@ def _start(case: StoredCase) -> int:
     return length if begins else 1
 
 
-def _apart(found: torch.Tensor, expected: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a mask of tokens that differ or are missing, and a mask of the first such token in each sequence."""
-    same = torch.zeros_like(read)
-    if len(found) == len(expected):
-        length = min(found.shape[1], expected.shape[1])
-        same[:, :length] = found[:, :length] == expected[:, :length]
-    differs = ~same & read
-    return differs, differs & (differs.cumsum(1) == 1)
-
-
 def _forced(generator: Generator, case: StoredCase, how: dict[str, Any]) -> torch.Tensor:
     """Return the token that the files choose at each position, after the eager model's own earlier tokens."""
     expected: torch.Tensor = case.outputs["sequences"]
@@ -466,7 +423,6 @@ def _forced(generator: Generator, case: StoredCase, how: dict[str, Any]) -> torc
 
 @contextlib.contextmanager
 def _settings(generator: Generator, **changes: Any) -> Iterator[None]:
-    """In a ``with`` block, change settings of a generator, such as its generation loop."""
     before = generator.settings
     generator.settings = dataclasses.replace(before, **changes)
     try:

@@ -49,13 +49,12 @@ from .source.find import FoundModel, find_model, origin_of, reader_of, require_t
 from .source.gguf_file import gguf_tokenizer
 from .source.open import OpenedModel, WeightsIn, open_model
 from .source.packed_weights import UnmatchedWeights
-from .texts import CHAT_TOKENS
+from .texts import CHAT_TOKENS, CHATS
 from .verify import FolderReport, TokenCount, verify_folder
 
 logger = logging.getLogger("yobx_flatten")
 
-_LONGEST = 1024
-"""Largest number of tokens generated to check a model whose rotary angles change at some length; more take too long."""
+_LONGEST = 1024  # largest number of tokens generated to check a model whose rotary angles change at some length
 
 _LIBRARIES = ("torch", "transformers", "onnx", "onnxruntime", "executorch", "openvino")
 
@@ -139,23 +138,16 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
     require_transformers("export_folder")
     given = {name: value for name, value in locals().items() if name not in ("model", "folder", "overwrite")}
     options = FolderOptions(**given)
-    place = _place(folder)
+    path: Any = folder
+    if not isinstance(path, (str, os.PathLike)):
+        line = "The model is the first argument:\n    export_folder(model, FOLDER)"
+        raise InvalidArgumentError(f"folder: expected a path, found {describe_class(path)}. {line}")
+    place = pathlib.Path(path)
     check_target(place, overwrite)
     if adapters is not None and weights == "stream":
         raise InvalidArgumentError('adapters= needs the model in memory, without weights="stream". Leave weights= out.')
-    return _published(plan_folder(_open(model, options), place, options), place)
-
-
-def _place(folder: object) -> pathlib.Path:
-    if isinstance(folder, (str, os.PathLike)):
-        return pathlib.Path(folder)
-    line = "The model is the first argument:\n    export_folder(model, FOLDER)"
-    raise InvalidArgumentError(f"folder: expected a path, found {describe_class(folder)}. {line}")
-
-
-def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
-    """Write a planned folder under a hidden name, check its files, and rename the folder."""
-    with scratch_for(folder) as work:
+    plan = plan_folder(_open(model, options), place, options)
+    with scratch_for(place) as work:  # under a hidden name, until all checks pass
         made = _Made(work, adapters={adapter.name: StoredAdapter() for adapter in plan.adapters})
         with leave_room(plan.model, plan.rooms):
             _write_files(plan, made)
@@ -163,8 +155,8 @@ def _published(plan: FolderPlan, folder: pathlib.Path) -> ExportedFolder:
         _write_configuration(plan, made)
         write_matrices(work, plan.adapters)
         verified = _verified(plan, made, _described(plan, made))
-        publish_folder(work, folder)
-    return ExportedFolder(folder, plan.task, made.reports, dataclasses.replace(verified, path=folder))
+        publish_folder(work, place)
+    return ExportedFolder(place, plan.task, made.reports, dataclasses.replace(verified, path=place))
 
 
 @dataclasses.dataclass
@@ -239,7 +231,9 @@ def _write_cases(plan: FolderPlan, made: _Made) -> None:
             found.append(stored_cases.store_generation(model, plan.task, options.batch, 12, work, plan.switch - 3))
         if plan.chats is not None:
             asked = CHAT_TOKENS if plan.proof == "full" else stored_cases.TOKENS
-            found.append(stored_cases.store_chats(model, plan.task, plan.chats, work, asked))
+            case = stored_cases.generation_case(model, plan.task, tokens=asked, prompts=plan.chats)
+            text = f"{len(case.outputs['sequences'])} chats, {case.outputs['new_tokens']} tokens, greedily"
+            found.append(stored_cases.store(case, work, CHATS, text))
         for adapter in plan.adapters:
             below = f"{stored_cases.CASES}/{ADAPTERS}/{adapter.name}"
             with adapter.active():
@@ -374,13 +368,10 @@ def check_target(folder: pathlib.Path, overwrite: bool) -> None:
     check_writable(folder)
 
 
-_CARD = "README.md"
-
-
 def write_card(
     folder: pathlib.Path, name: str, text: str, qualities: Mapping[str, Quality], tokens: Mapping[str, TokenCount]
 ) -> None:
-    if (folder / _CARD).exists():
+    if (folder / "README.md").exists():
         return
     rows = []
     for file, quality in qualities.items():
@@ -400,11 +391,11 @@ def write_card(
     lines = [f"# {name}, quantised", "", "Exported with yobx-flatten, and measured next to the model:", ""]
     lines += ["| | |", "|---|---|", *(f"| {what} | {found} |" for what, found in rows), ""]
     lines += ["`yobx-flatten verify FOLDER` repeats the measurement, without the model.", ""]
-    (folder / _CARD).write_text("\n".join(lines), encoding="utf-8")
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
 
 
+# names of the tensors that a tokenizer may return for a text or a pair of texts
 TOKENIZER_INPUTS = ("input_ids", "token_type_ids", "attention_mask")
-"""Names of the tensors that a tokenizer may return for a text or a pair of texts."""
 _OF_CACHES = ("cache_implementation", "cache_config", "max_cache_len")
 # the adapter's configuration is left out, because the adapter is merged into the weights
 _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
@@ -413,7 +404,7 @@ _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
 def write_companions(
     folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None, *, reads_bytes: bool = False
 ) -> None:
-    # source: the folder of the model, whose tokenizer and processor are copied, or its GGUF file; `None` if unknown
+    # source: the folder or GGUF file whose tokenizer and processor are copied
     # reads_bytes: whether a model without a folder gets a tokenizer of bytes, because its weights are random
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]  # the configuration of a base model may name a class with a head

@@ -103,23 +103,19 @@ class MiniOnnxBuilder:
                 again = [record for record in records if record["leaf"] == "same"]
                 entry = Structure(part, own, again)
                 writer.add_structure(randomized(entry) if kind == "random" else entry)
-            elif kind == "sequence":
-                writer.add_sequence(name, [payloads[record.get("as", record["name"])] for record in records])
-            else:
+                continue
+            if kind == "dict":
                 keys = [key.encode() for key in value]
-                record = {"name": f"{name}{self._sep}keys"}
-                writer.add(Payload(record, STRING, (len(keys),), 0, lambda: memoryview(b""), keys))
-                writer.add_sequence(
-                    f"{name}{self._sep}values", [payloads[record.get("as", record["name"])] for record in records]
-                )
+                writer.add(Payload({"name": f"{name}{self._sep}keys"}, STRING, (len(keys),), strings=keys))
+                name = f"{name}{self._sep}values"
+            writer.add_sequence(name, [payloads[record.get("as", record["name"])] for record in records])
         return writer.model(structure.json, "values")
 
     def _put(self, name: str, kind: str, value: Any) -> None:
         if name in self._entries:
             raise InvalidArgumentError(f"MiniOnnxBuilder: {name!r} is the name of an output already.")
-        if kind in ("sequence", "dict") and not (
-            value and all(map(is_array, value if kind == "sequence" else value.values()))
-        ):
+        items = value if kind == "sequence" else value.values() if kind == "dict" else None
+        if items is not None and not (items and all(map(is_array, items))):
             raise InvalidArgumentError(
                 f"MiniOnnxBuilder: {name!r} needs at least one tensor or array, which determines the type; found "
                 f"{describe_class(value)}."
@@ -225,9 +221,7 @@ _ENGINES = ("onnx", "onnxruntime", "ReferenceEvaluator")
 class RunOutputs:
     """Reads stored values by running the ONNX model, which returns them as outputs (see :class:`.structure.Source`)."""
 
-    # path: the file of the model; `None` for a model in memory
-    # sep: separator between the name of a dict and `keys` or `values`, see `MiniOnnxBuilder`
-
+    # path: the file; `None` for a model in memory; sep: see `MiniOnnxBuilder`
     def __init__(self, model: onnx.ModelProto, path: str | os.PathLike[str] | None, engine: str, sep: str) -> None:
         # the second name is onnx-diagnostic's evaluator, which runs the same operators as ONNX's reference
         if engine not in (*_ENGINES, "ExtendedReferenceEvaluator"):
@@ -235,6 +229,7 @@ class RunOutputs:
                 f"create_input_tensors_from_onnx_model: engine must be one of {', '.join(map(repr, _ENGINES))}, found "
                 f"{describe_class(engine)}."
             )
+        where = "The model" if path is None else os.fspath(path)
         if engine == "onnxruntime":
             given = model.SerializeToString() if path is None else path
             session: Any = open_session(given, caller="engine='onnxruntime'", failure=StoredFileError)
@@ -242,10 +237,10 @@ class RunOutputs:
         else:
             from onnx.reference import ReferenceEvaluator
 
-            with damage_as(DamagedFileError, "The model" if path is None else os.fspath(path)):
-                session = ReferenceEvaluator(model if path is None else os.fspath(path))
+            with damage_as(DamagedFileError, where):
+                session = ReferenceEvaluator(model if path is None else where)
             names = session.output_names
-        with damage_as(DamagedFileError, "The model" if path is None else os.fspath(path)):
+        with damage_as(DamagedFileError, where):
             outputs = dict(zip(names, session.run(None, {}), strict=True))
         self._outputs = dict(outputs)
         for name, values in outputs.items():  # the leaves of a sequence are `name.0`, those of a dict `name.key`

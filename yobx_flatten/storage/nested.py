@@ -173,7 +173,6 @@ class Initializers:
     """Reads stored values from the initializers of an ONNX model, one at a time (see :class:`.structure.Source`)."""
 
     # folder: the folder of the external data; `None` for a model in memory
-
     def __init__(self, model: onnx.ModelProto, folder: pathlib.Path | None, name: str) -> None:
         self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
         self._folder, self._name = folder, name
@@ -190,7 +189,12 @@ class Initializers:
             path, start, length = self._place(record, tensor)
             if length != nbytes:
                 raise self._damaged(record, f"has {length} bytes instead of {nbytes}")
-            size = self._size(path, record)
+            if path.name not in self._sizes:
+                if not path.is_file():
+                    problem = f"is stored in {path.name}, which is not there; keep the two files together"
+                    raise self._damaged(record, problem)
+                self._sizes[path.name] = path.stat().st_size
+            size = self._sizes[path.name]
             if start + length > size:
                 raise self._damaged(record, f"ends at byte {start + length} of {path.name}, which has {size}")
         elif len(tensor.raw_data) != nbytes:
@@ -242,15 +246,5 @@ class Initializers:
             raise self._damaged(record, "has no valid offset in its data file")
         return self._folder / location, start, length
 
-    def _size(self, path: pathlib.Path, record: dict[str, Any]) -> int:
-        if path.name not in self._sizes:
-            if not path.is_file():
-                raise self._damaged(
-                    record, f"is stored in {path.name}, which is not there; keep the two files together"
-                )
-            self._sizes[path.name] = path.stat().st_size
-        return self._sizes[path.name]
-
     def _damaged(self, record: dict[str, Any], problem: str) -> DamagedFileError:
-        model, tensor = self._name, record["name"]
-        return DamagedFileError(f"{model} is damaged: {tensor!r} {problem}.")
+        return DamagedFileError(f"{self._name} is damaged: {record['name']!r} {problem}.")

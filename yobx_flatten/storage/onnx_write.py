@@ -31,9 +31,7 @@ _PIECE = 16 * 2**20  # bytes written at once
 
 
 class OnnxWriter:
-    # opset: the version of ONNX's operators; an element type can require a newer version
-    # external: file for the data, `None` to store it in the model
-
+    # opset: an element type can require a newer version; external: file for the data, `None` to store it in the model
     def __init__(
         self,
         function: str,
@@ -64,7 +62,6 @@ class OnnxWriter:
 
     def add(self, payload: Payload, *, output: bool = True) -> None:
         """Add a value to the ONNX graph, as an initializer or, for a stored seed, as a ``RandomUniform`` node."""
-        # output: whether the graph returns the leaf; `True` by default
         name, element = payload.record["name"], payload.element
         self._payloads[name] = payload
         self._taken.add(name)
@@ -96,32 +93,21 @@ class OnnxWriter:
 
     def add_output(self, name: str, code: int, dims: Sequence[int] | None, *, sequence: bool = False) -> None:
         # code: the type of the elements, a value of `onnx.TensorProto.DataType`
-        # sequence: whether the value is a sequence of tensors; `False` by default
         helper = self._onnx.helper
         make = helper.make_tensor_sequence_value_info if sequence else helper.make_tensor_value_info
         self._outputs.append(make(name, code, dims))
 
     def model(self, json_: dict[str, Any] | None, content: str) -> onnx.ModelProto:
-        # json_: the structure, for the metadata; `None` without one
         if not self._outputs:  # onnxruntime loads no graph without outputs
-            record = {"name": unique("nothing", self._taken)}
-            self.add(Payload(record, UINT8, (0,), 0, lambda: memoryview(b"")))
+            self.add(Payload({"name": unique("nothing", self._taken)}, UINT8, (0,)))
         helper = self._onnx.helper
         graph = helper.make_graph(self._nodes, "values", [], self._outputs, self._initializers)
         opset = helper.make_opsetid("", self._opset)
         ir_version = max(self._ir_version, 13 if self._opset > 24 else 11 if self._opset > 23 else 0)
         model = helper.make_model(graph, opset_imports=[opset], ir_version=ir_version, producer_name="yobx_flatten")
         text = json.dumps(json_, separators=(",", ":"))
-        helper.set_model_props(
-            model,
-            {
-                FORMAT: "nested-values",
-                VERSION: "1",
-                CONTENT: content,
-                STRUCTURE: text,
-                CHECKSUM: str(zlib.crc32(text.encode())),
-            },
-        )
+        entries = {FORMAT: "nested-values", VERSION: "1", CONTENT: content, STRUCTURE: text}
+        helper.set_model_props(model, {**entries, CHECKSUM: str(zlib.crc32(text.encode()))})
         return model
 
     def _tensor(self, payload: Payload, name: str) -> onnx.TensorProto:

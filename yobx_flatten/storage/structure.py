@@ -13,7 +13,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import math
 import struct
 import sys
@@ -83,15 +82,33 @@ def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTr
 
     def visit(part: dict[str, Any]) -> Any:
         if "node" in part:
-            node = _node_named(part["node"])
+            name = part["node"]
+            node = _node_named(name)
             children = [visit(child) for child in part["children"]]
             static = load_trusted(part["static"])
-            _check_called(part["node"], node, static)
-            with raised_as(functools.partial(_not_rebuilt, part["node"])):
+            _check_called(name, node, static)
+
+            def not_rebuilt(error: Exception) -> DamagedFileError:
+                return DamagedFileError(
+                    f"{name} cannot be rebuilt by its registration ({type(error).__name__}: {error}). Register the "
+                    "class with the functions with which the file was written."
+                )
+
+            with raised_as(not_rebuilt):
                 return node.unflatten(children, static)
-        if part["leaf"] == "same":
-            return read[part["as"]]
-        value = read_leaf(part, source, device)
+        match part["leaf"]:
+            case "same":
+                return read[part["as"]]
+            case "static":
+                value = load_trusted(part["value"])
+            case "torch":
+                value = _read_tensor(part, source).to(device)
+            case "numpy":
+                value = _read_array(part, source)
+            case "numpy_scalar":
+                value = _read_array(part, source)[()]
+            case kind:
+                value = _read_scalar(kind, part, source)
         if "name" in part:
             read[part["name"]] = value
         return value
@@ -105,13 +122,12 @@ def unflatten_tree(json: dict[str, Any], source: Source, device: Device) -> PyTr
 
 
 def unique(name: str, taken: set[str]) -> str:
-    """Return ``name``, changed if it is not unique in the ONNX graph or if protobuf cannot store it.
+    """Return ``name``, changed if it is in ``taken`` or if protobuf cannot store it, and add it to ``taken``.
 
     >>> taken = set()
     >>> unique("a.b", taken), unique("a.b", taken)
     ('a.b', 'a.b#2')
     """
-    # taken: names that are in use; the new name is added
     name = name.encode("utf-8", "replace").decode()
     found, count = name, 1
     while found in taken:
@@ -124,13 +140,6 @@ def unique(name: str, taken: set[str]) -> str:
 class _Functions(NamedTuple):
     flatten: Callable[[Any], tuple[Any, Any]]
     unflatten: Callable[[Any, Any], Any]
-
-
-def _not_rebuilt(name: str, error: Exception) -> DamagedFileError:
-    return DamagedFileError(
-        f"{name} cannot be rebuilt by its registration ({type(error).__name__}: {error}). Register the class with the "
-        "functions with which the file was written."
-    )
 
 
 def _functions_of(cls: type, node_type: Any) -> _Functions | None:
@@ -188,8 +197,8 @@ class Payload:
     record: Record  # the leaf's metadata; the writer adds a checksum
     element: Element  # the type of the elements
     dims: tuple[int, ...]  # the shape of the initializer
-    nbytes: int  # the size of the data; 0 for strings
-    data: Callable[[], memoryview]  # returns the bytes, possibly of a copy of the leaf
+    nbytes: int = 0  # the size of the data; 0 for strings
+    data: Callable[[], memoryview] = lambda: memoryview(b"")  # returns the bytes, possibly of a copy of the leaf
     strings: Sequence[bytes] | None = None  # the elements of a leaf with strings, else `None`
 
 
@@ -204,13 +213,22 @@ class Source(Protocol):
     def strings(self, record: Record) -> list[bytes]: ...
 
 
-# -- to a file -------------------------------------------------------------------------------------------------------
-
-
 def write_leaf(leaf: object, name: str, *, where: str) -> tuple[Record, Payload | None]:
     """Convert a leaf to a record for the file's metadata, and to the data of an initializer if the leaf needs one."""
     if isinstance(leaf, torch.Tensor):
-        return _write_tensor(leaf, name, where)
+        obstacle = obstacle_of(leaf)
+        if obstacle is not None:
+            what, line = obstacle
+            raise InvalidArgumentError(f"{where} is a tensor of type {leaf.dtype}, {what}. Store instead:\n    {line}")
+
+        def data() -> memoryview:
+            plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            # not reshape: a tensor with one element may be contiguous with any stride, which `view` refuses
+            return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        record = {"leaf": "torch", "name": name, "dtype": dtype, "shape": list(leaf.shape)}
+        return record, Payload(record, ELEMENTS[dtype], _dims(ELEMENTS[dtype], leaf.shape), leaf.nbytes, data)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(leaf, (numpy.ndarray, numpy.generic)):
         return _write_array(leaf, name, where)
@@ -231,24 +249,6 @@ def write_leaf(leaf: object, name: str, *, where: str) -> tuple[Record, Payload 
         raise
 
 
-def _write_tensor(leaf: torch.Tensor, name: str, where: str) -> tuple[Record, Payload]:
-    dtype = str(leaf.dtype).removeprefix("torch.")
-    obstacle = obstacle_of(leaf)
-    if obstacle is not None:
-        raise InvalidArgumentError(
-            f"{where} is a tensor of type {leaf.dtype}, {obstacle.what}. Store instead:\n    {obstacle.line}"
-        )
-
-    def data() -> memoryview:
-        plain = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # not reshape: a tensor with one element may be contiguous with any stride, and `view` refuses such a stride
-        return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
-
-    record = {"leaf": "torch", "name": name, "dtype": dtype, "shape": list(leaf.shape)}
-    element = ELEMENTS[dtype]
-    return record, Payload(record, element, _dims(element, leaf.shape), leaf.nbytes, data)
-
-
 def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where: str) -> tuple[Record, Payload]:
     import numpy
 
@@ -265,7 +265,7 @@ def _write_array(leaf: numpy.ndarray[Any, Any] | numpy.generic, name: str, where
     if plain_class and dtype.kind in "UO":
         with contextlib.suppress(AttributeError, UnicodeEncodeError):  # an element is not text that UTF-8 can encode
             texts = [text.encode() for text in array.reshape(-1).tolist()]
-            return record, Payload(record, STRING, array.shape, 0, _nothing, texts)
+            return record, Payload(record, STRING, array.shape, strings=texts)
     if dtype.kind == "U":
         record["text"] = False
     stored = _array_element(dtype)
@@ -306,7 +306,7 @@ def _write_scalar(leaf: object, name: str) -> tuple[Record, Payload] | None:
     record: Record = {"leaf": type(leaf).__name__, "name": name}
     if isinstance(leaf, str):
         try:
-            return record, Payload(record, STRING, (), 0, _nothing, [leaf.encode()])
+            return record, Payload(record, STRING, (), strings=[leaf.encode()])
         except UnicodeEncodeError:
             return None
     if isinstance(leaf, bytes):
@@ -322,25 +322,6 @@ def _write_scalar(leaf: object, name: str) -> tuple[Record, Payload] | None:
 
 def _dims(element: Element, shape: Sequence[int]) -> tuple[int, ...]:
     return (*shape, 2) if element.pair else tuple(shape)
-
-
-def _nothing() -> memoryview:
-    return memoryview(b"")
-
-
-# -- from a file -----------------------------------------------------------------------------------------------------
-
-
-def read_leaf(record: Record, source: Source, device: Device) -> Any:
-    kind = record["leaf"]
-    if kind == "static":
-        return load_trusted(record["value"])
-    if kind == "torch":
-        return _read_tensor(record, source).to(device)
-    if kind in ("numpy", "numpy_scalar"):
-        array = _read_array(record, source)
-        return array[()] if kind == "numpy_scalar" else array
-    return _read_scalar(kind, record, source)
 
 
 def _read_tensor(record: Record, source: Source) -> torch.Tensor:
@@ -432,15 +413,10 @@ _SCALARS: dict[type, tuple[Element, str, tuple[int, ...]]] = {
 }
 
 
-class Obstacle(NamedTuple):
-    what: str  # description of the tensor and the reason, for the message
-    line: str  # the expression
-
-
-def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
+def obstacle_of(tensor: torch.Tensor) -> tuple[str, str] | None:
     """Return why a tensor cannot be stored directly, and code that converts it; ``None`` if it can be stored.
 
-    >>> obstacle_of(torch.eye(2).to_sparse()).line
+    >>> obstacle_of(torch.eye(2).to_sparse())[1]
     'tensor.to_dense()'
     >>> obstacle_of(torch.eye(2)) is None
     True
@@ -448,41 +424,35 @@ def obstacle_of(tensor: torch.Tensor) -> Obstacle | None:
     cls, dtype = type(tensor), str(tensor.dtype).removeprefix("torch.")
     bases = {base.__name__ for base in cls.__mro__}  # by name: some of these modules are slow to import
     if "FakeTensor" in bases:
-        return Obstacle(
-            f"a FakeTensor, {_NO_DATA}", "torch.zeros(tensor.shape, dtype=tensor.dtype)  # outside its mode"
-        )
-    if tensor.is_nested:
-        return Obstacle(f"nested, with rows of several lengths, {_NO_DATA}", "list(tensor.unbind())")
-    if tensor.is_meta or "UninitializedTensorMixin" in bases:
-        return Obstacle(f"on the meta device or not initialized, {_NO_DATA}", "torch.zeros_like(tensor, device='cpu')")
-    if tensor.is_quantized:
-        return Obstacle(f"quantized, with a scale, {_NO_DATA}", "tensor.dequantize()")
-    if "DTensor" in bases:
-        return Obstacle(f"a DTensor in several processes, {_NO_DATA}", "tensor.full_tensor()")
+        what, line = "a FakeTensor", "torch.zeros(tensor.shape, dtype=tensor.dtype)  # outside its mode"
+    elif tensor.is_nested:
+        what, line = "nested, with rows of several lengths", "list(tensor.unbind())"
+    elif tensor.is_meta or "UninitializedTensorMixin" in bases:
+        what, line = "on the meta device or not initialized", "torch.zeros_like(tensor, device='cpu')"
+    elif tensor.is_quantized:
+        what, line = "quantized, with a scale", "tensor.dequantize()"
+    elif "DTensor" in bases:
+        what, line = "a DTensor in several processes", "tensor.full_tensor()"
     # a subclass with its own operators stores its data elsewhere
-    if cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    elif cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         own: Any = cls
-        knows_how = own.dequantize is not torch.Tensor.dequantize
-        parts = "[getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]"
-        return Obstacle(f"a {cls.__name__} of other tensors, {_NO_DATA}", "tensor.dequantize()" if knows_how else parts)
-    if tensor.layout is not torch.strided:
-        return Obstacle(f"of layout {tensor.layout}, {_NO_DATA}", "tensor.to_dense()")
-    if dtype not in ELEMENTS or ELEMENTS[dtype].packed > 1:
-        return Obstacle("which ONNX does not have", "tensor.view(torch.uint8)")
-    if cls not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        return Obstacle(
-            f"a {cls.__name__}, which would come back as a plain tensor", "tensor.as_subclass(torch.Tensor)"
-        )
-    return None
-
-
-_NO_DATA = "which has no plain data to store"
+        what, line = f"a {cls.__name__} of other tensors", "tensor.dequantize()"
+        if own.dequantize is torch.Tensor.dequantize:
+            line = "[getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]"
+    elif tensor.layout is not torch.strided:
+        what, line = f"of layout {tensor.layout}", "tensor.to_dense()"
+    elif dtype not in ELEMENTS or ELEMENTS[dtype].packed > 1:
+        return "which ONNX does not have", "tensor.view(torch.uint8)"
+    elif cls not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return f"a {cls.__name__}, which would come back as a plain tensor", "tensor.as_subclass(torch.Tensor)"
+    else:
+        return None
+    return f"{what}, which has no plain data to store", line
 
 
 def load_trusted(data: Static) -> Static:
-    with raised_as(_damaged, NotRegisteredError):
+    def damaged(error: Exception) -> DamagedFileError:
+        return DamagedFileError(f"Static data cannot be read ({type(error).__name__}: {error}).")
+
+    with raised_as(damaged, NotRegisteredError):
         return load_static(data)
-
-
-def _damaged(error: Exception) -> DamagedFileError:
-    return DamagedFileError(f"Static data cannot be read ({type(error).__name__}: {error}).")

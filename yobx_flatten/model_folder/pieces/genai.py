@@ -20,8 +20,7 @@ from ...recipe.aliases import PlainCache, TransformersModel
 from . import text
 from .vision_language import image_token_of, vision_language_pieces
 
-EMBEDDING = "embedding"
-"""Name, without suffix, of the file that computes input embeddings from tokens and image features."""
+EMBEDDING = "embedding"  # name of the file that computes input embeddings from tokens and image features
 
 
 class FlatVisionEncoder(torch.nn.Module):
@@ -72,12 +71,8 @@ def genai_picture_pieces(model: TransformersModel, split: text.Split = text.EVER
     return [vision, embed, text.Piece(EMBEDDING, EmbeddingWithFeatures(model).eval(), example, cases, shapes), decoder]
 
 
-FRAMES = 3000
-"""Number of audio frames that onnxruntime-genai passes to an audio encoder: 30 seconds."""
-
-ALLOWED = "allowed_logits"
-"""Name of the output whose logits are lowest for the tokens that the configuration suppresses."""
-
+FRAMES = 3000  # number of audio frames that onnxruntime-genai passes to an audio encoder: 30 seconds
+ALLOWED = "allowed_logits"  # the output whose logits are lowest for the tokens that the configuration suppresses
 _LEAST = -1e4  # representable in float16, and 0 after a softmax
 
 

@@ -159,14 +159,8 @@ def spoken_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
     return pieces_of_calls(modules, example, others, shapes)
 
 
-# -- the stored test of a folder -------------------------------------------------------------------------------------
-
-FRAMES = 12
-"""Number of decoder calls in the stored test of a SpeechT5 folder."""
-
-SAMPLED_FRAMES = 3
-"""Number of decoder calls in the stored test of a SpeechT5 folder with ``proof="sample"``."""
-
+FRAMES = 12  # number of decoder calls in the stored test of a SpeechT5 folder
+SAMPLED_FRAMES = 3  # the same with `proof="sample"`
 _LENGTH = 9  # tokens of the text
 _NEVER = math.inf  # a threshold that no frame reaches, so that the number of calls ends the loop
 

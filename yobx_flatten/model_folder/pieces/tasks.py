@@ -19,20 +19,10 @@ from ...private_names.of_torch import pytree
 from ...recipe.aliases import TransformersModel
 from ...trees.arguments import did_you_mean
 from ...trees.shapes import dynamic_shapes
+from . import text
 from .genai import genai_picture_pieces, genai_sound_pieces
 from .spoken import spoken_pieces
-from .text import (
-    EVERY,
-    Piece,
-    Split,
-    decoder_pieces,
-    encoder_decoder_pieces,
-    image_size,
-    input_name,
-    note_on_other_inputs,
-    random_tokens,
-    random_values,
-)
+from .text import EVERY, Piece, Split, decoder_pieces, encoder_decoder_pieces, random_tokens, random_values
 from .vision_language import vision_language_pieces
 
 
@@ -43,10 +33,10 @@ def plain_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
             f"{type(model).__qualname__} reads {reads}, but folders need models that read {', '.join(_INPUTS)}. "
             "Export the model with your own inputs:\n    export_onnx(model, kwargs=inputs, path=...)"
         )
-    make, unit, (length, one, other) = _INPUTS[reads]
+    unit, (length, one, other) = _INPUTS[reads]
     sizes = split.named(("batch", unit) if unit else ("batch",), (1, one), (3, other))
-    cases = [Case(name, (), make(model, *size)) for name, size in sizes.items()]
-    return [_piece(model, make(model, split.rows or 2, length), cases)]
+    cases = [Case(name, (), _inputs(model, reads, *size)) for name, size in sizes.items()]
+    return [_piece(model, _inputs(model, reads, split.rows or 2, length), cases)]
 
 
 def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
@@ -66,7 +56,7 @@ def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Pie
 
     def made(texts: int, pictures: int, length: int) -> dict[str, torch.Tensor]:
         ids = random_tokens(model, (rows or texts, min(length, room)))
-        shape = (rows or pictures, getattr(vision, "num_channels", 3), *image_size(vision))
+        shape = (rows or pictures, getattr(vision, "num_channels", 3), *text.image_size(vision))
         pixels = random_values(model, shape, pictures)
         mask = torch.ones_like(ids)
         mask[0, -1:] = 0
@@ -86,7 +76,7 @@ def _piece(model: TransformersModel, example: dict[str, torch.Tensor], cases: li
     check_nothing_is_drawn(model, example)
     pictures = {"pixel_values": {0: Dim.AUTO}}
     narrower = dynamic_shapes(example, pictures) if "pixel_values" in example else None
-    return Piece("model", model, example, cases, narrower=narrower, remarks=note_on_other_inputs(model, example))
+    return Piece("model", model, example, cases, narrower=narrower, remarks=text.note_on_other_inputs(model, example))
 
 
 def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
@@ -102,35 +92,33 @@ def _tokens(model: TransformersModel, batch: int, length: int) -> dict[str, torc
     return {"input_ids": tokens, "attention_mask": mask, **types}
 
 
-def _sound(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
-    if hasattr(model.config, "frequency_stride"):  # AST cuts a spectrogram of one size into patches
-        return {"input_values": random_values(model, (batch, model.config.max_length, model.config.num_mel_bins))}
-    found = {"input_values": random_values(model, (batch, length))}
-    if getattr(model.config, "feat_extract_norm", None) == "layer":  # other models were trained without a mask
+# by input name: the unit of its length, and the lengths of the example, the first case and the second case. A second of
+# sound has 16000 samples, and images have one size.
+_INPUTS = {
+    "input_ids": ("length", (7, 5, 11)),
+    "input_values": ("samples", (3200, 2400, 5001)),
+    "pixel_values": ("", (0, 0, 0)),
+    "spectrogram": ("frames", (7, 5, 11)),
+}
+
+
+def _inputs(model: TransformersModel, reads: str, batch: int, length: int) -> dict[str, torch.Tensor]:
+    config = model.config
+    if reads == "input_ids":
+        return _tokens(model, batch, length)
+    if reads == "spectrogram":
+        return {reads: random_values(model, (batch, length, config.model_in_dim))}
+    if reads == "pixel_values":
+        frames = getattr(config, "num_frames", None)  # of a video
+        size = (getattr(config, "num_channels", 3), *text.image_size(config))
+        return {reads: random_values(model, (batch, *((frames,) if isinstance(frames, int) else ()), *size))}
+    if hasattr(config, "frequency_stride"):  # AST cuts a spectrogram of one size into patches
+        return {reads: random_values(model, (batch, config.max_length, config.num_mel_bins))}
+    found = {reads: random_values(model, (batch, length))}
+    if getattr(config, "feat_extract_norm", None) == "layer":  # other models were trained without a mask
         found["attention_mask"] = torch.ones(batch, length, dtype=torch.int64)
         found["attention_mask"][0, length // 2 + 100 :] = 0
     return found
-
-
-def _image(model: TransformersModel, batch: int, _: int) -> dict[str, torch.Tensor]:
-    config = model.config
-    frames = getattr(config, "num_frames", None)  # of a video
-    shape = (*((frames,) if isinstance(frames, int) else ()), getattr(config, "num_channels", 3), *image_size(config))
-    return {"pixel_values": random_values(model, (batch, *shape))}
-
-
-def _frames(model: TransformersModel, batch: int, length: int) -> dict[str, torch.Tensor]:
-    return {"spectrogram": random_values(model, (batch, length, model.config.model_in_dim))}
-
-
-# by input name: the function that makes inputs, the unit of its length, and three lengths: example, first case, second
-# case; a second of sound has 16000 samples, and images have one size
-_INPUTS: dict[str, tuple[Callable[..., dict[str, torch.Tensor]], str, tuple[int, int, int]]] = {
-    "input_ids": (_tokens, "length", (7, 5, 11)),
-    "input_values": (_sound, "samples", (3200, 2400, 5001)),
-    "pixel_values": (_image, "", (0, 0, 0)),
-    "spectrogram": (_frames, "frames", (7, 5, 11)),
-}
 
 
 @torch.no_grad()
@@ -186,10 +174,8 @@ def has_types(model: TransformersModel, tokens: torch.Tensor) -> bool:
     if TYPES not in inspect.signature(model.forward).parameters:
         return False
     pairs = pair_types(model, *tokens.shape)
-    without, alike = (
-        _tensors(model(input_ids=tokens)),
-        _tensors(model(input_ids=tokens, **{TYPES: torch.zeros_like(pairs)})),
-    )
+    without = _tensors(model(input_ids=tokens))
+    alike = _tensors(model(input_ids=tokens, **{TYPES: torch.zeros_like(pairs)}))
     try:
         differing = _tensors(model(input_ids=tokens, **{TYPES: pairs}))
     except IndexError:  # the embedding has only one type
@@ -236,11 +222,11 @@ TASKS: Mapping[str, Cut] = {
 """By task name of the Hugging Face hub: the function that splits a model into the modules that are exported to files.
 ``ctc`` is speech recognition frame by frame, without a decoder."""
 
+# for onnxruntime-genai, which needs different files: the function that replaces a function of `TASKS`
 _FOR_GENAI: Mapping[Cut, Cut] = {
     encoder_decoder_pieces: genai_sound_pieces,
     vision_language_pieces: genai_picture_pieces,
 }
-"""For onnxruntime-genai, which needs different files: the function that replaces a function of :data:`TASKS`."""
 
 GENERATES = (
     "text-generation",
@@ -295,7 +281,7 @@ def task_of(model: TransformersModel) -> str:
     by_name = next((task for ending, task in _ENDINGS.items() if name.endswith(ending)), None)
     # encoder-decoders such as RT-DETR and BART also have classes for other tasks
     if getattr(config, "is_encoder_decoder", False) and by_name in (None, *GENERATES):
-        return _BY_INPUT.get(input_name(model), "text2text-generation")
+        return _BY_INPUT.get(text.input_name(model), "text2text-generation")
     takes = inspect.signature(model.forward).parameters
     scores_pairs = hasattr(model, "get_image_features") and hasattr(model, "get_text_features")  # as CLIP and SigLIP
     if scores_pairs and {"input_ids", "pixel_values"} <= set(takes) and argument_of(model.forward) is None:

@@ -64,11 +64,8 @@ class Split:
         return {", ".join(f"{word} {size}" for word, size in zip(words, one, strict=False)): one for one in found}
 
 
-EVERY = Split()
-"""The default way to split a model: files for all batch sizes, with all test inputs."""
-
-# Dynamic axes of a cache that is passed as a list: rows and length.
-_VARYING = {0: Dim.AUTO, 2: Dim.AUTO}
+EVERY = Split()  # files for all batch sizes, with all test inputs
+_VARYING = {0: Dim.AUTO, 2: Dim.AUTO}  # dynamic axes of a cache that is passed as a list: rows and length
 
 
 def pieces_of_calls(
@@ -89,9 +86,6 @@ def pieces_of_calls(
         cases = [Case(name, (), made[place], steps=count) for name, made in others.items()]
         pieces.append(Piece(stem, module, inputs, cases, {**varying, **shapes.get(stem, {})}))
     return pieces
-
-
-# -- text ------------------------------------------------------------------------------------------------------------
 
 
 def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
@@ -138,9 +132,6 @@ def decoder_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece
     return [Piece("model", model, example, cases, shapes, remarks=remarks, keeps_more=slid and keeps_all(cache))]
 
 
-# -- encoder and decoder ---------------------------------------------------------------------------------------------
-
-
 class Encoder(torch.nn.Module):
     """The encoder of an encoder-decoder model, which returns ``last_hidden_state`` in a dict."""
 
@@ -168,8 +159,7 @@ _READ = ("input_ids", "input_features", "input_values", "pixel_values")
 class _Decoder(torch.nn.Module):
     def __init__(self, model: TransformersModel, read_as: Callable[..., Any], heads: Sequence[Head] = ()) -> None:
         super().__init__()
-        self.model, self.heads = model, heads
-        self.read_as = read_as
+        self.model, self.heads, self.read_as = model, heads, read_as
         self.cache_is = argument_of(model.forward) or installed_name()
 
     def decode(self, tokens: Any, hidden: Any, mask: Any, cache: Any) -> Any:
@@ -243,14 +233,14 @@ def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> li
 
     @torch.no_grad()
     def calls(batch: int, source: int, past: int, new: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        mask = None
+        masks: dict[str, Any] = {}
         if reads != "input_ids":
-            read: dict[str, Any] = {reads: encoder_input(model, batch, 400 * source)}
+            read = {reads: encoder_input(model, batch, 400 * source)}
         else:
             mask = torch.ones(batch, source, dtype=torch.int64)
             mask[0, source - 2 :] = 0
             read = {"input_ids": random_tokens(model, (batch, source)), "attention_mask": mask}
-        masks = {} if mask is None else {"encoder_attention_mask": mask}
+            masks["encoder_attention_mask"] = mask
         hidden = encoder(**read)["last_hidden_state"]
         begun = {"input_ids": random_tokens(model, (batch, past)), "encoder_hidden_states": hidden, **masks}
         cache = first(**begun)["present"]
@@ -260,7 +250,12 @@ def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> li
     modules = {"encoder_model": encoder, "decoder_model": first, "decoder_with_past_model": following}
     sizes = split.named(("batch", "source", "past", "new"), (1, 9, 1, 1), (3, 5, 4, 1))
     # all sizes and their sum differ, because a trace would fix the result of a comparison of two sizes
-    new = 3 if _reads_several(following, calls(split.rows or 2, 7, 5, 3)[2]) else 1
+    new, call = 3, calls(split.rows or 2, 7, 5, 3)[2]
+    try:
+        with torch.no_grad(), undisturbed(decoder=following):
+            following(**call)
+    except (AssertionError, ValueError, IndexError, RuntimeError):  # ProphetNet refuses several new tokens
+        new = 1
     example, others = calls(split.rows or 2, 7, 5, new), {name: calls(*size) for name, size in sizes.items()}
     shapes: dict[str, dict[str, Any]] = {"decoder_with_past_model": {"input_ids": {0: Dim.AUTO}} if new == 1 else {}}
     if reads == "pixel_values":  # pictures have the size in the configuration
@@ -268,17 +263,6 @@ def encoder_decoder_pieces(model: TransformersModel, split: Split = EVERY) -> li
     if reads == "input_ids":  # the decoders use the same name for this axis
         shapes["encoder_model"] = {name: {0: Dim.AUTO, 1: "encoder_sequence_length"} for name in example[0]}
     return pieces_of_calls(modules, example, others, shapes, steps=3)
-
-
-@torch.no_grad()
-def _reads_several(decoder: NextDecoder, call: Mapping[str, Any]) -> bool:
-    """Return whether a decoder with a filled KV cache accepts several new tokens; ProphetNet refuses them."""
-    try:
-        with undisturbed(decoder=decoder):
-            decoder(**call)
-    except (AssertionError, ValueError, IndexError, RuntimeError):
-        return False
-    return True
 
 
 def input_name(model: TransformersModel) -> str:
@@ -341,8 +325,7 @@ def random_tokens(model: TransformersModel, shape: tuple[int, int]) -> torch.Ten
     return torch.randint(0, vocabulary, shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-Head = tuple[int, int]
-"""A cross-attention head: the index of the decoder layer, and the index of the head in this layer."""
+Head = tuple[int, int]  # of cross-attention: the index of the decoder layer, and of the head in this layer
 
 
 def heads_of(model: TransformersModel) -> list[Head]:
@@ -402,31 +385,24 @@ def positions_of(model: TransformersModel, *, is_large: bool) -> int | None:
     if not by_position and (is_large or stated > _MOST):
         return None
 
-    def is_read(last: int) -> bool:
+    def call(last: int) -> bool:
         tokens = torch.zeros(1, 1 if by_position else last + 1, dtype=torch.int64)
-        more = {"position_ids": torch.tensor([[last]])} if by_position else {}
+        with undisturbed(model=model):  # a model may recompute its rotary angles for large positions
+            if is_decoder:
+                more = {"position_ids": torch.tensor([[last]])} if by_position else {}
+                model(input_ids=tokens, use_cache=False, **more)
+            else:
+                of_encoder = getattr(model.config, "encoder", model.config)  # a model of two configurations
+                size = getattr(of_encoder, "d_model", None) or of_encoder.hidden_size
+                read = encoder_output_class(model)(last_hidden_state=torch.zeros(1, 2, size, dtype=model.dtype))
+                model(decoder_input_ids=tokens, encoder_outputs=read, use_cache=False)
+        return True
 
-        def called() -> bool:
-            with undisturbed(model=model):  # a model may recompute its rotary angles for large positions
-                _call(model, tokens, more)
-            return True
-
-        return result_or(called, lambda error: False)  # each model has its own errors
+    def is_read(last: int) -> bool:
+        return result_or(lambda: call(last), lambda error: False)  # each model has its own errors
 
     # the last position can be read, and the next one cannot
     return stated if is_read(stated - 1) and not is_read(stated) else None
-
-
-def _call(model: TransformersModel, tokens: torch.Tensor, more: dict[str, torch.Tensor]) -> None:
-    config = model.config
-    if getattr(config, "is_encoder_decoder", False):
-        of_encoder = getattr(config, "encoder", config)  # a model of two configurations
-        size = getattr(of_encoder, "d_model", None) or of_encoder.hidden_size
-        hidden = torch.zeros(1, 2, size, dtype=model.dtype)
-        read = encoder_output_class(model)(last_hidden_state=hidden)
-        model(decoder_input_ids=tokens, encoder_outputs=read, use_cache=False)
-    else:
-        model(input_ids=tokens, use_cache=False, **more)
 
 
 # arguments that an export may leave out: positions, masks, labels, options

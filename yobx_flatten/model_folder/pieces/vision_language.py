@@ -30,11 +30,9 @@ _WITH_WINDOWS = ("Qwen2_5_VisionTransformerPretrainedModel",)
 
 
 class GridVisionEncoder(torch.nn.Module):
-    """Computes the features that replace the image tokens of one picture (Qwen2-VL).
+    """Computes the features that replace the image tokens of one picture (Qwen2-VL)."""
 
-    Positions and windows are computed from the index of each patch and the grid, because torch.export cannot trace
-    sizes that depend on values.
-    """
+    # positions and windows are computed from the index of each patch, since a trace has no sizes that depend on values
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -48,15 +46,13 @@ class GridVisionEncoder(torch.nn.Module):
             return False
         takes = inspect.signature(inspect.unwrap(type(inside.language_model).forward)).parameters
         sees = inspect.unwrap(type(inside.visual).forward).__code__.co_names
-        table = (
-            getattr(inside.visual, "interpolation_mode", ""),
-            getattr(inside.visual, "interpolation_align_corners", 0),
-        )
+        visual = inside.visual
+        table = getattr(visual, "interpolation_mode", ""), getattr(visual, "interpolation_align_corners", 0)
         return (
             ("deepstack_visual_embeds" not in takes or DeepstackDecoder.fits(model))
             and {"get_vision_position_ids", "get_vision_attention_seqlens"} <= set(sees)
             and (_INTERPOLATES not in sees or table == ("bilinear", True))
-            and ("get_vision_window_index" not in sees or type(inside.visual).__name__ in _WITH_WINDOWS)
+            and ("get_vision_window_index" not in sees or type(visual).__name__ in _WITH_WINDOWS)
         )
 
     def forward(self, pixel_values: Any, image_grid_thw: Any) -> dict[str, Any]:
@@ -114,12 +110,11 @@ class GridVisionEncoder(torch.nn.Module):
 
 def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, torch.Tensor]:
     """Make a random picture of ``height`` times ``width`` image tokens."""
-    # returns: `pixel_values` of shape (patches, values of a patch), and `image_grid_thw` of shape (1, 3)
     vision = model.config.vision_config
     merge = vision.spatial_merge_size
     grid = torch.tensor([[1, height * merge, width * merge]])
     values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return {**_picture(model, (int(grid.prod()), values), height), "image_grid_thw": grid}
+    return {"pixel_values": random_values(model, (int(grid.prod()), values), height), "image_grid_thw": grid}
 
 
 class NestedVisionEncoder(torch.nn.Module):
@@ -190,13 +185,12 @@ class TiledVisionEncoder(torch.nn.Module):
 
 def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Tensor]:
     """Make a random picture, cut into the model's tiles; an even seed ``number`` makes it wide, an odd one high."""
-    # returns: `pixel_values` of shape (1, tiles, channels, height, width), and `image_sizes` of shape (1, 2)
     config = model.config
     side, tiles = config.vision_config.image_size, Tiles(config.to_dict())
     # not square, so that the padding of the shorter side is tested
     size = torch.tensor([[side // 2 + 1, 2 * side - 1] if number % 2 == 0 else [2 * side - 1, side // 2 + 1]])
     shape = (1, tiles.count(size), config.vision_config.num_channels, side, side)
-    return {**_picture(model, shape, number), "image_sizes": size}
+    return {"pixel_values": random_values(model, shape, number), "image_sizes": size}
 
 
 def language_model_of(model: TransformersModel) -> Any:
@@ -242,11 +236,10 @@ class TextDecoder(_LanguageModel):
 
 
 class BlockwiseDecoder(_LanguageModel):
-    """Computes logits from embeddings; masks depend only on sizes and token types, so that one graph serves all calls.
+    """Computes logits from embeddings; its masks depend only on sizes and token types: one graph serves all calls."""
 
-    transformers reads ``token_type_ids`` in the first call only. Each call of the module takes ``token_type_ids`` of
-    all tokens, including cached ones. A generated token is outside image blocks, and attends to all earlier tokens.
-    """
+    # transformers reads `token_type_ids` in the first call only; each call of the module takes them for all tokens,
+    # including cached ones. A generated token is outside image blocks, and attends to all earlier tokens.
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)
@@ -305,24 +298,21 @@ class BlockwiseDecoder(_LanguageModel):
 
 
 class DeepstackDecoder(_LanguageModel):
-    """Computes logits from embeddings and from picture features that the first layers add (Qwen3-VL).
+    """Computes logits from embeddings and from picture features that the first layers add (Qwen3-VL)."""
 
-    transformers adds features only to image tokens, which torch.export cannot trace, as their number varies. The module
-    takes a feature for every token, zeros for text, so that one graph serves all calls.
-    """
+    # takes a feature for every token, zeros for text, because a trace cannot vary the number of image tokens
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__(model)
         self.layers = len(model.model.visual.deepstack_visual_indexes)
         self.language_model = copy.copy(self.language_model)  # shares weights, and leaves the model unchanged
-        self.language_model._deepstack_process = _add
+        self.language_model._deepstack_process = lambda hidden, _, features: hidden + features
 
     @staticmethod
     def fits(model: TransformersModel) -> bool:
         inside: Any = getattr(model, "model", None)
-        return hasattr(getattr(inside, "language_model", None), "_deepstack_process") and bool(
-            getattr(getattr(inside, "visual", None), "deepstack_visual_indexes", None)
-        )
+        layers = getattr(getattr(inside, "visual", None), "deepstack_visual_indexes", None)
+        return hasattr(getattr(inside, "language_model", None), "_deepstack_process") and bool(layers)
 
     def forward(
         self,
@@ -332,14 +322,9 @@ class DeepstackDecoder(_LanguageModel):
         deepstack_embeds: Any,
         cache: TransformersCache | None = None,
     ) -> dict[str, Any]:
-        """Return logits and cache; ``deepstack_embeds`` has shape (batch, length, layers, hidden size)."""
-        # transformers passes visual_pos_masks to _add, which ignores the mask
+        # deepstack_embeds has shape (batch, length, layers, hidden size); `_add` ignores visual_pos_masks
         more = {"visual_pos_masks": attention_mask, "deepstack_visual_embeds": deepstack_embeds.unbind(2)}
         return self.read(inputs_embeds, attention_mask, position_ids, cache, **more)
-
-
-def _add(hidden_states: Any, _: Any, features: Any) -> Any:
-    return hidden_states + features
 
 
 _OTHER_WAYS = (
@@ -349,10 +334,7 @@ _OTHER_WAYS = (
 
 
 class VisionEncoder(torch.nn.Module):
-    """Computes the features that replace the image tokens of one image.
-
-    The exported file takes one image, since a model returns a list of features per image, whose length a trace fixes.
-    """
+    """Computes the features that replace the image tokens of one image: a trace would fix the number of images."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -426,6 +408,7 @@ def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> li
         }
 
     tokens = {length: {"input_ids": random_tokens(model, (rows or 3, length))} for length in (1, 6)}
+    lengths = [Case(f"length {length}", (), given) for length, given in tokens.items()]
     pasts = (3, window + 3) if window <= 512 else (3, 11)
     sizes = split.named(("batch", "past"), (3, pasts[0], 1, 2), (1, pasts[1], 1, 2))
     cases = [Case(name, (), decode(*size)) for name, size in sizes.items()]
@@ -435,12 +418,7 @@ def vision_language_pieces(model: TransformersModel, split: Split = EVERY) -> li
         shapes = dynamic_shapes(example, {"deepstack_embeds": {0: Dim.AUTO, 1: Dim.AUTO}})
     return [
         _vision_piece(model, modules.encoder),
-        Piece(
-            "embed_tokens",
-            Embedding(model),
-            {"input_ids": random_tokens(model, (rows or 2, 4))},
-            [Case(f"length {length}", (), given) for length, given in tokens.items()],
-        ),
+        Piece("embed_tokens", Embedding(model), {"input_ids": random_tokens(model, (rows or 2, 4))}, lengths),
         Piece("decoder_model_merged", decoder, example, cases, shapes),
     ]
 
@@ -454,9 +432,8 @@ def _check_splits(model: TransformersModel, modules: VisionModules) -> None:
             f"have no input {types}."
         )
     if language_model_of(model) is None:
-        raise GenerationError(
-            f"{type(model).__qualname__} has no model.language_model to export separately. {_OTHER_WAYS}"
-        )
+        name = type(model).__qualname__
+        raise GenerationError(f"{name} has no model.language_model to export separately. {_OTHER_WAYS}")
 
 
 def _vision_piece(model: TransformersModel, kind: type[torch.nn.Module]) -> Piece:
@@ -524,11 +501,7 @@ def images_for(model: TransformersModel, count: int) -> torch.Tensor:
             f"{type(model).__qualname__} takes images of several sizes, but exported files take one size. {_OTHER_WAYS}"
         )
     shape = (count, getattr(vision, "num_channels", 3), *sides)
-    return _picture(model, shape, count)["pixel_values"]
-
-
-def _picture(model: TransformersModel, shape: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
-    return {"pixel_values": random_values(model, shape, seed)}
+    return random_values(model, shape, count)
 
 
 def image_token_of(model: TransformersModel) -> int:

@@ -7,7 +7,7 @@ import functools
 import pathlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +64,9 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
         return ModelSourceError(f"{folder / ADAPTER} is not a configuration of PEFT: {first_line(error)}")
 
     replicated = stated.get("layer_replication")
-    if replicated is not None and not _is_replication(replicated):
+    pairs: list[Any] = replicated if isinstance(replicated, list) else [None]
+    fits = all(isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in pairs)
+    if replicated is not None and not (fits and sum(max(end - first, 1) for first, end in pairs) <= _MOST_LAYERS):
         raise ModelSourceError(
             f"{folder / ADAPTER} states layer_replication = {str(replicated)[:80]}, which is not a list of pairs "
             f"[first, end] with at most {_MOST_LAYERS:,} layers."
@@ -78,24 +80,6 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
             "layers, such as LoRA, are exported."
         )
     return config, stated
-
-
-def merged(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeights) -> tuple[Any, KeyDifferences]:
-    """Merge the adapter in a folder into ``model`` in place; return the model and the unmatched weights."""
-    # choice: what to do if the weights in the folder do not match the adapter
-    adapted, differences = injected(model, folder, name, choice=choice)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return adapted.merge_and_unload().eval(), differences
-
-
-def _is_replication(stated: object) -> bool:
-    """Return whether PEFT's ``layer_replication`` is a list of pairs that gives at most ``_MOST_LAYERS`` layers."""
-    pairs: list[Any] = stated if isinstance(stated, list) else [None]
-    if not all(isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in pairs):
-        return False
-    layers: int = sum(max(end - first, 1) for first, end in pairs)
-    return layers <= _MOST_LAYERS
 
 
 def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.Tensor]) -> None:
@@ -121,22 +105,21 @@ def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.T
     patterns = [text for text in texts if isinstance(text, str) and re.escape(text) != text]
     names = [name for name, _ in model.named_modules()]
 
+    def match_all() -> None:
+        for pattern in patterns:
+            # forms in which PEFT matches a pattern: the name of a layer, the end of a name, or the index of a layer
+            forms = (pattern, rf"(^|.*\.){pattern}($|\..*)", rf"(.*\.)?({pattern})$", rf"(?:^|.*?\.){pattern}\.(\d+)\.")
+            for form in map(re.compile, forms):
+                for name in names:
+                    form.fullmatch(name), form.search(name)
+
     def refused(error: BaseException) -> ModelSourceError:
         where = ", ".join(held)
         return ModelSourceError(f"{folder / ADAPTER} has a pattern ({where}) that cannot be matched: {error}")
 
     if patterns:
         with raised_as(refused):
-            limited(_match_all, patterns, names)
-
-
-def _match_all(patterns: Sequence[str], names: Sequence[str]) -> None:
-    for pattern in patterns:
-        # forms in which PEFT matches a pattern: the name of a layer, the end of a name, or the index of a layer
-        forms = (pattern, rf"(^|.*\.){pattern}($|\..*)", rf"(.*\.)?({pattern})$", rf"(?:^|.*?\.){pattern}\.(\d+)\.")
-        for form in map(re.compile, forms):
-            for name in names:
-                form.fullmatch(name), form.search(name)
+            limited(match_all)
 
 
 def injected(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWeights) -> tuple[Any, KeyDifferences]:
@@ -192,8 +175,7 @@ def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[
                 f"adapters: {folder} contains no {ADAPTER}: it is not a PEFT folder. Write one with "
                 "PeftModel.save_pretrained(folder)."
             )
-        _check_kind(config_of(folder, str(folder))[0], folder)
-        _check_names(folder)
+        _check_switchable(folder)
         active = functools.partial(_adapted, model, folder)
         with active() as matrices:
             found.append(Adapter(name, matrices, active))
@@ -218,7 +200,11 @@ def rooms_of(model: TransformersModel, adapters: list[Adapter]) -> dict[str, tup
     return found
 
 
-def _check_kind(config: Any, folder: pathlib.Path) -> None:
+def _check_switchable(folder: pathlib.Path) -> None:
+    """Raise InvalidArgumentError if an adapter is more than LoRA matrices, before PEFT changes the model."""
+    config = config_of(folder, str(folder))[0]
+    import peft
+
     if config.peft_type.value != "LORA":
         raise _unfit(folder, f"it is {config.peft_type.value}, and exported files can switch LoRA only")
     for name in ("use_dora", "layer_replication", "target_parameters", "alora_invocation_tokens"):
@@ -227,12 +213,6 @@ def _check_kind(config: Any, folder: pathlib.Path) -> None:
     start = config.init_lora_weights
     if isinstance(start, str) and start != "gaussian":
         raise _unfit(folder, f"it was initialized with {start!r}, which changes the base weights")
-
-
-def _check_names(folder: pathlib.Path) -> None:
-    """Raise InvalidArgumentError if an adapter has weights other than LoRA matrices, before PEFT changes the model."""
-    import peft
-
     with damage_as(ModelSourceError, str(folder)):
         stored = peft.load_peft_weights(str(folder), device="cpu")
     other = next((name for name in stored if not name.endswith(_ENDS)), None)

@@ -22,8 +22,8 @@ from ...recipe.aliases import TransformersModel
 from ...recipe.static_codec import objection_to
 from ..pieces.tasks import AUTO_CLASSES, TASKS
 
+# arguments for every `from_pretrained`; without `False`, transformers asks on the terminal whether to run code
 FILES_ONLY: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments for every ``from_pretrained``; without ``False``, transformers asks on the terminal whether to run code."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _MOST_PARAMETERS = 300_000  # tensors; a model of 61 layers with 384 experts has 70,000
@@ -39,15 +39,22 @@ def read_config(
     of_code: str = "",
 ) -> Any:
     import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     stated = read_configuration(file, dict[str, Any], failure=failure, remedy=remedy)
     objection = objection_to(stated)
     if objection is not None:
         raise failure(f"{file} {objection}.{remedy and ' '}{remedy}")
-    code = own_code(stated)
-    if code and not runs_code:
+    named = stated.get("auto_map")
+    # code of a tokenizer or a processor is not needed
+    keys = sorted(named) if isinstance(named, Mapping) else []
+    classes = [str(stated["auto_map"][key]) for key in keys if key.startswith(("AutoConfig", "AutoModel"))]
+    wanted = [name for name in stated.get("architectures") or () if isinstance(name, str)]
+    is_known = stated.get("model_type") in CONFIG_MAPPING and all(hasattr(transformers, name) for name in wanted)
+    if classes and not is_known and not runs_code:
         raise failure(
-            f"{name} needs its own code ({code}, in auto_map of config.json), which is not run. {of_code or remedy}"
+            f"{name} needs its own code ({classes[0]}, in auto_map of config.json), which is not run. "
+            f"{of_code or remedy}"
         )
 
     def refused(error: BaseException) -> Exception:
@@ -119,23 +126,7 @@ def bounded_weights(name: str, *, failure: type[Exception], stored: int = 0) -> 
         yield
 
 
-ON_PURPOSE = "If you trust its author: trust_remote_code=True (--trust-remote-code)."
-"""End of an error message: what to type, in Python and on the command line, to run the Python files of a model."""
-
-
-def own_code(stated: Mapping[str, Any]) -> str:
-    """Return the class that a configuration needs from a checkpoint's Python files; ``""`` if it needs none."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    named = stated.get("auto_map")
-    if not isinstance(named, Mapping):
-        return ""
-    # code of a tokenizer or a processor is not needed
-    classes = [str(named[key]) for key in sorted(named) if key.startswith(("AutoConfig", "AutoModel"))]
-    wanted = [name for name in stated.get("architectures") or () if isinstance(name, str)]
-    is_known = stated.get("model_type") in CONFIG_MAPPING and all(hasattr(transformers, name) for name in wanted)
-    return "" if is_known or not classes else classes[0]
+ON_PURPOSE = "If you trust its author: trust_remote_code=True (--trust-remote-code)."  # the end of error messages
 
 
 def own_auto_class(config: Any) -> Any:
@@ -175,14 +166,14 @@ def class_for(config: Any) -> Any:
     for name in getattr(config, "architectures", None) or []:
         if hasattr(transformers, name):
             return getattr(transformers, name)
-    found = next((kind for name in _AUTO_CLASSES if (kind := _of_kind(name, config)) is not None), None)
+    found = next((kind for name in _AUTO_CLASSES if (kind := of_kind(name, config)) is not None), None)
     if found is not None:
         return found
     raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")
 
 
 def classes_of_task(config: Any, task: str) -> list[Any]:
-    kinds = [kind for name in AUTO_CLASSES.get(task, ()) if (kind := _of_kind(name, config)) is not None]
+    kinds = [kind for name in AUTO_CLASSES.get(task, ()) if (kind := of_kind(name, config)) is not None]
     return [one for kind in kinds for one in (kind if isinstance(kind, tuple) else (kind,))]
 
 
@@ -233,13 +224,7 @@ def architecture_of_task(config: Any, task: str, *, runs_code: bool) -> str:
     return wanted[0] if wanted and not {*wanted} & {*stated} else "".join(stated[:1])
 
 
-def base_class_for(config: Any) -> Any:
-    """Return the model class without a head (from ``AutoModel``); if there is none, that of :func:`class_for`."""
-    found = _of_kind("AutoModel", config)
-    return class_for(config) if found is None or isinstance(found, tuple) else found
-
-
-def _of_kind(name: str, config: Any) -> Any:
+def of_kind(name: str, config: Any) -> Any:
     """Return the model class that a transformers auto class has for a configuration; ``None`` if it has none."""
     import transformers
 
@@ -264,39 +249,26 @@ _VOCABULARY = {
     "image_token_index": 3,
     "video_token_id": 258,  # byte 255, which UTF-8 never contains
 }
-# Names of sizes in all configurations; a configuration gets the entries that it has.
+# Sizes by their names in all configurations; a configuration gets the entries that it has.
 _SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "projection_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim"), 128),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
+    "n_layer": 2,
+    "n_head": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "d_kv": 16,
     "rotary_dim": 8,
     "query_pre_attn_scalar": 16,
     "max_position_embeddings": 512,
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 128,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 128,
-    "decoder_ffn_dim": 128,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
     "n_positions": 512,
     "max_source_positions": 50,
     "max_target_positions": 128,
     "num_mel_bins": 16,
     "image_size": 32,
     "patch_size": 8,
-    "projection_dim": 64,
     "mm_tokens_per_image": 4,
     "num_experts": 4,
     "num_local_experts": 4,

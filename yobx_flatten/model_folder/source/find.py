@@ -8,6 +8,7 @@ import dataclasses
 import math
 import pathlib
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -18,15 +19,15 @@ from ...errors.failures import first_line, raised_as
 from ...files.document import TEXTS, own_files, read_bytes, read_configuration, read_document
 from ...recipe.aliases import TransformersModel
 from ..sentence import pools
-from .adapter import ADAPTER, config_of, holds_adapter, merged
+from .adapter import ADAPTER, config_of, holds_adapter, injected
 from .configuration import (
     FILES_ONLY,
     ON_PURPOSE,
     architecture_of_task,
-    base_class_for,
     bounded_weights,
     bytes_of_weights,
     class_for,
+    of_kind,
     own_auto_class,
     read_config,
     small_config,
@@ -38,7 +39,6 @@ MODEL_NAMES = (
     "A checkpoint folder of a model or an adapter, a GGUF file, or a Hugging Face id (owner/name). For random weights: "
     "a config.json, a folder without weights, or a model type such as llama, which makes a small model."
 )
-"""Help text of the argument MODEL of both command lines: how to name a model."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # suffixes of other frameworks and tools, whose weights are not read
@@ -127,7 +127,10 @@ class FoundModel:
     def _with_adapter(self, model: Any, remarks: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
         if self.adapter is None:
             return model.eval(), remarks
-        model, of_adapter = merged(model, self.adapter, self.name, choice=self.unmatched_weights)
+        adapted, of_adapter = injected(model, self.adapter, self.name, choice=self.unmatched_weights)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = adapted.merge_and_unload().eval()
         noted = f"the adapter of {self.name} was merged into the weights of {self.gguf or self.folder}."
         return model, (noted, *remarks, *of_adapter.remarks())
 
@@ -188,15 +191,13 @@ class FoundModel:
         return bytes_of_weights(self.folder, failure=ModelSourceError) if self.folder is not None else 0
 
 
-def find_model(source: str, *, weights: bool = True, trust_remote_code: bool = False) -> FoundModel:
+def find_model(
+    source: str, *, weights: bool = True, trust_remote_code: bool = False, of_adapter: str = ""
+) -> FoundModel:
     """Find a model by its name (``MODEL_NAMES`` lists all forms), without loading its weights."""
-    # the adapter in a PEFT folder is merged into its base model
     # trust_remote_code: whether Python files in the folder may run
+    # of_adapter: the adapter whose base model is searched; the adapter in a PEFT folder is merged into its base model
     require_transformers("a model")
-    return _find(source, weights=weights, trust=trust_remote_code)
-
-
-def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> FoundModel:
     path = pathlib.Path(source)
     if path.is_dir():
         folder: pathlib.Path | None = path
@@ -209,7 +210,7 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
     elif _HUB_ID.fullmatch(source) and not source.startswith("."):
         import huggingface_hub
 
-        wanted = [*(_BESIDE_WEIGHTS if weights else ["config.json"]), *(["*.py"] if trust else [])]
+        wanted = [*(_BESIDE_WEIGHTS if weights else ["config.json"]), *(["*.py"] if trust_remote_code else [])]
         # errors of the network, of the hub, or of the cache on disk
         with raised_as(lambda error: ModelSourceError(f"There is no folder {source}, and {_why_not(error)}")):
             folder = pathlib.Path(huggingface_hub.snapshot_download(source, allow_patterns=wanted))
@@ -222,7 +223,7 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
     if folder is not None and holds_adapter(folder):
         if of_adapter:
             raise ModelSourceError(f"The base of adapter {of_adapter} is an adapter itself: merge {source} first.")
-        return _adapted(source, folder, weights=weights, trust=trust)
+        return _adapted(source, folder, weights=weights, trust_remote_code=trust_remote_code)
     file = path if folder is None else folder / "config.json"
     if not file.is_file() and (held := sorted(file.parent.glob(f"*{GGUF}"))):
         raise ModelSourceError(f"{source} contains a GGUF file, but no config.json. Pass the GGUF file: {held[0]}")
@@ -231,19 +232,21 @@ def _find(source: str, *, weights: bool, trust: bool, of_adapter: str = "") -> F
     has_weights = folder is not None and bytes_of_weights(folder, failure=ModelSourceError) > 0
     if folder is not None:
         own_files(folder, TEXTS, ModelSourceError)  # transformers also reads other files than config.json
-    config = read_config(file, source, failure=ModelSourceError, runs_code=trust, of_code=ON_PURPOSE)
-    runs_code = trust and own_auto_class(config) is not None
+    config = read_config(file, source, failure=ModelSourceError, runs_code=trust_remote_code, of_code=ON_PURPOSE)
+    runs_code = trust_remote_code and own_auto_class(config) is not None
     found = FoundModel(source, config, folder, has_weights, runs_code=runs_code)
     if runs_code or not pools(folder):
         return found
     # sentence-transformers runs the base model without its head
-    base, trained = base_class_for(config).__name__, tuple(config.architectures or ())
+    kind = of_kind("AutoModel", config)
+    kind = class_for(config) if kind is None or isinstance(kind, tuple) else kind
+    base, trained = kind.__name__, tuple(config.architectures or ())
     config.architectures = [base]
     of_head = () if trained in ((), (base,)) else trained
     return dataclasses.replace(found, unmatched_weights="unused" if of_head else "refuse", trained_as=of_head)
 
 
-def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -> FoundModel:
+def _adapted(source: str, folder: pathlib.Path, **how: bool) -> FoundModel:
     base = config_of(folder, source)[1].get("base_model_name_or_path")
     remedy = (
         f'Write its folder into {ADAPTER} ("base_model_name_or_path"), or export the merged model:\n'
@@ -252,7 +255,7 @@ def _adapted(source: str, folder: pathlib.Path, *, weights: bool, trust: bool) -
     if not isinstance(base, str) or not base:
         raise ModelSourceError(f"{source} contains an adapter, and does not name its base model. {remedy}")
     try:
-        found = _find(base, weights=weights, trust=trust, of_adapter=source)
+        found = find_model(base, of_adapter=source, **how)
     except (ModelSourceError, InvalidArgumentError) as error:
         raise ModelSourceError(
             f"{source} holds an adapter of {base}, which is not found: {first_line(error)} {remedy}"
@@ -281,6 +284,7 @@ def _why_not(error: BaseException) -> str:
     return f"the Hugging Face hub does not provide it: {first_line(error)[:200]}"
 
 
+# a folder with a tokenizer contains at least one of these files
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -290,10 +294,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-"""Names of files, of which a folder with a tokenizer contains at least one."""
-
+# a folder with a tokenizer or a processor contains at least one of these files
 READERS = (*TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json")
-"""Names of files, of which a folder with a tokenizer or a processor contains at least one."""
 
 
 def reader_of(folder: pathlib.Path) -> str:
@@ -341,8 +343,6 @@ def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
     return folder, ""
 
 
-# -- tokenizers ------------------------------------------------------------------------------------------------------
-
 _CONFIG, _FAST = "tokenizer_config.json", "tokenizer.json"
 _MOST_GROWTH = 1000  # largest factor by which the replacements of a tokenizer may lengthen a text
 
@@ -369,7 +369,6 @@ def _growth(part: Any) -> float:
 
 def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options: Any) -> Any:
     """Return the tokenizer in a folder; Python code in the folder never runs."""
-    # options: further arguments of `from_pretrained`
     import transformers
 
     if folder.is_file():

@@ -90,7 +90,7 @@ def _tokenizer(path: pathlib.Path, changed: int) -> Any:
 
 
 def _check_counts(path: pathlib.Path) -> None:
-    """Raise ValueError if a file states more layers than it has tensors, before transformers allocates all layers."""
+    # before transformers allocates all layers that the file states
     with open_regular(path, failure=ModelSourceError) as file:
         size = path.stat().st_size
         version, tensors, entries = struct.unpack("<4xIQQ", file.read(24))
@@ -147,28 +147,22 @@ def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
             f"{path} cannot be read as a model ({type(error).__name__}: {first_line(error).rstrip('.')})."
         )
 
+    def read(given: Any) -> Any:
+        return _reader(pathlib.Path(given).resolve(), os.stat(given).st_mtime_ns)
+
     # stderr is redirected, because transformers has no option to hide these progress bars
     with raised_as(failure), contextlib.redirect_stderr(io.StringIO()), tempfile.TemporaryDirectory() as folder:
+        import gguf
+
         (pathlib.Path(folder) / path.name).symlink_to(path.resolve())
-        with _read_once():
+        found = gguf.GGUFReader, gguf.get_tensor_name_map
+        # transformers would read the metadata three times, and calls the second function for each module
+        gguf.GGUFReader = read  # type: ignore[misc,assignment]
+        gguf.get_tensor_name_map = functools.cache(found[1])
+        try:
             yield {"pretrained_model_name_or_path": folder, "gguf_file": path.name, **FILES_ONLY}
-
-
-@contextlib.contextmanager
-def _read_once() -> Iterator[None]:
-    """In a ``with`` block, make transformers read the metadata of a GGUF file once instead of three times."""
-    import gguf
-
-    def read(path: Any) -> Any:
-        return _reader(pathlib.Path(path).resolve(), os.stat(path).st_mtime_ns)
-
-    found = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader = read  # type: ignore[misc,assignment]
-    gguf.get_tensor_name_map = functools.cache(found[1])  # transformers calls the function for each module
-    try:
-        yield
-    finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = found  # type: ignore[misc]
+        finally:
+            gguf.GGUFReader, gguf.get_tensor_name_map = found  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=1)

@@ -25,11 +25,9 @@ from .configuration import class_for, stated_weights
 from .find import FoundModel
 from .packed_weights import KeyDifferences
 
+# "memory" loads all weights, "stream" reads the weights of a layer when the layer is called
 WeightsIn = Literal["auto", "memory", "stream"]
-"""``"memory"`` loads all weights, ``"stream"`` reads the weights of a layer when the layer is called."""
-
-_PART = 4
-"""An export needs weights twice: ``"auto"`` streams weights larger than the free memory divided by this number."""
+_PART = 4  # "auto" streams weights larger than the free memory divided by this number: an export needs weights twice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,7 +226,15 @@ def _differences(
 
 
 def _empty_model(config: Any, folder: pathlib.Path, dtype: torch.dtype) -> Any:
-    with _parameters_on_meta(), torch.random.fork_rng(devices=[]):
+    """Make a model whose parameters are on the meta device, but not its buffers."""
+    register, here = torch.nn.Module.register_parameter, threading.get_ident()
+
+    def on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        if type(param) is torch.nn.Parameter and not param.is_meta and threading.get_ident() == here:
+            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    with AttributePatch(torch.nn.Module, "register_parameter", on_meta), torch.random.fork_rng(devices=[]):
         model = class_for(config)._from_config(config, dtype=dtype)
     model.config.name_or_path = model.name_or_path = str(folder)
     model.config.dtype = dtype  # transformers 4 keeps the dtype of config.json
@@ -237,18 +243,6 @@ def _empty_model(config: Any, folder: pathlib.Path, dtype: torch.dtype) -> Any:
 
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model.eval()
-
-
-def _parameters_on_meta() -> AttributePatch:
-    """In a ``with`` block, put the parameters of modules that this thread makes on the meta device, but no buffers."""
-    register, here = torch.nn.Module.register_parameter, threading.get_ident()
-
-    def on_meta(module: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        if type(param) is torch.nn.Parameter and not param.is_meta and threading.get_ident() == here:
-            param = torch.nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    return AttributePatch(torch.nn.Module, "register_parameter", on_meta)
 
 
 def _sources(model: Any, checkpoint: Checkpoint) -> dict[str, str]:

@@ -21,8 +21,6 @@ from .configuration import stated_weights
 
 Tensors = dict[str, torch.Tensor]
 
-_INT32 = 32
-
 
 class Packing(NamedTuple):
     """How a checkpoint stores quantized weights, with a function that dequantizes one weight."""
@@ -76,7 +74,7 @@ def _fields(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack int32 numbers into integers of ``bits`` bits along a new last axis, the lowest bits first."""
     if packed.dtype is not torch.int32:
         raise TypeError(f"expected packed integers of int32, found {packed.dtype}")
-    shifts = torch.arange(0, _INT32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     fields: torch.Tensor = (packed[..., None] >> shifts) & (2**bits - 1)
     return fields
 
@@ -99,8 +97,7 @@ def _gptq(stated: Mapping[str, Any]) -> Packing | str:
     return Packing(bits, ("qweight", "qzeros", "scales", "g_idx"), unpack)
 
 
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Order in which AWQ packs eight columns into one integer, chosen for the kernels of AWQ."""
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # in which AWQ packs eight columns into one integer, for its kernels
 
 
 def _awq(stated: Mapping[str, Any]) -> Packing | str:
@@ -141,8 +138,8 @@ def _compressed(stated: Mapping[str, Any]) -> Packing | str:
     return Packing(next(iter(bits)), names, unpack)
 
 
+# torchao configurations that leave activations unquantized, and those with one configuration per layer name
 _OF_TORCHAO = {"Int8WeightOnlyConfig", "IntxWeightOnlyConfig", "FqnToConfig", "ModuleFqnToConfig"}
-"""torchao configurations that leave activations unquantized, and those with one configuration per layer name."""
 
 
 def _torchao(stated: Mapping[str, Any]) -> Packing | str:
@@ -191,8 +188,7 @@ class KeyDifferences:
     def check(
         self, name: str, kind: str, choice: UnmatchedWeights, failure: type[Exception], *, option: str = ""
     ) -> None:
-        # option: how the user writes the choice, such as `"--unmatched-weights {}"`; by default in Python and on the
-        # command line
+        # option: how the user writes the choice, such as `"--unmatched-weights {}"`
         typed = option or 'unmatched_weights="{0}" (--unmatched-weights {0})'
         own = f"Pass a folder with {kind} weights, or set architectures in config.json to the class of the weights."
         on_purpose = f"To use random weights on purpose: {typed.format('random')}"
@@ -228,7 +224,7 @@ def load_stored(
     seed: int = 0,
     **options: Any,
 ) -> tuple[Any, KeyDifferences]:
-    # choice: what to do if weights do not match the class; options: further arguments of `from_pretrained`
+    # options: further arguments of `from_pretrained`
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         # ignore_mismatched_sizes: weights with other shapes are listed in `found` instead of an error

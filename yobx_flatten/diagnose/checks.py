@@ -7,7 +7,7 @@ import dis
 import enum
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.export import Dim
@@ -136,7 +136,14 @@ def check_inputs(
     found += _classes(inputs, leaves)
     tensors = [(path, leaf) for path, leaf in leaves if issubclass(type(leaf), torch.Tensor) and not leaf.is_nested]
     if isinstance(module, torch.nn.Module):
-        found += _devices(module, tensors)
+        try:
+            arguments.check_not_offloaded(module)
+        except InvalidArgumentError as error:
+            message, _, remedy = str(error).partition("\n    ")
+            found.append(Finding("error", "module", message, remedy))
+        for path, device, weights in arguments.on_other_devices(module, tensors):
+            text, remedy = arguments.about_devices(path, device, weights), f"{path}.to({weights!r})"
+            found.append(Finding("warning", path, text, remedy))
     found += _duplicates(tensors)
     found += _slices(tensors)
     if dynamic_shapes is not None:
@@ -192,16 +199,6 @@ def _classes(inputs: Mapping[str, Any], leaves: list[tuple[str, Any]]) -> Iterat
         remedy = remedy_for(type(leaf), leaf, layouts, path)
         message = f"{path} is a {class_name(type(leaf))}, which torch.export does not accept. {remedy.advice}:"
         yield Finding("error", path, message, remedy.line, NotRegisteredError)
-
-
-def _devices(module: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
-    try:
-        arguments.check_not_offloaded(module)
-    except InvalidArgumentError as error:
-        message, _, remedy = str(error).partition("\n    ")
-        yield Finding("error", "module", message, remedy)
-    for path, device, weights in arguments.on_other_devices(module, tensors):
-        yield Finding("warning", path, arguments.about_devices(path, device, weights), f"{path}.to({weights!r})")
 
 
 def _duplicates(tensors: list[tuple[str, torch.Tensor]]) -> Iterator[Finding]:
@@ -261,43 +258,33 @@ def _sizes(module: Callable[..., Any], inputs: dict[str, Any], shapes: Any) -> I
         text = f"dynamic_shapes does not fit: {error}"
         yield Finding("error", str(error).partition(":")[0], text, "", DynamicShapesError)
         return
-    # axes without a name and with the same position count as one size, which is usually the batch
-    by_size: dict[int, dict[Any, Axis]] = {}
-    for axis in varying_axes(inputs, dict(shapes)):
-        if axis.size in (0, 1):
-            text = (
-                f"{axis.path} has size {axis.size} along axis {axis.number}, which may vary: torch.export fixes "
-                "sizes 0 and 1. Pass an example of size 2 or more along this axis."
-            )
-            yield Finding("warning", axis.path, text)
-        named = getattr(axis.dim, "__name__", None) if isinstance(axis.dim, Dim) else None
-        by_size.setdefault(axis.size, {}).setdefault(named or axis.number, axis)
+    # by size, and by name or position: axes without a name and with the same position are usually the batch
+    by_size: dict[int, dict[Any, tuple[str, int]]] = {}
+    for name, value in inputs.items():
+        places = leaf_places(value, own_children, name)
+        for place, entries in zip(places, shapes_of_leaves(value, dict(shapes)[name]), strict=True):
+            if not isinstance(place.obj, torch.Tensor) or place.obj.is_nested:
+                continue
+            for axis, dim in (entries or {}).items():
+                if dim is None or type(dim) is int or dim is Dim.STATIC:
+                    continue
+                path, size = format_path(name, place.keys), int(place.obj.shape[axis])
+                if size in (0, 1):
+                    text = (
+                        f"{path} has size {size} along axis {axis}, which may vary: torch.export fixes sizes 0 and 1. "
+                        "Pass an example of size 2 or more along this axis."
+                    )
+                    yield Finding("warning", path, text)
+                named = getattr(dim, "__name__", None) if isinstance(dim, Dim) else None
+                by_size.setdefault(size, {}).setdefault(named or axis, (path, axis))
     for size, different in by_size.items():
         if size > 1 and len(different) > 1:
-            where = " and ".join(f"axis {axis.number} of {axis.path}" for axis in different.values())
+            where = " and ".join(f"axis {axis} of {path}" for path, axis in different.values())
             text = (
                 f"{where} may vary and have the same size, {size}: code that tests whether they are equal is fixed by "
                 "the trace. Pass an example in which these sizes differ."
             )
-            yield Finding("warning", next(iter(different.values())).path, text)
-
-
-class Axis(NamedTuple):
-    path: str
-    number: int
-    size: int
-    dim: Any
-
-
-def varying_axes(inputs: Mapping[str, Any], shapes: Mapping[str, Any]) -> Iterator[Axis]:
-    for name, value in inputs.items():
-        places = leaf_places(value, own_children, name)
-        for place, entries in zip(places, shapes_of_leaves(value, shapes[name]), strict=True):
-            if not isinstance(place.obj, torch.Tensor) or place.obj.is_nested:
-                continue
-            for number, dim in (entries or {}).items():
-                if dim is not None and type(dim) is not int and dim is not Dim.STATIC:
-                    yield Axis(format_path(name, place.keys), number, int(place.obj.shape[number]), dim)
+            yield Finding("warning", next(iter(different.values()))[0], text)
 
 
 def check_recipe(cls: type, sample: object) -> None:

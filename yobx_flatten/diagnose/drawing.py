@@ -124,7 +124,20 @@ class _Drawer:
             self._inside.append(id(obj))
             below = [self.part(format_entry(key), path + format_entry(key), one, depth + 1) for key, one in children]
             self._inside.pop()
-            return _Part(label, _node_text(node, obj, [key for key, _ in children]), "node", tuple(_merged(below)))
+            cls, names = type(obj), [getattr(key, "key", getattr(key, "name", None)) for key, _ in children]
+            text, static = _short_name(cls), None
+            if cls.__module__ in ("builtins", "collections"):
+                text = f"{text} of {len(names)}"
+            elif get_node_type(obj) is cls:
+                static = node.flatten_fn(obj)[1]
+            if type(static) is list and len(static) in (2, 3) and type(static[0]) is list and names:
+                # this package writes a list: the names of children, the values of static fields, other keys
+                own = len(static[0])
+                if static[0] == names[:own] and [names[own:]] == static[2:] + [[]] * (3 - len(static)):
+                    static = static[1] or None
+            if static is not None and not (type(static) is list and static == names):
+                text = f"{text}, static {_one_line(static)}"
+            return _Part(label, text, "node", tuple(_merged(below)))
         if path in self._opaque:
             found = self._opaque[path]
             holds = f"{format_count(found.tensors)}, {format_bytes(found.nbytes)}"
@@ -138,23 +151,6 @@ class _Drawer:
             return _Part(label, f"{array}{dtype}{_sizes(tensor)}{where}", "tensor")
         closed = self._layouts(type(obj)).is_closed and not issubclass(type(obj), type)
         return _Part(label, _one_line(obj) if closed else f"{class_name(type(obj))}, a leaf without tensors", "value")
-
-
-def _node_text(node: pytree.NodeDef, obj: object, keys: list[Any]) -> str:
-    cls = type(obj)
-    name = _short_name(cls)
-    if cls.__module__ in ("builtins", "collections"):
-        return f"{name} of {len(keys)}"
-    static = node.flatten_fn(obj)[1]
-    names = [getattr(key, "key", getattr(key, "name", None)) for key in keys]
-    if type(static) is list and len(static) in (2, 3) and type(static[0]) is list and names:
-        # this package writes a list: the names of children, the values of static fields, other keys
-        own = len(static[0])
-        if static[0] == names[:own] and [names[own:]] == static[2:] + [[]] * (3 - len(static)):
-            static = static[1] or None
-    if static is None or (type(static) is list and static == names) or get_node_type(obj) is not cls:
-        return name
-    return f"{name}, static {_one_line(static)}"
 
 
 def _sizes(tensor: Any) -> str:

@@ -70,7 +70,15 @@ def check_layout(layout: str, form: str, task: str, bits: str | None, dtype: str
 
 
 def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, dtype: str) -> list[str]:
-    kind, end = _TYPES[_most_bits([folder / name for name in names]) if bits == "keep" else bits, dtype]
+    if bits == "keep":  # the type of most of the quantized weights
+        sizes: collections.Counter[int] = collections.Counter()
+        for graph in (read_onnx(folder / name, failure=DamagedFileError).graph for name in names):
+            stored = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
+            for node in graph.node:
+                for attribute in (one for one in node.attribute if one.name == "bits"):
+                    sizes[attribute.i] += max(stored.get(name, 0) for name in node.input)
+        bits = "int8" if sizes[8] > sizes[4] else "int4"
+    kind, end = _TYPES[bits, dtype]
     (folder / SUBFOLDER).mkdir()
     made, data = [], {}
     for name in names:
@@ -103,19 +111,6 @@ def apply_layout(folder: pathlib.Path, names: Sequence[str], bits: str | None, d
         contents["model"]["decoder"]["filename"] = made[0]
         write_json(genai, contents)
     return made
-
-
-def _most_bits(paths: Sequence[pathlib.Path]) -> str:
-    """Return the type that most of the quantized weights in the files have: ``"int8"`` or ``"int4"``."""
-    sizes: collections.Counter[int] = collections.Counter()
-    for path in paths:
-        graph = read_onnx(path, failure=DamagedFileError).graph
-        stored = {tensor.name: math.prod(tensor.dims) for tensor in graph.initializer}
-        for node in graph.node:
-            for attribute in node.attribute:
-                if attribute.name == "bits":
-                    sizes[attribute.i] += max(stored.get(name, 0) for name in node.input)
-    return "int8" if sizes[8] > sizes[4] else "int4"
 
 
 def _tensors(graph: Any) -> Iterator[Any]:

@@ -44,8 +44,6 @@ def export_piece(
     quantization: Quantization | None = None,
     adapters: Sequence[Adapter] = (),
 ) -> ExportReport:
-    # model: name of the model's class
-
     def export(one: Piece) -> ExportReport:
         report = _written(one, path, options, proof, quantization, adapters)
         report.remark(*one.remarks)
@@ -173,9 +171,8 @@ class FolderOptions:
         if self.runtime != "torch":
             check_libraries(self.runtime, "export_folder")
         if self.optimize not in (None, "onnxruntime") or (self.optimize is not None and self.name != "onnx"):
-            raise InvalidArgumentError(
-                f'optimize must be None, or "onnxruntime" for to="onnx"; found {self.optimize!r}.'
-            )
+            text = f'optimize must be None, or "onnxruntime" for to="onnx"; found {self.optimize!r}.'
+            raise InvalidArgumentError(text)
         if self.name == "onnx":
             check_opset(self.opset_version)
 
@@ -199,9 +196,8 @@ class FolderOptions:
             return None
         found = Bounds.of({"batch": self.batch or 4, **self.bounds})
         if found is None or found.length is None:
-            raise InvalidArgumentError(
-                f'bounds= has no "length", found {dict(self.bounds)!r}. For example: {{"batch": 4, "length": 512}}'
-            )
+            example = 'For example: {"batch": 4, "length": 512}'
+            raise InvalidArgumentError(f'bounds= has no "length", found {dict(self.bounds)!r}. {example}')
         for name, least in (("batch", self.batch or 3), ("length", 32), ("new", PROMPT)):
             value = getattr(found, name)
             if value < least:

@@ -35,7 +35,15 @@ def write_genai_files(
         contents = decoder_config(model, reports["model.onnx"].input_names, shared=shared)
     elif is_asked and task == "automatic-speech-recognition":
         contents = sound_config(model, reports["decoder.onnx"].output_names)
-        write_sound_files(folder, model)
+        # the values of Whisper's own processor: windows of 25 ms every 10 ms, of sound at 16 kHz
+        mel = {"chunk_size": 30, "hop_length": 160, "n_fft": 400, "n_mel": model.config.num_mel_bins}
+        steps = [
+            {"name": "audio_decoder", "type": "AudioDecoder"},
+            {"name": "STFT", "type": "STFTNorm", "attrs": {"n_fft": 400, "frame_length": 400, "hop_length": 160}},
+            {"name": "log_mel_spectrogram", "type": "LogMelSpectrum", "attrs": mel},
+        ]
+        sequence = [{"operation": step} for step in steps]
+        write_json(folder / "audio_processor_config.json", {"feature_extraction": {"sequence": sequence}})
     elif is_asked:
         contents = picture_config(model, reports["decoder_model_merged.onnx"].input_names, shared=shared)
     if contents is not None:
@@ -175,15 +183,3 @@ def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, 
         },
         "search": _search(config.max_target_positions, one_memory=False),
     }
-
-
-def write_sound_files(folder: pathlib.Path, model: TransformersModel) -> None:
-    # the values of Whisper's own processor: windows of 25 ms every 10 ms, of sound at 16 kHz
-    mel = {"chunk_size": 30, "hop_length": 160, "n_fft": 400, "n_mel": model.config.num_mel_bins}
-    steps = [
-        {"name": "audio_decoder", "type": "AudioDecoder"},
-        {"name": "STFT", "type": "STFTNorm", "attrs": {"n_fft": 400, "frame_length": 400, "hop_length": 160}},
-        {"name": "log_mel_spectrogram", "type": "LogMelSpectrum", "attrs": mel},
-    ]
-    sequence = [{"operation": step} for step in steps]
-    write_json(folder / "audio_processor_config.json", {"feature_extraction": {"sequence": sequence}})

@@ -127,10 +127,8 @@ class _Version:
     format_version: int
 
 
-# A digest does not replace trust: the author of a file can also write the manifest.
-
-
 def digests(folder: pathlib.Path, names: Iterable[str]) -> dict[str, str]:
+    # a digest does not replace trust: the author of a file can also write the manifest
     found = {}
     for name in names:
         with open_regular(folder / name, failure=DamagedFileError) as file:

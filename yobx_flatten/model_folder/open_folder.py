@@ -1,8 +1,7 @@
-"""Open exported folders as generators, or as Hugging Face models for ``pipeline``, ``generate`` and custom loops.
+"""Open exported folders as generators, or as Hugging Face models for ``pipeline``, ``generate`` and custom loops."""
 
-An opened model is an instance of a class in this file and of ``PreTrainedModel``. The class of the opened model has the
-name of the exported class, because transformers' pipelines check the name.
-"""
+# An opened model is an instance of a class in this file and of `PreTrainedModel`. The class of the opened model has the
+# name of the exported class, because transformers' pipelines check the name.
 
 from __future__ import annotations
 
@@ -13,8 +12,10 @@ from typing import Any, ClassVar
 
 from ..errors import GenerationError, InvalidArgumentError
 from ..errors.dependencies import require
+from ..files.document import read_configuration
 from ..generate.generator import Generator, generator_for
 from ..generate.settings import MANIFEST, located
+from ..runners.adapters import FolderAdapters
 from ..runners.onnx_session import Providers
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from .manifest import check_digests, check_folder, read_manifest
@@ -138,6 +139,9 @@ class FolderModel:
             UntrustedFileError: when a file runs code on loading, and ``trust`` is ``False``.
         """
         require("transformers", purpose=f"{cls.__name__}", extra="transformers")
+        from ..generate.stand_ins import named_class
+        from .plain_model import PlainFileModel, SpeakingFileModel, VocoderOfFile
+
         path = check_folder(folder, GenerationError)
         check_runtime(runtime)
         task = read_manifest(path).task if (path / MANIFEST).is_file() else cls.tasks[0]
@@ -156,11 +160,10 @@ class FolderModel:
             found.folder, found.of_folder = path, generator.of_folder
             return found
         if task in SPEAKS:
-            from .plain_model import speaking_model
-
-            return speaking_model(open_generator(path, runtime=runtime, **how), cls)
-        from .plain_model import plain_model
-
+            generator = open_generator(path, runtime=runtime, **how)
+            documents = generator.settings.documents
+            stated = {} if documents is None else dict(documents.config)
+            return named_class(stated, (cls, SpeakingFileModel), {})(generator, stated)
         runtime = runtime_of_folder(path) if runtime is None else runtime
         if (path / MANIFEST).is_file():
             check_digests(path, read_manifest(path).sha256)
@@ -168,7 +171,11 @@ class FolderModel:
         if file is None:
             raise GenerationError(f"{path} contains no model{' or model'.join(RUNTIMES[runtime])} for {runtime}.")
         runner = open_runner(file, runtime=runtime, caller=cls.__name__, **how)
-        return plain_model(runner, path, cls)
+        stated = read_configuration(path / "config.json", dict[str, Any], failure=GenerationError)
+        kind = VocoderOfFile if list(runner.ports) == ["spectrogram"] else PlainFileModel
+        found = named_class(stated, (cls, kind), dict.fromkeys(runner.ports))(runner, stated)
+        found.of_folder = FolderAdapters(path)
+        return found
 
 
 class OnnxForCausalLM(FolderModel, tasks=("text-generation",)):

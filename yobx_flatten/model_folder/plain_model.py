@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
-from ..errors import GenerationError, InvalidArgumentError
-from ..files.document import read_configuration
+from ..errors import InvalidArgumentError
 from ..generate.generator import Generator
 from ..generate.pictures import typed
-from ..generate.stand_ins import ModelWithoutWeights, config_from, named_class
-from ..runners.adapters import FolderAdapters
+from ..generate.stand_ins import ModelWithoutWeights, config_from
 from ..runners.ports import Runner
 
 # defaults of models for inputs that the caller leaves out: no padding, and one text
@@ -47,10 +44,7 @@ class PlainFileModel(ModelWithoutWeights):
         if missing:
             raise InvalidArgumentError(f"{self.runner.name} takes {', '.join(ports)}: pass {', '.join(missing)}.")
         found = self.runner.run(typed(self.runner, {name: value.detach().cpu() for name, value in feeds.items()}))
-        made = ModelOutput()
-        for name, value in found.items():
-            made[name] = value
-        return made
+        return ModelOutput(found)
 
 
 class VocoderOfFile(PlainFileModel):
@@ -62,14 +56,6 @@ class VocoderOfFile(PlainFileModel):
         found: torch.Tensor
         (found,) = super().run_files(spectrogram=rows).values()
         return found if spectrogram.ndim == 3 else found[0]
-
-
-def plain_model(runner: Runner, folder: pathlib.Path, base: type) -> Any:
-    stated = read_configuration(folder / "config.json", dict[str, Any], failure=GenerationError)
-    kind = VocoderOfFile if list(runner.ports) == ["spectrogram"] else PlainFileModel
-    found = named_class(stated, (base, kind), dict.fromkeys(runner.ports))(runner, stated)
-    found.of_folder = FolderAdapters(folder)
-    return found
 
 
 class SpeakingFileModel(ModelWithoutWeights):
@@ -94,9 +80,3 @@ class SpeakingFileModel(ModelWithoutWeights):
     def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **options: Any) -> Any:
         """Generate speech; the method has this name because transformers' pipelines call ``generate``."""
         return self.generator.generate_speech(input_ids, attention_mask=attention_mask, **options)
-
-
-def speaking_model(generator: Generator, base: type) -> Any:
-    documents = generator.settings.documents
-    stated: Mapping[str, Any] = {} if documents is None else documents.config
-    return named_class(stated, (base, SpeakingFileModel), {})(generator, stated)

@@ -1,7 +1,4 @@
-"""Export the sentence-transformers modules that follow the model: pooling, dense layers, normalisation.
-
-Configuration files of modules have the formats of ``sentence_transformers.models`` in sentence-transformers 6.2.
-"""
+"""Export the sentence-transformers (6.2) modules that follow the model: pooling, dense layers, normalisation."""
 
 # modules.json      0  Transformer   tokens ──> hidden states of shape (rows, tokens, size)
 # 1_Pooling/        1  Pooling       one vector for each row: the mean of its tokens, the first, the last ...

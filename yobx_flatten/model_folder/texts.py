@@ -47,9 +47,7 @@ def tokens_of(source: pathlib.Path | None, texts: Sequence[str], **options: Any)
     def read() -> list[list[int]]:
         from transformers import ByT5Tokenizer
 
-        tokenizer: Any = (
-            ByT5Tokenizer(extra_ids=0) if source is None else open_tokenizer(source, failure=ModelSourceError)
-        )
+        tokenizer = ByT5Tokenizer(extra_ids=0) if source is None else open_tokenizer(source, failure=ModelSourceError)
         found: list[list[int]] = tokenizer(list(texts), verbose=False, **options)["input_ids"]
         return found
 
@@ -115,8 +113,8 @@ def sentence_case(
     if not read or not _are_known(model, read):
         return None
     found = [torch.tensor(row) for row in read]
-    ids = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=model.config.pad_token_id or 0)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in found], batch_first=True)
+    ids = pad_sequence(found, batch_first=True, padding_value=model.config.pad_token_id or 0)
+    mask = pad_sequence([torch.ones_like(row) for row in found], batch_first=True)
     inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
     return Case(f"{len(ids)} sentences", (), {name: inputs[name] for name in like})
 
@@ -129,12 +127,6 @@ logger = logging.getLogger("yobx_flatten")
 
 _ANSWERS = 2  # number of answers that are sampled for each prompt
 _NEW = 64  # largest number of tokens of a sampled answer
-
-
-# Build the calibration text for rounding to 4 bits: chats with the model's own answers, and a text.
-#
-#     prompts ──> sampled answers ──────────────────┐
-#     text that is not used for the measurement ────┴──> rows of equal length
 
 
 def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -219,10 +211,9 @@ def _written(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: A
                 'and a content: {"role": "user", "content": "Hello"}'
             )
 
-    def refused(error: BaseException) -> InvalidArgumentError:
-        return InvalidArgumentError(f"The chat template refuses these messages: {first_line(error)}")
-
-    with raised_as(refused):  # a template is untrusted code that runs in jinja's sandbox
+    refused = "The chat template refuses these messages"
+    # a template is untrusted code that runs in jinja's sandbox
+    with raised_as(lambda error: InvalidArgumentError(f"{refused}: {first_line(error)}")):
         how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **options}
         text = limited(tokenizer.apply_chat_template, list(messages), **how)
     assert isinstance(text, str)

@@ -161,7 +161,13 @@ def verify_folder(
     path = check_folder(folder)
     manifest = read_manifest(path)
     check_digests(path, manifest.sha256)
-    manifest = _for_device(manifest, device, providers)
+    onnx_session.only_for_onnxruntime(manifest.runtime, device, providers)
+    if device not in (None, "cpu") or providers is not None:
+        onnx_session.require_onnxruntime("verify_folder")
+        if not onnx_session.is_on_cpu(onnx_session.choose_providers(device, providers)):  # devices round differently
+            stated = {f: {o: _OF_DEVICES * t for o, t in of.items()} for f, of in manifest.tolerances.items()}
+            tolerance = _OF_DEVICES * manifest.tolerance
+            manifest = dataclasses.replace(manifest, tolerance=tolerance, tolerances=stated)
     opened = _Opened(path, manifest, trust=trust, device=device, providers=providers)
     checks = _checks(opened, path, manifest.cases, manifest.quality, on_check)
     rooms = rooms_of_files(path) if manifest.adapters else {}
@@ -260,20 +266,6 @@ def _check_quality(folder: pathlib.Path, name: str, stored: Quality, cases: list
     return FolderCheck(name, shown, found.max_difference, found.ok, time.perf_counter() - start, None, found)
 
 
-def _for_device(
-    manifest: FolderManifest, device: str | None, providers: onnx_session.Providers | None
-) -> FolderManifest:
-    """Return the manifest with larger tolerances if the device is not the CPU, since devices round differently."""
-    onnx_session.only_for_onnxruntime(manifest.runtime, device, providers)
-    if device in (None, "cpu") and providers is None:
-        return manifest
-    onnx_session.require_onnxruntime("verify_folder")
-    if onnx_session.is_on_cpu(onnx_session.choose_providers(device, providers)):
-        return manifest
-    stated = {f: {o: _OF_DEVICES * t for o, t in of.items()} for f, of in manifest.tolerances.items()}
-    return dataclasses.replace(manifest, tolerance=_OF_DEVICES * manifest.tolerance, tolerances=stated)
-
-
 class _Opened:
     """Opens the files of a folder one at a time; a call with the name ``""`` closes the open file."""
 
@@ -363,7 +355,15 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
     # share: for quantized weights, the share of tokens that must agree, each chosen after the model's own text
     expected: torch.Tensor = case.outputs["sequences"]
     margins: torch.Tensor | None = case.outputs.get("margins")  # folders of earlier versions have no margins
-    read = _read(generator, case)
+    prompt = case.inputs.get("input_ids")
+    length = 0 if prompt is None else prompt.shape[1]
+    begins = prompt is not None and length < expected.shape[1] and torch.equal(expected[:, :length], prompt)
+    start = length if begins else 1  # the output of an encoder-decoder begins with a start token
+    # tokens that the model generated, without padding after the end of a sequence
+    ends = torch.isin(expected, torch.tensor(generator.settings.eos_token_ids, dtype=torch.int64))
+    ends[:, :start] = False
+    read = (ends.cumsum(1) - ends.long()) == 0
+    read[:, :start] = False
     how: dict[str, Any] = {"max_new_tokens": case.outputs["new_tokens"]}
     how |= {"sampling": Sampling(), "num_beams": 1, "num_return_sequences": 1}  # not the folder's defaults
     # each of the two scores may be off by the tolerance
@@ -379,36 +379,6 @@ def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share
         first = differs & (differs.cumsum(1) == 1)
         excused = differs & (first & ties).any(1, keepdim=True)
         return TokenCount(int(read.sum()), int(differs.sum()), int(excused.sum()))
-    new = expected.shape[1] - _start(case)
-    differs = (_forced(generator, case, {**how, "max_new_tokens": new}) != expected) & read
-    free = read if margins is None else read & margins.isfinite()  # without tokens that a rule forces
-    total, agreed = int(free.sum()), int((free & (~differs | ties)).sum())
-    counts = int(read.sum()), int(differs.sum()), int((differs & ties).sum())
-    return TokenCount(*counts, agreed / total if total else 1.0, share)
-
-
-def _read(generator: Generator, case: StoredCase) -> torch.Tensor:
-    """Return a mask of the tokens that the model generated, without padding after the end of a sequence."""
-    expected: torch.Tensor = case.outputs["sequences"]
-    start = _start(case)
-    ends = torch.isin(expected, torch.tensor(generator.settings.eos_token_ids, dtype=torch.int64))
-    ends[:, :start] = False
-    read = (ends.cumsum(1) - ends.long()) == 0
-    read[:, :start] = False
-    return read
-
-
-def _start(case: StoredCase) -> int:
-    """Return the number of prompt tokens in the output; 1 for an encoder-decoder, whose output has a start token."""
-    expected, prompt = case.outputs["sequences"], case.inputs.get("input_ids")
-    length = 0 if prompt is None else prompt.shape[1]
-    begins = prompt is not None and length < expected.shape[1] and torch.equal(expected[:, :length], prompt)
-    return length if begins else 1
-
-
-def _forced(generator: Generator, case: StoredCase, how: dict[str, Any]) -> torch.Tensor:
-    """Return the token that the files choose at each position, after the eager model's own earlier tokens."""
-    expected: torch.Tensor = case.outputs["sequences"]
     chosen = torch.full_like(expected, -1)  # -1 stays if the files end before the model does
 
     def follow(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -416,9 +386,14 @@ def _forced(generator: Generator, case: StoredCase, how: dict[str, Any]) -> torc
         chosen[:, place] = scores.argmax(-1)
         return torch.full_like(scores, -torch.inf).scatter(1, expected[:, place, None], 0.0)
 
+    how["max_new_tokens"] = expected.shape[1] - start
     with _settings(generator, processors=(*generator.settings.processors, follow), other_loops=()):
         generator.generate(**case.inputs, **how)
-    return chosen
+    differs = (chosen != expected) & read
+    free = read if margins is None else read & margins.isfinite()  # without tokens that a rule forces
+    total, agreed = int(free.sum()), int((free & (~differs | ties)).sum())
+    counts = int(read.sum()), int(differs.sum()), int((differs & ties).sum())
+    return TokenCount(*counts, agreed / total if total else 1.0, share)
 
 
 @contextlib.contextmanager

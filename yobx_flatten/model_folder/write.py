@@ -154,7 +154,15 @@ def export_folder(  # noqa: D417 # arguments that belong together are described 
         _write_cases(plan, made)
         _write_configuration(plan, made)
         write_matrices(work, plan.adapters)
-        verified = _verified(plan, made, _described(plan, made))
+        manifest = _described(plan, made)
+        logger.info("verifying the folder", extra={**STEP, "share": 0.8})
+        with made.first.timed("verify"):
+            verified = verify_folder(work, trust=True)  # this process wrote the files
+        if not verified.ok and plan.proof != "none":
+            raise ReplayError(f"The exported {manifest.model} differs from the model.\n{verified}")
+        if manifest.quality:
+            counts = {check.case: check.tokens for check in verified.checks if check.tokens is not None}
+            write_card(work, manifest.model, plan.text, manifest.quality, counts)
         publish_folder(work, place)
     return ExportedFolder(place, plan.task, made.reports, dataclasses.replace(verified, path=place))
 
@@ -305,26 +313,11 @@ def _described(plan: FolderPlan, made: _Made) -> FolderManifest:
     return manifest
 
 
-def _verified(plan: FolderPlan, made: _Made, manifest: FolderManifest) -> FolderReport:
-    logger.info("verifying the folder", extra={**STEP, "share": 0.8})
-    with made.first.timed("verify"):
-        verified = verify_folder(made.work, trust=True)  # this process wrote the files
-    if not verified.ok and plan.proof != "none":
-        raise ReplayError(f"The exported {manifest.model} differs from the model.\n{verified}")
-    if manifest.quality:
-        counts = {check.case: check.tokens for check in verified.checks if check.tokens is not None}
-        write_card(made.work, manifest.model, plan.text, manifest.quality, counts)
-    return verified
-
-
 def _open(model: TransformersModel | str | os.PathLike[str] | FoundModel, options: FolderOptions) -> OpenedModel:
     dtype, weights, unmatched = options.dtype, options.weights, options.unmatched_weights
     if isinstance(model, (str, os.PathLike, FoundModel)):
-        found = (
-            model
-            if isinstance(model, FoundModel)
-            else find_model(os.fspath(model), trust_remote_code=options.trust_remote_code)
-        )
+        trust = options.trust_remote_code
+        found = model if isinstance(model, FoundModel) else find_model(os.fspath(model), trust_remote_code=trust)
         if unmatched is not None:
             if unmatched not in get_args(UnmatchedWeights):
                 choices = ", ".join(map(repr, get_args(UnmatchedWeights)))
@@ -441,20 +434,17 @@ def write_matrices(folder: pathlib.Path, adapters: Sequence[Adapter]) -> None:
         place.mkdir(exist_ok=True)
         write_tensor_file(place / f"{adapter.name}.safetensors", adapter.matrices)
         if (folder / "genai_config.json").is_file():
-            _write_for_genai(place / f"{adapter.name}.onnx_adapter", adapter.matrices)
+            import onnxruntime
 
-
-def _write_for_genai(path: pathlib.Path, matrices: Mapping[str, torch.Tensor]) -> None:
-    import onnxruntime
-
-    def value(matrix: torch.Tensor) -> onnxruntime.OrtValue:
-        if matrix.dtype == torch.bfloat16:
-            bits = matrix.view(torch.uint16).numpy()
-            return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, ELEMENTS["bfloat16"].code)
-        return onnxruntime.OrtValue.ortvalue_from_numpy(matrix.numpy())
-
-    form = onnxruntime.AdapterFormat()
-    form.set_adapter_version(1)
-    form.set_model_version(1)
-    form.set_parameters({name: value(matrix) for name, matrix in matrices.items()})
-    form.export_adapter(str(path))
+            values = {}
+            for name, matrix in adapter.matrices.items():
+                if matrix.dtype == torch.bfloat16:
+                    code, bits = ELEMENTS["bfloat16"].code, matrix.view(torch.uint16).numpy()
+                    values[name] = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, code)
+                else:
+                    values[name] = onnxruntime.OrtValue.ortvalue_from_numpy(matrix.numpy())
+            form = onnxruntime.AdapterFormat()
+            form.set_adapter_version(1)
+            form.set_model_version(1)
+            form.set_parameters(values)
+            form.export_adapter(str(place / f"{adapter.name}.onnx_adapter"))

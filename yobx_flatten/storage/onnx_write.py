@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -134,10 +135,7 @@ class OnnxWriter:
 
 
 def crc_of_strings(strings: Sequence[bytes]) -> int:
-    checksum = 0
-    for text in strings:
-        checksum = zlib.crc32(text + b"\0", checksum)
-    return checksum
+    return functools.reduce(lambda checksum, text: zlib.crc32(text + b"\0", checksum), strings, 0)
 
 
 def save(

@@ -344,7 +344,15 @@ def _read_tensor(record: Record, source: Source) -> torch.Tensor:
 def _read_array(record: Record, source: Source) -> Any:
     import numpy
 
-    dtype, shape = _numpy_dtype(record["dtype"]), tuple(record["shape"])
+    name, shape = record["dtype"], tuple(record["shape"])
+    try:
+        if name in ELEMENTS and not hasattr(numpy, name):
+            import ml_dtypes  # comes with onnx
+
+            name = getattr(ml_dtypes, name)
+        dtype = numpy.dtype(name)
+    except (TypeError, AttributeError, ImportError):
+        raise DamagedFileError(f"An array is of type {name!r}, which this NumPy does not have.") from None
     if dtype.kind in "UO" and record.get("text", True):
         source.check(record, STRING, shape, 0)
         texts = [text.decode() for text in source.strings(record)]
@@ -366,19 +374,6 @@ def _read_array(record: Record, source: Source) -> Any:
     array = numpy.empty(shape, _low_byte_first(dtype))
     source.fill(record, element, array.reshape(-1).view(numpy.uint8).data)
     return array.astype(dtype, copy=False)
-
-
-def _numpy_dtype(name: str) -> Any:
-    import numpy
-
-    try:
-        if name in ELEMENTS and not hasattr(numpy, name):
-            import ml_dtypes  # comes with onnx
-
-            return numpy.dtype(getattr(ml_dtypes, name))
-        return numpy.dtype(name)
-    except (TypeError, AttributeError, ImportError):
-        raise DamagedFileError(f"An array is of type {name!r}, which this NumPy does not have.") from None
 
 
 def _read_scalar(kind: str, record: Record, source: Source) -> Any:

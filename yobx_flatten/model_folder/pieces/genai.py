@@ -1,9 +1,7 @@
-"""Split a vision-language model into the files that onnxruntime-genai runs.
+"""Split vision-language and Whisper models into the files that onnxruntime-genai runs."""
 
-onnxruntime-genai does not insert image features into embeddings, so the file ``embedding`` inserts them. The
-generators of this package run ``embed_tokens``, which takes only tokens.
-"""
-
+# the library does not insert image features into embeddings, so the file `embedding` inserts them
+#
 # picture ──> vision_encoder ──> features ──┐
 # tokens ───────────────────────────────────┴──> embedding ──> decoder_model_merged ──> scores, cache
 
@@ -76,12 +74,8 @@ ALLOWED = "allowed_logits"  # the output whose logits are lowest for the tokens 
 _LEAST = -1e4  # representable in float16, and 0 after a softmax
 
 
-# Split a Whisper model into the two files that onnxruntime-genai runs.
-#
-#     sound  ──> encoder ──> features, keys and values of the sound for every layer of the decoder
-#     tokens ──> decoder (also the first call, with its own empty cache) ──> scores, cache
-#
-# In the usual split, the first decoder file returns the keys of the sound; onnxruntime-genai has no first decoder file.
+# sound  ──> encoder ──> features, keys and values of the sound for every layer of the decoder
+# tokens ──> decoder (also the first call, with its own empty cache) ──> scores, cache
 
 
 class SoundEncoderWithKeys(text.Encoder):

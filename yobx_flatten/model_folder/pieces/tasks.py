@@ -201,17 +201,9 @@ TASKS: Mapping[str, Cut] = {
     "automatic-speech-recognition": encoder_decoder_pieces,
     "image-to-text": encoder_decoder_pieces,
     "image-text-to-text": vision_language_pieces,
-    "fill-mask": plain_pieces,
-    "text-classification": plain_pieces,
-    "token-classification": plain_pieces,
-    "feature-extraction": plain_pieces,
-    "ctc": plain_pieces,
-    "audio-classification": plain_pieces,
-    "image-classification": plain_pieces,
-    "video-classification": plain_pieces,
-    "question-answering": plain_pieces,
-    "object-detection": plain_pieces,
-    "image-segmentation": plain_pieces,
+    **dict.fromkeys(("fill-mask", "text-classification", "token-classification", "feature-extraction"), plain_pieces),
+    **dict.fromkeys(("ctc", "audio-classification", "image-classification", "video-classification"), plain_pieces),
+    **dict.fromkeys(("question-answering", "object-detection", "image-segmentation"), plain_pieces),
     "depth-estimation": plain_pieces,
     "multiple-choice": choice_pieces,
     "zero-shot-image-classification": two_tower_pieces,
@@ -238,8 +230,7 @@ GENERATES = (
 SPEAKS = ("text-to-audio", "audio-to-audio")
 # task of an encoder-decoder model by its main input
 _BY_INPUT = {
-    "input_features": "automatic-speech-recognition",
-    "input_values": "automatic-speech-recognition",
+    **dict.fromkeys(("input_features", "input_values"), "automatic-speech-recognition"),
     "pixel_values": "image-to-text",
 }
 

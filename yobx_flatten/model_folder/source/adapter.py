@@ -60,9 +60,7 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
     if stated.get("peft_type") not in list(peft.PeftType):
         raise ModelSourceError(f"{folder / ADAPTER} has peft_type {stated.get('peft_type')!r}, unknown to PEFT.")
 
-    def refused(error: BaseException) -> ModelSourceError:
-        return ModelSourceError(f"{folder / ADAPTER} is not a configuration of PEFT: {first_line(error)}")
-
+    where = f"{folder / ADAPTER} is not a configuration of PEFT"
     replicated = stated.get("layer_replication")
     pairs: list[Any] = replicated if isinstance(replicated, list) else [None]
     fits = all(isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair) for pair in pairs)
@@ -71,7 +69,8 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
             f"{folder / ADAPTER} states layer_replication = {str(replicated)[:80]}, which is not a list of pairs "
             f"[first, end] with at most {_MOST_LAYERS:,} layers."
         )
-    with raised_as(refused), warnings.catch_warnings():
+    failed = raised_as(lambda error: ModelSourceError(f"{where}: {first_line(error)}"))
+    with failed, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns about each entry of a newer version
         config = peft.PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning:
@@ -113,12 +112,9 @@ def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.T
                 for name in names:
                     form.fullmatch(name), form.search(name)
 
-    def refused(error: BaseException) -> ModelSourceError:
-        where = ", ".join(held)
-        return ModelSourceError(f"{folder / ADAPTER} has a pattern ({where}) that cannot be matched: {error}")
-
+    where = f"{folder / ADAPTER} has a pattern ({', '.join(held)})"
     if patterns:
-        with raised_as(refused):
+        with raised_as(lambda error: ModelSourceError(f"{where} that cannot be matched: {error}")):
             limited(match_all)
 
 
@@ -153,7 +149,6 @@ def injected(model: Any, folder: pathlib.Path, name: str, *, choice: UnmatchedWe
 
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # the name of an adapter, which is also a file name
-_ENDS = (f".{FIRST}.weight", f".{SECOND}.weight")
 
 
 def read_adapters(model: TransformersModel, folders: Mapping[str, Any]) -> list[Adapter]:
@@ -215,7 +210,7 @@ def _check_switchable(folder: pathlib.Path) -> None:
         raise _unfit(folder, f"it was initialized with {start!r}, which changes the base weights")
     with damage_as(ModelSourceError, str(folder)):
         stored = peft.load_peft_weights(str(folder), device="cpu")
-    other = next((name for name in stored if not name.endswith(_ENDS)), None)
+    other = next((name for name in stored if not name.endswith((f".{FIRST}.weight", f".{SECOND}.weight"))), None)
     if other is not None:
         raise _unfit(folder, f"it also contains {other}, which is not a LoRA matrix")
 

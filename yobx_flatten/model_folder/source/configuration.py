@@ -20,7 +20,7 @@ from ...export.model_facts import memory_available
 from ...files.document import check_regular, inside, read_configuration, read_document
 from ...recipe.aliases import TransformersModel
 from ...recipe.static_codec import objection_to
-from ..pieces.tasks import AUTO_CLASSES, TASKS
+from ..pieces.tasks import AUTO_CLASSES, GENERATES, TASKS
 
 # arguments for every `from_pretrained`; without `False`, transformers asks on the terminal whether to run code
 FILES_ONLY: Final[dict[str, Any]] = {"local_files_only": True, "trust_remote_code": False}
@@ -46,16 +46,14 @@ def read_config(
     if objection is not None:
         raise failure(f"{file} {objection}.{remedy and ' '}{remedy}")
     named = stated.get("auto_map")
-    # code of a tokenizer or a processor is not needed
-    keys = sorted(named) if isinstance(named, Mapping) else []
-    classes = [str(stated["auto_map"][key]) for key in keys if key.startswith(("AutoConfig", "AutoModel"))]
-    wanted = [name for name in stated.get("architectures") or () if isinstance(name, str)]
-    is_known = stated.get("model_type") in CONFIG_MAPPING and all(hasattr(transformers, name) for name in wanted)
-    if classes and not is_known and not runs_code:
-        raise failure(
-            f"{name} needs its own code ({classes[0]}, in auto_map of config.json), which is not run. "
-            f"{of_code or remedy}"
-        )
+    if isinstance(named, Mapping) and not runs_code:
+        # code of a tokenizer or a processor is not needed
+        classes = [str(named[key]) for key in sorted(named) if key.startswith(("AutoConfig", "AutoModel"))]
+        wanted = [kind for kind in stated.get("architectures") or () if isinstance(kind, str)]
+        is_known = stated.get("model_type") in CONFIG_MAPPING and all(hasattr(transformers, kind) for kind in wanted)
+        if classes and not is_known:
+            code = f"its own code ({classes[0]}, in auto_map of config.json), which is not run"
+            raise failure(f"{name} needs {code}. {of_code or remedy}")
 
     def refused(error: BaseException) -> Exception:
         reason = first_line(error).rstrip(".")
@@ -150,13 +148,7 @@ _AUTO_CLASSES = (
     "AutoModel",
 )
 # tasks whose classes are not all listed in transformers' auto classes
-_KEPT = {
-    "text-generation",
-    "text2text-generation",
-    "automatic-speech-recognition",
-    "image-text-to-text",
-    "feature-extraction",
-}
+_KEPT = {*GENERATES, "feature-extraction"} - {"image-to-text"}
 _HEAD = re.compile(r"For[A-Z]|LMHeadModel$")
 
 
@@ -167,9 +159,9 @@ def class_for(config: Any) -> Any:
         if hasattr(transformers, name):
             return getattr(transformers, name)
     found = next((kind for name in _AUTO_CLASSES if (kind := of_kind(name, config)) is not None), None)
-    if found is not None:
-        return found
-    raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")
+    if found is None:
+        raise InvalidArgumentError(f"transformers has no model for a {type(config).__qualname__}.")
+    return found
 
 
 def classes_of_task(config: Any, task: str) -> list[Any]:
@@ -323,9 +315,7 @@ def small_config(name: str) -> Any:
 def _shrunk(config_class: Any) -> Any:
     default = config_class()
     options = {name: size for name, size in {**_SIZES, **_VOCABULARY}.items() if _may_be_set(default, name, size)}
-    for name in _DROPPED:
-        if getattr(default, name, None):
-            options[name] = None
+    options |= {name: None for name in _DROPPED if getattr(default, name, None)}
     if getattr(default, "sliding_window", None):
         options["sliding_window"] = WINDOW
     kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or []))
@@ -340,10 +330,8 @@ def _shrunk(config_class: Any) -> Any:
         options |= {name: size for name, size in sizes.items() if _may_be_set(default, name, size)}
     if isinstance(getattr(default, "depths", 0), list | tuple) and hasattr(default, "window_size"):  # Swin
         options |= {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 32, "window_size": 2}
-    for name in getattr(default, "sub_configs", {}):
-        below = getattr(default, name, None)
-        if below is not None:
-            options[name] = _shrunk(type(below))
+    below = {name: getattr(default, name, None) for name in getattr(default, "sub_configs", {})}
+    options |= {name: _shrunk(type(one)) for name, one in below.items() if one is not None}
     config = config_class(**options)
     if "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()):
         config.rope_parameters["mrope_section"] = [2, 3, 3]  # time, height and width share half of a head

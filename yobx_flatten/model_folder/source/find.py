@@ -110,6 +110,17 @@ class FoundModel:
                 return self._with_adapter(*made)
         wanted, code = getattr(torch, dtype), {"trust_remote_code": True} if self.runs_code else {}
         kind = own_auto_class(self.config) if self.runs_code else class_for(self.config)
+        if not self.has_weights and self.folder is not None and self.unmatched_weights != "random":
+            files = (path.name for suffix in _OTHER_WEIGHTS for path in self.folder.glob(f"*{suffix}"))
+            file = min(files, default="")
+            if file.endswith(GGUF):
+                raise ModelSourceError(f"{self.name} holds {file}. Pass the file: {self.folder / file}")
+            if file:
+                raise ModelSourceError(
+                    f"{self.name} contains {file}, but only safetensors and pytorch_model.bin can be read. Load the "
+                    "model, save it with save_pretrained, and name that folder; or, for random weights on purpose: "
+                    'unmatched_weights="random" (--unmatched-weights random)'
+                )
         with bounded_weights(self.name, failure=ModelSourceError, stored=self.stored_bytes()):
             if self.has_weights:
                 how: dict[str, Any] = {"dtype": wanted, **FILES_ONLY, **code}
@@ -117,7 +128,6 @@ class FoundModel:
                     kind, self.folder, self.name, choice=self.unmatched_weights, failure=ModelSourceError, **how
                 )
                 return self._with_adapter(model, differences.remarks())
-            self._check_without_weights()
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 made = kind.from_config(self.config, **code) if self.runs_code else kind(self.config)
@@ -170,20 +180,6 @@ class FoundModel:
             base = model.base_model
             base.config.architectures = [type(base).__name__]
             return base, remarks
-
-    def _check_without_weights(self) -> None:
-        """Raise ModelSourceError if a folder has weights only in a format that is not read."""
-        if self.folder is None or self.unmatched_weights == "random":
-            return
-        file = min((path.name for suffix in _OTHER_WEIGHTS for path in self.folder.glob(f"*{suffix}")), default=None)
-        if file is not None and file.endswith(GGUF):
-            raise ModelSourceError(f"{self.name} holds {file}. Pass the file: {self.folder / file}")
-        if file is not None:
-            raise ModelSourceError(
-                f"{self.name} contains {file}, but only safetensors and pytorch_model.bin can be read. Load the "
-                "model, save it with save_pretrained, and name that folder; or, for random weights on purpose: "
-                'unmatched_weights="random" (--unmatched-weights random)'
-            )
 
     def stored_bytes(self) -> int:
         if self.gguf is not None:
@@ -343,7 +339,6 @@ def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
     return folder, ""
 
 
-_CONFIG, _FAST = "tokenizer_config.json", "tokenizer.json"
 _MOST_GROWTH = 1000  # largest factor by which the replacements of a tokenizer may lengthen a text
 
 
@@ -374,11 +369,11 @@ def open_tokenizer(folder: pathlib.Path, *, failure: type[Exception], **options:
     if folder.is_file():
         return gguf_tokenizer(folder)
     own_files(folder, TEXTS, failure)
-    config = folder / _CONFIG
+    config, fast = folder / "tokenizer_config.json", folder / "tokenizer.json"
     stated = read_document(config, _Stated, failure=failure, finite=False) if config.exists() else _Stated()
     with readable(folder, failure):
-        if (folder / _FAST).exists() and b'"Replace"' in read_bytes(folder / _FAST, failure=failure):
-            parts = read_document(folder / _FAST, dict[str, Any], failure=failure, finite=False)
+        if fast.exists() and b'"Replace"' in read_bytes(fast, failure=failure):
+            parts = read_document(fast, dict[str, Any], failure=failure, finite=False)
             if max(_growth(parts.get("normalizer")), _growth(parts.get("decoder"))) > _MOST_GROWTH:
                 raise failure(f"its Replace steps (tokenizer.json) make a text over {_MOST_GROWTH:,} times as long")
     # for some model types, AutoTokenizer ignores that the folder names ByT5Tokenizer

@@ -58,9 +58,8 @@ class OpenedModel:
 def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) -> OpenedModel:
     """Load a model that :func:`find_model` found; each layer of a large model reads its weights when called."""
     if weights not in get_args(WeightsIn):
-        raise InvalidArgumentError(
-            f"weights must be one of {', '.join(map(repr, get_args(WeightsIn)))}, found {weights!r}."
-        )
+        choices = ", ".join(map(repr, get_args(WeightsIn)))
+        raise InvalidArgumentError(f"weights must be one of {choices}, found {weights!r}.")
     if weights == "stream" and to != "onnx":
         raise InvalidArgumentError(f"weights='stream' is for ONNX files, found to={to!r}. Leave weights= out.")
     if weights == "stream" and found.adapter is not None:

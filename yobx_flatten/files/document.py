@@ -34,7 +34,7 @@ _TAGGED = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 def damage_as(failure: type[Exception], where: str, *own: type[Exception]) -> contextlib.AbstractContextManager[None]:
     """In a ``with`` block, convert errors that a reader raises for a damaged file to the class ``failure``."""
 
-    # safetensors, protobuf and torch raise many classes for inconsistent data; a lack of memory is no damage
+    # safetensors, protobuf and torch raise many classes for inconsistent data; a lack of memory stays as it is
     def damaged(error: BaseException) -> Exception:
         return failure(f"{where} is damaged ({type(error).__name__}: {first_line(error)}).")
 
@@ -71,7 +71,6 @@ def read_document(
     finite: bool = True,
     kind: str = "",
 ) -> T:
-    # form: the expected type: a dataclass, or a type such as `dict[str, float]`
     # finite: whether to refuse `Infinity` and `NaN`, which transformers configurations may contain
     # kind: the kind of file, for the message about a file that does not begin like JSON
     text = read_bytes(path, failure=failure)

@@ -304,7 +304,7 @@ def _is_close(found: OutputDifference, case: StoredCase, manifest: FolderManifes
 def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenCount:
     """Generate with the files of a folder, and count the tokens that differ from the eager model's tokens."""
     # If the two best scores for a token are almost equal (a tie), rounding may change their order, and the rest of the
-    # sequence may differ. With quantized weights, other scores change too, so only a share of tokens must agree.
+    # sequence may differ. With quantized weights, other scores also change, so only a share of tokens must agree.
     folder, manifest = opened.folder, opened.manifest
     scores = [outputs["logits"] for outputs in manifest.tolerances.values() if "logits" in outputs]
     tolerance = max([manifest.tolerance, *(min(one, _MOST_OF_TOLERANCE * manifest.tolerance) for one in scores)])

@@ -237,12 +237,17 @@ def run_case(case: StoredCase, runner: Runner, *, tolerance: float) -> CaseRepor
     rows = [row for row in rows if _is_data(row[2])]
     places = match(list(results), [(name, *spellings_of(plain), plain) for name, plain, _ in rows])
     found = {place: name for name, place in places.items()}
-    outputs = [
-        OutputDifference(name, found[place], *_difference(expected, results[found[place]]), share_of_nan(expected))
-        if place in found
-        else OutputDifference(name, None, float("inf"), "the model has no such output")
-        for place, (name, _, expected) in enumerate(rows)
-    ]
+    outputs = []
+    for place, (name, _, expected) in enumerate(rows):
+        if place not in found:
+            outputs.append(OutputDifference(name, None, float("inf"), "the model has no such output"))
+            continue
+        difference, error = float("inf"), None
+        try:
+            difference = largest_difference(expected, results[found[place]])
+        except ReplayError as failed:
+            error = without_cause(failed)
+        outputs.append(OutputDifference(name, found[place], difference, error, share_of_nan(expected)))
     return CaseReport(case.name, runner.name, outputs, unused, seconds, tolerance)
 
 
@@ -250,10 +255,3 @@ def _is_data(leaf: object) -> bool:
     """Return whether a value can be an input or output of an ONNX graph: a tensor, an array, a number or text."""
     is_array = hasattr(leaf, "__array__") and hasattr(leaf, "dtype")
     return is_array or isinstance(leaf, (torch.Tensor, bool, int, float, complex, str))
-
-
-def _difference(expected: object, found: object) -> tuple[float, str | None]:
-    try:
-        return largest_difference(expected, found), None
-    except ReplayError as error:
-        return float("inf"), without_cause(error)

@@ -397,7 +397,6 @@ _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
 def write_companions(
     folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None, *, reads_bytes: bool = False
 ) -> None:
-    # source: the folder or GGUF file whose tokenizer and processor are copied
     # reads_bytes: whether a model without a folder gets a tokenizer of bytes, because its weights are random
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]  # the configuration of a base model may name a class with a head

@@ -148,7 +148,6 @@ def save(
 ) -> int:
     """Write a flattened object to an ONNX file; large tensors are written to a second file in the same folder."""
     # path: the file; the second file is `<path>.data`, or `<path>.1f0e3dad.data` if `path` or `<path>.data` exists
-    # external_data: whether to use a second file; `None` to decide by size
     path = pathlib.Path(path)
     total = sum(payload.nbytes for payload in structure.payloads)
     if external_data is None:

@@ -131,7 +131,6 @@ class NestedVisionEncoder(torch.nn.Module):
         return all(hasattr(inner, name) for name in ("vision_model", "connector", "text_model"))
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
-        """Return features of shape (1, tokens per image, hidden size)."""
         high, wide = (size // self.patch_size for size in pixel_values.shape[-2:])
         mask = torch.ones(len(pixel_values), high, wide, dtype=torch.bool)
         seen = self.vision_model(pixel_values=pixel_values, patch_attention_mask=mask).last_hidden_state
@@ -225,7 +224,7 @@ class TextDecoder(_LanguageModel):
         return self.read(inputs_embeds, attention_mask, position_ids, cache)
 
 
-# Export the language model of a vision-language model whose tokens of one image attend to each other.
+# The tokens of one image attend to each other:
 #
 #     Gemma 3                                    PaliGemma
 #     a  [image]  b    token_type_ids 0 1 1 0    [prompt]  c    token_type_ids 0 0 0 1
@@ -341,7 +340,6 @@ class VisionEncoder(torch.nn.Module):
         self.model = model
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
-        """Return features of shape (1, tokens per image, hidden size)."""
         found = self.model.get_image_features(pixel_values)
         found = getattr(found, "pooler_output", found)  # transformers 4 returns the features themselves
         return {"image_features": torch.stack(tuple(found)) if isinstance(found, (tuple, list)) else found}

@@ -191,7 +191,6 @@ def find_model(
     source: str, *, weights: bool = True, trust_remote_code: bool = False, of_adapter: str = ""
 ) -> FoundModel:
     """Find a model by its name (``MODEL_NAMES`` lists all forms), without loading its weights."""
-    # trust_remote_code: whether Python files in the folder may run
     # of_adapter: the adapter whose base model is searched; the adapter in a PEFT folder is merged into its base model
     require_transformers("a model")
     path = pathlib.Path(source)

@@ -47,12 +47,10 @@ class OpenedModel:
         """Load all weights of a model that was opened to be read layer by layer; the report names the ``reason``."""
         assert self.found is not None
         assert self.folder is not None
-        dtype, checkpoint = self.model.dtype, open_checkpoint(self.folder)
+        checkpoint = open_checkpoint(self.folder)
         assert checkpoint is not None
         remarks = (f"the model is loaded as a whole: {reason}.",)
-        _check_memory(self.found, checkpoint, dtype, memory_available(), remarks)
-        model, noted = self.found.load_with_remarks(dtype=str(dtype).removeprefix("torch."))
-        return OpenedModel(model, self.folder, remarks=(*remarks, *noted))
+        return _whole(self.found, checkpoint, self.model.dtype, memory_available(), remarks)
 
 
 def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) -> OpenedModel:
@@ -89,22 +87,22 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
             return OpenedModel(model, found.folder, True, (shown, *noted), found)
         except NotStreamableError as reason:
             remarks = (f"the model is loaded as a whole: {reason}.",)
-    _check_memory(found, checkpoint, wanted, free, remarks)
-    model, noted = found.load_with_remarks(dtype=dtype)
-    return OpenedModel(model, found.reader_folder, remarks=(*remarks, *noted))
+    return _whole(found, checkpoint, wanted, free, remarks)
 
 
-def _check_memory(
+def _whole(
     found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype, free: int, remarks: tuple[str, ...]
-) -> None:
-    size = checkpoint.bytes_as(dtype)
+) -> OpenedModel:
+    size, name = checkpoint.bytes_as(dtype), str(dtype).removeprefix("torch.")
     is_mapped = set(checkpoint.types.values()) <= {_TYPES.get(dtype)}  # no stored weight is converted
     if size > free and not is_mapped:
         remedy = remarks[0] if remarks else 'Read them layer by layer:\n    weights="stream" (--weights stream)'
         raise NoRoomError(
-            f"The weights of {found.name} take {format_bytes(size)} of memory in {str(dtype).removeprefix('torch.')}, "
-            f"and {format_bytes(free)} are available. {remedy[0].upper()}{remedy[1:]}"
+            f"The weights of {found.name} take {format_bytes(size)} of memory in {name}, and {format_bytes(free)} are "
+            f"available. {remedy[0].upper()}{remedy[1:]}"
         )
+    model, noted = found.load_with_remarks(dtype=name)
+    return OpenedModel(model, found.reader_folder, remarks=(*remarks, *noted))
 
 
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -194,6 +194,7 @@ _CONSTANTS = (type, slice, range, types.FunctionType, types.BuiltinFunctionType)
 
 
 def remedy_for(cls: type, obj: object, layouts: Layouts, path: str = "x") -> Remedy:
+    # path: the path of the object, for lines that convert the object
     convert = CONVERSIONS.get(cls.__module__.partition(".")[0])
     is_number = cls.__module__ == "numpy" and cls.__name__ != "ndarray"
     if is_number or (convert is None and layouts(cls).is_tensor):

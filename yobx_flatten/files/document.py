@@ -71,6 +71,7 @@ def read_document(
     finite: bool = True,
     kind: str = "",
 ) -> T:
+    # form: the expected type: a dataclass, or a type such as `dict[str, float]`
     # finite: whether to refuse `Infinity` and `NaN`, which transformers configurations may contain
     # kind: the kind of file, for the message about a file that does not begin like JSON
     text = read_bytes(path, failure=failure)
@@ -165,6 +166,7 @@ def check_own(path: pathlib.Path, folder: pathlib.Path, failure: type[Exception]
 
 def check_regular(path: pathlib.Path, failure: type[Exception], most: int | None = None) -> None:
     """Refuse a path that is not a regular file, such as a pipe; links, as in the Hub's cache, are followed."""
+    # most: the largest number of bytes; no limit by default
     _check(os.stat(path), path, failure, most)
 
 

@@ -44,6 +44,8 @@ def export_piece(
     quantization: Quantization | None = None,
     adapters: Sequence[Adapter] = (),
 ) -> ExportReport:
+    # model: name of the model's class
+
     def export(one: Piece) -> ExportReport:
         report = _written(one, path, options, proof, quantization, adapters)
         report.remark(*one.remarks)

@@ -88,6 +88,7 @@ def _session(file: str) -> dict[str, Any]:
 def decoder_config(
     model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = (), config: Any = None
 ) -> dict[str, Any] | None:
+    # config: the configuration of the decoder; by default the configuration of the model
     # shared: inputs that may share their memory with an output; the library updates the cache in place if all cache
     # inputs are shared
     # returns: `None` for a model that onnxruntime-genai 0.18 cannot run: its cache has only keys and values, and one
@@ -127,6 +128,7 @@ def decoder_config(
 def picture_config(
     model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = ()
 ) -> dict[str, Any] | None:
+    # inputs, shared, returned value: see `decoder_config`
     text = model.config.get_text_config(decoder=True)
     contents = decoder_config(model, inputs, shared=shared, config=text)
     if contents is None:

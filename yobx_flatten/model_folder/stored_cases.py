@@ -41,8 +41,10 @@ def generation_case(
     prompts: dict[str, torch.Tensor] | None = None,
 ) -> StoredCase:
     """Make a test case: text that the eager model generates greedily; two of three prompts are padded on the left."""
-    # outputs: prompt and new tokens, of shape (batch, length), the requested number of new tokens, and the margin
-    # between the two best scores of each new token, infinite for the prompt
+    # returns: inputs: arguments of `generate`; outputs: prompt and new tokens, of shape (batch, length), the requested
+    # number of new tokens, and the margin between the two best scores of each new token, infinite for the prompt
+    # tokens: the number of new tokens, reduced to the room of the model
+    # prompts: tokens to begin with and their mask; by default random tokens
     text = model.config.get_text_config(decoder=True)
     room = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None) or 512
     new_tokens = min(tokens, room - 12)

@@ -29,6 +29,8 @@ def python_text(
     model: TransformersModel, source: pathlib.Path | None, rows: int, text: str = ""
 ) -> torch.Tensor | None:
     """Return tokens of a text (by default, Python's source code), as int64 of shape (rows, length)."""
+    # source: the folder of the tokenizer; `None` for a model that reads bytes
+    # text: by default, the source code of modules of Python
     # returns: `None` if there is no fitting tokenizer, or if there is no text or no room of 16 tokens
     config = model.config.get_text_config(decoder=True)
     room = getattr(config, "max_position_embeddings", None) or LENGTH
@@ -43,6 +45,7 @@ def python_text(
 
 def tokens_of(source: pathlib.Path | None, texts: Sequence[str], **options: Any) -> list[list[int]]:
     """Return the tokens of texts; an empty list if the folder has no tokenizer that can be read."""
+    # options: further arguments of the tokenizer
 
     def read() -> list[list[int]]:
         from transformers import ByT5Tokenizer
@@ -87,8 +90,9 @@ _SENTENCES = (
 
 
 def encoder_rows(model: TransformersModel, source: pathlib.Path | None, multiple: int) -> torch.Tensor | None:
-    """Return tokens of Python's source code, int64 of (rows, length), with special tokens; ``None`` if none fit."""
-    # the number of rows is a multiple of `multiple`
+    """Return tokens of Python's source code, int64 of (rows, length); each row has the tokenizer's special tokens."""
+    # multiple: the number of rows is a multiple of this number
+    # returns: `None` if there is no fitting tokenizer, or if the model has no room for 16 tokens
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
     length, text = min(_LENGTH, room - 2), python_source()  # positions of some models start at 2
     size = _LETTERS * length
@@ -105,6 +109,7 @@ def sentence_case(
     model: TransformersModel, source: pathlib.Path | None, like: Mapping[str, torch.Tensor], rows: int | None
 ) -> Case | None:
     """Return a test case with sentences, padded on the right; ``None`` if the folder has no tokenizer of the model."""
+    # like: an example with the input names of the model
     room = getattr(model.config, "max_position_embeddings", None) or _LENGTH
     texts = itertools.islice(itertools.cycle(_SENTENCES), rows or len(_SENTENCES))
     if source is None:
@@ -129,8 +134,15 @@ _ANSWERS = 2  # number of answers that are sampled for each prompt
 _NEW = 64  # largest number of tokens of a sampled answer
 
 
+# Build the calibration text for rounding to 4 bits: chats with the model's own answers, and a text.
+#
+#     prompts ──> sampled answers ──────────────────┐
+#     text that is not used for the measurement ────┴──> rows of equal length
+
+
 def answered(model: TransformersModel, prompts: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Return the tokens of each prompt followed by a sampled answer of the model, int64 of shape (length,)."""
+    # prompts: tokens and their mask, of shape (rows, length), padded on the left
     ids, mask = (prompts[name].repeat(_ANSWERS, 1) for name in ("input_ids", "attention_mask"))
     logger.info("drawing answers of %s", type(model).__qualname__, extra=STEP)
     ends: Any = getattr(model.generation_config, "eos_token_id", None)
@@ -165,6 +177,7 @@ def chat_tokenizer(folder: pathlib.Path) -> Any:
 
 def message_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, torch.Tensor]:
     """Return tokens and attention mask of a conversation up to the reply, int64 of shape (1, length)."""
+    # options: further arguments of `apply_chat_template`, such as `tools`
     text = _written(tokenizer, messages, **options)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], dtype=torch.int64)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -241,7 +254,7 @@ def chat_prompts(
     model: TransformersModel, source: pathlib.Path | None, rows: int, questions: Sequence[str] = ()
 ) -> dict[str, torch.Tensor] | None:
     """Return tokens and attention mask of chat prompts, int64 of shape (rows, length), padded on the left."""
-    # questions: the caller's prompts, which need no chat template; the default needs one
+    # questions: the caller's prompts, which need no chat template; by default `_QUESTIONS`, which need one
     # returns: `None` if there is no fitting tokenizer, or if the model has no room for an answer
     if source is None:
         return None

@@ -352,7 +352,8 @@ class TokenCount:
 
 
 def count_tokens(generator: Generator, case: StoredCase, tolerance: float, share: float | None = None) -> TokenCount:
-    # share: for quantized weights, the share of tokens that must agree, each chosen after the model's own text
+    # share: for quantized weights, the share of tokens that must agree, each chosen after the model's own text;
+    # `None` if all tokens must agree
     expected: torch.Tensor = case.outputs["sequences"]
     margins: torch.Tensor | None = case.outputs.get("margins")  # folders of earlier versions have no margins
     prompt = case.inputs.get("input_ids")

@@ -397,6 +397,7 @@ _WRITTEN_ANEW = {"config.json", "generation_config.json", ADAPTER}
 def write_companions(
     folder: pathlib.Path, model: TransformersModel, source: pathlib.Path | None, *, reads_bytes: bool = False
 ) -> None:
+    # source: the folder of the model, whose tokenizer and processor are copied, or its GGUF file; `None` if unknown
     # reads_bytes: whether a model without a folder gets a tokenizer of bytes, because its weights are random
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]  # the configuration of a base model may name a class with a head

@@ -221,7 +221,8 @@ _ENGINES = ("onnx", "onnxruntime", "ReferenceEvaluator")
 class RunOutputs:
     """Reads stored values by running the ONNX model, which returns them as outputs (see :class:`.structure.Source`)."""
 
-    # path: the file; `None` for a model in memory; sep: see `MiniOnnxBuilder`
+    # path: the file of the model; `None` for a model in memory
+    # sep: separator between the name of a dict and `keys` or `values`, see `MiniOnnxBuilder`
     def __init__(self, model: onnx.ModelProto, path: str | os.PathLike[str] | None, engine: str, sep: str) -> None:
         # the second name is onnx-diagnostic's evaluator, which runs the same operators as ONNX's reference
         if engine not in (*_ENGINES, "ExtendedReferenceEvaluator"):

@@ -144,6 +144,7 @@ def open_model(given: object, function: str) -> tuple[Any, pathlib.Path | None]:
 
 def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) -> Any:
     """Return the structure of the nested values in an ONNX model, read from its metadata; refuse other ONNX models."""
+    # content: the expected kind of content; `None` for any
     # protobuf returns bytes for invalid text
     found = {entry.key: entry.value for entry in model.metadata_props if isinstance(entry.value, str)}
     if found.get(FORMAT) != "nested-values":

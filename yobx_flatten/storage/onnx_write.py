@@ -32,7 +32,8 @@ _PIECE = 16 * 2**20  # bytes written at once
 
 
 class OnnxWriter:
-    # opset: an element type can require a newer version; external: file for the data, `None` to store it in the model
+    # opset: the version of ONNX's operators; an element type can require a newer version
+    # external: file for the data, `None` to store it in the model
     def __init__(
         self,
         function: str,
@@ -63,6 +64,7 @@ class OnnxWriter:
 
     def add(self, payload: Payload, *, output: bool = True) -> None:
         """Add a value to the ONNX graph, as an initializer or, for a stored seed, as a ``RandomUniform`` node."""
+        # output: whether the graph returns the leaf; `True` by default
         name, element = payload.record["name"], payload.element
         self._payloads[name] = payload
         self._taken.add(name)
@@ -94,11 +96,13 @@ class OnnxWriter:
 
     def add_output(self, name: str, code: int, dims: Sequence[int] | None, *, sequence: bool = False) -> None:
         # code: the type of the elements, a value of `onnx.TensorProto.DataType`
+        # sequence: whether the value is a sequence of tensors; `False` by default
         helper = self._onnx.helper
         make = helper.make_tensor_sequence_value_info if sequence else helper.make_tensor_value_info
         self._outputs.append(make(name, code, dims))
 
     def model(self, json_: dict[str, Any] | None, content: str) -> onnx.ModelProto:
+        # json_: the structure, for the metadata; `None` without one
         if not self._outputs:  # onnxruntime loads no graph without outputs
             self.add(Payload({"name": unique("nothing", self._taken)}, UINT8, (0,)))
         helper = self._onnx.helper
@@ -148,6 +152,7 @@ def save(
 ) -> int:
     """Write a flattened object to an ONNX file; large tensors are written to a second file in the same folder."""
     # path: the file; the second file is `<path>.data`, or `<path>.1f0e3dad.data` if `path` or `<path>.data` exists
+    # external_data: whether to use a second file; `None` to decide by size
     path = pathlib.Path(path)
     total = sum(payload.nbytes for payload in structure.payloads)
     if external_data is None:

@@ -74,8 +74,12 @@ ALLOWED = "allowed_logits"  # the output whose logits are lowest for the tokens 
 _LEAST = -1e4  # representable in float16, and 0 after a softmax
 
 
-# sound  ──> encoder ──> features, keys and values of the sound for every layer of the decoder
-# tokens ──> decoder (also the first call, with its own empty cache) ──> scores, cache
+# Split a Whisper model into the two files that onnxruntime-genai runs.
+#
+#     sound  ──> encoder ──> features, keys and values of the sound for every layer of the decoder
+#     tokens ──> decoder (also the first call, with its own empty cache) ──> scores, cache
+#
+# In the usual split, the first decoder file returns the keys of the sound; onnxruntime-genai has no first decoder file.
 
 
 class SoundEncoderWithKeys(text.Encoder):

@@ -77,7 +77,7 @@ class FrameDecoder(_WithCache):
         cache: PlainCache,
         encoder_attention_mask: torch.Tensor,
     ) -> dict[str, Any]:
-        # transformers runs the prenet on all frames in every call
+        # the prenet on one frame, with given dropout masks; transformers runs it on all frames in every call
         net, hidden, place = self.prenet, frame, cache[0]["decoder"]["key"].shape[2]
         for index, layer in enumerate(net.layers):
             hidden = torch.nn.functional.relu(layer(hidden))

@@ -76,7 +76,7 @@ def pieces_of_calls(
     steps: int = 1,
 ) -> list[Piece]:
     """Describe a file for each module, with export inputs from ``example`` and test inputs from ``others``."""
-    # shapes: of single inputs, by file; steps: number of calls of the last module in each case
+    # shapes: dynamic shapes of single inputs, by file; steps: number of calls of the last module in each case
     pieces = []
     for place, (stem, module) in enumerate(modules.items()):
         inputs, count = dict(example[place]), steps if place + 1 == len(modules) else 1

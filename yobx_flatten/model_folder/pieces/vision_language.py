@@ -110,6 +110,7 @@ class GridVisionEncoder(torch.nn.Module):
 
 def grid_image(model: TransformersModel, height: int, width: int) -> dict[str, torch.Tensor]:
     """Make a random picture of ``height`` times ``width`` image tokens."""
+    # returns: `pixel_values` of shape (patches, values of a patch), and `image_grid_thw` of shape (1, 3)
     vision = model.config.vision_config
     merge = vision.spatial_merge_size
     grid = torch.tensor([[1, height * merge, width * merge]])
@@ -131,6 +132,7 @@ class NestedVisionEncoder(torch.nn.Module):
         return all(hasattr(inner, name) for name in ("vision_model", "connector", "text_model"))
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
+        """Return features of shape (1, tokens per image, hidden size)."""
         high, wide = (size // self.patch_size for size in pixel_values.shape[-2:])
         mask = torch.ones(len(pixel_values), high, wide, dtype=torch.bool)
         seen = self.vision_model(pixel_values=pixel_values, patch_attention_mask=mask).last_hidden_state
@@ -184,6 +186,7 @@ class TiledVisionEncoder(torch.nn.Module):
 
 def tiled_image(model: TransformersModel, number: int = 0) -> dict[str, torch.Tensor]:
     """Make a random picture, cut into the model's tiles; an even seed ``number`` makes it wide, an odd one high."""
+    # returns: `pixel_values` of shape (1, tiles, channels, height, width), and `image_sizes` of shape (1, 2)
     config = model.config
     side, tiles = config.vision_config.image_size, Tiles(config.to_dict())
     # not square, so that the padding of the shorter side is tested
@@ -321,7 +324,8 @@ class DeepstackDecoder(_LanguageModel):
         deepstack_embeds: Any,
         cache: TransformersCache | None = None,
     ) -> dict[str, Any]:
-        # deepstack_embeds has shape (batch, length, layers, hidden size); `_add` ignores visual_pos_masks
+        """Return logits and cache; ``deepstack_embeds`` has shape (batch, length, layers, hidden size)."""
+        # transformers passes visual_pos_masks to _deepstack_process, which ignores the mask
         more = {"visual_pos_masks": attention_mask, "deepstack_visual_embeds": deepstack_embeds.unbind(2)}
         return self.read(inputs_embeds, attention_mask, position_ids, cache, **more)
 
@@ -340,6 +344,7 @@ class VisionEncoder(torch.nn.Module):
         self.model = model
 
     def forward(self, pixel_values: Any) -> dict[str, Any]:
+        """Return features of shape (1, tokens per image, hidden size)."""
         found = self.model.get_image_features(pixel_values)
         found = getattr(found, "pooler_output", found)  # transformers 4 returns the features themselves
         return {"image_features": torch.stack(tuple(found)) if isinstance(found, (tuple, list)) else found}

@@ -63,11 +63,12 @@ def gguf_weights(
     kind: Any, config: Any, path: pathlib.Path, dtype: Any, *, choice: UnmatchedWeights = "refuse"
 ) -> tuple[Any, tuple[str, ...]]:
     """Return the model in a GGUF file with dequantized weights, and notes on weights that do not match its class."""
+    # choice: what to do if weights do not match the class; by default, unused weights are left out with a note
     with _alone(path) as given:
         folder = given.pop("pretrained_model_name_or_path")
         how: dict[str, Any] = {"choice": "unused" if choice == "refuse" else choice, "dtype": dtype}
         loaded, differences = load_stored(kind, folder, str(path), failure=ModelSourceError, **how, **given)
-    with torch.device("meta"):
+    with torch.device("meta"):  # without memory for weights
         plain = kind(config)
     _reader.cache_clear()
     for name in vars(loaded).keys() - vars(plain).keys():  # attributes that transformers sets on quantized models
@@ -89,7 +90,7 @@ def _tokenizer(path: pathlib.Path, changed: int) -> Any:
 
 
 def _check_counts(path: pathlib.Path) -> None:
-    # before transformers allocates all layers that the file states
+    """Raise ValueError if a file states more layers than it has tensors, before transformers allocates all layers."""
     with open_regular(path, failure=ModelSourceError) as file:
         size = path.stat().st_size
         version, tensors, entries = struct.unpack("<4xIQQ", file.read(24))

@@ -188,7 +188,8 @@ class KeyDifferences:
     def check(
         self, name: str, kind: str, choice: UnmatchedWeights, failure: type[Exception], *, option: str = ""
     ) -> None:
-        # option: how the user writes the choice, such as `"--unmatched-weights {}"`
+        # option: how the user writes the choice, such as `"--unmatched-weights {}"`; by default in Python and on the
+        # command line
         typed = option or 'unmatched_weights="{0}" (--unmatched-weights {0})'
         own = f"Pass a folder with {kind} weights, or set architectures in config.json to the class of the weights."
         on_purpose = f"To use random weights on purpose: {typed.format('random')}"
@@ -224,7 +225,7 @@ def load_stored(
     seed: int = 0,
     **options: Any,
 ) -> tuple[Any, KeyDifferences]:
-    # options: further arguments of `from_pretrained`
+    # choice: what to do if weights do not match the class; options: further arguments of `from_pretrained`
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         # ignore_mismatched_sizes: weights with other shapes are listed in `found` instead of an error

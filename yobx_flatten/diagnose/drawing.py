@@ -92,38 +92,18 @@ def explain(tree: PyTree, *, name: str = "tree", width: int = 80) -> Drawing:
     └─ ['flag']: True
     """
     unregistered = find_unregistered(tree, name=name)
-    root = _Drawer(unregistered).part(name, name, tree, 0)
-    rows = [DrawingRow(0, root.label, root.text, root.kind, "")]
-    _draw(root, 1, "", rows)
-    return Drawing(tuple(rows), tuple(unregistered), width)
+    opaque, layouts, inside = {found.path: found for found in unregistered}, Layouts(), list[int]()
 
-
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """A node of the drawn tree, with its children; nodes that differ only in their labels are equal."""
-
-    label: str = dataclasses.field(compare=False)
-    text: str
-    kind: str
-    below: tuple[_Part, ...] = ()
-
-
-class _Drawer:
-    def __init__(self, unregistered: list[Unregistered]) -> None:
-        self._opaque = {found.path: found for found in unregistered}
-        self._layouts = Layouts()
-        self._inside: list[int] = []
-
-    def part(self, label: str, path: str, obj: object, depth: int) -> _Part:
+    def part(label: str, path: str, obj: object, depth: int) -> _Part:
         # the children first, since equal children are merged
         node = pytree.SUPPORTED_NODES.get(get_node_type(obj))
         if node is not None:
-            if id(obj) in self._inside or depth > _DEEPEST:
+            if id(obj) in inside or depth > _DEEPEST:
                 return _Part(label, "… (the same object again)" if depth <= _DEEPEST else "…", "value")
             children = children_of(node, obj, path)
-            self._inside.append(id(obj))
-            below = [self.part(format_entry(key), path + format_entry(key), one, depth + 1) for key, one in children]
-            self._inside.pop()
+            inside.append(id(obj))
+            below = [part(format_entry(key), path + format_entry(key), one, depth + 1) for key, one in children]
+            inside.pop()
             cls, names = type(obj), [getattr(key, "key", getattr(key, "name", None)) for key, _ in children]
             text, static = _short_name(cls), None
             if cls.__module__ in ("builtins", "collections"):
@@ -138,19 +118,34 @@ class _Drawer:
             if static is not None and not (type(static) is list and static == names):
                 text = f"{text}, static {_one_line(static)}"
             return _Part(label, text, "node", tuple(_merged(below)))
-        if path in self._opaque:
-            found = self._opaque[path]
+        if path in opaque:
+            found = opaque[path]
             holds = f"{format_count(found.tensors)}, {format_bytes(found.nbytes)}"
             return _Part(label, f"✗ {_short_name(found.cls)}, not registered: {holds}", "opaque")
-        if self._layouts(type(obj)).is_tensor:
+        if layouts(type(obj)).is_tensor:
             tensor: Any = obj
             device = getattr(tensor, "device", None)
             where = "" if not isinstance(device, torch.device) or device.type == "cpu" else f" on {device}"
             array = "" if isinstance(tensor, torch.Tensor) else f"{type(tensor).__module__.partition('.')[0]} "
             dtype = str(tensor.dtype).removeprefix("torch.")
             return _Part(label, f"{array}{dtype}{_sizes(tensor)}{where}", "tensor")
-        closed = self._layouts(type(obj)).is_closed and not issubclass(type(obj), type)
+        closed = layouts(type(obj)).is_closed and not issubclass(type(obj), type)
         return _Part(label, _one_line(obj) if closed else f"{class_name(type(obj))}, a leaf without tensors", "value")
+
+    root = part(name, name, tree, 0)
+    rows = [DrawingRow(0, root.label, root.text, root.kind, "")]
+    _draw(root, 1, "", rows)
+    return Drawing(tuple(rows), tuple(unregistered), width)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """A node of the drawn tree, with its children; nodes that differ only in their labels are equal."""
+
+    label: str = dataclasses.field(compare=False)
+    text: str
+    kind: str
+    below: tuple[_Part, ...] = ()
 
 
 def _sizes(tensor: Any) -> str:

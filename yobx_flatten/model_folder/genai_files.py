@@ -45,7 +45,20 @@ def write_genai_files(
         sequence = [{"operation": step} for step in steps]
         write_json(folder / "audio_processor_config.json", {"feature_extraction": {"sequence": sequence}})
     elif is_asked:
-        contents = picture_config(model, reports["decoder_model_merged.onnx"].input_names, shared=shared)
+        text, inputs = model.config.get_text_config(decoder=True), reports["decoder_model_merged.onnx"].input_names
+        contents = decoder_config(model, inputs, shared=shared, config=text)
+        if contents is not None:
+            vision = {"inputs": {"pixel_values": "pixel_values"}, "outputs": {"image_features": "image_features"}}
+            both = {"input_ids": "input_ids", "image_features": "image_features"}
+            embedding = {"inputs": both, "outputs": {"inputs_embeds": "inputs_embeds"}}
+            contents["model"]["decoder"]["filename"] = "decoder_model_merged.onnx"
+            # the library runs the same loop for all of its types with a picture file, an embedding file and a decoder
+            contents["model"] |= {
+                "type": "gemma3",
+                "image_token_id": image_token_of(model),
+                "vision": {"filename": "vision_encoder.onnx", **vision},
+                "embedding": {"filename": f"{EMBEDDING}.onnx", **embedding},
+            }
     if contents is not None:
         write_json(folder / "genai_config.json", contents)
     elif is_asked:
@@ -123,27 +136,6 @@ def decoder_config(
         },
         "search": _search(room, one_memory=one_memory),
     }
-
-
-def picture_config(
-    model: TransformersModel, inputs: Sequence[str], *, shared: Collection[str] = ()
-) -> dict[str, Any] | None:
-    # inputs, shared, returned value: see `decoder_config`
-    text = model.config.get_text_config(decoder=True)
-    contents = decoder_config(model, inputs, shared=shared, config=text)
-    if contents is None:
-        return None
-    stated, token = contents["model"], {"image_token_id": image_token_of(model)}
-    decoder = {**stated["decoder"], "filename": "decoder_model_merged.onnx"}
-    vision = {"inputs": {"pixel_values": "pixel_values"}, "outputs": {"image_features": "image_features"}}
-    both = {"input_ids": "input_ids", "image_features": "image_features"}
-    files = {
-        "vision": {"filename": "vision_encoder.onnx", **vision},
-        "embedding": {"filename": f"{EMBEDDING}.onnx", "inputs": both, "outputs": {"inputs_embeds": "inputs_embeds"}},
-        "decoder": decoder,
-    }
-    # the library runs the same loop for all of its types with a picture file, an embedding file and a decoder
-    return {**contents, "model": {**stated, "type": "gemma3", **token, **files}}
 
 
 def sound_config(model: TransformersModel, outputs: Sequence[str]) -> dict[str, Any]:

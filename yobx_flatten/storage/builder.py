@@ -199,9 +199,7 @@ def create_input_tensors_from_onnx_model(
 
 
 def _records(part: dict[str, Any]) -> list[dict[str, Any]]:
-    if "leaf" in part:
-        return [part]
-    return [record for child in part["children"] for record in _records(child)]
+    return [part] if "leaf" in part else [record for child in part["children"] for record in _records(child)]
 
 
 def randomized(structure: Structure) -> Structure:

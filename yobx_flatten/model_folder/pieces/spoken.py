@@ -187,6 +187,4 @@ def difference_of_speech(generator: Generator, case: StoredCase) -> float:
     masks = iter(given.pop("dropout_masks"))
     asked = {**given, "threshold": _NEVER, "maxlenratio": case.outputs["maxlenratio"], "return_output_lengths": True}
     found = speak(generator.parts, generator.settings, read, asked, masks)[0]
-    if found.shape != wanted.shape:
-        return math.inf
-    return float((found.float() - wanted.float()).abs().max())
+    return float((found.float() - wanted.float()).abs().max()) if found.shape == wanted.shape else math.inf

@@ -69,9 +69,8 @@ class FoundModel:
     @property
     def reader_folder(self) -> pathlib.Path | None:
         """The GGUF file or folder with the tokenizer; an adapter's folder has priority over the model's folder."""
-        if self.gguf is not None:
-            return self.gguf
-        return self.adapter if self.adapter is not None and reader_of(self.adapter) else self.folder
+        of_adapter = self.adapter is not None and reader_of(self.adapter)
+        return self.gguf or (self.adapter if of_adapter else self.folder)
 
     def __str__(self) -> str:
         if self.has_weights:

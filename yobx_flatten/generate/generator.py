@@ -18,7 +18,6 @@ from ..runners.adapters import FolderAdapters
 from ..runners.onnx_session import Providers, mapped_options, only_for_onnxruntime, require_onnxruntime
 from ..runners.open import RUNTIMES, check_runtime, open_runner
 from ..runners.program_runner import ProgramRunner, open_program
-from .pictures import Pictures
 from .sampling import Sampling, TokenChooser, score_rules
 from .settings import GenerationSettings, find_parts, folder_of, read_settings, refusals_named
 from .spectrogram import speak
@@ -118,7 +117,38 @@ class Generator:
             MissingDependencyError: when transformers is not installed, but beam search or another option needs it.
         """
         stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
-        return self.with_adapter(adapter)._generated(stated, sampling, options)
+        if adapter is not None:
+            return self.with_adapter(adapter).generate(**stated, sampling=sampling, **options)
+        self._check_writes("generate")
+        if options == {"do_sample": False} and sampling is None:  # the loop of this class is faster
+            options, sampling = {}, Sampling()
+        if options and sampling is not None:
+            raise InvalidArgumentError(
+                "sampling= cannot be combined with keywords of transformers' generate. Pass all options as keywords:\n"
+                "    generate(..., do_sample=True, temperature=0.7, top_p=0.9)"
+            )
+        settings = self.settings
+        beams = stated.get("num_beams", settings.num_beams)
+        if type(beams) is not int or beams < 1:
+            raise InvalidArgumentError(f"num_beams must be an int of 1 or more, found {describe_class(beams)}.")
+        if beams > 1 and sampling is not None and sampling.do_sample:
+            raise InvalidArgumentError(
+                "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() to search for the likeliest."
+            )
+        several = stated.get("num_return_sequences", settings.num_return_sequences) != 1
+        if stated.get("return_timestamps") not in (None, True, False):
+            raise InvalidArgumentError(
+                f"return_timestamps must be True or False, found {stated['return_timestamps']!r}. For times of words, "
+                "export the folder with word_times=True, and call\n    generate(..., return_token_timestamps=True)"
+            )
+        if options or beams > 1 or several or settings.other_loops:
+            return self._by_transformers({**stated, **options}, sampling)
+        sequence = self._begin(stated)
+        if sequence is None:
+            return self._by_transformers(stated, sampling)
+        first = sequence.tokens
+        new = list(self._stream(sequence, stated.get("max_new_tokens"), sampling))
+        return torch.cat([first, torch.stack(new, dim=1)], dim=1) if new else first
 
     def stream(  # noqa: D417 # arguments that belong together are described together
         self,
@@ -160,23 +190,22 @@ class Generator:
             GenerationError: when an exported file raises an error while it runs.
         """
         stated = {name: value for name, value in locals().items() if name not in _OWN and value is not None}
-        return self.with_adapter(adapter)._streamed(stated, sampling)
-
-    def _streamed(self, given: Mapping[str, Any], sampling: Sampling | None) -> Iterator[torch.Tensor]:
+        if adapter is not None:
+            return self.with_adapter(adapter).stream(**stated, sampling=sampling)
         self._check_writes("stream")
         if self.settings.other_loops:
             raise GenerationError(
                 f"generation_config.json sets {', '.join(self.settings.other_loops)}, which does not produce tokens "
                 "one by one: call generate(), or remove the entry."
             )
-        source, pictures = self._read(given)
-        if self._is_whole_speech(given):
+        sequence = self._begin(stated)
+        if sequence is None:
             raise InvalidArgumentError(
                 "stream: Whisper detects language, task and times in a loop that returns all tokens at once. Call "
                 "generate(), or pass the first tokens:\n    stream(input_features=sound, "
                 "decoder_input_ids=torch.tensor([[START, LANGUAGE, TASK, NO_TIMES]]))"
             )
-        return self._stream(self._begin(given, source, pictures), given.get("max_new_tokens"), sampling)
+        return self._stream(sequence, max_new_tokens, sampling)
 
     def generate_speech(
         self, read: torch.Tensor, speaker_embeddings: torch.Tensor | None = None, **options: Any
@@ -245,72 +274,30 @@ class Generator:
 
         return model_of_files(self.steps)
 
-    def _generated(self, stated: dict[str, Any], sampling: Sampling | None, options: dict[str, Any]) -> Any:
-        """Generate with this class's token loop if it supports the arguments, else with transformers' ``generate``."""
-        self._check_writes("generate")
-        if options == {"do_sample": False} and sampling is None:  # the loop of this class is faster
-            options, sampling = {}, Sampling()
-        if options and sampling is not None:
-            raise InvalidArgumentError(
-                "sampling= cannot be combined with keywords of transformers' generate. Pass all options as keywords:\n"
-                "    generate(..., do_sample=True, temperature=0.7, top_p=0.9)"
-            )
-        settings = self.settings
-        beams = stated.get("num_beams", settings.num_beams)
-        if type(beams) is not int or beams < 1:
-            raise InvalidArgumentError(f"num_beams must be an int of 1 or more, found {describe_class(beams)}.")
-        if beams > 1 and sampling is not None and sampling.do_sample:
-            raise InvalidArgumentError(
-                "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() to search for the likeliest."
-            )
-        several = stated.get("num_return_sequences", settings.num_return_sequences) != 1
-        if stated.get("return_timestamps") not in (None, True, False):
-            raise InvalidArgumentError(
-                f"return_timestamps must be True or False, found {stated['return_timestamps']!r}. For times of words, "
-                "export the folder with word_times=True, and call\n    generate(..., return_token_timestamps=True)"
-            )
-        if options or beams > 1 or several or settings.other_loops:
-            return self._by_transformers({**stated, **options}, sampling)
-        source, pictures = self._read(stated)
-        if self._is_whole_speech(stated):
-            return self._by_transformers(stated, sampling)
-        sequence = self._begin(stated, source, pictures)
-        first = sequence.tokens
-        new = list(self._stream(sequence, stated.get("max_new_tokens"), sampling))
-        return torch.cat([first, torch.stack(new, dim=1)], dim=1) if new else first
-
     # -- before the first token ----------------------------------------------------------------------------------------
 
-    # given: keywords of the call that are not `None`
-
-    def _is_whole_speech(self, given: Mapping[str, Any]) -> bool:
-        """Return whether Whisper's ``generate`` must run, which detects the language and splits long audio."""
-        asks = any(name in given for name in _SPEECH)
-        if "input_features" not in given or not self.settings.is_speech:
-            if asks:
-                raise InvalidArgumentError(
-                    "language=, task= and return_timestamps= are for Whisper with input_features=, whose "
-                    "generation_config.json has languages (lang_to_id) and timestamps (no_timestamps_token_id)."
-                )
-            return False
-        if "decoder_input_ids" in given and asks:
-            raise InvalidArgumentError(
-                "decoder_input_ids already set language, task and timestamps: pass either ids, or language=, task= "
-                "and return_timestamps=."
-            )
-        return "decoder_input_ids" not in given
-
-    def _read(self, given: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], tuple[Pictures, Pictures]]:
-        """Return the encoder's audio or image inputs by name, and the pictures and videos of a ``generate`` call."""
-        encoder = self.parts.encoder
+    def _begin(self, given: Mapping[str, Any]) -> TextState | None:
+        """Return the state before the first token; ``None`` if Whisper's loop must detect language and times."""
+        # given: keywords of the call that are not `None`
+        encoder, pictures = self.parts.encoder, self.steps.pictures(given)
         names = ["input_features", "input_values"]
         if encoder is not None and "pixel_values" in encoder.ports:
             names.append("pixel_values")  # otherwise the pictures belong to the decoder's prompt
-        return {name: given[name] for name in names if name in given}, self.steps.pictures(given)
-
-    def _begin(
-        self, given: Mapping[str, Any], source: dict[str, torch.Tensor], pictures: tuple[Pictures, Pictures]
-    ) -> TextState:
+        source = {name: given[name] for name in names if name in given}
+        asks = any(name in given for name in _SPEECH)
+        if "input_features" in given and self.settings.is_speech:
+            if "decoder_input_ids" not in given:
+                return None
+            if asks:
+                raise InvalidArgumentError(
+                    "decoder_input_ids already set language, task and timestamps: pass either ids, or language=, task= "
+                    "and return_timestamps=."
+                )
+        elif asks:
+            raise InvalidArgumentError(
+                "language=, task= and return_timestamps= are for Whisper with input_features=, whose "
+                "generation_config.json has languages (lang_to_id) and timestamps (no_timestamps_token_id)."
+            )
         token = given.get("forced_bos_token_id")
         if token is not None and (type(token) is not int or token < 0):
             raise InvalidArgumentError(
@@ -457,26 +444,27 @@ class ProgramGenerator(Generator):
         settings: GenerationSettings | None = None,
         trust: bool = False,
     ) -> None:
-        given = {"decoder": model, **({} if prefill is None else {"prefill": prefill})}
+        given: dict[str, Any] = {"decoder": model}
         adapters = None
         if isinstance(model, (str, os.PathLike)):
-            found: dict[str, Any] = {**find_parts(pathlib.Path(model), ".pt2", None)}
-            folder = folder_of(found["decoder"])
+            given = {**find_parts(pathlib.Path(model), ".pt2", None)}
+            folder = folder_of(given["decoder"])
             settings, adapters = settings or read_settings(folder), FolderAdapters(folder)
-            given = {**found, **{part: value for part, value in given.items() if part != "decoder"}}
-        runners: dict[str, Any] = {part: _runner(value, part, trust) for part, value in given.items()}
+        if prefill is not None:
+            given["prefill"] = prefill
+        runners: dict[str, Any] = {}
+        for part, value in given.items():
+            if isinstance(value, (str, os.PathLike)):
+                runners[part] = ProgramRunner(open_program(value, trust=trust), pathlib.Path(value).name)
+                continue
+            program = value.program if isinstance(value, ExportedModel) else value
+            if not isinstance(program, ExportedProgram):
+                raise InvalidArgumentError(
+                    "ProgramGenerator takes an ExportedModel, an ExportedProgram or a path, found "
+                    f"{describe_class(value)}."
+                )
+            runners[part] = ProgramRunner(program, f"the {part}")
         super().__init__(Parts(**runners), settings or GenerationSettings(), adapters=adapters)
-
-
-def _runner(value: Any, part: str, trust: bool) -> ProgramRunner:
-    if isinstance(value, (str, os.PathLike)):
-        return ProgramRunner(open_program(value, trust=trust), pathlib.Path(value).name)
-    program = value.program if isinstance(value, ExportedModel) else value
-    if not isinstance(program, ExportedProgram):
-        raise InvalidArgumentError(
-            f"ProgramGenerator takes an ExportedModel, an ExportedProgram or a path, found {describe_class(value)}."
-        )
-    return ProgramRunner(program, f"the {part}")
 
 
 def generator_for(

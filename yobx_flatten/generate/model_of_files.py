@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
@@ -134,7 +135,15 @@ class FileModel(ModelWithoutWeights):
                 "adapter_names: one call can use only one adapter, for all rows. Choose the adapter with "
                 "model.set_adapter(NAME), and call generate for the rows of each adapter."
             )
-        config = self._config_of_call(args, kwargs)
+        config = copy.deepcopy(kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config)
+        if not isinstance(config, GenerationConfig):
+            raise InvalidArgumentError(
+                f"generation_config must be a GenerationConfig, found {describe_class(config)}. Pass entries by name:\n"
+                "    generate(..., max_new_tokens=20)"
+            )
+        for name, value in kwargs.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
         if config.cache_implementation in _OTHER_CACHES:
             raise InvalidArgumentError(
                 f"cache_implementation={config.cache_implementation!r}: exported files have their own cache. Leave "
@@ -166,9 +175,8 @@ class FileModel(ModelWithoutWeights):
                 "word_times=True) (--word-times), or call the model itself."
             )
         configs = (kwargs, *(vars(one) for one in (kwargs.get("generation_config"), self.generation_config) if one))
-        wanted: list[list[int]] = next(
-            (one["alignment_heads"] for one in configs if one.get("alignment_heads") is not None), []
-        )
+        stated = (one.get("alignment_heads") for one in configs)
+        wanted: list[list[int]] = next((heads for heads in stated if heads is not None), [])
         missing = [[layer, head] for layer, head in wanted if head not in places.get(layer, ())]
         if missing or not wanted:
             raise InvalidArgumentError(
@@ -186,18 +194,6 @@ class FileModel(ModelWithoutWeights):
         for layer, heads in _by_layer(found).items():
             made[layer] = torch.stack([found[layer, head][:, -count:] for head in heads], dim=1).float()
         return {"cross_attentions": tuple(made), "decoder_attentions": ()}
-
-    def _config_of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        config = copy.deepcopy(kwargs.get("generation_config") or (args[0] if args else None) or self.generation_config)
-        if not isinstance(config, GenerationConfig):
-            raise InvalidArgumentError(
-                f"generation_config must be a GenerationConfig, found {describe_class(config)}. Pass entries by name:\n"
-                "    generate(..., max_new_tokens=20)"
-            )
-        for name, value in kwargs.items():
-            if hasattr(config, name):
-                setattr(config, name, value)
-        return config
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -240,9 +236,8 @@ class FileModel(ModelWithoutWeights):
         return self.steps.pictures(given)
 
     def run_files(self, **given: Any) -> Any:
-        cache = self._cache(given.pop(CACHE, None))
         read = self._read_text if self.steps.parts.encoder is None else self._read_after_encoder
-        return read(cache, **given)
+        return read(self._cache(given.pop(CACHE, None)), **given)
 
     def _cache(self, given: Any) -> FileCache:
         cache = FileCache(self.steps) if given is None else FileCache.of(given, self.steps)
@@ -265,13 +260,10 @@ class FileModel(ModelWithoutWeights):
     ) -> Any:
         if input_ids is None:
             raise InvalidArgumentError(f"{self.steps.parts.decoder.name} reads tokens: pass input_ids.")
-        shown = None
-        if isinstance(pixel_values, Shown):
-            shown = pixel_values
+        shown = pixel_values if isinstance(pixel_values, Shown) else None
         # assisted generation passes the sizes of pictures in every call, and the pictures in the first call
-        elif self.steps.parts.vision is not None and (
-            cache.seen == 0 or pixel_values is not None or pictures.get("pixel_values_videos") is not None
-        ):
+        gives_pictures = pixel_values is not None or pictures.get("pixel_values_videos") is not None
+        if shown is None and self.steps.parts.vision is not None and (cache.seen == 0 or gives_pictures):
             shown = Shown(self._pictures({"pixel_values": pixel_values, **pictures}), len(input_ids), cache.seen)
         if shown is not None and shown.seen == cache.seen > 0:
             of_pictures = [one.token_id or 0 for one in shown.pictures if one.names]
@@ -428,8 +420,18 @@ def _by_layer(heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def model_of_files(steps: Steps, bases: tuple[type, ...] = ()) -> Any:
+    """Make a model whose ``generate`` is that of the exported class, or of ``GenerationMixin``."""
     stated = _stated(steps)
-    return named_class(stated, (*bases, FileModel, _loop_of(stated)), _taken(steps))(steps)
+    own, loop = exported_class(stated), GenerationMixin
+    # a class of another task that was exported has no loop
+    if own is not None and issubclass(own, GenerationMixin) and own.generate is not GenerationMixin.generate:
+        if not issubclass(own, transformers.WhisperForConditionalGeneration):
+            raise GenerationError(
+                f"{own.__name__} has its own generate, which needs layers of the model. Call the generate of the model "
+                "itself, or open_generator(folder).generate(...) without further keywords."
+            )
+        loop = own
+    return named_class(stated, (*bases, FileModel, loop), _taken(steps))(steps)
 
 
 def _stated(steps: Steps) -> Mapping[str, Any]:
@@ -456,20 +458,3 @@ def _defaults(method: Any) -> dict[str, Any]:
 
 def _kept(scores: torch.Tensor, asked: int | torch.Tensor) -> torch.Tensor:
     return scores[:, asked if isinstance(asked, torch.Tensor) else slice(-asked or None, None)]
-
-
-def _loop_of(stated: Mapping[str, Any]) -> Any:
-    """Return the transformers class whose ``generate`` the exported model uses."""
-    import transformers
-
-    own = exported_class(stated)
-    if own is None or getattr(own, "generate", None) is GenerationMixin.generate:
-        return GenerationMixin
-    if issubclass(own, transformers.WhisperForConditionalGeneration):
-        return own
-    if not issubclass(own, GenerationMixin):  # the folder was exported from a class of another task
-        return GenerationMixin
-    raise GenerationError(
-        f"{own.__name__} has its own generate, which needs layers of the model. Call the generate of the model itself, "
-        "or open_generator(folder).generate(...) without further keywords."
-    )

@@ -124,7 +124,13 @@ def image_positions(tokens: torch.Tensor, mask: torch.Tensor, given: Sequence[Pi
     # tokens of tiled pictures have the same positions as text
     left = {one.token_id: _Left(one, merge) for one in given if one.pixels is not None and one.tiles is None}
     for row, shown in enumerate(mask.bool()):
-        positions[:, row, shown] = torch.cat(list(_parts(tokens[row][shown].tolist(), left)), dim=1)
+        parts, at = [], 0
+        for token, group in itertools.groupby(tokens[row][shown].tolist(), lambda one: one if one in left else None):
+            count = len(list(group))
+            found, moved = (torch.arange(count).expand(3, -1), count) if token is None else left[token].next(count)
+            parts.append(found + at)
+            at += moved
+        positions[:, row, shown] = torch.cat(parts, dim=1)
     return positions
 
 
@@ -153,19 +159,6 @@ class _Left:
             )
         axes = [(torch.arange(time) * spacing).long(), torch.arange(height), torch.arange(width)]
         return torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1), max(height, width)
-
-
-def _parts(tokens: list[int], left: Mapping[int | None, _Left]) -> Iterator[torch.Tensor]:
-    at = 0
-    for token, group in itertools.groupby(tokens, lambda token: token if token in left else None):
-        count = len(list(group))
-        if token is None:
-            yield torch.arange(at, at + count).expand(3, -1)
-            at += count
-        else:
-            found, moved = left[token].next(count)
-            yield found + at
-            at += moved
 
 
 # Order the features of tiles in a prompt as transformers does (LLaVA-NeXT).

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import re
@@ -280,29 +281,24 @@ def read_settings(folder: pathlib.Path) -> GenerationSettings:
     require("msgspec", purpose=f"reading {folder}")
     from .entries import Choices, Described, Entries
 
-    found: list[Mapping[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for name, entries in (("config.json", Entries), ("generation_config.json", Choices)):
-        path, contents = folder / name, dict[str, Any]()
-        if path.exists():
-            read_configuration(path, entries, failure=GenerationError)  # checks the types of the entries
-            contents = read_configuration(path, dict[str, Any], failure=GenerationError)
-        found.append(contents)
+        found.append({})
+        if (folder / name).exists():
+            read_configuration(folder / name, entries, failure=GenerationError)  # checks the types of the entries
+            found[-1] = read_configuration(folder / name, dict[str, Any], failure=GenerationError)
     manifest = folder / MANIFEST
     described = read_document(manifest, Described, failure=GenerationError) if manifest.exists() else Described()
     with damage_as(GenerationError, f"config.json or generation_config.json in {folder}"):
         text = {**found[0], **(found[0].get("text_config") or {})}
-        for place in found:
-            _check_tokens(folder, place, text.get("vocab_size"))
+        vocabulary = text.get("vocab_size")
+        for place, name in itertools.product(found, ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids")):
+            for token in (token for row in _ids(place.get(name)) for token in _ids(row)):
+                if isinstance(vocabulary, int) and token >= vocabulary:
+                    raise GenerationError(f"{folder} sets {name} = {token:,}, but its model has {vocabulary:,} tokens.")
         length = switch_of(text)
         switch = None if length is None else Switch(length, described.rereads_at_switch)
         return dataclasses.replace(settings_of(*found), switch=switch, positions=described.positions)
-
-
-def _check_tokens(folder: pathlib.Path, stated: Mapping[str, Any], vocabulary: object) -> None:
-    for name in ("forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"):
-        for token in (token for row in _ids(stated.get(name)) for token in _ids(row)):
-            if isinstance(vocabulary, int) and token >= vocabulary:
-                raise GenerationError(f"{folder} sets {name} = {token:,}, but its model has {vocabulary:,} tokens.")
 
 
 def settings_of(config: Mapping[str, Any], generation: Mapping[str, Any]) -> GenerationSettings:

@@ -50,8 +50,15 @@ def speak(
     frames = _Frames(parts, config, masks)
     kinds = (transformers.SpeechT5ForTextToSpeech, transformers.SpeechT5ForSpeechToSpeech)
     own: Any = kinds["input_values" in frames.encoder.ports]
+    # the attributes and methods of a model that transformers' speech loop uses
+    found, count = types.SimpleNamespace, config.reduction_factor * config.num_mel_bins
+    layers = found(prenet=frames.read, wrapped_decoder=frames.decode)
+    # the loop computes frames and stop scores from one hidden state, so that `decode` returns both in one tensor
+    ends = found(feat_out=lambda last: last[:, :count], prob_out=lambda last: last[:, count:], postnet=frames.smoothed)
+    inner = found(encoder=frames.encode, decoder=layers)
+    model = found(config=config, speecht5=inner, speech_decoder_postnet=ends)
     with torch.no_grad():
-        return own.generate_speech(frames.as_model(), read, **asked)
+        return own.generate_speech(model, read, **asked)
 
 
 def drawn_masks(config: Any, length: int, dtype: torch.dtype | None) -> torch.Tensor:
@@ -72,18 +79,6 @@ class _Frames:
         self.dtype = self.decoder.ports["frame"].dtype
         self.mask = torch.ones(0, 0)
         self.given: dict[str, torch.Tensor] = {}
-
-    def as_model(self) -> Any:
-        """Return an object with the attributes and methods of a model that transformers' speech loop uses."""
-        found = types.SimpleNamespace
-        count = self.config.reduction_factor * self.config.num_mel_bins
-        layers = found(prenet=self.read, wrapped_decoder=self.decode)
-        # the loop computes frames and stop scores from one hidden state, so that `decode` returns both in one tensor
-        ends = found(
-            feat_out=lambda last: last[:, :count], prob_out=lambda last: last[:, count:], postnet=self.smoothed
-        )
-        model = found(encoder=self.encode, decoder=layers)
-        return found(config=self.config, speecht5=model, speech_decoder_postnet=ends)
 
     def encode(self, input_values: torch.Tensor, attention_mask: torch.Tensor, return_dict: bool) -> Any:
         made = {"input_ids": input_values, "input_values": input_values, "attention_mask": attention_mask}

@@ -29,17 +29,6 @@ from .steps import Steps, TextState
 
 _MASKS = ("attention_mask", "pixel_mask")  # a mask without zeros has no effect
 
-# settings with the names that transformers gives them, except the first: eos_token_id
-_SETTINGS = (
-    "eos_token_ids",
-    "pad_token_id",
-    "decoder_start_token_id",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "max_new_tokens",
-    "max_length",
-)
-
 
 class ModelWithoutWeights(PreTrainedModel):  # type: ignore[misc] # transformers is untyped
     """A Hugging Face model without weights, whose calls run exported files on any device."""
@@ -176,11 +165,19 @@ def generation_of(settings: GenerationSettings, config: Any) -> Any:
             found = GenerationConfig.from_dict(stated)
         else:
             found = GenerationConfig.from_model_config(config)
-    for name in _SETTINGS:
-        value = getattr(settings, name)
-        if value != getattr(own, name):
-            theirs = "eos_token_id" if name == "eos_token_ids" else name
-            setattr(found, theirs, list(value) or None if isinstance(value, tuple) else value)
+    for name in (
+        "eos_token_id",
+        "pad_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+    ):
+        ours = "eos_token_ids" if name == "eos_token_id" else name
+        if (value := getattr(settings, ours)) != getattr(own, ours):
+            setattr(found, name, list(value) or None if isinstance(value, tuple) else value)
+    for name in ("max_new_tokens", "max_length"):
+        if getattr(settings, name) != getattr(own, name):
+            setattr(found, name, getattr(settings, name))
     return found
 
 

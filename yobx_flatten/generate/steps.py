@@ -208,7 +208,21 @@ class Steps:
                 raise InvalidArgumentError(f"{encoder.name} reads {reads}, not input_ids: remove input_ids.")
             if value is None or value.ndim != shape.count(",") + 1:
                 raise InvalidArgumentError(f"{encoder.name} reads {what}. Pass {reads} of shape {shape}.")
-            source = feeds[reads] = _padded_sound(encoder, value) if reads == "input_features" else value
+            if reads == "input_features":
+                _, bins, frames = encoder.ports[reads].shape
+                if bins is not None and value.shape[1] != bins:
+                    raise InvalidArgumentError(
+                        f"input_features has {value.shape[1]} bins, but {encoder.name} reads {bins}. Pass features of "
+                        f"shape (batch, {bins}, frames)."
+                    )
+                if frames is not None and value.shape[2] > frames:
+                    raise InvalidArgumentError(
+                        f"input_features has {value.shape[2]} frames, but {encoder.name} reads windows of {frames}. "
+                        "Whisper's own loop splits longer sound into windows:\n"
+                        "    generate(input_features=sound, return_timestamps=True)"
+                    )
+                value = torch.nn.functional.pad(value, (0, 0 if frames is None else frames - value.shape[2]))
+            source = feeds[reads] = value
         else:
             source = feeds["input_ids"] = tokens_of("input_ids", input_ids)
             mask = feeds["attention_mask"] = _mask_of(source, mask)
@@ -287,41 +301,18 @@ class Steps:
                 if seen.between is not None:
                     added[sequence.new == seen.token_id] = seen.between.to(added.dtype)
         if "inputs_embeds" in runner.ports:
-            made["inputs_embeds"] = self._embed(sequence)
+            if self.parts.embed is None:
+                raise GenerationError(
+                    f"{self.parts.decoder.name} takes inputs_embeds, and no file of the folder computes them. Export "
+                    "it again."
+                )
+            outputs, _ = self.parts.embed.step(typed(self.parts.embed, {"input_ids": sequence.new}), {})
+            embeds = outputs["inputs_embeds"].clone() if sequence.seen else outputs["inputs_embeds"]
+            made["inputs_embeds"] = embeds
+            for seen in sequence.seen:
+                embeds[sequence.new == seen.token_id] = seen.features.to(embeds.dtype)
         sequence.seen = []
         return typed(runner, made)
-
-    def _embed(self, sequence: TextState) -> torch.Tensor:
-        if self.parts.embed is None:
-            raise GenerationError(
-                f"{self.parts.decoder.name} takes inputs_embeds, and no file of the folder computes them. Export it "
-                "again."
-            )
-        outputs, _ = self.parts.embed.step(typed(self.parts.embed, {"input_ids": sequence.new}), {})
-        embeds = outputs["inputs_embeds"]
-        if sequence.seen:
-            embeds = embeds.clone()
-        for seen in sequence.seen:
-            embeds[sequence.new == seen.token_id] = seen.features.to(embeds.dtype)
-        return embeds
-
-
-def _padded_sound(encoder: Runner, sound: torch.Tensor) -> torch.Tensor:
-    """Pad audio features (batch, bins, frames) with zeros to the number of frames that the encoder reads."""
-    _, bins, frames = encoder.ports["input_features"].shape
-    if bins is not None and sound.shape[1] != bins:
-        raise InvalidArgumentError(
-            f"input_features has {sound.shape[1]} bins, but {encoder.name} reads {bins}. Pass features of shape "
-            f"(batch, {bins}, frames)."
-        )
-    if frames is None or sound.shape[2] == frames:
-        return sound
-    if sound.shape[2] > frames:
-        raise InvalidArgumentError(
-            f"input_features has {sound.shape[2]} frames, but {encoder.name} reads windows of {frames}. Whisper's own "
-            "loop splits longer sound into windows:\n    generate(input_features=sound, return_timestamps=True)"
-        )
-    return torch.nn.functional.pad(sound, (0, frames - sound.shape[2]))
 
 
 def _integers(name: str, value: Any) -> torch.Tensor:

@@ -1,8 +1,6 @@
-"""Find the name of a model's KV cache among the model's arguments and outputs, and in exported files.
+"""Find the name of a model's KV cache in a signature or an output, in any version of transformers.
 
-Before 5.24, transformers named the argument ``past_key_values``, or ``cache_params`` for models with recurrent states
-only; since 5.24, the name is ``cache``. The name of the cache is read from a signature or an output, not from the
-version of transformers, since models outside of transformers may keep an older name.
+Before 5.24: ``past_key_values``, or ``cache_params`` for models with recurrent states only. Since 5.24: ``cache``.
 """
 
 # forward(input_ids, cache)              argument_of(forward)      "cache"
@@ -22,7 +20,7 @@ from typing import Any
 import torch
 
 from ..errors.failures import result_or
-from ..recipe.aliases import CacheLayer, ModelOutput, TransformersCache, TransformersModel
+from ..recipe.aliases import ModelOutput, TransformersCache, TransformersModel
 
 CACHE = "past_key_values"
 """Prefix of the names of an exported file's inputs that are cached keys and values."""
@@ -60,12 +58,11 @@ def tokens_in(cache: TransformersCache) -> int | None:
 
 
 def has_read(cache: TransformersCache) -> bool:
-    return bool(tokens_in(cache)) or any(map(_has_state, getattr(cache, "layers", None) or ()))
-
-
-def _has_state(layer: CacheLayer) -> bool:
-    flags = getattr(layer, "has_previous_state", False)  # layers without attention have flags instead of a count
-    return flags is True or (isinstance(flags, Mapping) and True in flags.values())
+    # layers without attention have flags instead of a count
+    flags = (getattr(layer, "has_previous_state", False) for layer in getattr(cache, "layers", None) or ())
+    return bool(tokens_in(cache)) or any(
+        flag is True or (isinstance(flag, Mapping) and True in flag.values()) for flag in flags
+    )
 
 
 def name_in(values: object) -> str | None:
@@ -137,10 +134,7 @@ def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[s
     >>> named_for(forward, {"input_ids": 1, "past_key_values": None})
     {'input_ids': 1, 'cache': None}
     """
-    given, wanted = name_in(kwargs), argument_of(function)
-    if given is None or wanted is None or given in (_parameters(function) or ()):
-        return dict(kwargs)
-    return _renamed(kwargs, given, wanted)
+    return _renamed(kwargs, argument_of(function), _parameters(function) or ())
 
 
 def named_as(names: Collection[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,13 +144,13 @@ def named_as(names: Collection[str], kwargs: Mapping[str, Any]) -> dict[str, Any
     {'input_ids': 1, 'past_key_values': [{'key': 2, 'value': 3}]}
     """
     # names: the names of the model's arguments
-    given, wanted = name_in(kwargs), next((word for word in _WORDS if word in names), None)
-    if given is None or wanted is None or given in names:
+    return _renamed(kwargs, next((word for word in _WORDS if word in names), None), names)
+
+
+def _renamed(kwargs: Mapping[str, Any], wanted: str | None, known: Collection[str]) -> dict[str, Any]:
+    given = name_in(kwargs)
+    if given is None or wanted is None or given in known:
         return dict(kwargs)
-    return _renamed(kwargs, given, wanted)
-
-
-def _renamed(kwargs: Mapping[str, Any], given: str, wanted: str) -> dict[str, Any]:
     return {wanted if name == given else name: value for name, value in kwargs.items()}
 
 

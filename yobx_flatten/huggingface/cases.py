@@ -179,8 +179,18 @@ def decode_inputs(
     >>> cache_of(inputs).get_seq_length()
     5
     """
-    _check_decodes(model)
+    if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
+        raise InvalidArgumentError(
+            f"decode_inputs: {describe_class(type(model))} is not a Hugging Face model. Make inputs of other "
+            'sizes, and pass each as a Case:\n    export_program(module, args, cases=[Case("five rows", other_args)])'
+        )
     encoder_decoder = bool(getattr(model.config, "is_encoder_decoder", False))
+    if encoder_decoder and not _encoder_reads_tokens(model):
+        raise InvalidArgumentError(
+            f"decode_inputs makes only tokens, but the encoder of {type(model).__qualname__} reads "
+            f"{model.main_input_name}. Record a call instead:\n    with record_calls(model) as calls: "
+            f"model.generate({model.main_input_name}, max_new_tokens=4)\n    calls.example('decode')"
+        )
     if like is None:
         usual = ["input_ids", "attention_mask"]
         if encoder_decoder:
@@ -197,49 +207,24 @@ def decode_inputs(
         )
     generator = torch.Generator().manual_seed(seed)
     device = device_of_inputs(model)
-    tokens = _given_or_random(model, "tokens", tokens, sizes, sizes.past + sizes.new, generator).to(device)
-    mask = torch.ones_like(tokens)
-    mask[0, : sizes.padding] = 0
+
+    def given_or_random(name: str, given: torch.Tensor | None, length: int) -> torch.Tensor:
+        shape = (sizes.batch, length)
+        if given is None:
+            vocabulary = model.config.get_text_config(decoder=True).vocab_size
+            given = torch.randint(0, vocabulary, shape, generator=generator)
+        elif tuple(given.shape) != shape:
+            raise FlattenError(f"decode_inputs: {name} has shape {tuple(given.shape)}, but {sizes} needs {shape}.")
+        return given.to(device)
+
+    tokens = given_or_random("tokens", tokens, sizes.past + sizes.new)
     with torch.no_grad():
-        read = None
-        if encoder_decoder:
-            read = _given_or_random(model, "source", source, sizes, sizes.source, generator).to(device)
-        made = _new_inputs(model, sizes, like, cache_is, tokens, mask, read)
+        read = given_or_random("source", source, sizes.source) if encoder_decoder else None
+        made = _new_inputs(model, sizes, like, cache_is, tokens, read)
     if cache_is is not None:
         made = {name: contiguous(value) for name, value in made.items()}
     # values that are not tensors (use_cache=True, ...) are those of `like`
     return {name: made.get(name, value) for name, value in like.items()}
-
-
-def _given_or_random(
-    model: TransformersModel,
-    name: str,
-    given: torch.Tensor | None,
-    sizes: DecodeSizes,
-    length: int,
-    generator: torch.Generator,
-) -> torch.Tensor:
-    shape = (sizes.batch, length)
-    if given is None:
-        vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        given = torch.randint(0, vocabulary, shape, generator=generator)
-    elif tuple(given.shape) != shape:
-        raise FlattenError(f"decode_inputs: {name} has shape {tuple(given.shape)}, but {sizes} needs {shape}.")
-    return given
-
-
-def _check_decodes(model: TransformersModel) -> None:
-    if not hasattr(model, "config") or not callable(getattr(model, "get_input_embeddings", None)):
-        raise InvalidArgumentError(
-            f"decode_inputs: {describe_class(type(model))} is not a Hugging Face model. Make inputs of other "
-            'sizes, and pass each as a Case:\n    export_program(module, args, cases=[Case("five rows", other_args)])'
-        )
-    if getattr(model.config, "is_encoder_decoder", False) and not _encoder_reads_tokens(model):
-        raise InvalidArgumentError(
-            f"decode_inputs makes only tokens, but the encoder of {type(model).__qualname__} reads "
-            f"{model.main_input_name}. Record a call instead:\n    with record_calls(model) as calls: "
-            f"model.generate({model.main_input_name}, max_new_tokens=4)\n    calls.example('decode')"
-        )
 
 
 def _new_inputs(
@@ -248,11 +233,12 @@ def _new_inputs(
     like: Mapping[str, Any],
     cache_is: str | None,
     tokens: torch.Tensor,
-    mask: torch.Tensor,
     source: torch.Tensor | None,
 ) -> dict[str, Any]:
     """Return inputs for the last tokens and, if the example has a KV cache, a cache of the earlier tokens."""
     # source: the tokens of the encoder; `None` for a model without an encoder
+    mask = torch.ones_like(tokens)
+    mask[0, : sizes.padding] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     if source is None:
         ids_name, encoded, of_tokens = "input_ids", {}, {"attention_mask": mask, "position_ids": positions}
@@ -280,9 +266,9 @@ def _new_inputs(
 def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int = 0) -> dict[str, Any] | None:
     """Make the next decode call's inputs: the returned cache, random tokens as many as before, a longer mask."""
     cache_is, cache = name_in(kwargs), cache_of(outputs)
-    if cache_is is None or cache is None or kwargs[cache_is] is None:
-        return None
-    if not {"input_ids", "decoder_input_ids"} & set(kwargs):  # the next embeddings are unknown
+    encoder_decoder = "decoder_input_ids" in kwargs
+    ids_name = "decoder_input_ids" if encoder_decoder else "input_ids"
+    if cache_is is None or cache is None or kwargs[cache_is] is None or ids_name not in kwargs:
         return None
     if not pytree.tree_leaves(kwargs[cache_is]):  # a program for an empty cache does not accept a filled cache
         return None
@@ -293,8 +279,6 @@ def next_inputs(kwargs: Mapping[str, Any], outputs: Mapping[str, Any], seed: int
         for name, given in kwargs.items()
     }
     following[cache_is] = cache
-    encoder_decoder = "decoder_input_ids" in kwargs
-    ids_name = "decoder_input_ids" if encoder_decoder else "input_ids"
     ids = kwargs[ids_name]
     if outputs.get("logits") is not None:  # for a module with other outputs, the vocabulary is unknown
         generator = torch.Generator().manual_seed(seed)
@@ -346,27 +330,26 @@ def contiguous(value: PyTree) -> PyTree:
     # A slice (`ids[:, 5:]`, the keys of a layer beyond its window) has unusual strides; code that is compiled for one
     # kind of strides reads the other kind wrongly.
     # value: a tensor, or lists, tuples, dicts and transformers objects with tensors; a repeated tensor stays one tensor
-    return _contiguous(value, {})
+    done: dict[int, tuple[Any, Any]] = {}
 
+    def whole(part: Any) -> Any:
+        if id(part) in done:
+            return done[id(part)][1]
+        done[id(part)] = part, part  # the reference keeps the id in use, and the entry ends a cycle
+        found = part
+        if isinstance(part, torch.Tensor):
+            found = part.contiguous()
+        elif type(part) is tuple:
+            found = tuple(map(whole, part))
+        elif isinstance(part, list):
+            part[:] = map(whole, part)
+        elif isinstance(part, dict):
+            for key, item in list(part.items()):
+                part[key] = whole(item)
+        elif type(part).__module__.startswith("transformers") and not isinstance(part, (torch.nn.Module, type)):
+            held = getattr(part, "__dict__", {})
+            held.update((name, whole(item)) for name, item in list(held.items()))
+        done[id(part)] = part, found
+        return found
 
-def _contiguous(value: PyTree, done: dict[int, tuple[Any, Any]]) -> PyTree:
-    if id(value) not in done:
-        done[id(value)] = value, value  # the reference keeps the id in use, and the entry ends a cycle
-        done[id(value)] = value, _whole(value, done)
-    return done[id(value)][1]
-
-
-def _whole(value: PyTree, done: dict[int, tuple[Any, Any]]) -> PyTree:
-    if isinstance(value, torch.Tensor):
-        return value.contiguous()
-    if type(value) is tuple:
-        return tuple(_contiguous(item, done) for item in value)
-    if isinstance(value, list):
-        value[:] = [_contiguous(item, done) for item in value]
-    elif isinstance(value, dict):
-        for key, item in list(value.items()):
-            value[key] = _contiguous(item, done)
-    elif type(value).__module__.startswith("transformers") and not isinstance(value, (torch.nn.Module, type)):
-        held = getattr(value, "__dict__", {})
-        held.update((name, _contiguous(item, done)) for name, item in list(held.items()))
-    return value
+    return whole(value)

@@ -1,7 +1,7 @@
 """Wrap decoders to take the inputs that generation tools pass, and find the text length at which rotary angles change.
 
-A decoder is wrapped if its KV cache has only sliding layers, or only recurrent states.
-The wrapper computes the number of tokens seen as the length of the mask minus the number of new tokens.
+A decoder is wrapped if its KV cache has only sliding layers, or only recurrent states. Tokens seen are the length of
+the mask minus the number of new tokens.
 """
 
 # the model     input_ids, attention_mask, position_ids, DynamicCache: keys, values, how many tokens were seen
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,12 +44,10 @@ def counts_by_itself(cache: TransformersCache) -> bool:
 
 def why_not_sliding(model: torch.nn.Module, kwargs: Mapping[str, Any], cache_is: str) -> str | None:
     """Return why :class:`SlidingDecoder` cannot wrap a model; ``None`` if it can wrap the model."""
-    takes = inspect.signature(model.forward).parameters
-    lacking = [name for name in _FED if name not in takes]
-    lacking += [] if cache_is in takes else ["cache"]
+    fed, takes = (*_FED, cache_is), inspect.signature(model.forward).parameters
+    lacking = [name if name in _FED else "cache" for name in fed if name not in takes]
     if lacking:
         return f"the model takes no {' and no '.join(lacking)}"
-    fed = (*_FED, cache_is)
     others = [name for name, value in kwargs.items() if name not in fed and isinstance(value, torch.Tensor)]
     if others or not isinstance(kwargs.get("input_ids"), torch.Tensor):
         return f"the inputs contain {' and '.join(others)}" if others else "there are no input_ids"
@@ -240,16 +238,10 @@ def switch_of(config: Mapping[str, Any]) -> int | None:
     >>> switch_of({"rope_scaling": {"rope_type": "yarn"}, "original_max_position_embeddings": 4096}) is None
     True
     """
-    lengths = [length for rope in _kinds(config) if type(length := switch_of_kind(rope, config)) is int]
-    return min(lengths, default=None)
-
-
-def _kinds(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    ropes = [rope for name in ("rope_parameters", "rope_scaling") if isinstance(rope := config.get(name), Mapping)]
     # some models have several settings of rotary embeddings, for different layers
-    for name in ("rope_parameters", "rope_scaling"):
-        found = config.get(name)
-        if isinstance(found, Mapping):
-            yield from (found, *(one for one in found.values() if isinstance(one, Mapping)))
+    ropes += [one for rope in ropes for one in rope.values() if isinstance(one, Mapping)]
+    return min([length for rope in ropes if type(length := switch_of_kind(rope, config)) is int], default=None)
 
 
 def switch_of_kind(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
@@ -269,11 +261,7 @@ def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
         read = [_reads(model, length) for length in (switch, switch + 1, switch + 2)]
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # a model with its own loop
         return None
-    return True if read == _DROPPED else False if read == _KEPT else None
-
-
-_KEPT = ["the next", "the next", "the next"]
-_DROPPED = ["the next", "all", "the next"]
+    return {"all": True, "the next": False}.get(read[1]) if read[0] == read[2] == "the next" else None
 
 
 def _reads(model: TransformersModel, length: int) -> str:

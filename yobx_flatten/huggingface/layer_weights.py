@@ -67,24 +67,17 @@ def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> Non
     # a layer is an entry of a `ModuleList` or `ModuleDict`; a module outside of a layer loads its own parameters
     layers: dict[str, dict[str, Reader]] = {}
     for name, reader in readers.items():
-        layer = _layer_of(module, name)
+        parts = name.split(".")[:-1]
+        owners = [".".join(parts[:depth]) for depth in range(len(parts) + 1)]
+        kinds = [isinstance(module.get_submodule(one), (torch.nn.ModuleList, torch.nn.ModuleDict)) for one in owners]
+        entries = (
+            one for one, above, is_one in zip(owners[1:], kinds, kinds[1:], strict=False) if above and not is_one
+        )
+        layer = next(entries, owners[-1])
         layers.setdefault(layer, {})[name.removeprefix(f"{layer}.") if layer else name] = reader
     for name, own in layers.items():
         part = module.get_submodule(name)
         _LAYERS[part] = _LayerWeights(part, own)
-
-
-def _layer_of(module: torch.nn.Module, name: str) -> str:
-    parts = name.split(".")[:-1]
-    containers = (torch.nn.ModuleList, torch.nn.ModuleDict)
-    in_container = False
-    for depth in range(len(parts) + 1):
-        found = module.get_submodule(".".join(parts[:depth]))
-        if isinstance(found, containers):
-            in_container = True
-        elif in_container:
-            return ".".join(parts[:depth])
-    return ".".join(parts)
 
 
 def streamed_readers(module: torch.nn.Module) -> dict[str, Reader]:

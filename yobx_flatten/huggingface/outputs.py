@@ -1,21 +1,13 @@
 """Flatten outputs of transformers and diffusers models, and objects that tokenizers and processors return.
 
-*Fields that are* ``None``: a flattened ``ModelOutput`` omits the fields that are ``None``, so outputs with different
-fields set have different structures. In a plain dataclass, a field that is ``None`` is a leaf.
+A flattened ``ModelOutput`` omits fields that are ``None``; in a plain dataclass, such a field is a leaf. A flattened
+``BatchEncoding`` omits the ``Encoding`` objects of fast tokenizers, which no model reads: a rebuilt ``BatchEncoding``
+has ``is_fast == False`` and cannot map tokens to words. Numbers and texts in a ``BatchFeature`` are leaves.
 
-*Dropped data*: a flattened ``BatchEncoding`` omits the ``Encoding`` objects of fast tokenizers, which contain the text
-of one batch and cannot be stored, and ``n_sequences``, which is only used to read the ``Encoding`` objects. No model
-reads ``Encoding`` objects, so one program accepts a batch from any tokenizer, or a batch built by hand. A rebuilt
-``BatchEncoding`` has ``is_fast == False`` and cannot map tokens to words; the original object still can.
-
-Numbers and texts in a ``BatchFeature`` are leaves, like its tensors. Since ``torch.export`` makes numbers and strings
-part of the program, and refuses NumPy arrays, pass ``return_tensors="pt"`` to the processor.
-
-transformers registers every ``ModelOutput`` class with torch once, when the class is created, so a removed registration
-would be lost for the rest of the process. This package keeps a registration that contains the names of the fields.
-transformers before 5.17 registers no names of fields, which :mod:`.support` adds inside the ``with`` block. With
-transformers before 5.17, this package registers ``BaseModelOutput`` only, because a new process could not load a
-program with any other output class.
+transformers registers each ``ModelOutput`` class when the class is created, so a removed registration would be lost.
+This package keeps a registration that contains the names of the fields. Before 5.17, transformers registers no names,
+which :mod:`.support` adds inside the ``with`` block; only ``BaseModelOutput`` is registered here then, because a new
+process could not load a program with any other output class.
 """
 
 # class                 children                 keys                     static
@@ -133,7 +125,11 @@ def output_recipes() -> dict[type, Recipe | None]:
     # no instance exists before the module is imported, and the import registers 70 classes permanently
     modeling_outputs = sys.modules.get("transformers.modeling_outputs")
     if modeling_outputs is not None:
-        recipes[modeling_outputs.BaseModelOutput] = _recipe(modeling_outputs.BaseModelOutput, _model_output)
+        base = modeling_outputs.BaseModelOutput
+        # all classes share the flatten functions, as in transformers
+        unflatten = functools.partial(unflatten_base_model_output, output_type=base)
+        functions = flatten_base_model_output, flatten_with_keys_base_model_output, unflatten
+        recipes[base] = _recipe(base, lambda cls: functions)
     for module, name in _CONTAINERS.items():
         container = getattr(sys.modules.get(module), name, None)
         for cls in () if container is None else (container, *subclasses_of(container)):
@@ -174,12 +170,6 @@ def _recipe(cls: type, functions: Callable[[type], _Functions]) -> Recipe | None
         recipe = Recipe(cls, flatten, unflatten, flatten_with_keys, name, REMEDY)
         recipe = _RECIPES.setdefault(cls, recipe)  # one for all threads
     return recipe
-
-
-def _model_output(cls: type) -> _Functions:
-    # all classes share the flatten functions, as in transformers
-    unflatten = functools.partial(unflatten_base_model_output, output_type=cls)
-    return flatten_base_model_output, flatten_with_keys_base_model_output, unflatten
 
 
 def _container(cls: type) -> _Functions:

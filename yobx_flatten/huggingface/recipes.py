@@ -180,11 +180,22 @@ def transformers_recipes() -> dict[type, Recipe | None]:
     """Return the flatten functions of cache and output classes; ``None`` if transformers' registration is correct."""
     import transformers.cache_utils as cache_utils
 
-    recipes: dict[type, Recipe | None] = {
-        cache_utils.DynamicCache: _recipe(cache_utils.DynamicCache, "dynamic_cache"),
-        cache_utils.StaticCache: _recipe(cache_utils.StaticCache, "static_cache"),
-        cache_utils.EncoderDecoderCache: _recipe(cache_utils.EncoderDecoderCache, "encoder_decoder_cache"),
-    }
+    recipes: dict[type, Recipe | None] = {}
+    for cls, suffix in (
+        (cache_utils.DynamicCache, "dynamic_cache"),
+        (cache_utils.StaticCache, "static_cache"),
+        (cache_utils.EncoderDecoderCache, "encoder_decoder_cache"),
+    ):
+        recipes[cls] = Recipe(
+            cls,
+            getattr(caches, f"flatten_{suffix}"),
+            getattr(caches, f"unflatten_{suffix}"),
+            getattr(caches, f"flatten_with_keys_{suffix}"),
+            f"yobx_flatten.transformers:{cls.__name__}",
+            REMEDY,
+            axes=axes_of_leaf,
+            label=caches.label_of_cache if suffix == "encoder_decoder_cache" else label_of_leaf,
+        )
     recipes.update(output_recipes())
     classes = dict.fromkeys(subclasses_of(cache_utils.Cache))
     classes.update(dict.fromkeys(_PLAIN_CACHES()))
@@ -201,16 +212,3 @@ def transformers_recipes_of_module(module: ModuleType) -> list[Recipe]:
     classes = [cls for cls in classes_of(module) if issubclass(cls, Cache) or _is_plain_cache(cls)]
     of_caches = [recipe for recipe in map(_recipe_of_cache, classes) if recipe is not None]
     return of_caches + output_recipes_of_module(module)
-
-
-def _recipe(cls: type, suffix: str) -> Recipe:
-    return Recipe(
-        cls,
-        getattr(caches, f"flatten_{suffix}"),
-        getattr(caches, f"unflatten_{suffix}"),
-        getattr(caches, f"flatten_with_keys_{suffix}"),
-        f"yobx_flatten.transformers:{cls.__name__}",
-        REMEDY,
-        axes=axes_of_leaf,
-        label=caches.label_of_cache if suffix == "encoder_decoder_cache" else label_of_leaf,
-    )

@@ -1,7 +1,6 @@
 """Find the tensor sizes that vary between recorded calls, name them, and find relations between the sizes.
 
-A *place* is one axis of one tensor, or an integer argument. The sizes of each axis or integer argument in all recorded
-calls are compared with sizes that already have a name.
+A *place* is one axis of one tensor, or an integer argument. Its sizes in all calls are compared with named sizes.
 """
 
 # call            0   1   2   3            name
@@ -24,7 +23,7 @@ from torch.export import Dim
 from ..errors import RecordError
 from ..private_names.of_torch import pytree
 from ..trees.shapes import dynamic_shapes
-from .call import Call, Fact, same_value
+from .call import Call, same_value
 
 Place = tuple[str, int | None]
 """An axis of a recorded input: the path of the tensor, and the axis, which is ``None`` for an integer."""
@@ -72,7 +71,8 @@ class _AxisReading:
         self.counts: set[str] = set()  # paths of integers and of tensors of integers
         for call in calls:
             for fact in call.facts():
-                for axis, size in _sizes_of(fact):
+                sizes: list[tuple[int | None, int]] = [*enumerate(fact.shape)]
+                for axis, size in [(None, fact.value)] if type(fact.value) is int else sizes:
                     self.places.setdefault((fact.path, axis), {})[call.index] = size
                     if fact.axes is not None and axis in fact.axes:
                         self.declared[fact.path, axis] = fact.axes[axis]
@@ -132,16 +132,14 @@ class _AxisReading:
         if axis is None:  # a number that never changes is part of the program
             return known if len(set(self.places[place].values())) > 1 else []
         counts = path in self.counts
+        batch = ["batch"] if "batch" in self.axes.sizes else []
         if axis == 0:
-            known = [*self.known_batch(), *(known if counts else [])]
+            known = [*batch, *(known if counts else [])]
         elif counts or self.varies("batch"):
-            known += self.known_batch()
+            known += batch
         if max(self.places[place].values()) <= 1 and axis > 0 and not counts:
             return []  # an axis of one element proves nothing
         return known
-
-    def known_batch(self) -> list[str]:
-        return ["batch"] if "batch" in self.axes.sizes else []
 
     def varies(self, name: str) -> bool:
         return len(set(self.axes.sizes.get(name, {}).values())) > 1
@@ -162,7 +160,8 @@ class _AxisReading:
                 alike[place] = sizes
         varying = [group for group in groups if any(len(set(sizes.values())) > 1 for sizes in group.values())]
         if not varying and len(groups) > 1:
-            found = ", ".join(f"{path} {_format(sizes.values())}" for (path, _), sizes in first.items())
+            seen = {path: "/".join(map(str, sorted(set(sizes.values())))) for (path, _), sizes in first.items()}
+            found = ", ".join(f"{path} {sizes}" for path, sizes in seen.items())
             self.axes.remarks.append(
                 f"no axis was recognized as the batch: sizes along axis 0 differ ({found}) and never vary. Record a "
                 "call with another batch size."
@@ -237,20 +236,10 @@ class _AxisReading:
             self.axes.remarks.append("one call was recorded: record a second one with other sizes to see what varies.")
 
 
-def _sizes_of(fact: Fact) -> list[tuple[int | None, int]]:
-    if fact.is_tensor:
-        return list(enumerate(fact.shape))
-    return [(None, fact.value)] if type(fact.value) is int else []
-
-
 def _equal(one: _Sizes, other: Mapping[int, int]) -> bool:
     """Return whether two axes have equal sizes in every call that has both axes; false if no call has both."""
     common = one.keys() & other.keys()
     return bool(common) and all(one[call] == other[call] for call in common)
-
-
-def _format(sizes: Iterable[int]) -> str:
-    return "/".join(map(str, sorted(set(sizes))))
 
 
 # Choose an example among recorded calls of a phase, and the dynamic shapes for it.
@@ -266,19 +255,21 @@ def constants_of(calls: Sequence[Call]) -> dict[str, Any]:
     found = {}
     for name, spec in zip(arguments.context, arguments.children(), strict=True):
         own, leaves = leaves[: spec.num_leaves], leaves[spec.num_leaves :]
-        if _is_plain(spec) and all(map(_is_constant, own)):
+        same = (not first.is_tensor and all(same_value(first, other) for other in others) for first, *others in own)
+        if _is_plain(spec) and all(same):
             found[name] = pytree.tree_unflatten([first.value for first, *_ in own], spec)
     return found
-
-
-def _is_constant(facts: Sequence[Fact]) -> bool:
-    first, *others = facts
-    return not first.is_tensor and all(same_value(first, other) for other in others)
 
 
 def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[Place, str]:
     """Return the axes and integer inputs that an export for ``calls`` makes dynamic, with the name of each size."""
     # sizes: the sizes that the caller chose, which vary
+    known = set(axes.names.values())
+    for name, size in sizes.items():
+        if name not in known or name == "total":
+            raise RecordError(f"No axis named {name!r} can be resized. Choose among {sorted(known - {'total'})}.")
+        if type(size) is not int or size < 1:
+            raise RecordError(f"{name}: expected a number of 1 or more, found {size!r}.")
     paths = {fact.path for fact in calls[0].facts()}
     found = {}
     for (path, axis), name in axes.names.items():
@@ -293,7 +284,6 @@ def varying_in(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> d
 def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return example inputs for an export: those of one call, without constants; dynamic sizes of 1 become 2."""
     varying = varying_in(calls, axes, sizes)
-    _check_sizes(sizes, set(axes.names.values()))
     names = sorted(set(varying.values()))
 
     def unfit(call: Call) -> tuple[int, int, int]:
@@ -302,37 +292,35 @@ def choose_example(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) 
         return sum(size < 2 for size in of_call), len(of_call) - len(set(of_call)), elements
 
     call = min(calls, key=unfit)
-    wanted = {name: max(2, axes.sizes[name].get(call.index, 2)) for name in names}
-    wanted = {**wanted, **sizes}
+    wanted = {**{name: max(2, axes.sizes[name].get(call.index, 2)) for name in names}, **sizes}
     if "past" in sizes:  # a sliding layer keeps at most the tokens seen
         kept = [name for name in wanted if name.startswith("kept")]
         wanted.update({name: min(sizes["past"], max(axes.sizes[name].values())) for name in kept})
-    if "total" in wanted and "total" not in sizes and call.past is not None and call.new is not None:
-        past = wanted.get("past", call.past)
-        wanted["total"] = past + wanted.get("new", call.new)
-    leaves = [
-        _resized(leaf, {axis: wanted[name] for (path, axis), name in varying.items() if path == fact.path})
-        for leaf, fact in zip(call.snapshot.leaves(), call.facts(), strict=True)
-    ]
-    placed = [
-        leaf.to(device=fact.device, copy=True) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf, fact in zip(leaves, call.facts(), strict=True)
-    ]
+    if "total" in wanted and call.past is not None and call.new is not None:
+        wanted["total"] = wanted.get("past", call.past) + wanted.get("new", call.new)
+    leaves = []
+    for leaf, fact in zip(call.snapshot.leaves(), call.facts(), strict=True):
+        sizes_of_leaf = {axis: wanted[name] for (path, axis), name in varying.items() if path == fact.path}
+        resized = leaf if isinstance(leaf, torch.Tensor) else sizes_of_leaf.get(None, leaf)  # a varying int is a size
+        if isinstance(resized, torch.Tensor):
+            for axis, size in sizes_of_leaf.items():
+                if axis is not None and resized.shape[axis] not in (0, size):
+                    rows = torch.arange(size, device=resized.device) % resized.shape[axis]
+                    resized = resized.index_select(axis, rows)
+            resized = resized.to(device=fact.device, copy=True)
+        leaves.append(resized)
     constants = constants_of(calls)
-    inputs = call.snapshot.restore(placed)
-    return {name: value for name, value in inputs.items() if name not in constants}
+    return {name: value for name, value in call.snapshot.restore(leaves).items() if name not in constants}
 
 
 def shapes_of(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> dict[str, Any]:
-    varying = varying_in(calls, axes, sizes)
-    _check_sizes(sizes, set(axes.names.values()))
+    varying, constants = varying_in(calls, axes, sizes), constants_of(calls)
+    inputs = {name: value for name, value in calls[0].inputs.items() if name not in constants}
     wanted: dict[str, Any] = {}
     for fact in calls[0].facts():
-        places = {axis: Dim.AUTO for (path, axis) in varying if path == fact.path}
-        wanted[fact.path] = places.get(None) if not fact.is_tensor else places
-    constants = constants_of(calls)
-    inputs = {name: value for name, value in calls[0].inputs.items() if name not in constants}
-    wanted = {path: shape for path, shape in wanted.items() if path.partition(".")[0] in inputs}
+        if fact.path.partition(".")[0] in inputs:
+            places = {axis: Dim.AUTO for (path, axis) in varying if path == fact.path}
+            wanted[fact.path] = places if fact.is_tensor else places.get(None)
     written: dict[str, Any] = dynamic_shapes(inputs, wanted)
     return written
 
@@ -340,20 +328,3 @@ def shapes_of(calls: Sequence[Call], axes: Axes, sizes: Mapping[str, int]) -> di
 def _is_plain(spec: pytree.TreeSpec) -> bool:
     # an object of another class may change: a call fills an empty cache
     return spec.is_leaf() or (spec.type in (list, tuple, dict) and all(map(_is_plain, spec.children())))
-
-
-def _resized(leaf: object, sizes: Mapping[int | None, int]) -> object:
-    if not isinstance(leaf, torch.Tensor):
-        return sizes.get(None, leaf)  # an integer input that varies is a size
-    for axis, size in sizes.items():
-        if axis is not None and leaf.shape[axis] not in (0, size):
-            leaf = leaf.index_select(axis, torch.arange(size, device=leaf.device) % leaf.shape[axis])
-    return leaf
-
-
-def _check_sizes(sizes: Mapping[str, int], known: set[str]) -> None:
-    for name, size in sizes.items():
-        if name not in known or name == "total":
-            raise RecordError(f"No axis named {name!r} can be resized. Choose among {sorted(known - {'total'})}.")
-        if type(size) is not int or size < 1:
-            raise RecordError(f"{name}: expected a number of 1 or more, found {size!r}.")

@@ -29,9 +29,10 @@ from ..files.scratch import publish_files, scratch_for
 from ..private_names.of_torch import pytree
 from ..recipe.aliases import PyTree
 from ..recipe.static_codec import check_spec, dump_static, load_static
-from ..trees.walk import Place, check_no_cycles, key_name, leaf_places, own_children, recipe_for
+from ..trees.walk import check_no_cycles, key_name, leaf_places, own_children, recipe_for
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Call:
     """One recorded call of a model; its inputs and outputs are returned as copies, which the caller may change.
 
@@ -44,23 +45,18 @@ class Call:
         error: class and text of the exception that the call raised; empty if the call returned.
     """
 
-    def __init__(
-        self,
-        callee: Callee,
-        index: int,
-        kind: str,
-        past: int | None,
-        new: int | None,
-        parts: Mapping[str, Snapshot],
-        error: str = "",
-    ) -> None:
-        self.index, self.kind, self.past, self.new, self.error = index, kind, past, new, error
-        self._callee, self._parts = callee, dict(parts)
+    callee: Callee
+    index: int
+    kind: str
+    past: int | None
+    new: int | None
+    parts: dict[str, Snapshot]
+    error: str = ""
 
     @property
     def inputs(self) -> dict[str, Any]:
         """All arguments of the recorded call, by parameter name."""
-        return self._parts["inputs"].restore()  # type: ignore[no-any-return] # a dict, as it was
+        return self.parts["inputs"].restore()  # type: ignore[no-any-return] # a dict, as it was
 
     @property
     def outputs(self) -> Any:
@@ -71,19 +67,19 @@ class Call:
         """
         if self.error:
             raise RecordError(f"call {self.index} returned nothing. It raised {self.error}")
-        if "outputs" not in self._parts:
+        if "outputs" not in self.parts:
             raise RecordError("outputs were not recorded. Record them:\n    record_calls(model, outputs=True)")
-        return self._parts["outputs"].restore()
+        return self.parts["outputs"].restore()
 
     @property
     def args(self) -> tuple[Any, ...]:
         """The positional arguments of the recorded call: the arguments that cannot be passed by name."""
-        return self._callee.split(self.inputs)[0]
+        return self.callee.split(self.inputs)[0]
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword arguments of the recorded call: all arguments that are not in :attr:`args`."""
-        return self._callee.split(self.inputs)[1]
+        return self.callee.split(self.inputs)[1]
 
     def facts(self, part: str = "inputs") -> tuple[Fact, ...]:
         """Return the path, dtype and shape of each tensor in the inputs or outputs, without reading the data.
@@ -94,17 +90,17 @@ class Call:
         Returns:
             One entry per leaf of the inputs or outputs; an empty tuple if the outputs were not recorded.
         """
-        return self._parts[part].facts if part in self._parts else ()
+        return self.parts[part].facts if part in self.parts else ()
 
     @property
     def snapshot(self) -> Snapshot:
         """The stored inputs of the recorded call, as a ``Snapshot`` object that is not copied."""
-        return self._parts["inputs"]
+        return self.parts["inputs"]
 
     def __repr__(self) -> str:
         tokens = "" if self.past is None else f", past {self.past}" + ("" if self.error else f", new {self.new}")
         raised = f", raised {self.error.partition(':')[0]}" if self.error else ""
-        return f"<call {self.index} of {self._callee.label}, {self.kind}{tokens}{raised}>"
+        return f"<call {self.index} of {self.callee.label}, {self.kind}{tokens}{raised}>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,30 +188,21 @@ def callee_of(target: object, method: str | None) -> Callee:
     return Callee(label, target, method, inspect.signature(getattr(target, method)))
 
 
-class _Recorded(torch.nn.Module):
-    """Base class of modules that call a recorded method with stored constant arguments."""
-
-    def __init__(self, callee: Callee, constants: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._callee, self._constants = callee, dict(constants)
-        if isinstance(callee.owner, torch.nn.Module):
-            self.recorded = callee.owner
-            self.training = callee.owner.training
-
-
-def module_of(callee: Callee, names: Iterable[str], constants: Mapping[str, Any]) -> torch.nn.Module:
-    """Make a module whose ``forward`` takes the named inputs, and passes them and constants to the recorded method."""
+def module_of(callee: Callee, arguments: Iterable[str], constants: Mapping[str, Any]) -> torch.nn.Module:
+    """Make a module that calls the recorded method: ``forward`` takes the arguments, except stored constants."""
     # torch.export has no dynamic shapes for **kwargs, where Hugging Face models receive half of their arguments
-    names = tuple(names)
+    names = [name for name in arguments if name not in constants]
 
-    def forward(self: _Recorded, *args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False))
-        return self._callee.call({**given, **kwargs, **self._constants})
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:  # a deep copy of the module calls its copy of the owner
+        return self._callee.call({**dict(zip(names, args, strict=False)), **kwargs, **self._constants})
 
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("self", *names)]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it first
-    cls = type(type(callee.owner).__name__, (_Recorded,), {"forward": forward})
-    module: torch.nn.Module = cls(callee, constants)
+    module: torch.nn.Module = type(type(callee.owner).__name__, (torch.nn.Module,), {"forward": forward})()
+    module._callee, module._constants = callee, dict(constants)  # type: ignore[assignment] # not a tensor or module
+    if isinstance(callee.owner, torch.nn.Module):
+        module.recorded = callee.owner
+        module.training = callee.owner.training
     return module
 
 
@@ -235,11 +222,13 @@ class Fact(NamedTuple):
         return self.dtype is not None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Snapshot:
     """A copy of a recorded call's inputs or outputs; :meth:`restore` returns another copy that may be changed."""
 
-    def __init__(self, facts: tuple[Fact, ...], spec: pytree.TreeSpec, load: Callable[[], Sequence[Any]]) -> None:
-        self.facts, self.spec, self._load = facts, spec, load
+    facts: tuple[Fact, ...]
+    spec: pytree.TreeSpec
+    leaves: Callable[[], Sequence[Any]]  # returns the stored leaves uncopied; the caller must not change them
 
     @classmethod
     def take(cls, tree: PyTree, *, name: str, device: torch.device | None) -> Snapshot:
@@ -251,13 +240,17 @@ class Snapshot:
             hidden = [found for found in find_unregistered(tree, name=name) if found.inside is None]
             if hidden:
                 raise NotRegisteredError("\n".join(map(str, hidden)))
-        facts = tuple(map(_fact, leaf_places(tree, own_children, name)))
+        facts = []
+        for place in leaf_places(tree, own_children, name):
+            path, leaf = ".".join(map(key_name, place.keys)), place.obj
+            recipe = recipe_for(type(place.parent)) if place.keys else None
+            axes = None if recipe is None or recipe.axes is None else recipe.axes(key_name(place.keys[-1]))
+            if isinstance(leaf, torch.Tensor):
+                facts.append(Fact(path, leaf.dtype, tuple(leaf.shape), leaf.device, axes, None))
+            else:
+                facts.append(Fact(path, None, (), None, axes, leaf))
         kept = tuple(_copy(leaf, device) for leaf in leaves)
-        return cls(facts, spec, lambda: kept)
-
-    def leaves(self) -> Sequence[Any]:
-        """Return the stored leaves (tensors and values) uncopied; the caller must not change them."""
-        return self._load()
+        return cls(tuple(facts), spec, lambda: kept)
 
     def restore(self, leaves: Sequence[Any] | None = None) -> PyTree:
         """Return the nested object with given leaves; by default, with copies of the stored leaves on their devices."""
@@ -276,17 +269,7 @@ def same_value(one: Fact, other: Fact) -> bool:
 
 
 def libraries_in_use() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that registers the classes of the model libraries that the process has imported."""
     return register_flattening_functions(**options_in_use())
-
-
-def _fact(place: Place) -> Fact:
-    path, leaf = ".".join(map(key_name, place.keys)), place.obj
-    recipe = recipe_for(type(place.parent)) if place.keys else None
-    axes = None if recipe is None or recipe.axes is None else recipe.axes(key_name(place.keys[-1]))
-    if isinstance(leaf, torch.Tensor):
-        return Fact(path, leaf.dtype, tuple(leaf.shape), leaf.device, axes, None)
-    return Fact(path, None, (), None, axes, leaf)
 
 
 def _copy(leaf: object, device: torch.device | None) -> object:
@@ -320,26 +303,31 @@ def call_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def write_call(folder: pathlib.Path, call: Call) -> Call:
     """Write a recorded call to a file, and return a :class:`Call` that reads inputs and outputs from the file."""
-    names = [(parameter.name, int(parameter.kind)) for parameter in call._callee.signature.parameters.values()]
-    about = About(call.index, call.kind, call.past, call.new, call._callee.label, dump_static(names), call.error)
+    from safetensors.torch import _TYPES
+
+    names = [(parameter.name, int(parameter.kind)) for parameter in call.callee.signature.parameters.values()]
+    about = About(call.index, call.kind, call.past, call.new, call.callee.label, dump_static(names), call.error)
     path = folder / f"call-{call.index:05}{_SUFFIX}"
     with scratch_for(path) as half:
         head: dict[str, Any] = {"version": _VERSION, "about": dataclasses.asdict(about)}
         tensors = {}
-        for name, part in call._parts.items():
+        for name, part in call.parts.items():
             fields = [dump_static(tuple(fact), where=fact.path) for fact in part.facts]
             head[name] = {"spec": pytree.treespec_dumps(part.spec), "leaves": fields}
             for number, leaf in enumerate(part.leaves()):
                 if isinstance(leaf, torch.Tensor):
-                    tensors[f"{name}.{number}"] = _storable(leaf)
+                    stored = leaf.cpu().contiguous()
+                    # a dtype that the format lacks is stored as bytes; the metadata has the original dtype
+                    tensors[f"{name}.{number}"] = (
+                        stored if stored.dtype in _TYPES.values() else stored.reshape(-1).view(torch.uint8)
+                    )
         write_tensor_file(half / path.name, tensors, metadata={_KEY: json.dumps(head)})
         publish_files(half, path)
-    parts = {name: _stored(path, name, part.facts, part.spec) for name, part in call._parts.items()}
-    return Call(call._callee, call.index, call.kind, call.past, call.new, parts, call.error)
+    parts = {name: _stored(path, name, part.facts, part.spec) for name, part in call.parts.items()}
+    return dataclasses.replace(call, parts=parts)
 
 
 def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
-    """Open a file of :func:`write_call`; the tensors of the recorded call are read from the file at each access."""
     require("safetensors", "msgspec", purpose="read_call")
     import msgspec
 
@@ -356,11 +344,20 @@ def read_call(path: pathlib.Path) -> tuple[dict[str, Snapshot], About]:
         with libraries_in_use():
             for name, part in head.items():
                 facts = tuple(Fact(*load_static(fields)) for fields in part["leaves"])
-                parts[name] = _stored(path, name, facts, _spec(path, part))
+                check_spec(part["spec"])
+                try:
+                    spec = pytree.treespec_loads(part["spec"])
+                except NotImplementedError as error:  # torch's error for a class that is not registered
+                    raise RecordError(
+                        f"{path}: {error} Register the classes of the arguments before you load the calls."
+                    ) from None
+                parts[name] = _stored(path, name, facts, spec)
         return parts, msgspec.convert(about, About)
 
 
 def _stored(path: pathlib.Path, name: str, facts: tuple[Fact, ...], spec: pytree.TreeSpec) -> Snapshot:
+    """Return inputs or outputs whose tensors are read from a file of :func:`write_call` at each access."""
+
     def load() -> Sequence[Any]:
         leaves: list[Any] = []
         with opened_tensors(path, failure=RecordError) as file:
@@ -372,19 +369,3 @@ def _stored(path: pathlib.Path, name: str, facts: tuple[Fact, ...], spec: pytree
         return leaves
 
     return Snapshot(facts, spec, load)
-
-
-def _spec(path: pathlib.Path, part: Mapping[str, Any]) -> pytree.TreeSpec:
-    check_spec(part["spec"])
-    try:
-        return pytree.treespec_loads(part["spec"])
-    except NotImplementedError as error:  # torch's error for a class that is not registered
-        raise RecordError(f"{path}: {error} Register the classes of the arguments before you load the calls.") from None
-
-
-def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    from safetensors.torch import _TYPES
-
-    tensor = tensor.cpu().contiguous()
-    # a dtype that the format lacks is stored as bytes; the metadata has the original dtype
-    return tensor if tensor.dtype in _TYPES.values() else tensor.reshape(-1).view(torch.uint8)

@@ -21,13 +21,13 @@ from ..errors import RecordError, SpecMismatchError
 from ..errors.failures import result_or, table
 from ..export.proof.replay import CaseResult
 from ..files.document import damage_as
-from ..huggingface.cache_names import has_read, is_cache, name_in
+from ..huggingface.cache_names import is_cache, name_in
 from ..recipe.aliases import TransformersCache
 from ..recipe.static_codec import load_static
 from ..runners.program_runner import ProgramRunner
 from ..trees.walk import output_names
 from .axes import Axes, choose_example, constants_of, read_axes, shapes_of, varying_in
-from .call import Call, Callee, Fact, call_files, callee_of, libraries_in_use, module_of, read_call, same_value
+from .call import Call, Callee, call_files, callee_of, libraries_in_use, module_of, read_call, same_value
 
 
 class RecordedCalls(Sequence[Call]):
@@ -121,8 +121,17 @@ class RecordedCalls(Sequence[Call]):
         A phase is ``prefill`` (the KV cache is empty, or created by the call), ``decode`` (the cache has tokens) or
         ``forward`` (no cache). Calls with additional arguments form a separate phase, such as ``prefill+pixel_values``.
         """
-        groups = by_phase(self._calls)
-        return {name: RecordedCalls(self._callee, calls, of=self._of or self) for name, calls in groups.items()}
+        groups: list[list[Call]] = []
+        for call in self._calls:
+            alike = next((group for group in groups if _alike(group[0], call)), None)
+            if alike is None:
+                groups.append([call])
+            else:
+                alike.append(call)
+        named: dict[str, RecordedCalls] = {}
+        for calls in groups:
+            named[_name(calls[0], named)] = RecordedCalls(self._callee, calls, of=self._of or self)
+        return named
 
     def axes(self) -> Axes:
         """Return the axes that vary between recorded calls, with size names and relations such as ``n = 2 * batch``."""
@@ -137,7 +146,15 @@ class RecordedCalls(Sequence[Call]):
             lines.append("  " + "   ".join(f"{name} {_span(axes.seen(name, self))}" for name in used))
         lines += [f"  {relation}" for relation in axes.relations]
         for name, part in phases.items():
-            lines += ["", f"{name}: {_counted(part)}", *_phase(part, axes)]
+            constants, first = constants_of(part), part[0]
+            rows = [("argument", "dtype", "sizes", "varies")]
+            rows += _merged([row for row in _rows(part, axes) if row[0].partition(".")[0] not in constants])
+            filled = {fact.path.partition(".")[0] for fact in first.facts()}
+            empty = [one for one in first.snapshot.spec.context if one not in constants and one not in filled]
+            rows += [(one, "-", "holds nothing yet", "") for one in empty]
+            lines += ["", f"{name}: {_counted(part)}", *table(rows)]
+            if constants:
+                lines.append(f"  constant: {', '.join(f'{one}={value!r}' for one, value in constants.items())}")
         if axes.remarks:
             lines += ["", *(f"note: {remark}" for remark in axes.remarks)]
         return "\n".join(lines)
@@ -180,8 +197,7 @@ class RecordedCalls(Sequence[Call]):
         Raises:
             RecordError: when no recorded call is in ``phase``, or a name in ``sizes`` is not the name of an axis.
         """
-        part = self._one(phase)
-        return choose_example(part._calls, self.axes(), sizes)
+        return choose_example(self._one(phase)._calls, self.axes(), sizes)
 
     def dynamic_shapes(self, phase: str | None = None, **sizes: int) -> dict[str, Any]:
         """Return the ``dynamic_shapes`` of :meth:`example`, in the form that ``torch.export.export`` accepts.
@@ -196,8 +212,7 @@ class RecordedCalls(Sequence[Call]):
         Raises:
             RecordError: when no recorded call is in ``phase``, or a name in ``sizes`` is not the name of an axis.
         """
-        part = self._one(phase)
-        return shapes_of(part._calls, self.axes(), sizes)
+        return shapes_of(self._one(phase)._calls, self.axes(), sizes)
 
     def module(self, phase: str | None = None) -> torch.nn.Module:
         """Return a module to export: it passes its inputs (see :meth:`example`) and :meth:`constants` to the model.
@@ -211,15 +226,13 @@ class RecordedCalls(Sequence[Call]):
         Raises:
             RecordError: when no recorded call is in ``phase``, or the calls were loaded without ``model``.
         """
-        part = self._one(phase)
+        calls = self._one(phase)._calls
         if self._callee.owner is None:
             raise RecordError(
                 "The folder stores recorded calls, but not the model that was called. Pass the model:\n"
                 f"    RecordedCalls.load(folder, model)  # {self._callee.label}"
             )
-        constants = constants_of(part._calls)
-        names = [name for name in part._calls[0].snapshot.spec.context if name not in constants]
-        return module_of(self._callee, names, constants)
+        return module_of(self._callee, calls[0].snapshot.spec.context, constants_of(calls))
 
     def replay(self, program: Callable[..., Any], phase: str | None = None, *, tolerance: float = 1e-4) -> RecordReplay:
         """Run a program on the recorded calls, and compare its outputs with the recorded outputs.
@@ -238,13 +251,21 @@ class RecordedCalls(Sequence[Call]):
         """
         calls = self._one(phase)._calls
         with libraries_in_use(), torch.no_grad():
-            run = _call_of(program, constants_of(calls))
+            constants = constants_of(calls)
+            called: Any = getattr(program, "program", program)  # of an ExportedModel
+            runner = ProgramRunner(called) if isinstance(called, ExportedProgram) else None
+
+            def run(inputs: dict[str, Any]) -> Any:
+                if runner is not None:
+                    return runner.call(*_program_arguments(called, inputs, constants))
+                return called(**{name: value for name, value in inputs.items() if name not in constants})
+
             return RecordReplay(tuple(_replay(call, run) for call in calls), tolerance)
 
     def _one(self, phase: str | None) -> RecordedCalls:
-        phases = self.phases()
         if phase is not None:
             return self[phase]
+        phases = self.phases()
         if len(phases) == 1:
             return next(iter(phases.values()))
         if not phases:
@@ -264,18 +285,6 @@ def _counted(calls: Sequence[Call]) -> str:
     return f"{len(calls)} call{'' if len(calls) == 1 else 's'}"
 
 
-def _phase(calls: Sequence[Call], axes: Axes) -> Iterator[str]:
-    constants = constants_of(calls)
-    rows = [("argument", "dtype", "sizes", "varies")]
-    rows += _merged([row for row in _rows(calls, axes) if row[0].partition(".")[0] not in constants])
-    filled = {fact.path.partition(".")[0] for fact in calls[0].facts()}
-    empty = [name for name in calls[0].snapshot.spec.context if name not in constants and name not in filled]
-    rows += [(name, "-", "holds nothing yet", "") for name in empty]
-    yield from table(rows)
-    if constants:
-        yield f"  constant: {', '.join(f'{name}={value!r}' for name, value in constants.items())}"
-
-
 def _rows(calls: Sequence[Call], axes: Axes) -> Iterator[tuple[str, str, str, str]]:
     varying = varying_in(calls, axes, {})
     by_call = [call.facts() for call in calls]
@@ -283,13 +292,17 @@ def _rows(calls: Sequence[Call], axes: Axes) -> Iterator[tuple[str, str, str, st
         if not fact.is_tensor:
             values = [facts[number].value for facts in by_call]
             name = varying.get((fact.path, None), "")
-            yield fact.path, type(fact.value).__name__, _values(values), name
+            shown = list(dict.fromkeys(map(repr, values)))
+            text = ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
+            if all(type(value) is int for value in values):
+                text = _span(sorted(set(values)))
+            yield fact.path, type(fact.value).__name__, text, name
             continue
-        sizes = [_axis_sizes({facts[number].shape[axis] for facts in by_call}) for axis in range(len(fact.shape))]
-        names = [
-            f"{axis}: {varying[fact.path, axis]}" for axis in range(len(fact.shape)) if (fact.path, axis) in varying
-        ]
-        yield fact.path, str(fact.dtype).removeprefix("torch."), " x ".join(sizes) or "()", ", ".join(names)
+        axes_of = range(len(fact.shape))
+        spans = [_span(sorted({facts[number].shape[axis] for facts in by_call})) for axis in axes_of]
+        sizes = " x ".join(f"({span})" if "," in span else span for span in spans) or "()"
+        names = [f"{axis}: {varying[fact.path, axis]}" for axis in axes_of if (fact.path, axis) in varying]
+        yield fact.path, str(fact.dtype).removeprefix("torch."), sizes, ", ".join(names)
 
 
 def _merged(rows: Iterable[tuple[str, str, str, str]]) -> Iterator[tuple[str, str, str, str]]:
@@ -318,18 +331,6 @@ def _span(sizes: Sequence[int]) -> str:
     return ", ".join(spelled if len(spelled) < 6 else [*spelled[:2], "...", spelled[-1]])
 
 
-def _axis_sizes(sizes: set[int]) -> str:
-    spelled = _span(sorted(sizes))
-    return f"({spelled})" if "," in spelled else spelled
-
-
-def _values(values: Sequence[Any]) -> str:
-    if all(type(value) is int for value in values):
-        return _span(sorted(set(values)))
-    shown = list(dict.fromkeys(map(repr, values)))
-    return ", ".join(shown[:3]) + (", ..." if len(shown) > 3 else "")
-
-
 # Separate prefill from decode, and group calls of one structure: one program serves each group.
 
 
@@ -342,55 +343,30 @@ def cache_of(values: Mapping[str, Any]) -> TransformersCache | None:
     return next((value for value in values.values() if is_cache(value)), None)
 
 
-def kind_of(cache: TransformersCache | None, past: int | None) -> str:
-    """Return ``"decode"`` for a call whose KV cache has tokens, ``"forward"`` without a cache, else ``"prefill"``."""
-    if cache is None:
-        return "forward"
-    return "decode" if past or has_read(cache) else "prefill"
-
-
-def by_phase(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    """Group calls by phase (such as decode) and input structure, with group names such as ``prefill+pixel_values``."""
-    groups: list[list[Call]] = []
-    for call in calls:
-        alike = next((group for group in groups if _alike(group[0], call)), None)
-        if alike is None:
-            groups.append([call])
-        else:
-            alike.append(call)
-    named: dict[str, list[Call]] = {}
-    for group in groups:
-        named[_name(group[0], named)] = group
-    return named
-
-
 def _alike(one: Call, other: Call) -> bool:
-    return (
-        one.kind == other.kind
-        and one.snapshot.spec == other.snapshot.spec
-        and all(_same_leaf(a, b) for a, b in zip(one.facts(), other.facts(), strict=True))
-    )
+    """Return whether one program serves both calls."""
+    if one.kind != other.kind or one.snapshot.spec != other.snapshot.spec:
+        return False
+    for a, b in zip(one.facts(), other.facts(), strict=True):
+        if a.is_tensor or b.is_tensor:
+            same = a.dtype is b.dtype and len(a.shape) == len(b.shape)
+        elif type(a.value) in (bool, str, float, complex, torch.dtype, torch.device):  # a program follows one branch
+            same = same_value(a, b)
+        else:
+            same = type(a.value) is type(b.value)  # a number that varies is an input
+        if not same:
+            return False
+    return True
 
 
-def _same_leaf(one: Fact, other: Fact) -> bool:
-    if one.is_tensor or other.is_tensor:
-        return one.dtype is other.dtype and len(one.shape) == len(other.shape)
-    if type(one.value) in (bool, str, float, complex, torch.dtype, torch.device):  # a program follows one branch
-        return same_value(one, other)
-    return type(one.value) is type(other.value)  # a number that varies is an input
-
-
-def _name(call: Call, taken: Mapping[str, list[Call]]) -> str:
+def _name(call: Call, taken: Mapping[str, Sequence[Call]]) -> str:
     if call.kind not in taken:
         return call.kind
     first, mine = _arguments(taken[call.kind][0]), _arguments(call)
     more, less = [f"+{name}" for name in mine if name not in first], [f"-{name}" for name in first if name not in mine]
     name = "".join([call.kind, *more, *less])
-    number = 2
-    unique = name
-    while unique in taken:
-        unique, number = f"{name}#{number}", number + 1
-    return unique
+    numbered = (f"{name}#{number}" for number in itertools.count(2))
+    return next(unique for unique in itertools.chain([name], numbered) if unique not in taken)
 
 
 def _arguments(call: Call) -> Iterable[str]:
@@ -451,15 +427,6 @@ def _replay(call: Call, run: Callable[[dict[str, Any]], Any]) -> CaseResult:
         return CaseResult(name, ProgramRunner.runtime, 0, {}, 0.0, f"{type(error).__name__}: {message[:300]}")
 
     return result_or(compared, stopped)  # any exception of the program is the result of this call
-
-
-def _call_of(program: Callable[..., Any], constants: Mapping[str, Any]) -> Callable[[dict[str, Any]], Any]:
-    """Return a function that calls a program with the inputs of a recorded call, except constant arguments."""
-    program = getattr(program, "program", program)  # of an ExportedModel
-    if not isinstance(program, ExportedProgram):
-        return lambda inputs: program(**{name: x for name, x in inputs.items() if name not in constants})
-    runner = ProgramRunner(program)
-    return lambda inputs: runner.call(*_program_arguments(program, inputs, constants))
 
 
 def _program_arguments(

@@ -16,12 +16,12 @@ import torch
 
 from ..errors import InvalidArgumentError, describe_class
 from ..errors.failures import first_line, result_or, undone_on_failure
-from ..huggingface.cache_names import tokens_in
+from ..huggingface.cache_names import has_read, tokens_in
 from ..recipe.aliases import PyTree
 from ..registry.patches import LOCK, AttributePatch
 from ..trees.walk import key_name, node_of
 from .call import Call, Callee, Snapshot, callee_of, libraries_in_use, prepare_folder, write_call
-from .calls import RecordedCalls, cache_of, kind_of
+from .calls import RecordedCalls, cache_of
 
 
 @contextlib.contextmanager
@@ -73,37 +73,44 @@ def record_calls(
     folder = None if to is None else prepare_folder(to)
     calls = RecordedCalls(callee)
     recorder = _Recorder(callee, calls, limit, outputs, None if device is None else torch.device(device), folder)
-    with libraries_in_use(), _recording(callee.owner, callee.method, recorder):
-        yield calls
+    key = (id(callee.owner), callee.method)
+    with libraries_in_use():
+        with LOCK:
+            found = _IN_FORCE.get(key)
+            if found is None:
+                try:
+                    found = _Interception(callee.owner, callee.method)
+                    found.patch.acquire()
+                except (TypeError, AttributeError) as error:
+                    raise InvalidArgumentError(
+                        f"record_calls: {callee.method} of {describe_class(type(callee.owner))} cannot be replaced "
+                        f"({error}). Record a module that {callee.method} calls:\n    record_calls(module)"
+                    ) from error
+                _IN_FORCE[key] = found
+            found.recorders = (*found.recorders, recorder)
+        try:
+            yield calls
+        finally:
+            with LOCK:
+                found.recorders = tuple(other for other in found.recorders if other is not recorder)
+                if not found.recorders:
+                    found.patch.release()
+                    del _IN_FORCE[key]
 
 
-@dataclasses.dataclass
-class _Begun:
-    """A recorded call of a model that has not returned yet, with a copy of its inputs."""
-
-    index: int
-    inputs: Snapshot
-    cache: Any
-    past: int | None
-    kind: str
-
-
+@dataclasses.dataclass(eq=False)
 class _Recorder:
-    def __init__(
-        self,
-        callee: Callee,
-        calls: RecordedCalls,
-        limit: int | None,
-        outputs: bool,
-        device: torch.device | None,
-        folder: pathlib.Path | None,
-    ) -> None:
-        self.callee, self.calls, self.limit = callee, calls, limit
-        self.outputs, self.device, self.folder = outputs, device, folder
-        self.next_index = self.taken = 0
+    callee: Callee
+    calls: RecordedCalls
+    limit: int | None
+    outputs: bool
+    device: torch.device | None
+    folder: pathlib.Path | None  # gets a file for each call
+    next_index: int = 0
+    taken: int = 0
 
-    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Begun | None:
-        """Copy the inputs of a call before it runs; return ``None`` for a call that is not recorded."""
+    def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, Any] | None:
+        """Return a call before it runs, with copied inputs, and its cache; ``None`` if the call is not recorded."""
         named = self.callee.bind(args, kwargs)
         if named is None:
             return None
@@ -115,20 +122,20 @@ class _Recorder:
             inputs = Snapshot.take(named, name="inputs", device=self.device)
             cache = cache_of(named)
             past = None if cache is None else tokens_in(cache)
-            return _Begun(index, inputs, cache, past, kind_of(cache, past))
+            kind = "forward" if cache is None else "decode" if past or has_read(cache) else "prefill"
+            return Call(self.callee, index, kind, past, None, {"inputs": inputs}), cache
 
     def dropped(self) -> None:
         with LOCK:
             self.taken -= 1
 
-    def failed(self, begun: _Begun, error: BaseException) -> None:
+    def failed(self, call: Call, error: BaseException) -> None:
         self.dropped()
         with LOCK:
             is_kept = self.limit is None or len(self.calls.failed) < self.limit
         if not is_kept or not isinstance(error, Exception):
             return
-        text = f"{type(error).__name__}: {error}".rstrip(": ")
-        call = Call(self.callee, begun.index, begun.kind, begun.past, None, {"inputs": begun.inputs}, text)
+        call.error = f"{type(error).__name__}: {error}".rstrip(": ")
 
         def not_stored(other: Exception) -> Call:  # the error of the call takes precedence
             error.add_note(f"record_calls could not store this call ({type(other).__name__}: {first_line(other)}).")
@@ -138,28 +145,22 @@ class _Recorder:
         with LOCK:
             self.calls.failed.append(found)
 
-    def after(self, begun: _Begun, result: PyTree) -> None:
+    def after(self, call: Call, cache: Any, result: PyTree) -> None:
         with undone_on_failure(self.dropped):
-            call = self.record_of(begun, result)
+            # transformers fills the cache of a call; a call without a cache can make one
+            node = node_of(result) if cache is None else None
+            made = cache
+            if node is not None:
+                made = cache_of(dict(zip(map(key_name, node.keys), node.children, strict=True)))
+            seen = None if made is None else tokens_in(made)
+            if cache is None and made is not None:
+                call.past, call.kind = (None if seen is None else 0), "prefill"
+            call.new = None if seen is None or call.past is None else seen - call.past
+            if self.outputs:
+                call.parts["outputs"] = Snapshot.take(result, name="outputs", device=self.device)
+            call = self.stored(call)
         with LOCK:
             self.calls._add(call)
-
-    def record_of(self, begun: _Begun, result: PyTree) -> Call:
-        # transformers fills the cache of a call; a call without a cache can make one
-        made = begun.cache
-        if made is None:
-            node = node_of(result)
-            named = {} if node is None else dict(zip(map(key_name, node.keys), node.children, strict=True))
-            made = cache_of(named)
-        seen = None if made is None else tokens_in(made)
-        past, kind = begun.past, begun.kind
-        if begun.cache is None and made is not None:
-            past, kind = (None if seen is None else 0), "prefill"
-        new = None if seen is None or past is None else seen - past
-        parts = {"inputs": begun.inputs}
-        if self.outputs:
-            parts["outputs"] = Snapshot.take(result, name="outputs", device=self.device)
-        return self.stored(Call(self.callee, begun.index, kind, past, new, parts))
 
     def stored(self, call: Call) -> Call:
         """Return the recorded call; with a folder, write it to a file, and return a ``Call`` that reads the file."""
@@ -170,28 +171,26 @@ class _Interception:
     """Replace a method of an object while at least one ``record_calls`` block records its calls."""
 
     def __init__(self, owner: object, name: str) -> None:
-        self.owner = owner
         self.recorders: tuple[_Recorder, ...] = ()
-        self.patch = AttributePatch(owner, name, self._replacement(getattr(owner, name)))
-
-    def _replacement(self, original: Callable[..., Any]) -> Any:
+        original = getattr(owner, name)
         if not inspect.ismethod(original):  # a function that another library put on the object, as accelerate does
 
             @functools.wraps(original)
-            def watched_function(*args: Any, **kwargs: Any) -> Any:
+            def watched(*args: Any, **kwargs: Any) -> Any:
                 return self._call(original, args, kwargs)
 
-            return watched_function
+            self.patch = AttributePatch(owner, name, watched)
+            return
         function = original.__func__
 
         @functools.wraps(function)
-        def watched(owner: object, *args: Any, **kwargs: Any) -> Any:
-            if owner is not self.owner:  # a deep copy of the object, made while it was watched
-                return function(owner, *args, **kwargs)
+        def watched_method(self_or_copy: object, *args: Any, **kwargs: Any) -> Any:
+            if self_or_copy is not owner:  # a deep copy of the object, made while it was watched
+                return function(self_or_copy, *args, **kwargs)
             return self._call(original, args, kwargs)
 
         # a method, so that a deep copy of the object calls its own
-        return types.MethodType(watched, self.owner)
+        self.patch = AttributePatch(owner, name, types.MethodType(watched_method, owner))
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         # calls inside a trace have placeholders and are not recorded
@@ -202,45 +201,13 @@ class _Interception:
             for recorder in self.recorders:
                 begun = recorder.before(args, kwargs)
                 if begun is not None:
-                    begun_calls.append((recorder, begun))
-                    failed.push(functools.partial(_pass_on, recorder, begun))
+                    begun_calls.append((recorder, *begun))
+                    failed.push(lambda _, error, trace, to=recorder, call=begun[0]: to.failed(call, error))
             result = original(*args, **kwargs)
             failed.pop_all()
-        for recorder, begun in begun_calls:
-            recorder.after(begun, result)
+        for recorder, call, cache in begun_calls:
+            recorder.after(call, cache, result)
         return result
 
 
-def _pass_on(recorder: _Recorder, begun: _Begun, kind: object, error: BaseException | None, trace: object) -> None:
-    assert error is not None
-    recorder.failed(begun, error)
-
-
-_IN_FORCE: dict[tuple[int, str], _Interception] = {}
-
-
-@contextlib.contextmanager
-def _recording(owner: object, name: str, recorder: _Recorder) -> Iterator[None]:
-    """In a ``with`` block, pass every call of the method ``owner.name`` to a recorder; such blocks may overlap."""
-    key = (id(owner), name)
-    with LOCK:
-        found = _IN_FORCE.get(key)
-        if found is None:
-            try:
-                found = _Interception(owner, name)
-                found.patch.acquire()
-            except (TypeError, AttributeError) as error:
-                raise InvalidArgumentError(
-                    f"record_calls: {name} of {describe_class(type(owner))} cannot be replaced ({error}). Record a "
-                    f"module that {name} calls:\n    record_calls(module)"
-                ) from error
-            _IN_FORCE[key] = found
-        found.recorders = (*found.recorders, recorder)
-    try:
-        yield
-    finally:
-        with LOCK:
-            found.recorders = tuple(other for other in found.recorders if other is not recorder)
-            if not found.recorders:
-                found.patch.release()
-                del _IN_FORCE[key]
+_IN_FORCE: dict[tuple[int, str], _Interception] = {}  # by the id of the owner and the name of the method

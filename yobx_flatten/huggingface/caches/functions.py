@@ -1,13 +1,10 @@
 """Flatten ``DynamicCache``, ``StaticCache`` and ``EncoderDecoderCache`` as pytree nodes.
 
-The static part of a cache is the list of its leaves' names. If all layers are ``DynamicLayer``, the names are
-``key_0, value_0, key_1, ...``; in any other cache, names include a code for the layer class: ``key_D_0, key_W8_1, ...``
-(codes in :mod:`.layers`). The name ``none_W8_1`` stands for layer 1 with a sliding window of 8, before it has keys.
-
-The static part does not depend on the number of tokens seen, so one exported program serves all lengths. If a cache has
-a full layer, the number of keys in the full layer is also the *length* (number of tokens seen) of the sliding layers,
-since a full layer has keys of all tokens. If no layer of a cache stores the keys of all tokens, the last leaf,
-``length``, is the number of tokens seen, as a 0-d tensor (see :mod:`.layouts`).
+The static part of a cache is the list of its leaves' names: ``key_0, value_0, key_1, ...`` if all layers are
+``DynamicLayer``, else with a code for the layer class (:mod:`.layers`): ``key_D_0, key_W8_1, ...``. The name
+``none_W8_1`` stands for layer 1 with a sliding window of 8, before it has keys. The static part does not depend on the
+number of tokens seen: sliding layers have seen as many as a full layer has keys; without a full layer, the last leaf,
+``length``, is this number as a 0-d tensor (:mod:`.layouts`).
 """
 
 from __future__ import annotations
@@ -313,7 +310,7 @@ def _shown_updates(cross: TransformersCache | None) -> dict[int, bool]:
     return found
 
 
-# for sliding layers and for layers that have their full length from the start
+# leaf names, without a size, of sliding layers and of layers that have their full length from the start
 _WITHOUT = re.compile(r"(.+)_([WSX])_(\d+)")
 
 
@@ -324,15 +321,11 @@ def with_sizes(values: Sequence[Any], names: list[str]) -> list[str]:
     ['key_W5_0', 'value_W5_0']
     """
     # names with a size, and names of keys that are not tensors, are unchanged
-    found = {name: _WITHOUT.fullmatch(name) for name in names}
-    sizes = {
-        match[3]: value.shape[2]
-        for name, value in zip(names, values, strict=False)
-        if (match := found[name]) is not None and match[1] == "key" and isinstance(value, torch.Tensor)
-    }
+    found, sizes = [_WITHOUT.fullmatch(name) for name in names], dict[str, int]()
+    for match, value in zip(found, values, strict=False):
+        if match is not None and match[1] == "key" and isinstance(value, torch.Tensor):
+            sizes[match[3]] = value.shape[2]
     return [
-        f"{match[1]}_{match[2]}{sizes[match[3]]}_{match[3]}"
-        if (match := found[name]) is not None and match[3] in sizes
-        else name
-        for name in names
+        f"{match[1]}_{match[2]}{sizes[match[3]]}_{match[3]}" if match is not None and match[3] in sizes else name
+        for match, name in zip(found, names, strict=True)
     ]

@@ -1,9 +1,8 @@
 """Describe each class of cache layer: its letter code in leaf names, tensors, token counters and fixed settings.
 
 A cache layer whose class is not in :data:`LETTERS` is flattened by its attributes; the names of its leaves contain a
-letter of :data:`OTHER_LETTERS` or the name of the class. The leaf ``position`` is the token counter that a layer stores
-as a tensor. A sliding layer keeps fewer keys than the tokens that it has seen, so it stores their number as an integer;
-a cache has one leaf ``length`` for this number (see :mod:`.functions`).
+letter of :data:`OTHER_LETTERS` or the name of the class. The leaf ``position`` is a token counter that a layer stores
+as a tensor; the leaf ``length`` is the integer counter of all sliding layers of a cache (:mod:`.functions`).
 """
 
 # letter  class                    leaves           counter         static (digits after the letter)
@@ -46,7 +45,7 @@ LETTERS = {
     "SlidingWindowLayer": "X",  # the name in transformers 4.56
 }
 
-_KINDS: dict[type, LayerKind | None] = {}
+_KINDS: dict[type, LayerKind | None] = {}  # not functools.cache: dynamo would trace the function behind the cache
 
 # Letters of classes that are flattened by their attributes (see :mod:`yobx_flatten.huggingface.caches.state`).
 OTHER_LETTERS = {
@@ -124,13 +123,12 @@ class LayerKind:
             "layer.update(keys, values), or empty it with layer.reset()."
         )
 
-    def template(self, parameter: str, *, filled: bool, has_position: bool) -> Template:
-        """Return a template (see :mod:`.state`) from which all attributes of a layer are rebuilt."""
+    def template(self, parameter: str, *, has_position: bool) -> Template:
+        """Return a template (see :mod:`.state`) from which all attributes of a filled layer are rebuilt."""
         # has_position: whether the layer counts in a tensor, or did so in the version that stored the program
-        held: list[Any] = ["tensor"] if filled else ["fixed", None]
-        template: Template = {"keys": held, "values": held}
+        template: Template = {"keys": ["tensor"], "values": ["tensor"]}
         if self.has_flag:
-            template["is_initialized"] = ["fixed", filled]
+            template["is_initialized"] = ["fixed", True]
         if self.letter == "W":
             template["sliding_window"] = ["fixed", int(parameter.rstrip("r"))]
             if self.has_recording:
@@ -139,17 +137,15 @@ class LayerKind:
             template["max_cache_len"] = ["fixed", int(parameter.rstrip("c"))]
             if self.has_cropping:
                 template["_is_croppable"] = ["fixed", parameter.endswith("c")]
-        if filled:
-            if has_position:
-                template["cumulative_length"] = ["tensor"]
-            if self.counter is not None:
-                template[self.counter] = ["length"]
-            template |= {"dtype": ["dtype", 0]} if self.has_dtype else {}
-            template["device"] = ["device", 0]
-            leaves = {"keys": 0, "values": 1}
-            for name in self.derived:
-                part, axis = SIZES[name]
-                template[name] = ["shape", leaves[part], axis]
+        if has_position:
+            template["cumulative_length"] = ["tensor"]
+        if self.counter is not None:
+            template[self.counter] = ["length"]
+        template |= {"dtype": ["dtype", 0]} if self.has_dtype else {}
+        template["device"] = ["device", 0]
+        for name in self.derived:
+            part, axis = SIZES[name]
+            template[name] = ["shape", ("keys", "values").index(part), axis]
         return template
 
     def empty(self, parameter: str) -> CacheLayer:
@@ -168,33 +164,24 @@ def remember(held: dict[str, Any]) -> None:
     """Store the attribute ``_sliding_window_tensor`` of a flattened layer, for layers that are rebuilt later."""
     tensor = held.get("_sliding_window_tensor")
     if type(tensor) is torch.Tensor:
-        window_tensors(held["sliding_window"]).setdefault(tensor.device, tensor)
-
-
-def window_tensors(window: int) -> dict[torch.device, torch.Tensor]:
-    """Return the ``_sliding_window_tensor`` stored for a window size on each device."""
-    return _WINDOW_TENSORS.setdefault(window, {})
+        _WINDOW_TENSORS.setdefault(held["sliding_window"], {}).setdefault(tensor.device, tensor)
 
 
 def make_window_tensor(cls: type, window: int, device: torch.device) -> torch.Tensor | None:
     """Return a tensor with the window size for a layer's ``_sliding_window_tensor``; ``None`` if none is made."""
     # no tensor is made for classes without one, and in a trace, where a new tensor would become a constant
-    tensors = window_tensors(window)
+    tensors = _WINDOW_TENSORS.setdefault(window, {})
     may_be_traced = torch.compiler.is_compiling() or is_jit_tracing()
     if may_be_traced or dispatch_depth() > 0 or functorch.peek_interpreter_stack() is not None:
         return tensors.get(device)
-    if device not in tensors and _has_window_tensor(cls):
-        with torch.inference_mode(False):  # the tensor outlives the block
-            tensors[device] = torch.tensor(window, dtype=torch.long, device=device)
+    if device not in tensors:
+        cache_utils: Any = sys.modules["transformers.cache_utils"]
+        read_by = getattr(cache_utils.DynamicCache.__iter__, "__code__", None)
+        is_read = read_by is not None and "_sliding_window_tensor" in read_by.co_consts
+        if is_read and issubclass(cls, cache_utils.DynamicSlidingWindowLayer):
+            with torch.inference_mode(False):  # the tensor outlives the block
+                tensors[device] = torch.tensor(window, dtype=torch.long, device=device)
     return tensors.get(device)
-
-
-@functools.cache
-def _has_window_tensor(cls: type) -> bool:
-    cache_utils: Any = sys.modules["transformers.cache_utils"]
-    read_by = getattr(cache_utils.DynamicCache.__iter__, "__code__", None)
-    sliding = issubclass(cls, cache_utils.DynamicSlidingWindowLayer)
-    return sliding and read_by is not None and "_sliding_window_tensor" in read_by.co_consts
 
 
 @functools.cache
@@ -204,10 +191,29 @@ def makes_window_tensor(cls: type) -> bool:
     return any("_sliding_window_tensor" in one.__code__.co_names for one in makers if hasattr(one, "__code__"))
 
 
-def kind_of(cls: type) -> LayerKind | None:
+def kind_of(cls: Any) -> LayerKind | None:
     """Return the ``LayerKind`` of a cache layer class; ``None`` for a class that is flattened by its attributes."""
-    if cls not in _KINDS:
-        _KINDS[cls] = _read_kind(cls)
+    if cls in _KINDS:
+        return _KINDS[cls]
+    letter = LETTERS.get(cls.__name__) if cls.__module__ == "transformers.cache_utils" else None
+    if letter is None:
+        say(logging.DEBUG, "unknown cache layer %s: flattened by its attributes", describe_class(cls))
+        _KINDS[cls] = None
+        return None
+    dynamic = sys.modules[cls.__module__].DynamicLayer
+    filled_by = getattr(cls, "lazy_initialization", None)
+    names = inspect.unwrap(filled_by).__code__.co_names if filled_by is not None and letter in "SX" else ()
+    _KINDS[cls] = LayerKind(
+        cls,
+        letter,
+        has_flag="is_initialized" in vars(dynamic()),
+        has_recording=hasattr(cls, "activate_past_recording"),
+        has_dtype=keeps_dtype(cls),
+        has_cropping=letter == "X" and "_is_croppable" in inspect.unwrap(cls.__init__).__code__.co_names,
+        derived=tuple(name for name in SIZES if name in names),
+        # a tensor is increased in place; sliding layers of older versions count in an integer of the same name
+        has_position=letter in "SX" and "add_" in inspect.unwrap(cls.update).__code__.co_names,
+    )
     return _KINDS[cls]
 
 
@@ -234,27 +240,6 @@ def letter_of(code: str) -> str:
     """
     found = _CODE.fullmatch(code)
     return found[1] if found else ""
-
-
-def _read_kind(cls: Any) -> LayerKind | None:
-    letter = LETTERS.get(cls.__name__) if cls.__module__ == "transformers.cache_utils" else None
-    if letter is None:
-        say(logging.DEBUG, "unknown cache layer %s: flattened by its attributes", describe_class(cls))
-        return None
-    dynamic = sys.modules[cls.__module__].DynamicLayer
-    filled_by = getattr(cls, "lazy_initialization", None)
-    names = inspect.unwrap(filled_by).__code__.co_names if filled_by is not None and letter in "SX" else ()
-    return LayerKind(
-        cls,
-        letter,
-        has_flag="is_initialized" in vars(dynamic()),
-        has_recording=hasattr(cls, "activate_past_recording"),
-        has_dtype=keeps_dtype(cls),
-        has_cropping=letter == "X" and "_is_croppable" in inspect.unwrap(cls.__init__).__code__.co_names,
-        derived=tuple(name for name in SIZES if name in names),
-        # a tensor is increased in place; sliding layers of older versions count in an integer of the same name
-        has_position=letter in "SX" and "add_" in inspect.unwrap(cls.update).__code__.co_names,
-    )
 
 
 @functools.cache

@@ -44,7 +44,8 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
     first = ("", "")  # the first of these layers
     uncounted: list[tuple[int, str, str]] = []  # the number of keys of filled layers whose counter is 0
     for index, layer in enumerate(layers):
-        kind = kind_of(type(layer))
+        cls = type(layer)
+        kind = kind_of(cls)
         if kind is not None and not kind.knows(layer):
             kind = None
         count = len(values)
@@ -54,7 +55,6 @@ def flatten_layers(layers: list[Any], *, plain: bool) -> tuple[list[Any], list[s
             code, lengths = _read_row(kind, layer, index, values, names)
             if kind.letter == "D" and full is None and len(values) > count:
                 full = count
-        cls = type(layer)
         slides_by_class = cls.__name__ in _SLIDING and cls.__module__ == "transformers.cache_utils"
         slides = slides and (not lengths or slides_by_class)
         real = real and PLACEHOLDERS not in vars(layer)
@@ -251,9 +251,9 @@ def _make_plan(names: tuple[str, ...]) -> _Plan:
             cls = kind.cls
             if part == "none":
                 classes.add(cls)
-                rebuilds.append(functools.partial(_empty_layer, kind, parameter))
+                rebuilds.append(lambda leaves, length, kind=kind, parameter=parameter: kind.empty(parameter))
                 continue
-            template = kind.template(parameter, filled=True, has_position=index in positions)
+            template = kind.template(parameter, has_position=index in positions)
         builder = StateBuilder(template)
         classes.add(cls)
         types += builder.leaf_types
@@ -266,10 +266,6 @@ def _make_plan(names: tuple[str, ...]) -> _Plan:
 def is_leaf_name(name: str) -> bool:
     """Return whether a name in the static part belongs to a leaf; other names describe how to rebuild objects."""
     return not name.startswith("none_") and "=" not in name
-
-
-def _empty_layer(kind: LayerKind, parameter: str, leaves: Iterator[Any], length: Length) -> CacheLayer:
-    return kind.empty(parameter)
 
 
 def rebuild_by_attributes(

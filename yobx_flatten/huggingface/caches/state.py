@@ -225,10 +225,13 @@ class StateBuilder:
             held[name] = used[index]
         for name, make in self._made:
             held[name] = make(used, length)
-        for name, (kind, index, *axis) in self._late:
+        for name, (kind, index, *axes) in self._late:
             leaf = used[index]
-            if isinstance(leaf, torch.Tensor):
-                held[name] = _size(leaf, *axis) if axis else getattr(leaf, kind)
+            if isinstance(leaf, torch.Tensor) and kind != "shape":
+                held[name] = getattr(leaf, kind)
+            elif isinstance(leaf, torch.Tensor):
+                # a tensor may temporarily be replaced by its sum
+                held[name] = leaf.shape[axes[0]] if leaf.dim() > max(axes[0], ~axes[0]) else None
         return held, used, all(map(isinstance, used, self.leaf_types))
 
 
@@ -270,11 +273,6 @@ def _maker(entry: list[Any], counter: Iterator[int]) -> _Make:
 
 
 _UNCHANGING = frozenset({bool, int, float, str, type(None)})
-
-
-def _size(leaf: torch.Tensor, axis: int) -> int | None:
-    # a tensor may temporarily be replaced by its sum
-    return leaf.shape[axis] if leaf.dim() > max(axis, ~axis) else None
 
 
 def layer_class(name: object) -> type:

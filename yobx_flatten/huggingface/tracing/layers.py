@@ -1,7 +1,6 @@
 """Trace methods of transformers cache layers as one graph that serves every number of tokens.
 
-A cache layer branches on the number of tokens that it has seen, and a trace records only one branch. The methods in
-this file compute the same keys, values and mask sizes as the original methods, from lengths and without a branch.
+The methods compute the same keys, values and mask sizes as the originals, without a branch on the tokens seen.
 """
 
 # - In a sliding layer that has `kept` keys after `seen` tokens, the attention of `new` tokens covers `kept + new` keys
@@ -19,32 +18,34 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...recipe.aliases import CacheLayer, Length, Size
 from ..caches.layers import keeps_dtype
 from ..caches.layouts import length_leaf
-from .replacement import Function, Replacement
+from .replacement import Function, Replacement, always
 
 
 def layer_replacements() -> Iterator[Replacement]:
     cache_utils: Any = sys.modules["transformers.cache_utils"]
     sliding, full = cache_utils.DynamicSlidingWindowLayer, cache_utils.DynamicLayer
-    yield sliding, "update", _sliding_update
-    yield sliding, "get_mask_sizes", _sliding_mask_sizes
-    yield sliding, "get_seq_length", _sliding_seq_length
-    yield full, "lazy_initialization", _lazy_initialization
+    yield sliding, "update", always(_sliding_update)
+    yield sliding, "get_mask_sizes", always(_sliding_mask_sizes)
+    # the value of the original; transformers' exporters (5.23) replace it by the number of kept keys
+    yield sliding, "get_seq_length", always(lambda self, *args: self.cumulative_length)
+    yield full, "lazy_initialization", always(_lazy_initialization)
     if "lazy_initialization" in vars(sliding):
-        yield sliding, "lazy_initialization", _lazy_initialization
+        yield sliding, "lazy_initialization", always(_lazy_initialization)
     if "_sliding_window_tensor" in inspect.unwrap(sliding.__init__).__code__.co_names:
         yield sliding, "__init__", _sliding_init
     static = getattr(cache_utils, "StaticSlidingWindowLayer", None) or cache_utils.SlidingWindowLayer  # 4.56
-    yield static, "update", _static_sliding_update
-    yield static, "get_mask_sizes", _static_sliding_mask_sizes
+    yield static, "update", always(_static_sliding_update)
+    yield static, "get_mask_sizes", always(_static_sliding_mask_sizes)
     if "tensor" in inspect.unwrap(cache_utils.StaticLayer.__init__).__code__.co_names:
         yield cache_utils.StaticLayer, "__init__", _static_init
     indexed = getattr(cache_utils, "DynamicIndexedLayer", None)
     if indexed is not None:
-        yield indexed, "lazy_initialization_indexer", _lazy_initialization_indexer
+        yield indexed, "lazy_initialization_indexer", always(_lazy_initialization_indexer)
     linear = getattr(cache_utils, "LinearAttentionLayer", None)
     if linear is not None and "conv_kernel_size" in inspect.signature(linear.update_conv_state).parameters:
         yield linear, "update_conv_state", _update_conv_state
@@ -53,87 +54,60 @@ def layer_replacements() -> Iterator[Replacement]:
 # -- layers that grow ------------------------------------------------------------------------------------------------
 
 
-def _sliding_update(original: Function) -> Function:
-    def update(
-        self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.keys is None:
-            _start_empty(self, key_states, value_states)
-        new = key_states.shape[-2]
-        self.cumulative_length = self.cumulative_length + new
-        keys = torch.cat([self.keys, key_states], dim=-2)
-        values = torch.cat([self.values, value_states], dim=-2)
-        recording = getattr(self, "record_past", False)
-        # a recording layer can return to earlier tokens, so it keeps all keys that the new tokens can see
-        last = last_places(keys, self.sliding_window - 1 + (new if recording else 0))
-        some = keys.index_select(2, last), values.index_select(2, last)
-        (self.keys, self.values), found = ((keys, values), some) if recording else (some, (keys, values))
-        return found
-
-    return update
+def _sliding_update(
+    self: Any, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+) -> tuple[Tensor, Tensor]:
+    if self.keys is None:
+        _lazy_initialization(self, key_states, value_states)
+    new = key_states.shape[-2]
+    self.cumulative_length = self.cumulative_length + new
+    keys = torch.cat([self.keys, key_states], dim=-2)
+    values = torch.cat([self.values, value_states], dim=-2)
+    recording = getattr(self, "record_past", False)
+    # a recording layer can return to earlier tokens, so it keeps all keys that the new tokens can see
+    last = last_places(keys, self.sliding_window - 1 + (new if recording else 0))
+    some = keys.index_select(2, last), values.index_select(2, last)
+    (self.keys, self.values), found = ((keys, values), some) if recording else (some, (keys, values))
+    return found
 
 
-def last_places(keys: torch.Tensor, most: Size) -> torch.Tensor:
+def last_places(keys: Tensor, most: Size) -> Tensor:
     """Return the indices of the last ``most`` keys, or of all keys if there are fewer than ``most``."""
     # The slice `keys[:, :, -most:]` would check whether there are enough keys, and its strides whether it covers all
     # keys. These checks would become guards, so that the program refuses lengths on the other side of the window.
     count = keys.shape[-2]
     kept = torch.sym_min(count, most)
-    places: torch.Tensor = torch.arange(kept, device=keys.device) + (count - kept)
+    places: Tensor = torch.arange(kept, device=keys.device) + (count - kept)
     return places
 
 
-def _sliding_mask_sizes(original: Function) -> Function:
-    count = _query_counter(original)
-
-    def get_mask_sizes(self: Any, query: torch.Tensor | Size) -> tuple[Length, Length]:
-        kept = 0 if self.keys is None or self.keys.dim() < 2 else self.keys.shape[-2]
-        if getattr(self, "record_past", False):
-            # recorded older keys are not attended to
-            kept = torch.sym_min(kept, self.sliding_window - 1)
-        return kept + count(query), self.cumulative_length - kept
-
-    return get_mask_sizes
+def _sliding_mask_sizes(self: Any, query: Tensor | Size) -> tuple[Length, Length]:
+    kept = 0 if self.keys is None or self.keys.dim() < 2 else self.keys.shape[-2]
+    if getattr(self, "record_past", False):
+        # recorded older keys are not attended to
+        kept = torch.sym_min(kept, self.sliding_window - 1)
+    return kept + _count(query), self.cumulative_length - kept
 
 
-def _sliding_seq_length(original: Function) -> Function:
-    # the value of the original; transformers' exporters (5.23) replace it by the number of kept keys
-    def get_seq_length(self: Any, *args: object) -> Length:
-        seen: Length = self.cumulative_length
-        return seen
-
-    return get_seq_length
-
-
-def _query_counter(get_mask_sizes: Function) -> Callable[[Any], Size]:
+def _count(query: Tensor | Size) -> Size:
     # 4.56 to 5.0 pass the positions of the new tokens, later versions their number
-    takes_positions = "cache_position" in inspect.signature(get_mask_sizes).parameters
-    return (lambda query: query.shape[0]) if takes_positions else (lambda query: query)
+    return query.shape[0] if isinstance(query, Tensor) else query
 
 
-def _lazy_initialization(original: Function) -> Function:
-    def lazy_initialization(self: Any, key_states: torch.Tensor, value_states: torch.Tensor | None = None) -> None:
-        _start_empty(self, key_states, key_states if value_states is None else value_states)
-
-    return lazy_initialization
-
-
-def _start_empty(layer: CacheLayer, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+def _lazy_initialization(layer: Any, key_states: Tensor, value_states: Tensor | None = None) -> None:
+    values = key_states if value_states is None else value_states
     layer.device = key_states.device
     if keeps_dtype(layer.__class__):
         layer.dtype = key_states.dtype
-    # slices instead of torch.empty: see the docstring of this file
-    layer.keys, layer.values = key_states[..., :0, :], value_states[..., :0, :]
+    # slices instead of torch.empty: see the head of this file
+    layer.keys, layer.values = (states[..., :0, :] for states in (key_states, values))
     layer.is_initialized = True
 
 
-def _lazy_initialization_indexer(original: Function) -> Function:
-    def lazy_initialization_indexer(self: Any, indexer_key_states: torch.Tensor) -> None:
-        self.indexer_dtype, self.indexer_device = indexer_key_states.dtype, indexer_key_states.device
-        self.indexer_keys = indexer_key_states[:, :0]
-        self.is_indexer_initialized = True
-
-    return lazy_initialization_indexer
+def _lazy_initialization_indexer(self: Any, indexer_key_states: Tensor) -> None:
+    self.indexer_dtype, self.indexer_device = indexer_key_states.dtype, indexer_key_states.device
+    self.indexer_keys = indexer_key_states[:, :0]
+    self.is_indexer_initialized = True
 
 
 def _sliding_init(original: Function) -> Function:
@@ -167,54 +141,42 @@ def _without_new_tensors() -> Iterator[None]:
 #   9     a b c d  x y   b c d x y    c d x y      the layer is full; a is outside the window
 
 
-def _static_sliding_update(original: Function) -> Function:
-    def update(
-        self: Any, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.keys is None:
-            self.lazy_initialization(*((key_states, value_states)[: _filled_from(self)]))
-        counter = _counter(self)
-        size, new, seen = self.max_cache_len, key_states.shape[-2], length_leaf(vars(self)[counter])
-        keys = torch.cat([self.keys, key_states], dim=-2)
-        values = torch.cat([self.values, value_states], dim=-2)
-        filled = seen.clamp(max=size)
+def _static_sliding_update(
+    self: Any, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+) -> tuple[Tensor, Tensor]:
+    if self.keys is None:
+        count = len(inspect.signature(type(self).lazy_initialization).parameters) - 1
+        self.lazy_initialization(*((key_states, value_states)[:count]))  # 4.56 and 4.57 take the keys only
+    counter = _counter(self)
+    size, new, seen = self.max_cache_len, key_states.shape[-2], length_leaf(vars(self)[counter])
+    keys = torch.cat([self.keys, key_states], dim=-2)
+    values = torch.cat([self.values, value_states], dim=-2)
+    filled = seen.clamp(max=size)
 
-        def chosen(slot: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-            place = slot + first  # indices into the filled slots followed by the new keys
-            return torch.where(place < filled, place, torch.where(place < filled + new, place - filled + size, slot))
+    def chosen(slot: Tensor, first: Tensor) -> Tensor:
+        place = slot + first  # indices into the filled slots followed by the new keys
+        return torch.where(place < filled, place, torch.where(place < filled + new, place - filled + size, slot))
 
-        shown = chosen(torch.arange(size - 1 + new, device=keys.device), (filled - size + 1).clamp(min=0))
-        kept = chosen(torch.arange(size, device=keys.device), (filled + new - size).clamp(min=0))
-        # in place, like the original: a caller may hold these tensors
-        self.keys.copy_(keys.index_select(2, kept))
-        self.values.copy_(values.index_select(2, kept))
-        vars(self)[counter] = seen + new
-        if counter != "cumulative_length":  # this tensor does not grow after the layer is full
-            self.cumulative_length.add_((seen + new <= size) * new)
-        return keys.index_select(2, shown), values.index_select(2, shown)
-
-    return update
+    shown = chosen(torch.arange(size - 1 + new, device=keys.device), (filled - size + 1).clamp(min=0))
+    kept = chosen(torch.arange(size, device=keys.device), (filled + new - size).clamp(min=0))
+    # in place, like the original: a caller may hold these tensors
+    self.keys.copy_(keys.index_select(2, kept))
+    self.values.copy_(values.index_select(2, kept))
+    vars(self)[counter] = seen + new
+    if counter != "cumulative_length":  # this tensor does not grow after the layer is full
+        self.cumulative_length.add_((seen + new <= size) * new)
+    return keys.index_select(2, shown), values.index_select(2, shown)
 
 
-def _static_sliding_mask_sizes(original: Function) -> Function:
-    count = _query_counter(original)
-
-    def get_mask_sizes(self: Any, query: torch.Tensor | Size) -> tuple[Length, Length]:
-        size, seen = self.max_cache_len, vars(self)[_counter(self)]
-        first = seen - size + 1
-        start = first.clamp(min=0) if isinstance(first, torch.Tensor) else torch.sym_max(first, 0)
-        return size - 1 + count(query), start
-
-    return get_mask_sizes
+def _static_sliding_mask_sizes(self: Any, query: Tensor | Size) -> tuple[Length, Length]:
+    size, seen = self.max_cache_len, vars(self)[_counter(self)]
+    first = seen - size + 1
+    start = first.clamp(min=0) if isinstance(first, Tensor) else torch.sym_max(first, 0)
+    return size - 1 + _count(query), start
 
 
 def _counter(layer: CacheLayer) -> str:
     return "cumulative_length_int" if "cumulative_length_int" in vars(layer) else "cumulative_length"
-
-
-def _filled_from(layer: CacheLayer) -> int:
-    # the number of tensor parameters of the method that fills a layer: 4.56 and 4.57 have the keys only
-    return len(inspect.signature(type(layer).lazy_initialization).parameters) - 1
 
 
 def _static_init(original: Function) -> Function:
@@ -229,10 +191,10 @@ def _static_init(original: Function) -> Function:
 # -- linear attention ------------------------------------------------------------------------------------------------
 
 
-def _update_conv_state(original: Callable[..., torch.Tensor]) -> Function:
+def _update_conv_state(original: Callable[..., Tensor]) -> Function:
     def update_conv_state(
-        self: Any, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
-    ) -> torch.Tensor:
+        self: Any, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
         if self.record_past or self.has_previous_state[state_idx]:
             return original(self, conv_states, state_idx, conv_kernel_size=conv_kernel_size, **kwargs)
         if not self.is_conv_states_initialized[state_idx]:

@@ -1,8 +1,7 @@
 """Replace functions of transformers by traceable functions with the signature of the original function.
 
-The traceable version of a function gets only the arguments for which it has parameters. A function is replaced only if
-it has all required parameters of its traceable version and no others, which could change the result. Other parameters
-are allowed if the traceable version has ``again``, which calls the original function, and ``**others``.
+A function is replaced only if it has all required parameters of its traceable version and no others, which could change
+the result; others are allowed if the version has ``again``, which calls the original function, and ``**others``.
 """
 
 # a model calls          forward(hidden, cache_of_its_release=c, attention_mask=m)
@@ -35,7 +34,6 @@ _warned: set[str] = set()
 def replacement(make: Make) -> Make:
     """Decorate a maker of traceable functions: each gets the signature of the function that it replaces."""
     # make: returns a version for an original, or the original if a release of transformers needs no replacement
-    # if the version does not fit, the result returns the original and warns (ReplacedFunctionWarning)
 
     @functools.wraps(make)
     def made(original: Function) -> Function:
@@ -43,12 +41,31 @@ def replacement(make: Make) -> Make:
         if version is original:
             return original
         reason = misfit(version, original)
-        if reason is not None:
-            _warn(original, reason)
-            return original
-        return _called_as(version, original)
+        if reason is None:
+            return _called_as(version, original)
+        name = f"{original.__module__}.{original.__qualname__}"
+        if name not in _warned:  # once per process for each function
+            _warned.add(name)
+            warnings.warn(
+                f"{name} is traced unchanged, since {reason}: its traceable replacement does not fit this version. The "
+                "comparison with the model shows whether this matters. The newest tested transformers is "
+                f"{NEWEST_TRIED['transformers']}.",
+                ReplacedFunctionWarning,
+                stacklevel=1,
+            )
+        return original
 
     return made
+
+
+def always(version: Function) -> Make:
+    """Return a maker that returns ``version`` for every original function."""
+    return lambda original: version
+
+
+def traceable(version: Function) -> Make:
+    """Decorate a traceable function that replaces an original; return a maker, as :func:`replacement` does."""
+    return replacement(always(version))
 
 
 def misfit(version: Function, original: Function) -> str | None:
@@ -103,17 +120,3 @@ def _called_as(version: Function, original: Function) -> Function:
         return version(again=again, **named) if "again" in takes else version(**named)
 
     return call
-
-
-def _warn(original: Function, reason: str) -> None:
-    # once per process for each function
-    name = f"{original.__module__}.{original.__qualname__}"
-    if name not in _warned:
-        _warned.add(name)
-        warnings.warn(
-            f"{name} is traced unchanged, since {reason}: its traceable replacement does not fit this version. The "
-            "comparison with the model shows whether this matters. The newest tested transformers is "
-            f"{NEWEST_TRIED['transformers']}.",
-            ReplacedFunctionWarning,
-            stacklevel=2,
-        )

@@ -1,7 +1,7 @@
 """Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
-DeepSeek V4 compresses a window of keys when it is full, Qwen 4 selects blocks of visible keys per query, Longformer and
-LED attend to a window. Code of such models branches on the number of windows or blocks, or makes it constant.
+DeepSeek V4 compresses each full window of keys, Qwen 4 selects blocks of keys per query, Longformer and LED attend to a
+window. Their code branches on the number of windows or blocks, or makes it constant.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
+from torch import Tensor
 
 from ...recipe.aliases import CacheLayer, Size, TransformersCache
-from .replacement import Function, Make, replacement
+from .replacement import Function, Make, traceable
 
 # -- deepseek v4 -----------------------------------------------------------------------------------------------------
 
@@ -32,39 +33,24 @@ def prepare_compressed(layer: CacheLayer) -> None:
     for states, size in (("buffer_kv", 2 * rate + 2), ("buffer_gate", 2 * rate + 2), ("compressed_kv", 3)):
         buffers = held[states]
         for name, tensor in buffers.items():
-            if isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and tensor.shape[1] < size:
+            if isinstance(tensor, Tensor) and tensor.dim() == 3 and tensor.shape[1] < size:
                 buffers[name] = tensor.new_zeros(tensor.shape[0], size, tensor.shape[2])
     layer.entry_count = {name: max(count, 3) for name, count in held["entry_count"].items()}
 
 
-@replacement
-def _shared_update(original: Function) -> Function:
-    def update(
-        again: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-        self: Any,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        **others: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if getattr(self, "record_past", False):
-            return again()
-        sliding: Any = sys.modules["transformers.cache_utils"].DynamicSlidingWindowLayer
-        keys, _ = sliding.update(self, key_states, value_states)
-        self.values = self.keys  # keys and values are one tensor
-        return keys, keys
-
-    return update
+@traceable
+def _shared_update(
+    again: Callable[..., tuple[Tensor, Tensor]], self: Any, key_states: Tensor, value_states: Tensor, **others: Any
+) -> tuple[Tensor, Tensor]:
+    if getattr(self, "record_past", False):
+        return again()
+    sliding: Any = sys.modules["transformers.cache_utils"].DynamicSlidingWindowLayer
+    keys, _ = sliding.update(self, key_states, value_states)
+    self.values = self.keys  # keys and values are one tensor
+    return keys, keys
 
 
-def _layer_to_go_on(cache: TransformersCache | None, index: int, name: str) -> CacheLayer | None:
-    """Return layer ``index`` of a cache if it has compressed a full window of keys, else ``None``."""
-    layer = None if cache is None else cache.layers[index]
-    if layer is None or layer.compressed_kv[name] is None:
-        return None
-    return None if getattr(layer, "overlap_kv", {name: layer})[name] is None else layer
-
-
-def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.Tensor) -> torch.Tensor:
+def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: Tensor) -> Tensor:
     """Return all compressed keys (batch, windows, width): of earlier calls, then of windows that this call fills."""
     kv = torch.cat([layer.buffer_kv[name], module.kv_proj(hidden_states)], dim=1)
     gate = torch.cat([layer.buffer_gate[name], module.gate_proj(hidden_states)], dim=1)
@@ -96,9 +82,7 @@ def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: torch.
     return everything
 
 
-def _overlapping(
-    before: torch.Tensor, windows: torch.Tensor, size: int, closed: Size
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _overlapping(before: Tensor, windows: Tensor, size: int, closed: Size) -> tuple[Tensor, Tensor]:
     """Join the first ``size`` channels of the previous window with the other channels of each window."""
     # also returns the first channels of the last full window, for the next call
     series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
@@ -109,38 +93,32 @@ def _overlapping(
 
 
 def _going_on(part: str, go_on: Callable[..., Any]) -> Make:
-    """Replace a ``forward`` by a function that runs ``go_on`` for a filled cache, else the original ``forward``."""
+    """Replace a ``forward``: run ``go_on`` if the cache has compressed a window of keys, else the original."""
 
-    @replacement
-    def make(original: Function) -> Function:
-        def forward(
-            again: Function,
-            self: Any,
-            hidden_states: torch.Tensor,
-            q_residual: torch.Tensor,
-            position_ids: torch.Tensor,
-            cache: TransformersCache | None,
-            layer_idx: int,
-        ) -> Any:
-            layer = _layer_to_go_on(cache, layer_idx, part)
-            if layer is None:
-                return again()
-            compressed = _compressed(self, layer, part, hidden_states)
-            return go_on(self, compressed, hidden_states, q_residual, position_ids, cache, layer_idx)
+    @traceable
+    def forward(
+        again: Function,
+        self: Any,
+        hidden_states: Tensor,
+        q_residual: Tensor,
+        position_ids: Tensor,
+        cache: TransformersCache | None,
+        layer_idx: int,
+    ) -> Any:
+        layer = None if cache is None else cache.layers[layer_idx]
+        if layer is None or layer.compressed_kv[part] is None:
+            return again()
+        if getattr(layer, "overlap_kv", {part: layer})[part] is None:
+            return again()
+        compressed = _compressed(self, layer, part, hidden_states)
+        return go_on(self, compressed, hidden_states, q_residual, position_ids, cache, layer_idx)
 
-        return forward
-
-    return make
+    return forward
 
 
 def _every_closed_window(
-    module: Any,
-    compressed: torch.Tensor,
-    hidden_states: torch.Tensor,
-    q_residual: torch.Tensor,
-    position_ids: torch.Tensor,
-    *cache: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    module: Any, compressed: Tensor, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *cache: object
+) -> tuple[Tensor, Tensor]:
     compressed = torch.nn.functional.pad(compressed.unsqueeze(1), (0, 0, 0, 1))  # an extra window that no token sees
     count, queries = compressed.shape[2], position_ids.shape[1]
     # a single query sees all full windows
@@ -152,13 +130,8 @@ def _every_closed_window(
 
 
 def _chosen_windows(
-    module: Any,
-    compressed: torch.Tensor,
-    hidden_states: torch.Tensor,
-    q_residual: torch.Tensor,
-    position_ids: torch.Tensor,
-    *cache: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    module: Any, compressed: Tensor, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *cache: object
+) -> tuple[Tensor, Tensor]:
     chosen = module.indexer(hidden_states, q_residual, position_ids, *cache)
     count = compressed.shape[1]
     chosen = torch.where(chosen >= 0, chosen, count)  # invisible indices point to the extra window at the end
@@ -170,13 +143,8 @@ def _chosen_windows(
 
 
 def _choice(
-    module: Any,
-    compressed: torch.Tensor,
-    hidden_states: torch.Tensor,
-    q_residual: torch.Tensor,
-    position_ids: torch.Tensor,
-    *cache: object,
-) -> torch.Tensor:
+    module: Any, compressed: Tensor, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *cache: object
+) -> Tensor:
     cos, sin = module.rotary_emb(hidden_states, position_ids=position_ids, layer_type=module.rope_layer_type)
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
     query = module.q_b_proj(q_residual).view(*hidden_states.shape[:2], -1, module.head_dim).transpose(1, 2)
@@ -191,59 +159,54 @@ def _choice(
 # -- qwen 4 ----------------------------------------------------------------------------------------------------------
 
 
-@replacement
-def _qsa_indexer(original: Function) -> Function:
+@traceable
+def _qsa_indexer(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor,
+    cache: TransformersCache | None,
+) -> Any:
     # The original loops over queries and selects their visible keys. Here the visible keys of a row are numbered once:
     # a query sees the first ones, since the mask is causal and only excludes padding.
-    def forward(
-        self: Any,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor,
-        cache: TransformersCache | None,
-    ) -> Any:
-        cos, sin = position_embeddings
-        batch, queries, _ = hidden_states.shape
-        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
-        sizes = [heads * self.index_head_dim for heads in (self.index_n_heads, self.index_kv_heads)]
-        query, keys = torch.split(self.index_qk_proj(hidden_states), sizes, dim=-1)
-        query = self.q_layernorm(query.reshape(batch, queries, -1, self.index_head_dim))
-        now = torch.arange(queries, device=query.device) + (cos.shape[1] - queries)
-        query = rotate(query, cos=cos.index_select(1, now), sin=sin.index_select(1, now), unsqueeze_dim=2)
-        if cache is not None:
-            keys = cache.update_indexer(keys, self.layer_idx)
+    cos, sin = position_embeddings
+    batch, queries, _ = hidden_states.shape
+    rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
+    sizes = [heads * self.index_head_dim for heads in (self.index_n_heads, self.index_kv_heads)]
+    query, keys = torch.split(self.index_qk_proj(hidden_states), sizes, dim=-1)
+    query = self.q_layernorm(query.reshape(batch, queries, -1, self.index_head_dim))
+    now = torch.arange(queries, device=query.device) + (cos.shape[1] - queries)
+    query = rotate(query, cos=cos.index_select(1, now), sin=sin.index_select(1, now), unsqueeze_dim=2)
+    if cache is not None:
+        keys = cache.update_indexer(keys, self.layer_idx)
 
-        visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
-        visible = visible[:, 0]  # (batch, queries, keys)
-        ever = visible.any(dim=1)
-        number = ever.cumsum(-1) - 1  # number of a visible key in its row
-        ratio, last = self.compress_ratio, visible.shape[-1] - 1
-        # visible keys first, each with a distinct number: OpenVINO's sort is not stable
-        places = torch.arange(last + 1, device=ever.device)
-        order = torch.argsort((~ever).to(torch.int64) * (last + 1) + places, dim=-1)
-        count = visible.shape[-1] // ratio + 2  # two extra, never complete: a trace checks whether a size is 0 or 1
-        members = order.index_select(1, torch.arange(count * ratio, device=order.device).clamp(max=last))
-        width = keys.shape[-1]
-        pooled = keys.gather(1, members.unsqueeze(-1).expand(-1, -1, width)).reshape(batch, count, ratio, width)
-        pooled = self.k_layernorm(pooled.float().mean(dim=2).to(keys.dtype))
-        starts = members.reshape(batch, count, ratio)[..., :1].expand(-1, -1, cos.shape[-1])
-        rows = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
-        blocks = rotate(
-            pooled.unsqueeze(2), cos=rows[0].gather(1, starts), sin=rows[1].gather(1, starts), unsqueeze_dim=2
-        )
-        scores = torch.einsum("bqhd,bkd->bqkh", query.float(), blocks.squeeze(2).float())
-        scores = torch.relu(scores).sum(dim=-1) / math.sqrt(self.index_head_dim)
+    visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+    visible = visible[:, 0]  # (batch, queries, keys)
+    ever = visible.any(dim=1)
+    number = ever.cumsum(-1) - 1  # number of a visible key in its row
+    ratio, last = self.compress_ratio, visible.shape[-1] - 1
+    # visible keys first, each with a distinct number: OpenVINO's sort is not stable
+    places = torch.arange(last + 1, device=ever.device)
+    order = torch.argsort((~ever).to(torch.int64) * (last + 1) + places, dim=-1)
+    count = visible.shape[-1] // ratio + 2  # two extra, never complete: a trace checks whether a size is 0 or 1
+    members = order.index_select(1, torch.arange(count * ratio, device=order.device).clamp(max=last))
+    width = keys.shape[-1]
+    pooled = keys.gather(1, members.unsqueeze(-1).expand(-1, -1, width)).reshape(batch, count, ratio, width)
+    pooled = self.k_layernorm(pooled.float().mean(dim=2).to(keys.dtype))
+    starts = members.reshape(batch, count, ratio)[..., :1].expand(-1, -1, cos.shape[-1])
+    rows = cos.expand(batch, -1, -1), sin.expand(batch, -1, -1)
+    blocks = rotate(pooled.unsqueeze(2), cos=rows[0].gather(1, starts), sin=rows[1].gather(1, starts), unsqueeze_dim=2)
+    scores = torch.einsum("bqhd,bkd->bqkh", query.float(), blocks.squeeze(2).float())
+    scores = torch.relu(scores).sum(dim=-1) / math.sqrt(self.index_head_dim)
 
-        complete = (visible.sum(-1) // ratio).unsqueeze(-1)  # (batch, queries, 1)
-        scores = scores.masked_fill(torch.arange(count, device=scores.device) >= complete, float("-inf"))
-        best = scores.topk(torch.sym_min(self.block_topk, count), dim=-1).indices
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+    complete = (visible.sum(-1) // ratio).unsqueeze(-1)  # (batch, queries, 1)
+    scores = scores.masked_fill(torch.arange(count, device=scores.device) >= complete, float("-inf"))
+    best = scores.topk(torch.sym_min(self.block_topk, count), dim=-1).indices
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
 
-        block = (number // ratio).unsqueeze(1).expand(-1, queries, -1)  # of each key; the last one may be incomplete
-        chosen = F.pad(chosen, (0, 1)).gather(-1, block.clamp(0, count))
-        return (visible & (chosen | (block >= complete))).unsqueeze(1)
-
-    return forward
+    block = (number // ratio).unsqueeze(1).expand(-1, queries, -1)  # of each key; the last one may be incomplete
+    chosen = F.pad(chosen, (0, 1)).gather(-1, block.clamp(0, count))
+    return (visible & (chosen | (block >= complete))).unsqueeze(1)
 
 
 # -- longformer, led -------------------------------------------------------------------------------------------------
@@ -256,88 +219,82 @@ class _Marked(threading.local):
 _MARKED = _Marked()
 
 
-@replacement
-def _whole_windows(original: Function) -> Function:
+@traceable
+def _whole_windows(again: Function, self: Any, global_attention_mask: Tensor | None = None, **others: Any) -> Any:
     # the original pads and unpads if the tokens do not fill the last window: a branch on the length
-    def forward(again: Function, self: Any, global_attention_mask: torch.Tensor | None = None, **others: Any) -> Any:
-        ids, rows = others.get("input_ids"), {**others, "global_attention_mask": global_attention_mask}
-        tokens = others["inputs_embeds"] if ids is None else ids
-        if rows.get("attention_mask") is None:
-            rows["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
-        length, window = tokens.shape[1], self.config.attention_window
-        window = window if isinstance(window, int) else max(window)
-        place = torch.arange((length + window - 1) // window * window, device=tokens.device)
-        inside, changes = place < length, {}
-        for name in ("input_ids", "inputs_embeds", *_ROWS):
-            if (row := rows.get(name)) is not None:
-                torch._check(row.shape[1] == length, lambda name=name: f"{name} and the tokens differ in length")
-                row = row.index_select(1, place.clamp(max=length - 1))
-                filler = self.config.pad_token_id if name == "input_ids" else 0
-                changes[name] = row if name == "inputs_embeds" else torch.where(inside, row, filler)
-        before, _MARKED.now = _MARKED.now, global_attention_mask is not None
-        try:
-            outputs = again(**changes)
-        finally:
-            _MARKED.now = before
-        cut = outputs[0].index_select(1, torch.arange(length, device=tokens.device))
-        if isinstance(outputs, tuple):
-            return (cut, *outputs[1:])
-        outputs["last_hidden_state"] = cut
-        return outputs
-
-    return forward
+    ids, rows = others.get("input_ids"), {**others, "global_attention_mask": global_attention_mask}
+    tokens = others["inputs_embeds"] if ids is None else ids
+    if rows.get("attention_mask") is None:
+        rows["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
+    length, window = tokens.shape[1], self.config.attention_window
+    window = window if isinstance(window, int) else max(window)
+    place = torch.arange((length + window - 1) // window * window, device=tokens.device)
+    inside, changes = place < length, {}
+    for name in ("input_ids", "inputs_embeds", *_ROWS):
+        if (row := rows.get(name)) is not None:
+            torch._check(row.shape[1] == length, lambda name=name: f"{name} and the tokens differ in length")
+            row = row.index_select(1, place.clamp(max=length - 1))
+            filler = self.config.pad_token_id if name == "input_ids" else 0
+            changes[name] = row if name == "inputs_embeds" else torch.where(inside, row, filler)
+    before, _MARKED.now = _MARKED.now, global_attention_mask is not None
+    try:
+        outputs = again(**changes)
+    finally:
+        _MARKED.now = before
+    cut = outputs[0].index_select(1, torch.arange(length, device=tokens.device))
+    if isinstance(outputs, tuple):
+        return (cut, *outputs[1:])
+    outputs["last_hidden_state"] = cut
+    return outputs
 
 
 _ROWS = ("attention_mask", "global_attention_mask", "position_ids", "token_type_ids")
 
 
-@replacement
-def _attention_in_blocks(original: Function) -> Function:
+@traceable
+def _attention_in_blocks(
+    again: Function,
+    self: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor,
+    is_index_masked: Tensor,
+    is_index_global_attn: Tensor,
+    output_attentions: bool = False,
+    **others: Any,
+) -> Any:
     # A block of half a window attends to itself and to both neighbors, in memory that is linear in the length. If the
     # call marks tokens, as a classifier marks the first token, every token is also compared with every other token.
-    def forward(
-        again: Function,
-        self: Any,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor,
-        is_index_masked: torch.Tensor,
-        is_index_global_attn: torch.Tensor,
-        output_attentions: bool = False,
-        **others: Any,
-    ) -> Any:
-        if output_attentions:
-            return again()
-        batch, length, width = hidden_states.shape
-        half, least = self.one_sided_attn_window_size, torch.finfo(hidden_states.dtype).min
+    if output_attentions:
+        return again()
+    batch, length, width = hidden_states.shape
+    half, least = self.one_sided_attn_window_size, torch.finfo(hidden_states.dtype).min
 
-        def heads(layer: Function) -> Any:
-            return layer(hidden_states).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
+    def heads(layer: Function) -> Any:
+        return layer(hidden_states).view(batch, length, self.num_heads, self.head_dim).transpose(1, 2)
 
-        def around(rows: torch.Tensor, filler: float) -> torch.Tensor:  # rows of three blocks, for each block
-            rows = F.pad(rows, (0, 0, half, half), value=filler)
-            parts = [rows.narrow(2, start, length).unflatten(2, (-1, half)) for start in (0, half, 2 * half)]
-            return torch.cat(parts, dim=3)
+    def around(rows: Tensor, filler: float) -> Tensor:  # rows of three blocks, for each block
+        rows = F.pad(rows, (0, 0, half, half), value=filler)
+        parts = [rows.narrow(2, start, length).unflatten(2, (-1, half)) for start in (0, half, 2 * half)]
+        return torch.cat(parts, dim=3)
 
-        query, key, value = heads(self.query) / math.sqrt(self.head_dim), heads(self.key), heads(self.value)
-        hidden = attention_mask.ne(0).to(query.dtype).mul(least)[:, None, :, None]
-        place = torch.arange(3 * half, device=query.device) - torch.arange(half, device=query.device)[:, None]
-        scores = query.unflatten(2, (-1, half)).matmul(around(key, 0.0).mT) + around(hidden, -math.inf).mT
-        scores = scores.masked_fill((place < 0) | (place > 2 * half), -math.inf).flatten(2, 3)
-        if _MARKED.now:
-            to_marked = query.matmul(key.mT).masked_fill(~is_index_global_attn[:, None, None], -math.inf)
-            scores = torch.cat([scores, to_marked], dim=-1)
-        shares = scores.softmax(dim=-1, dtype=torch.float32).masked_fill(is_index_masked[:, None, :, None], 0.0)
-        shares = shares.to(query.dtype)
-        output = shares[..., : 3 * half].unflatten(2, (-1, half)).matmul(around(value, 0.0)).flatten(2, 3)
-        if _MARKED.now:
-            of_marked = (heads(self.query_global) / math.sqrt(self.head_dim)).matmul(heads(self.key_global).mT)
-            of_marked = of_marked.masked_fill(is_index_masked[:, None, None], least).softmax(-1, dtype=torch.float32)
-            of_marked = of_marked.to(query.dtype).matmul(heads(self.value_global))
-            output = output + shares[..., 3 * half :].matmul(value)
-            output = torch.where(is_index_global_attn[:, None, :, None], of_marked, output)
-        return (output.transpose(1, 2).reshape(batch, length, width),)
-
-    return forward
+    query, key, value = heads(self.query) / math.sqrt(self.head_dim), heads(self.key), heads(self.value)
+    hidden = attention_mask.ne(0).to(query.dtype).mul(least)[:, None, :, None]
+    place = torch.arange(3 * half, device=query.device) - torch.arange(half, device=query.device)[:, None]
+    scores = query.unflatten(2, (-1, half)).matmul(around(key, 0.0).mT) + around(hidden, -math.inf).mT
+    scores = scores.masked_fill((place < 0) | (place > 2 * half), -math.inf).flatten(2, 3)
+    if _MARKED.now:
+        to_marked = query.matmul(key.mT).masked_fill(~is_index_global_attn[:, None, None], -math.inf)
+        scores = torch.cat([scores, to_marked], dim=-1)
+    shares = scores.softmax(dim=-1, dtype=torch.float32).masked_fill(is_index_masked[:, None, :, None], 0.0)
+    shares = shares.to(query.dtype)
+    output = shares[..., : 3 * half].unflatten(2, (-1, half)).matmul(around(value, 0.0)).flatten(2, 3)
+    if _MARKED.now:
+        of_marked = (heads(self.query_global) / math.sqrt(self.head_dim)).matmul(heads(self.key_global).mT)
+        of_marked = of_marked.masked_fill(is_index_masked[:, None, None], least).softmax(-1, dtype=torch.float32)
+        of_marked = of_marked.to(query.dtype).matmul(heads(self.value_global))
+        output = output + shares[..., 3 * half :].matmul(value)
+        output = torch.where(is_index_global_attn[:, None, :, None], of_marked, output)
+    return (output.transpose(1, 2).reshape(batch, length, width),)
 
 
 # models, class, method, version to trace

@@ -1,11 +1,8 @@
 """Replace functions of transformers, so that one trace of a model serves all numbers of tokens.
 
-transformers branches on the number of tokens seen (is the window full?), on mask lengths and on whether a mask can be
-omitted, but a trace records only the branch of the example. Traceable functions compute the same values without a
-branch: for cache layers in :mod:`.layers`, for models in :mod:`.models`, for masks, positions and attention in this
-file.
-
-The replacements are active only in a thread that runs a trace, and call the original for unsupported arguments.
+A trace records only the branch of the example: is the window full, is there a mask? Traceable functions compute the
+same values without a branch, for cache layers in :mod:`.layers`, for models in :mod:`.models`, for masks, positions and
+attention in this file. They are active only in a thread that runs a trace.
 """
 
 from __future__ import annotations
@@ -20,9 +17,10 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 
@@ -38,7 +36,7 @@ from ..decoders import switch_of_kind
 from ..outputs import ModelClasses, subclasses_of
 from .layers import layer_replacements
 from .models import model_replacements
-from .replacement import Function, Make, Replacement, replacement
+from .replacement import Function, Make, Replacement, always, replacement, traceable
 from .sparse import prepare_compressed
 
 
@@ -55,7 +53,17 @@ class TransformersTracing(TraceSupport):
 
         with LOCK:
             self._open += 1
-            self._give_keys(ModelOutput)
+            # 4.56 to 5.0 register every ModelOutput without keys, and torch.export refuses such an input for a trace
+            # or a program (T5 has such an encoder output). Specs and stored programs are unchanged.
+            base = pytree.SUPPORTED_NODES.get(ModelOutput)
+            if base is None or base.flatten_with_keys_fn is not None:
+                return
+            for cls in subclasses_of(ModelOutput):
+                node = pytree.SUPPORTED_NODES.get(cls)
+                if cls not in self._keys_given and node is not None and node.flatten_with_keys_fn is None:
+                    keyed = node._replace(flatten_with_keys_fn=dict_flatten_with_keys)
+                    patch = self._keys_given[cls] = AttributePatch(pytree.SUPPORTED_NODES, cls, keyed)
+                    patch.acquire()
 
     def release(self) -> None:
         """Restore transformers' registrations of output classes when the last ``with`` block or trace ends."""
@@ -65,19 +73,6 @@ class TransformersTracing(TraceSupport):
                 for patch in self._keys_given.values():
                     patch.release()
                 self._keys_given.clear()
-
-    def _give_keys(self, model_output: type) -> None:
-        # 4.56 to 5.0 register every ModelOutput without keys, and torch.export refuses such an input for a trace or a
-        # program (T5 has such an encoder output). Specs and stored programs are unchanged.
-        base = pytree.SUPPORTED_NODES.get(model_output)
-        if base is None or base.flatten_with_keys_fn is not None:
-            return
-        for cls in subclasses_of(model_output):
-            node = pytree.SUPPORTED_NODES.get(cls)
-            if cls not in self._keys_given and node is not None and node.flatten_with_keys_fn is None:
-                keyed = node._replace(flatten_with_keys_fn=dict_flatten_with_keys)
-                patch = self._keys_given[cls] = AttributePatch(pytree.SUPPORTED_NODES, cls, keyed)
-                patch.acquire()
 
     def named_for(self, forward: Callable[..., object], entries: Mapping[str, Any]) -> Mapping[str, Any]:
         return named_for(forward, entries)
@@ -92,7 +87,7 @@ class TransformersTracing(TraceSupport):
         from transformers.cache_utils import Cache
 
         def contiguous(leaf: object) -> object:
-            return leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
+            return leaf.contiguous() if isinstance(leaf, Tensor) else leaf
 
         def prepare(node: object) -> PyTree:
             if not isinstance(node, Cache):
@@ -109,75 +104,58 @@ class TransformersTracing(TraceSupport):
 
     @contextlib.contextmanager
     def traceable(self) -> Iterator[None]:
+        import transformers.cache_utils as cache_utils
+
         replacements = list(_replacements())  # this may import
+        patches = []
         with LOCK:
-            patches = [self._patch(target, name, make) for target, name, make in replacements]
+            for target, name, make in replacements:
+                patch = self._patches.get((target, name))
+                if patch is None or not patch.is_current:
+                    patch = self._patches[target, name] = TracePatch(target, name, make)
+                patches.append(patch)
         with contextlib.ExitStack() as stack:
             self.acquire()  # again, for models imported inside the block, and for a trace that continues after it
             stack.callback(self.release)
             for patch in patches:
                 stack.enter_context(patch)
             stack.enter_context(tracing_here())
-            if _ranges_begin_at_the_past():
+            # 4.56 to 5.0 pass the positions of the new tokens to the cache; later versions compute them on use
+            if "cache_position" in inspect.signature(cache_utils.DynamicLayer.get_mask_sizes).parameters:
                 stack.enter_context(TensorRanges())
             yield
-
-    def _patch(self, target: object, name: str, make: Make) -> TracePatch:
-        patch = self._patches.get((target, name))
-        if patch is None or not patch.is_current:
-            patch = self._patches[target, name] = TracePatch(target, name, make)
-        return patch
 
     def translations(self) -> Iterator[Translation]:
         """Yield ONNX translations of grouped matrix products, for mixtures of experts in transformers 5.17 or later."""
         fallback = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", None)
         if fallback is not None and is_installed("transformers.exporters"):
             for operator in (fallback.default, torch.ops.aten._grouped_mm.default):
-                yield Translation(operator, _grouped_products(operator))
+                yield Translation(operator, functools.partial(_translated, operator))
 
 
-def _grouped_products(operator: OpOverload) -> Callable[..., Any]:
-    def translate(*args: Any, **kwargs: Any) -> Any:
-        # transformers' own translation, imported only if a program needs it
-        with warnings.catch_warnings():
-            # 5.17's exporters import every model that they patch, and some use torch.jit.script
-            warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
-            from ...private_names.of_transformers import onnx_translations
-        return onnx_translations[operator](*args, **kwargs)
-
-    return translate
-
-
-def _ranges_begin_at_the_past() -> bool:
-    # 4.56 to 5.0 pass the positions of the new tokens to the cache; later versions compute them on use
-    from transformers.cache_utils import DynamicLayer
-
-    return "cache_position" in inspect.signature(DynamicLayer.get_mask_sizes).parameters
+def _translated(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    # transformers' own translation, imported only if a program needs it
+    with warnings.catch_warnings():
+        # 5.17's exporters import every model that they patch, and some use torch.jit.script
+        warnings.filterwarnings("ignore", r".torch\.jit\.script. is deprecated", DeprecationWarning)
+        from ...private_names.of_transformers import onnx_translations
+    return onnx_translations[operator](*args, **kwargs)
 
 
 def _replacements() -> Iterator[Replacement]:
     yield from layer_replacements()
     yield from mask_replacements()
-    yield from attention_replacements()
+    sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
+    if sdpa is not None and "use_gqa_in_sdpa" in vars(sdpa):
+        # attention is one operator, with as many key heads as the cache has
+        yield sdpa, "use_gqa_in_sdpa", always(lambda *args, **kwargs: True)
     yield from model_replacements()
-    yield from rotary_replacements()
+    for cls in _CLASSES():
+        yield cls, "forward", _by_length
     yield from upstream_replacements()  # last: for the same function, this package's replacement takes precedence
 
 
 TRANSFORMERS_TRACING = TransformersTracing()
-
-
-# Trace attention as one operator, with as many key heads as the cache has.
-
-
-def attention_replacements() -> Iterator[Replacement]:
-    sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
-    if sdpa is not None and "use_gqa_in_sdpa" in vars(sdpa):
-        yield sdpa, "use_gqa_in_sdpa", _answering(True)
-
-
-def _answering(answer: bool) -> Make:
-    return lambda original: lambda *args, **kwargs: answer
 
 
 # Trace ``torch.arange`` that starts at a tensor: positions before transformers 5.1.
@@ -201,36 +179,25 @@ class TensorRanges(TorchFunctionMode):
         kwargs: Kwargs | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.arange and len(args) == 2 and isinstance(args[0], torch.Tensor):
+        if func is torch.arange and len(args) == 2 and isinstance(args[0], Tensor):
             found = self._sums.get(id(args[1]))
             if found is not None and found[1] is args[0]:
                 return torch.arange(found[2], **kwargs) + args[0]
         result = func(*args, **kwargs)
-        if func in _SUMS and len(args) == 2 and _is_count(args[0]) and not isinstance(args[1], torch.Tensor):
+        adds_number = func in _SUMS and len(args) == 2 and not isinstance(args[1], Tensor)
+        if adds_number and isinstance(args[0], Tensor) and args[0].dim() == 0:
             self._sums[id(result)] = result, args[0], args[1]  # the reference keeps the id of the sum in use
         return result
 
 
-def _is_count(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and value.dim() == 0
-
-
 # Trace rotary embeddings whose frequencies depend on the length (``"dynamic"``, ``"longrope"``).
-
-
-_DECORATOR = "dynamic_rope_update."
-
-
-def rotary_replacements() -> Iterator[Replacement]:
-    for cls in _CLASSES():
-        yield cls, "forward", _by_length
 
 
 def _plain(forward: Function | None) -> Function | None:
     """Return the function inside transformers' decorator ``dynamic_rope_update``; ``None`` without this decorator."""
     while forward is not None:
         code = getattr(forward, "__code__", None)
-        if code is not None and code.co_qualname.startswith(_DECORATOR):
+        if code is not None and code.co_qualname.startswith("dynamic_rope_update."):
             return getattr(forward, "__wrapped__", None)
         forward = getattr(forward, "__wrapped__", None)
     return None
@@ -249,12 +216,7 @@ def _by_length(original: Function) -> Function:
         return original
 
     def forward(
-        again: Function,
-        self: Any,
-        x: torch.Tensor,
-        position_ids: torch.Tensor,
-        layer_type: str | None = None,
-        **others: Any,
+        again: Function, self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **others: Any
     ) -> Any:
         kind = self.rope_type if layer_type is None else self.rope_type[layer_type]
         if kind not in ("dynamic", "longrope"):
@@ -284,24 +246,24 @@ def mask_replacements() -> Iterator[Replacement]:
     if masks is None:
         return
     yield masks, "prepare_padding_mask", _prepare_padding_mask
-    yield masks, "_ignore_causal_mask_sdpa", _answering(False)
+    yield masks, "_ignore_causal_mask_sdpa", always(lambda *args, **kwargs: False)
     name = "create_recurrent_attention_mask"  # each model has imported it
     for path, module in sys.modules.copy().items():
         if path.startswith("transformers.models.") and name in vars(module):
             yield module, name, _recurrent_mask
     if hasattr(masks, "_vmap_for_bhqkv"):  # 4.56 and 4.57; later versions broadcast by themselves
-        yield masks, "_vmap_for_bhqkv", _broadcast_for_bhqkv
-        yield masks, "TransformGetItemToIndex", lambda original: contextlib.nullcontext
+        yield masks, "_vmap_for_bhqkv", always(_broadcast_for_bhqkv)
+        yield masks, "TransformGetItemToIndex", always(contextlib.nullcontext)
 
 
 def _prepare_padding_mask(original: Function) -> Function:
     def prepare_padding_mask(
-        attention_mask: torch.Tensor | None, kv_length: Size, kv_offset: Length, *args: object, **kwargs: Any
-    ) -> torch.Tensor | None:
+        attention_mask: Tensor | None, kv_length: Size, kv_offset: Length, *args: object, **kwargs: Any
+    ) -> Tensor | None:
         if attention_mask is None:
             return None
         missing = kv_length + kv_offset - attention_mask.shape[-1]
-        if isinstance(missing, torch.Tensor) or not statically_known_true(missing <= 0):
+        if isinstance(missing, Tensor) or not statically_known_true(missing <= 0):
             # a longer padding than necessary, so that the graph does not compute its size
             padded = torch.nn.functional.pad(attention_mask, (0, missing if type(missing) is int else kv_length))
         else:
@@ -313,57 +275,53 @@ def _prepare_padding_mask(original: Function) -> Function:
     return prepare_padding_mask
 
 
-@replacement
-def _recurrent_mask(original: Function) -> Function:
+@traceable
+def _recurrent_mask(
+    config: object,
+    inputs_embeds: Tensor,
+    attention_mask: Tensor | None,
+    cache: TransformersCache | None = None,
+    **kwargs: object,
+) -> Tensor | None:
     # the slice mask[:, -new:] would check whether it begins at 0, as for an empty cache, which adds a guard
-    def create_recurrent_attention_mask(
-        config: object,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cache: TransformersCache | None = None,
-        **kwargs: object,
-    ) -> torch.Tensor | None:
-        if attention_mask is None or attention_mask.ndim != 2:
-            return None
-        columns, length = attention_mask.shape[1], inputs_embeds.shape[1]
-        torch._check(columns >= length, lambda: f"attention_mask has {columns} columns for {length} tokens")
-        return attention_mask.index_select(1, torch.arange(length, device=attention_mask.device) + (columns - length))
-
-    return create_recurrent_attention_mask
+    if attention_mask is None or attention_mask.ndim != 2:
+        return None
+    columns, length = attention_mask.shape[1], inputs_embeds.shape[1]
+    torch._check(columns >= length, lambda: f"attention_mask has {columns} columns for {length} tokens")
+    return attention_mask.index_select(1, torch.arange(length, device=attention_mask.device) + (columns - length))
 
 
-def _broadcast_for_bhqkv(original: Function) -> Function:
+def _broadcast_for_bhqkv(mask_function: Callable[..., Tensor], bh_indices: bool = True) -> Function:
     # 4.56 and 4.57 use vmap over four indices; later versions broadcast. In vmap an index into the padding mask becomes
     # an operator (`flat_apply`) that torch 2.13 cannot store: "Unsupported getattr attribute
     # function_const_func_spec0".
-    def _vmap_for_bhqkv(mask_function: Callable[..., torch.Tensor], bh_indices: bool = True) -> Function:
-        def broadcast(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-            if not bh_indices:  # batch and head are None
-                return mask_function(batch, head, query[:, None], key[None, :]).expand(query.shape[0], key.shape[0])
-            mask = mask_function(
-                batch[:, None, None, None], head[None, :, None, None], query[None, None, :, None], key[None, None, None]
-            )
-            return mask.expand(batch.shape[0], head.shape[0], query.shape[0], key.shape[0])
+    def broadcast(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if not bh_indices:  # batch and head are None
+            return mask_function(batch, head, query[:, None], key[None, :]).expand(query.shape[0], key.shape[0])
+        mask = mask_function(
+            batch[:, None, None, None], head[None, :, None, None], query[None, None, :, None], key[None, None, None]
+        )
+        return mask.expand(batch.shape[0], head.shape[0], query.shape[0], key.shape[0])
 
-        return broadcast
-
-    return _vmap_for_bhqkv
+    return broadcast
 
 
 # Apply the reversible patches of transformers' own exporters to the imported models.
 
 
 _MODULE = "transformers.exporters.exporter_dynamo"
-_MODELS = "transformers.models."
 
 
 def upstream_replacements() -> Iterator[Replacement]:
     """Yield owner, attribute name and replacement of each function of a model that transformers' exporters patch."""
     if _modules_named() & sys.modules.keys():
         for owner, name, make in _patches():
-            target = _imported(owner) if isinstance(owner, str) else owner
+            target: Any = owner
+            if isinstance(owner, str):  # the path of a module or class, which may not be imported
+                parent, _, own = owner.rpartition(".")
+                target = sys.modules.get(owner) or getattr(sys.modules.get(parent), own, None)
             module = str(getattr(target, "__module__", None) or getattr(target, "__name__", ""))
-            if module.startswith(_MODELS) and name in vars(target):
+            if module.startswith("transformers.models.") and name in vars(target):
                 yield target, name, _CORRECTED.get((target.__name__, name), make)
 
 
@@ -391,42 +349,29 @@ def _patches() -> list[tuple[ModuleType | type | str, str, Make]]:
     return list(export_patches.get("dynamo", ()))
 
 
-def _imported(path: str) -> Any:
-    """Return the imported module or class at a dotted path; ``None`` if the module is not imported."""
-    module, _, name = path.rpartition(".")
-    return sys.modules.get(path) or getattr(sys.modules.get(module), name, None)
-
-
-def _masked_attention(original: Function) -> Function:
+def _masked_attention(
+    self: Any, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: object
+) -> Tensor:
     # The patch of transformers' exporters (5.23) omits the norms of queries and keys that come from one projection, and
     # silently computes different values. It also requires images and windows of equal size, which a mask does not.
-    def forward(
-        self: Any,
-        hidden_states: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        **kwargs: object,
-    ) -> torch.Tensor:
-        count = hidden_states.shape[0]
-        query, key, value = self.qkv(hidden_states).reshape(count, 3, self.num_heads, -1).unbind(1)
-        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb_vision
-        if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = rotate(query, key, *position_embeddings)
-        picture = (torch.arange(count, device=cu_seqlens.device)[:, None] >= cu_seqlens[1:]).sum(-1)
-        query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
-        seen = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=picture[:, None] == picture, scale=self.scaling
-        )
-        found: torch.Tensor = self.proj(seen.squeeze(0).transpose(0, 1).reshape(count, -1))
-        return found
-
-    return forward
+    count = hidden_states.shape[0]
+    query, key, value = self.qkv(hidden_states).reshape(count, 3, self.num_heads, -1).unbind(1)
+    rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb_vision
+    if hasattr(self, "q_norm"):
+        query, key = self.q_norm(query), self.k_norm(key)
+    query, key = rotate(query, key, *position_embeddings)
+    picture = (torch.arange(count, device=cu_seqlens.device)[:, None] >= cu_seqlens[1:]).sum(-1)
+    query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
+    seen = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=picture[:, None] == picture, scale=self.scaling
+    )
+    found: Tensor = self.proj(seen.squeeze(0).transpose(0, 1).reshape(count, -1))
+    return found
 
 
 # class and attribute -> replacement, if the patch of transformers' exporters computes different values
 _CORRECTED: dict[tuple[str, str], Make] = {
-    ("Dots3NoteVisionAttention", "forward"): _masked_attention,
-    ("GlmOcrVisionAttention", "forward"): _masked_attention,
-    ("Qwen2_5_VLVisionAttention", "forward"): _masked_attention,
+    ("Dots3NoteVisionAttention", "forward"): always(_masked_attention),
+    ("GlmOcrVisionAttention", "forward"): always(_masked_attention),
+    ("Qwen2_5_VLVisionAttention", "forward"): always(_masked_attention),
 }

@@ -13,17 +13,9 @@ from transformers.cache_utils import Cache
 from yobx_flatten import errors
 from yobx_flatten.huggingface.tracing import replacement, support
 from yobx_flatten.huggingface.tracing.layers import layer_replacements
-from yobx_flatten.huggingface.tracing.models import (
-    CHUNK_SCANS,
-    EXPERTS,
-    LOOPS,
-    POSITIONS,
-    RECURRENCES,
-    SPARSE,
-    model_replacements,
-)
+from yobx_flatten.huggingface.tracing.models import CHUNK_SCANS, OTHERS, SPARSE, model_replacements
 
-TABLES = (*CHUNK_SCANS, *EXPERTS, *LOOPS, *POSITIONS, *RECURRENCES, *SPARSE)
+TABLES = (*CHUNK_SCANS, *OTHERS, *SPARSE)
 
 # parameters of the methods of layers, which their versions take by position or hand on
 OF_LAYERS = {

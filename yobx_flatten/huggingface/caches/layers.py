@@ -45,7 +45,7 @@ LETTERS = {
     "SlidingWindowLayer": "X",  # the name in transformers 4.56
 }
 
-_KINDS: dict[type, LayerKind | None] = {}  # not functools.cache: dynamo would trace the function behind the cache
+_KINDS: dict[type, LayerKind | None] = {}  # not functools.cache, which dynamo ignores
 
 # Letters of classes that are flattened by their attributes (see :mod:`yobx_flatten.huggingface.caches.state`).
 OTHER_LETTERS = {

@@ -101,7 +101,6 @@ class AcceleratorDevice(Device):
         return min(total, free + torch.accelerator.memory_reserved(self.torch_device))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
-        """Allocate device memory on the current stream."""
         try:
             return torch.empty_like(like, device=self.torch_device, requires_grad=False)
         except torch.OutOfMemoryError as error:

@@ -63,7 +63,8 @@ def parts_of(values: Iterable[Any]) -> list[torch.Tensor]:
     found: dict[Any, torch.Tensor] = {}
     for value in values:
         is_whole = isinstance(value, torch.Tensor) and not is_composite(value)
-        for tensor in (value,) if is_whole else _tensors_of(value):
+        held = [value, vars(value)] if isinstance(value, torch.Tensor) else value
+        for tensor in (value,) if is_whole else all_tensors(held):
             found.setdefault(id(tensor) if is_whole else memory_of(tensor), tensor)
     return list(found.values())
 
@@ -180,18 +181,6 @@ def _may_get_tensors(value: Any) -> bool:
     if opened is None:
         return isinstance(value, torch.Tensor)
     return type(value) not in (dict, list, tuple) or next(all_tensors(value), None) is not None
-
-
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Return the plain tensors in a quantized parameter, or in the state that a module stores for the parameter."""
-    if isinstance(value, torch.Tensor) and not is_wrapper(value):
-        yield value
-        yield from all_tensors(vars(value))
-        return
-    yield from all_tensors(value)
-    if isinstance(value, torch.Tensor):
-        own = {id(tensor) for tensor in all_tensors(value)}
-        yield from (tensor for tensor in all_tensors(vars(value)) if id(tensor) not in own)
 
 
 def memory_of(tensor: torch.Tensor) -> Any:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
 import contextlib
 import ctypes
@@ -76,8 +75,7 @@ class DiskMemory:
         # starts and ends in the file of released ranges that are not submitted to the writer yet
         self._written: list[tuple[int, int]] = []
         self._unchanged: list[tuple[int, int]] = []
-        self._parts: list[_Part] = []  # by address
-        self._addresses: list[int] = []
+        self._parts: list[_Part] = []  # a new list for each change, since other threads read it without the lock
         self._open: tuple[_Part, int] | None = None  # end of the used part
         self._places: dict[Hashable, _Place] = {}
         self._lock = threading.Lock()
@@ -162,22 +160,14 @@ class DiskMemory:
         memory = mmap.mmap(file, nbytes, offset=offset)
         address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         part = _Part(memory, address, offset, nbytes)
-        place = bisect.bisect(self._addresses, address)
-        self._addresses = [*self._addresses[:place], address, *self._addresses[place:]]
-        self._parts = [*self._parts[:place], part, *self._parts[place:]]
+        self._parts = [*self._parts, part]
         self._open = part, 0
         return part
 
     def _part_at(self, address: int) -> _Part | None:
-        parts, addresses = self._parts, self._addresses
-        place = bisect.bisect(addresses, address) - 1
-        # another thread may have replaced only one of the two lists, so the result is checked
-        if 0 <= place < len(parts) and parts[place].address <= address < parts[place].address + parts[place].nbytes:
-            return parts[place]
-        return next((one for one in parts if one.address <= address < one.address + one.nbytes), None)
+        return next((one for one in self._parts if one.address <= address < one.address + one.nbytes), None)
 
     def fetch(self, tensors: Iterable[torch.Tensor]) -> Future[None]:
-        """Read tensors from the disk into memory in the background."""
         return self._reader.submit(self._read_ranges, self._ranges(tensors))
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -265,7 +255,7 @@ class DiskMemory:
             self.settle()
         self._reader.close()
         self._writer.close()
-        self._parts, self._addresses = [], []
+        self._parts = []
         self._closing()  # mappings keep the file until the last tensor is deleted
         _MEMORIES.discard(self)
 
@@ -291,7 +281,6 @@ def leave(tensors: Iterable[torch.Tensor], *, written: bool = False) -> None:
 
 
 def keep_with(model: nn.Module, memory: DiskMemory) -> None:
-    """Keep a :class:`DiskMemory` open as long as the model exists."""
     _OF_MODELS[model] = memory
 
 

@@ -152,38 +152,26 @@ class _Passed:
 NOW = _Passed()
 
 
-class Clock(Protocol):
-    """The interface of a clock that measures when the work of a device begins and ends."""
+class Clock:
+    """Measures when the work of a device begins and ends; without asynchronous work, by the time of the host."""
 
-    @property
-    def is_late(self) -> bool:
-        """Whether times are known only after the device has completed its asynchronous work."""
+    is_late = False  # whether times are known only after the device has completed its asynchronous work
 
     def now(self, kind: str) -> float | torch.Event:
         """Return the time when the device has done its work so far, or an event whose time is known later."""
         # kind: kind of work, as in a timeline: `"forward"`, `"backward"`, `"upload"` and so on
-
-    def seconds(self, moment: float | torch.Event) -> float:
-        """Return the time of a value from :meth:`now` in seconds, on the clock of ``time.perf_counter``."""
-
-
-class HostClock:
-    """The clock of a device without asynchronous work, such as a virtual device: the time of the host."""
-
-    is_late = False
-
-    def now(self, kind: str) -> float:
         return time.perf_counter()
 
     def seconds(self, moment: float | torch.Event) -> float:
+        """Return the time of a value from :meth:`now` in seconds, on the clock of ``time.perf_counter``."""
         assert isinstance(moment, float)
         return moment
 
 
-HOST_CLOCK = HostClock()
+HOST_CLOCK = Clock()
 
 
-class EventClock:
+class EventClock(Clock):
     """The clock of an accelerator, which gets times from events that are recorded in its streams."""
 
     is_late = True

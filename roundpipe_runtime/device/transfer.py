@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -280,15 +281,12 @@ def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any
 
 def _opened(function: Any, tensors: list[torch.Tensor]) -> Callable[[Sequence[Any]], Any]:
     """Append tensors in a function's closure to ``tensors``; return a function that rebuilds it with new tensors."""
+    held_by: tuple[Any, ...] = ()
     if isinstance(function, functools.partial):
         held_by = (function.func, function.args, function.keywords)
     elif isinstance(function, types.FunctionType) and function.__closure__:
-        try:
+        with contextlib.suppress(ValueError):  # the closure has a variable without a value
             held_by = tuple(cell.cell_contents for cell in function.__closure__)
-        except ValueError:  # the closure has a variable without a value
-            return lambda moved: function
-    else:
-        return lambda moved: function
     before = len(tensors)
     leaves, spec = pytree.tree_flatten(held_by)
     makers = [_value(leaf, tensors) for leaf in leaves]

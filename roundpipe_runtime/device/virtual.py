@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -20,32 +17,21 @@ _POISON_INTEGER = 0x5A
 _ALWAYS = contextlib.nullcontext()  # without state, so threads can share it
 
 
-class _Ledger:
-    """Records which virtual device owns the memory of each tensor, and whether the memory may be read."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owners: dict[int, tuple[str, str]] = {}
-
-    def write(self, tensor: torch.Tensor, owner: str, state: str) -> None:
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer:  # empty tensors have no memory
-            with self._lock:
-                self._owners[pointer] = (owner, state)
-            weakref.finalize(tensor, self._forget, pointer).atexit = False
-
-    def read(self, tensor: torch.Tensor) -> tuple[str, str] | None:
-        if tensor.layout != torch.strided:  # sparse tensors are not checked
-            return None
-        with self._lock:
-            return self._owners.get(tensor.untyped_storage().data_ptr())
-
-    def _forget(self, pointer: int) -> None:
-        with self._lock:
-            self._owners.pop(pointer, None)
+# By address: the virtual device that owns the memory, and whether the memory is "ready" or "released". Each access is
+# one operation of a dict, which is atomic.
+_OWNERS: dict[int, tuple[str, str]] = {}
 
 
-_LEDGER = _Ledger()
+def _note_owner(tensor: torch.Tensor, owner: str, state: str) -> None:
+    pointer = tensor.untyped_storage().data_ptr()
+    if pointer:  # empty tensors have no memory
+        _OWNERS[pointer] = owner, state
+        weakref.finalize(tensor, _OWNERS.pop, pointer, None).atexit = False
+
+
+def _owner_of(tensor: torch.Tensor) -> tuple[str, str] | None:
+    # sparse tensors are not checked
+    return _OWNERS.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
 
 
 class VirtualDevice(Device):
@@ -77,7 +63,6 @@ class VirtualDevice(Device):
         self.peak = 0
         # Size of each copy that is alive, and a reference that removes the entry when the copy is deleted.
         self._held: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}
-        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"VirtualDevice({self.name!r})"
@@ -89,8 +74,7 @@ class VirtualDevice(Device):
     @property
     def allocated(self) -> int:
         """Number of bytes that are allocated on the device now."""
-        with self._lock:
-            return sum(size for size, _ in list(self._held.values()))
+        return sum(size for size, _ in list(self._held.values()))
 
     def allocate(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory with the shape, dtype and layout of ``like``; in check mode the memory is filled with NaN."""
@@ -104,14 +88,11 @@ class VirtualDevice(Device):
                 )
             self.peak = max(self.peak, before + size)
         tensor = torch.empty_like(like, requires_grad=False)
-        key = id(tensor)
-        # a partial of `_drop`, since a bound method would keep the device alive
-        held = weakref.ref(tensor, functools.partial(_drop, self._held, key))
-        with self._lock:
-            self._held[key] = size, held
+        key, held = id(tensor), self._held  # the callback must not keep the device alive
+        held[key] = size, weakref.ref(tensor, lambda _: held.pop(key, None))
         if self.check and tensor.layout == torch.strided:
             _poison(tensor)
-            _LEDGER.write(tensor, self.name, "ready")
+            _note_owner(tensor, self.name, "ready")
         return tensor
 
     def copy_in(self, tensor: torch.Tensor, ready: Event | None = None, *, parameter: bool = False) -> torch.Tensor:
@@ -120,7 +101,7 @@ class VirtualDevice(Device):
             if self.check:
                 raise UseAfterReleaseError(f"{self.name} copies a {_drawn(tensor)} before the event `ready` is done.")
             ready.result()
-        if self.check and (found := _LEDGER.read(tensor)) is not None:
+        if self.check and (found := _owner_of(tensor)) is not None:
             owner, _ = found
             raise UseAfterReleaseError(
                 f"{self.name}: copy_in takes host memory, but this {_drawn(tensor)} is on {owner}. Call copy_out."
@@ -175,7 +156,7 @@ class VirtualDevice(Device):
         if not self.check:
             return
         for tensor in tensors:
-            owner, state = _LEDGER.read(tensor) or (self.name, "ready")
+            owner, state = _owner_of(tensor) or (self.name, "ready")
             if owner != self.name:
                 raise UseAfterReleaseError(f"{self.name} reads a {_drawn(tensor)} that is in the memory of {owner}.")
             if state != "ready":
@@ -184,17 +165,13 @@ class VirtualDevice(Device):
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Release memory; in check mode its contents become NaN (arbitrary values for integers)."""
         for tensor in tensors:
-            _drop(self._held, id(tensor))
-            if self.check and _LEDGER.read(tensor) == (self.name, "ready"):
+            self._held.pop(id(tensor), None)
+            if self.check and _owner_of(tensor) == (self.name, "ready"):
                 _poison(tensor)
-                _LEDGER.write(tensor, self.name, "released")
+                _note_owner(tensor, self.name, "released")
 
     def close(self) -> None:
         self.worker.close()
-
-
-def _drop(held: dict[int, Any], key: int, _: object = None) -> None:
-    held.pop(key, None)  # atomic, so no lock is needed
 
 
 def _poison(tensor: torch.Tensor) -> None:

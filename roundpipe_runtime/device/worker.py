@@ -271,7 +271,6 @@ _INSIDE: contextvars.ContextVar[Any] = contextvars.ContextVar("roundpipe_generat
 
 
 def generator_lock() -> Any:
-    """Return the lock that a thread must hold to use the CPU random generator of torch."""
     return _INSIDE.get() or _CPU_GENERATOR
 
 

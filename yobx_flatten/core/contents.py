@@ -94,9 +94,9 @@ class Layouts:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Layout] = {}
-        self._arrays = tuple(
-            cls for cls in (_loaded("numpy", "ndarray"), _loaded("jax._src.array", "ArrayImpl")) if cls is not None
-        )
+        known = (("numpy", "ndarray"), ("jax._src.array", "ArrayImpl"))
+        arrays = (getattr(sys.modules.get(module), name, None) for module, name in known)
+        self._arrays = tuple(cls for cls in arrays if cls is not None)
 
     def __call__(self, cls: type) -> Layout:
         found = self._by_id.get(id(cls))
@@ -146,10 +146,6 @@ QUALNAME_OF: Callable[[type], str] = type.__dict__["__qualname__"].__get__
 def is_known_base(cls: type, names: Iterable[str]) -> bool:
     """Return whether a class or one of its bases is defined in one of the named packages."""
     return any(str(MODULE_OF(base)).partition(".")[0] in names for base in _mro(cls))
-
-
-def _loaded(module: str, name: str) -> Any:
-    return getattr(sys.modules.get(module), name, None)
 
 
 def format_key(key: object) -> str:

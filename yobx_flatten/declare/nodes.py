@@ -191,10 +191,7 @@ def register_pytree_node_class(cls: C | None = None, *, backends: Backends = "al
     [1, 2]
     >>> yobx_flatten.unregister_class_flattening(Pair)
     """
-    if cls is None:
-        return functools.partial(register_pytree_node_class, backends=backends)
-    _register_methods(cls, "register_pytree_node_class", backends)
-    return cls
+    return _register_methods(cls, caller="register_pytree_node_class", backends=backends)
 
 
 @overload
@@ -232,10 +229,7 @@ def register_pytree_with_keys_class(cls: C | None = None, *, backends: Backends 
     4
     >>> yobx_flatten.unregister_class_flattening(Scaled)
     """
-    if cls is None:
-        return functools.partial(register_pytree_with_keys_class, backends=backends)
-    _register_methods(cls, "register_pytree_with_keys_class", backends)
-    return cls
+    return _register_methods(cls, caller="register_pytree_with_keys_class", backends=backends)
 
 
 def static_field(**options: Any) -> Any:
@@ -340,7 +334,9 @@ def _register_functions(
     return _claim(cls, functions_of_jax, (flatten, unflatten, flatten_with_keys), caller, backends)
 
 
-def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
+def _register_methods(cls: C | None, *, caller: str, backends: Backends) -> C | Callable[[C], C]:
+    if cls is None:
+        return cast("Callable[[C], C]", functools.partial(_register_methods, caller=caller, backends=backends))
     contract.require_node(cls, caller)
     flatten, keyed = getattr(cls, "tree_flatten", None), getattr(cls, "tree_flatten_with_keys", None)
     wanted = "tree_flatten_with_keys" if caller == "register_pytree_with_keys_class" else "tree_flatten"
@@ -357,7 +353,8 @@ def _register_methods(cls: type, caller: str, backends: Backends) -> bool:
             "    @classmethod\n    def tree_unflatten(cls, static, children): ..."
         )
     unflatten = cls.tree_unflatten  # type: ignore[attr-defined] # checked above
-    return _claim(cls, functions_of_jax, (flatten, unflatten, keyed), caller, backends)
+    _claim(cls, functions_of_jax, (flatten, unflatten, keyed), caller, backends)
+    return cls
 
 
 def _claim(

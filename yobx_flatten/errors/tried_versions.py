@@ -13,8 +13,6 @@ NEWEST_TRIED = {"torch": "2.15.0", "transformers": "5.24.0", "onnxruntime": "1.3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Untried:
-    """A library whose installed version is newer than the newest tested version."""
-
     library: str
     installed: str
     tried: str

@@ -146,9 +146,6 @@ def has_instructions(name: str) -> bool:
     return bool(getattr(torch.cpu, f"_is_{name.lower()}_supported")())
 
 
-# -- processes -------------------------------------------------------------------------------------------------------
-
-
 def default_store() -> Any:
     return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
 
@@ -176,10 +173,11 @@ def aot_load(path: str) -> Any:
 # -- names that are imported on use --------------------------------------------------------------------------------
 
 _FAKE, _DISPATCH = "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"
+_UTILS, _SHAPES = "torch._export.utils", "torch.export.dynamic_shapes"
 _OVERRIDES, _ENTERED = "torch.overrides", "nothing: torch's modes are entered and left by public functions"
 _NAMES = {
     "DispatchKey": Private("torch._C", "DispatchKey", "trace the attention as its single steps, which are slower"),
-    "DimHint": Private("torch.export.dynamic_shapes", "_DimHint", "type(torch.export.Dim.AUTO)"),
+    "DimHint": Private(_SHAPES, "_DimHint", "type(torch.export.Dim.AUTO)"),
     "FakeTensor": Private(_FAKE, "FakeTensor", "a tensor on the meta device, which has one device only"),
     "FakeTensorMode": Private(_FAKE, "FakeTensorMode", "the meta device"),
     "FloorDiv": Private("torch.utils._sympy.functions", "FloorDiv", "sympy.floor"),
@@ -187,12 +185,8 @@ _NAMES = {
     "Min": Private("torch.utils._sympy.functions", "Min", "sympy.Min"),
     "NormBase": Private("torch.nn.modules.batchnorm", "_NormBase", "the public classes of batch and instance norm"),
     "OpOverload": Private("torch._ops", "OpOverload", "type(torch.ops.aten.add.Tensor)"),
-    "check_valid_to_preserve": Private(
-        "torch._export.utils", "_check_valid_to_preserve", "decompose all composite operators"
-    ),
-    "combine_args": Private(
-        "torch.export.dynamic_shapes", "_combine_args", "inspect.signature(forward).bind(*args, **kwargs).arguments"
-    ),
+    "check_valid_to_preserve": Private(_UTILS, "_check_valid_to_preserve", "decompose all composite operators"),
+    "combine_args": Private(_SHAPES, "_combine_args", "inspect.signature(forward).bind(*args, **kwargs).arguments"),
     "compute_local_shape_and_global_offset": Private(
         "torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "DTensor.__create_chunk_list__"
     ),
@@ -201,7 +195,7 @@ _NAMES = {
         "torch._dispatch.python", "enable_python_dispatcher", "ExportedProgram.run_decompositions of the whole program"
     ),
     "fx_config": Private("torch.fx.experimental", "_config", "torch.compiler.config"),
-    "is_composite": Private("torch._export.utils", "_is_cia_op", "OpOverload.decompose, if it does not raise"),
+    "is_composite": Private(_UTILS, "_is_cia_op", "OpOverload.decompose, if it does not raise"),
     "is_fake": Private(_FAKE, "is_fake", "isinstance(tensor, FakeTensor)"),
     "optimizer_post_hooks": Private(
         "torch.optim.optimizer", "_global_optimizer_post_hooks", "ignore global optimizer hooks in steps by layer"

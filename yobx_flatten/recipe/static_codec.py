@@ -94,16 +94,13 @@ def check_static(value: Static, *, where: str = "") -> None:
     """Raise an error for static data that cannot be stored as JSON, or that differs after it is stored and loaded."""
     # where: name of the value in the message, such as `"State.window"`
 
-    def fits() -> bool:
-        # a list compares its items by identity first, so `math.nan` equals itself
-        return [load_static(dump_static(value, where=where))] == [value]
-
     def failed(error: Exception) -> bool:
         if isinstance(error, StaticDataError):
             raise error
         return False
 
-    if not result_or(fits, failed):  # an __eq__ or a from_dict can raise any error
+    # an __eq__ or a from_dict can raise any error; a list compares its items by identity first, so `math.nan` fits
+    if not result_or(lambda: [load_static(dump_static(value, where=where))] == [value], failed):
         raise StaticDataError(
             f"Static data holds {describe_class(value)}{_at(where)}, which is not equal to itself after it is stored "
             "and loaded: a loaded program would refuse its own inputs. Give the class an __eq__ that compares "

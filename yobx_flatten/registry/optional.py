@@ -16,7 +16,7 @@ from ..private_names.of_torch import GetAttrKey, KeyEntry, MappingKey, SequenceK
 from ..recipe.aliases import Static
 from ..recipe.contract import Recipe, hashable, original
 from .patches import LOCK, ImportHook
-from .torch_tables import order_kept, register_again, registered, replace, unregister
+from .torch_tables import order_kept, register_again, registered, replace
 
 NAMESPACE = "yobx_flatten"
 
@@ -122,7 +122,7 @@ class Optree(_Optional):
             return  # other code registered the class after us
         with order_kept(found):
             if current is not None:
-                unregister(NAMESPACE, recipe.cls)
+                sys.modules["optree"].unregister_pytree_node(recipe.cls, namespace=NAMESPACE)
             register_again(found)
 
 

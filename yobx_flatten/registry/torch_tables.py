@@ -208,7 +208,7 @@ class TorchCpp:
                     return  # other code registered the class after us
                 with order_kept(found):
                     if current is not None:
-                        unregister(_NAMESPACE, cls)
+                        sys.modules["optree"].unregister_pytree_node(cls, namespace=_NAMESPACE)
                     if isinstance(found, _Pending):
                         _register(*found.entry[0])
                     else:
@@ -241,10 +241,6 @@ def registered(namespace: str, cls: type) -> Any:
     return _table().get((namespace, cls))
 
 
-def unregister(namespace: str, cls: type) -> None:
-    sys.modules["optree"].unregister_pytree_node(cls, namespace=namespace)
-
-
 def register_again(found: Any) -> None:
     """Register a class with optree as in its former entry ``found``; do nothing if ``found`` is ``None``."""
     if found is not None:
@@ -261,7 +257,7 @@ def replace(found: Any, namespace: str, cls: type, register: Callable[[], object
     """Unregister a class, and call ``register``; if ``register`` fails, restore the former entry ``found``."""
     with order_kept(found):
         if found is not None:
-            unregister(namespace, cls)
+            sys.modules["optree"].unregister_pytree_node(cls, namespace=namespace)
         with undone_on_failure(lambda: register_again(found)):
             register()
 

@@ -95,17 +95,10 @@ def export_onnx(  # noqa: D417 # arguments that belong together are described to
     check_arguments(module, args, kwargs)
     asked = Asked.of(module, cases, steps, tolerance, proof)
     options = FileOptions(
-        "onnxruntime",
-        pathlib.Path(path),
-        "export_onnx",
-        quantize=quantize,
-        opset_version=opset_version,
-        optimize=optimize,
-        translations=translations,
-        counter_input=counter_input,
-        keep_failed=None if keep_failed is None else pathlib.Path(keep_failed),
-        adapters=adapters,
+        "onnxruntime", pathlib.Path(path), "export_onnx", quantize, opset_version, optimize, translations
     )
+    failed = None if keep_failed is None else pathlib.Path(keep_failed)
+    options = dataclasses.replace(options, counter_input=counter_input, keep_failed=failed, adapters=adapters)
     options = options.checked(asked.facts, proof=asked.proof)
 
     def export(example: Example, is_fixed: bool) -> ExportedModel:
@@ -266,8 +259,7 @@ def prove_program(
         if differences:
             found = "\n".join(map(str, differences))
             raise SpecMismatchError(
-                "This program was exported while its inputs were registered differently:\n"
-                f"{found}\n"
+                f"This program was exported while its inputs were registered differently:\n{found}\n"
                 "Export the module inside this with block:\n"
                 "    with register_flattening_functions(patch_transformers=True):\n"
                 "        exported = DynamoExporter().export(model, inputs, config)"

@@ -315,13 +315,10 @@ def _replaced(
             module(**clone(larger))
         return larger
 
-    def refused(error: Exception) -> str:
-        lines = str(error).splitlines() or [""]
-        return f"the model refuses {DecodeSizes()} ({type(error).__name__}: {lines[0]})"
-
-    larger: dict[str, Any] | str = result_or(called, refused)  # some models accept one token at a time (ProphetNet)
-    if isinstance(larger, str):
-        return dataclasses.replace(example, why_not=larger)
+    larger = result_or(called, lambda error: error)  # some models accept one token at a time (ProphetNet)
+    if isinstance(larger, Exception):
+        refusal = f"{type(larger).__name__}: {(str(larger).splitlines() or [''])[0]}"
+        return dataclasses.replace(example, why_not=f"the model refuses {DecodeSizes()} ({refusal})")
     found = _complete(module, _by_name(module, example.args, larger), larger, shapes, assumptions, bounds)
     remark = (
         f"the example was replaced by another with {DecodeSizes()}: torch.export fixes sizes of 0 and 1 "
@@ -431,7 +428,6 @@ def rows_of(example: Example) -> set[tuple[str, int]]:
 def narrowed(example: Example, kept: Collection[Axis]) -> DynamicShapes:
     inputs = example.inputs
     rows = zip(plain_names(inputs), example.names, shapes_of_leaves(inputs, example.shapes), strict=True)
-    return write_dynamic_shapes(
-        inputs,
-        {path: {axis: dim for axis, dim in dims.items() if (name, axis) in kept} for path, name, dims in rows if dims},
-    )
+    stated = [(path, name, dims) for path, name, dims in rows if dims]
+    fewer = {path: {axis: dim for axis, dim in dims.items() if (name, axis) in kept} for path, name, dims in stated}
+    return write_dynamic_shapes(inputs, fewer)

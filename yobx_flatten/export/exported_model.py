@@ -286,8 +286,7 @@ def source_of(exported: ExportedModel) -> Source:
     if exported._source is None:
         raise InvalidArgumentError(
             "This program was not made by export_program: it has no test inputs. Export the module with\n"
-            "    export_program(module, args, kwargs)\n"
-            "or check a program of torch.export:\n"
+            "    export_program(module, args, kwargs)\nor check a program of torch.export:\n"
             "    prove_program(program, module)"
         )
     return exported._source

@@ -208,13 +208,8 @@ def _is_finite(bound: Any) -> bool:
 
 
 _ATEN = torch.ops.aten
-_ASSERTIONS = {
-    _ATEN.sym_constrain_range_for_size.default,
-    _ATEN._assert_async.default,
-    _ATEN._assert_async.msg,
-    _ATEN._assert_scalar.default,
-    _ATEN._assert_tensor_metadata.default,
-}
+_ASSERTIONS = {_ATEN._assert_async.default, _ATEN._assert_async.msg, _ATEN._assert_scalar.default}
+_ASSERTIONS |= {_ATEN.sym_constrain_range_for_size.default, _ATEN._assert_tensor_metadata.default}
 _CASTS = {_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout, _ATEN.to.other, _ATEN.type_as.default}
 
 

@@ -94,32 +94,24 @@ class Quantization:
     calibration: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.weights not in get_args(WeightBits):
-            raise InvalidArgumentError(
-                f'Quantization: weights must be "int8", "int4" or "keep", found {self.weights!r}.'
-            )
-        if self.block_size not in _BLOCKS:
-            raise InvalidArgumentError(
-                f"Quantization: block_size must be one of {', '.join(map(str, _BLOCKS))}, found {self.block_size!r}."
-            )
-        if self.activations not in get_args(Activations):
-            raise InvalidArgumentError(
-                f'Quantization: activations must be "auto", "float", "int8", "split" or "token", found '
-                f"{self.activations!r}."
-            )
-        if self.activations == "token" and self.weights != "int8":
-            raise InvalidArgumentError(
-                f'Quantization: activations="token" needs weights="int8", found {self.weights!r}. Leave activations= '
-                'out, or take Quantization("int8", activations="token")'
-            )
-        if self.activations == "token" and self.block_size != _BLOCK:
-            raise InvalidArgumentError(
-                'Quantization: activations="token" uses one scale for all weights of an output, which contradicts '
-                f"block_size={self.block_size}. Leave one argument out."
-            )
         ratio: Any = self.perplexity_ratio
-        if ratio is not None and not (isinstance(ratio, (int, float)) and ratio > 1):
-            raise InvalidArgumentError(f"Quantization: perplexity_ratio must be a number above 1, found {ratio!r}.")
+        is_token, blocks, known = self.activations == "token", ", ".join(map(str, _BLOCKS)), get_args(WeightBits)
+        refusals = {
+            f'weights must be "int8", "int4" or "keep", found {self.weights!r}.': self.weights not in known,
+            f"block_size must be one of {blocks}, found {self.block_size!r}.": self.block_size not in _BLOCKS,
+            f'activations must be "auto", "float", "int8", "split" or "token", found {self.activations!r}.': (
+                self.activations not in get_args(Activations)
+            ),
+            f'activations="token" needs weights="int8", found {self.weights!r}. Leave activations= out, or take '
+            'Quantization("int8", activations="token")': is_token and self.weights != "int8",
+            'activations="token" uses one scale for all weights of an output, which contradicts '
+            f"block_size={self.block_size}. Leave one argument out.": is_token and self.block_size != _BLOCK,
+            f"perplexity_ratio must be a number above 1, found {ratio!r}.": (
+                ratio is not None and not (isinstance(ratio, (int, float)) and ratio > 1)
+            ),
+        }
+        for text in (text for text, is_refused in refusals.items() if is_refused):
+            raise InvalidArgumentError(f"Quantization: {text}")
         for name, tokens in (("tokens", self.tokens), ("calibration", self.calibration)):
             found = describe_class(tokens)
             if isinstance(tokens, torch.Tensor):

@@ -130,15 +130,8 @@ def asserted_in_forward(
 
 _Value = Callable[[list[Any]], Any]
 
-_FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
-    **COMPARISONS,
-    "+": operator.add,
-    "*": operator.mul,
-    "//": operator.floordiv,
-    "%": operator.mod,
-    "max": torch.sym_max,
-    "min": torch.sym_min,
-}
+_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {**COMPARISONS, "max": torch.sym_max, "min": torch.sym_min}
+_FUNCTIONS |= {"+": operator.add, "*": operator.mul, "//": operator.floordiv, "%": operator.mod}
 
 
 def _check_of(found: Expression, places: Mapping[str, Place], numbers: Mapping[str, int]) -> _Value:
@@ -164,20 +157,10 @@ def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> It
         held.update(before)
 
 
-_OPERATORS = {  # by the name of the class in sympy, or in torch.utils._sympy
-    "Add": "+",
-    "Mul": "*",
-    "Max": "max",
-    "Min": "min",
-    "FloorDiv": "//",
-    "CleanDiv": "//",
-    "Mod": "%",
-    "PythonMod": "%",
-    "Equality": "==",
-    "Unequality": "!=",
-    "LessThan": "<=",
-    "StrictLessThan": "<",
-}
+# by the name of the class in sympy, or in torch.utils._sympy
+_OPERATORS = {"Add": "+", "Mul": "*", "Max": "max", "Min": "min", "Equality": "==", "Unequality": "!="}
+_OPERATORS |= {"LessThan": "<=", "StrictLessThan": "<"}
+_OPERATORS |= {"FloorDiv": "//", "CleanDiv": "//", "Mod": "%", "PythonMod": "%"}
 _TURNED = {"GreaterThan": "<=", "StrictGreaterThan": "<"}
 
 

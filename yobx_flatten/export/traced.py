@@ -164,14 +164,9 @@ def _traced(example: Example, strict: bool) -> tuple[ExportedProgram, Left | Non
         kept = contextlib.nullcontext() if example.shapes is None else kept_sizes(module)
         checked = naming_untried_versions()
         with checked, torch.no_grad(), untouched, traceable, named, asserted, kept, calm(), left as watch:
-            program = torch.export.export(
-                module,
-                clone(example.args),
-                clone(dict(example.kwargs)),
-                dynamic_shapes=example.shapes,
-                strict=strict,
-                prefer_deferred_runtime_asserts_over_guards=True,
-            )
+            args, kwargs = clone((example.args, dict(example.kwargs)))
+            how: Any = {"strict": strict, "prefer_deferred_runtime_asserts_over_guards": True}
+            program = torch.export.export(module, args, kwargs, dynamic_shapes=example.shapes, **how)
     write_single_values(program)
     check_all_read(module, swallowed, program, example.inputs)
     return program, None if watch is None else watch.left

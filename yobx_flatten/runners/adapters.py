@@ -172,9 +172,5 @@ def _adding(module: Any, own: Callable[[torch.Tensor], torch.Tensor]) -> Callabl
 
 def rooms_in(module: torch.nn.Module) -> dict[str, str]:
     """Return a dict from each LoRA matrix's name in the module to the name of its input in the exported file."""
-    return {
-        f"{place}.{matrix}": f"{getattr(one, _MARK)}.{matrix}"
-        for place, one in module.named_modules(remove_duplicate=False)
-        if hasattr(one, _MARK)
-        for matrix in _MATRICES
-    }
+    marked = [(place, one) for place, one in module.named_modules(remove_duplicate=False) if hasattr(one, _MARK)]
+    return {f"{place}.{one}": f"{getattr(owner, _MARK)}.{one}" for place, owner in marked for one in _MATRICES}

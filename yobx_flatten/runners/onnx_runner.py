@@ -113,10 +113,8 @@ class OnnxRunner:
 
     def _joined(self, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Join outputs of several calls, one per token, to the outputs that one call with all tokens would return."""
-        return {
-            name: value if name in self.of_last else torch.cat([found[name] for found in calls], dim=1)
-            for name, value in calls[-1].items()
-        }
+        names = calls[-1].keys() - self.of_last
+        return {**calls[-1], **{name: torch.cat([found[name] for found in calls], dim=1) for name in names}}
 
     def cache(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return {name: to_value(name, self._kinds[name], tensor) for name, tensor in tensors.items()}
@@ -156,11 +154,8 @@ class OnnxRunner:
 
     def select_rows(self, cache: Mapping[str, Any], rows: torch.Tensor) -> dict[str, Any]:
         kept = cache.presents if isinstance(cache, BufferedCache) else ()
-        selected = {
-            name: to_value(name, self._kinds[name], with_rows(from_value(value), rows))
-            for name, value in cache.items()
-            if name not in kept
-        }
+        others = {name: with_rows(from_value(value), rows) for name, value in cache.items() if name not in kept}
+        selected = self.cache(others)
         if not isinstance(cache, BufferedCache):
             return selected
         cache.select_rows(rows)
@@ -252,11 +247,9 @@ def row_by_row(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     [[(1, 2), (1, 1, 3, 4)], [(1, 2), (1, 1, 3, 4)]]
     """
     rows = _tokens(inputs).shape[0]
+    split = {name for name, value in inputs.items() if getattr(value, "ndim", 0) and value.shape[0] == rows}
     for row in range(rows):
-        yield {
-            name: value[row : row + 1] if getattr(value, "ndim", 0) and value.shape[0] == rows else value
-            for name, value in inputs.items()
-        }
+        yield {name: value[row : row + 1] if name in split else value for name, value in inputs.items()}
 
 
 def _tokens(inputs: Mapping[str, Any]) -> Any:

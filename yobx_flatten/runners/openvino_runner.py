@@ -24,15 +24,9 @@ from .signature import KEY, Signature
 FLOAT32: Mapping[str, str] = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 """Options for compiling a model."""
 
-_TYPES = {
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-    "f64": torch.float64,
-    "boolean": torch.bool,
-    "u8": torch.uint8,
-    **{f"i{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
-}
+_TYPES = {"bf16": torch.bfloat16, "boolean": torch.bool, "u8": torch.uint8}
+_TYPES |= {f"f{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)}
+_TYPES |= {f"i{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)}
 
 
 def import_openvino() -> Any:

@@ -59,10 +59,8 @@ class Signature:
 
     @property
     def ports(self) -> dict[str, Port]:
-        return {
-            name: Port(name, tuple(size if isinstance(size, int) else None for size in sizes), dtype)
-            for name, dtype, sizes in self.inputs
-        }
+        shapes = {name: [n if isinstance(n, int) else None for n in sizes] for name, _, sizes in self.inputs}
+        return {name: Port(name, tuple(shapes[name]), dtype) for name, dtype, _ in self.inputs}
 
     def bind(
         self,
@@ -91,11 +89,8 @@ class Signature:
         for name, _, sizes in self.inputs:
             if len(sizes) != len(shapes[name]):
                 raise failure(f"{where} takes {name} with {len(sizes)} axes, found the shape {shapes[name]}.")
-        places = [
-            (name, axis, size, given)
-            for name, _, sizes in self.inputs
-            for axis, (size, given) in enumerate(zip(sizes, shapes[name], strict=True))
-        ]
+        pairs = [(name, zip(sizes, shapes[name], strict=True)) for name, _, sizes in self.inputs]
+        places = [(name, axis, size, given) for name, both in pairs for axis, (size, given) in enumerate(both)]
         bound: dict[str, int] = {}
         for name, axis, size, given in places:
             alone = _alone(size)
@@ -197,12 +192,8 @@ def place_of_sizes(signature: Signature) -> dict[str, tuple[str, int]]:
 Expression = int | str | tuple[Any, ...]
 """An expression of tensor sizes: a number, the name of a size, or an operator and its operands."""
 
-COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    "<": operator.lt,
-}
+_Comparison = Callable[[int, int], bool]
+COMPARISONS: Mapping[str, _Comparison] = {"==": operator.eq, "!=": operator.ne, "<=": operator.le, "<": operator.lt}
 """Operators that compare two expressions."""
 
 FUNCTIONS: Mapping[str, Callable[[list[int]], int]] = {

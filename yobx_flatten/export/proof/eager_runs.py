@@ -476,11 +476,9 @@ def written_parameters(module: torch.nn.Module, written: Collection[str]) -> lis
 def written_state(program: ExportedProgram) -> list[str]:
     """Return the names of buffers, parameters and other tensors that a program writes to, in order of its inputs."""
     signature = program.graph_signature
-    names = {
-        spec.arg.name: spec.target
-        for spec in signature.input_specs
-        if spec.kind in (InputKind.BUFFER, InputKind.PARAMETER, InputKind.CONSTANT_TENSOR) and spec.target is not None
-    }
+    kinds = (InputKind.BUFFER, InputKind.PARAMETER, InputKind.CONSTANT_TENSOR)
+    states = [spec for spec in signature.input_specs if spec.kind in kinds]
+    names = {spec.arg.name: spec.target for spec in states if spec.target is not None}
     found = {*signature.buffers_to_mutate.values(), *getattr(signature, "parameters_to_mutate", {}).values()}
     for node in program.graph.nodes:
         schema = getattr(node.target, "_schema", None)

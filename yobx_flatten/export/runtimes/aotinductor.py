@@ -54,11 +54,8 @@ def write_package(traced: Traced, path: pathlib.Path, *, in_place: bool = False)
 def _compile(program: ExportedProgram, signature: Signature, path: pathlib.Path, kept: Sequence[str]) -> None:
     written = {IN_PLACE: ",".join(kept)} if kept else {}
     with quietly("torch._inductor"), whole_tails():
-        aot_compile(
-            program,
-            package_path=str(path),
-            inductor_configs={"aot_inductor.metadata": {KEY: signature.to_json(), **written}},
-        )
+        metadata = {"aot_inductor.metadata": {KEY: signature.to_json(), **written}}
+        aot_compile(program, package_path=str(path), inductor_configs=metadata)
 
 
 aten = torch.ops.aten
@@ -105,11 +102,9 @@ def with_buffers(
     shapes = [{axis: Dim.AUTO for axis, size in enumerate(sizes[name]) if not isinstance(size, int)} for name in inputs]
     # the capacity of a buffer varies
     shapes = [{**of, 2: Dim.AUTO} if name in kept else of for name, of in zip(inputs, shapes, strict=True)]
+    given, dynamic = [*example.values(), torch.zeros(filled, dtype=torch.uint8)], [*shapes, {0: Dim.AUTO}]
     made = torch.export.export(
-        Flat(flat),
-        ([*example.values(), torch.zeros(filled, dtype=torch.uint8)],),
-        dynamic_shapes=([*shapes, {0: Dim.AUTO}],),
-        prefer_deferred_runtime_asserts_over_guards=True,
+        Flat(flat), (given,), dynamic_shapes=(dynamic,), prefer_deferred_runtime_asserts_over_guards=True
     )
     return made, kept
 

@@ -152,12 +152,9 @@ def with_sizes(plan: Any) -> None:
             call = instruction.instr_args
             if getattr(call, "op_index", None) == stack:
                 stacked, entry, count = call.args
-                calls = (
-                    schema.KernelCall(equal, [count, zero, is_first]),
-                    schema.JumpFalseCall(is_first, len(made) + 3),
-                    schema.KernelCall(len(plan.operators) - 1, [entry, zero, stacked, stacked]),
-                )
-                made += map(schema.Instruction, calls)
+                check, after = schema.KernelCall(equal, [count, zero, is_first]), len(made) + 3
+                resize = schema.KernelCall(len(plan.operators) - 1, [entry, zero, stacked, stacked])
+                made += map(schema.Instruction, [check, schema.JumpFalseCall(is_first, after), resize])
             made.append(instruction)
         for jump in jumps:
             jump.destination_instruction = places[jump.destination_instruction]
@@ -194,11 +191,7 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 
 
 def _grouped_mm(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    offs: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    rows: torch.Tensor, weight: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Any:
     if offs is None or weight.dim() != 3 or rows.dim() != 2 or bias is not None or out_dtype is not None:
         return NotImplemented

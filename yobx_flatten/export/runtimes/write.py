@@ -134,11 +134,9 @@ class FileOptions:
         if reason is None:
             config: Any = module.config
             vocabulary = config.get_text_config(decoder=True).vocab_size
-            if int(tokens.min()) < 0 or int(tokens.max()) >= vocabulary:
-                reason = (
-                    f"its vocabulary has {vocabulary} tokens, and the text contains tokens {int(tokens.min())} to "
-                    f"{int(tokens.max())}"
-                )
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= vocabulary:
+                reason = f"its vocabulary has {vocabulary} tokens, and the text contains tokens {low} to {high}"
         if reason is not None:
             raise InvalidArgumentError(
                 f"Quantization: {type(module).__qualname__} cannot read the text of tokens=, since {reason}. Leave "
@@ -387,7 +385,7 @@ def _onnx(job: _Job) -> None:
         write_proven(file, source, report, options.opset_version, quantization=asked, **how)
 
 
-def _package(job: _Job) -> None:
+def _aotinductor(job: _Job) -> None:
     job.write(functools.partial(write_package, job.source.traced, job.file.path), "AOTInductor", trust=True)
 
 
@@ -436,12 +434,7 @@ def _openvino(job: _Job) -> None:
     job.quantize(functools.partial(job.measured, lambda asked: openvino.quantize(path, asked, job.report)))
 
 
-_WRITERS: Mapping[str, Callable[[_Job], None]] = {
-    "onnxruntime": _onnx,
-    "aotinductor": _package,
-    "executorch": _pte,
-    "openvino": _openvino,
-}
+_WRITERS = {"onnxruntime": _onnx, "aotinductor": _aotinductor, "executorch": _pte, "openvino": _openvino}
 
 
 def without_counter(source: Source, report: ExportReport) -> Source:

@@ -289,12 +289,13 @@ def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)', overload='(\w+)'\)>", text)
     failed = re.search(r"Error when translating node %\w+ .*?call_function\[target=torch\.ops\.([\w.]+)\]", text, re.S)
     of_sizes = missing is None or missing[1].startswith("aten.sym_")
+    raised = f"torch's exporter raises {type(causes[-1]).__name__}: {first_line(causes[-1]).rstrip('.')[:200]}"
     if missing is not None:
         operator, reason = f"{missing[1]}.{missing[2]}", "torch's exporter has no translation for the operator"
     elif failed is not None:
-        operator, reason = failed[1], f"torch's exporter raises {_shown(causes[-1])} for the operator"
+        operator, reason = failed[1], f"{raised} for the operator"
     else:
-        operator, reason = "", f"torch's exporter raises {_shown(causes[-1])}"
+        operator, reason = "", raised
     reason = f"{reason} {operator}{_place(traced.program, operator)}" if operator else reason
     values = {node.name: node.meta.get("val") for node in traced.program.graph.find_nodes(op="placeholder")}
     varying = {  # symbols of the input axes whose size is a single symbol
@@ -319,10 +320,6 @@ def refused_conversion(error: Exception, name: str, traced: Traced) -> Exception
     refused = ConversionRefusedError(f"{name} cannot be exported to ONNX: {reason}. {advice}", reason, axes)
     refused.__cause__ = error
     return refused
-
-
-def _shown(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error).rstrip('.')[:200]}"
 
 
 def _place(program: ExportedProgram, operator: str) -> str:

@@ -67,11 +67,6 @@ class QuantizedWeights:
         if kept_bits is not None:
             self.kept[kept_bits] = self.kept.get(kept_bits, 0) + math.prod(value.const_value.shape)
 
-    def add_role(self, name: str, size: int, *, is_last: bool, exact: int) -> None:
-        before = self.roles.get(name, Role(name, 0, 0, False, 0))
-        last, most = before.is_last or is_last, max(before.exact, exact)
-        self.roles[name] = Role(name, before.count + 1, before.size + size, last, most)
-
 
 def quantize_model(
     model: Any,
@@ -102,8 +97,12 @@ def quantize_model(
         key, name = (value.name, transposed), _role_of(node, value)
         if key not in stored:
             grid = grids.find(value, transposed=transposed) if node.inputs[0].shape is not None else None
-            exact = 32 if grid is None else grid.bits
-            found.add_role(name, math.prod(value.const_value.shape), is_last=node is nodes[-1][0], exact=exact)
+            before, size = found.roles.get(name, Role(name, 0, 0, False, 0)), math.prod(value.const_value.shape)
+            is_last, exact = (
+                before.is_last or node is nodes[-1][0],
+                max(before.exact, 32 if grid is None else grid.bits),
+            )
+            found.roles[name] = Role(name, before.count + 1, before.size + size, is_last, exact)
             width = quantization.bits if bits is None else bits.get(name, quantization.bits)
             if grid is not None and grid.bits <= width:
                 stored[key] = keep_integers(model.graph, value, grid, transposed=transposed)
@@ -152,18 +151,16 @@ def _quantized_table(
     graph: Any, value: Any, quantization: Quantization, grids: Grids, found: QuantizedWeights
 ) -> StoredMatrix | None:
     """Store an embedding table in 8 bits, or as the checkpoint's integers and scales; ``None`` if not possible."""
-    grid, size = grids.find(value, transposed=True), math.prod(value.const_value.shape)
-    matrix = None
+    grid, shape = grids.find(value, transposed=True), value.const_value.shape
     if grid is not None:
         matrix = keep_integers(graph, value, grid, transposed=True)
-    elif quantization.weights != "keep" and size >= _TABLE:
-        width = value.const_value.shape[1]
-        block = next((block for block in _TABLE_BLOCKS if width % block == 0), None)
-        if block is not None:
-            matrix = round_to_8_bits(graph, value, block, transposed=True, is_table=True)
-            found.tables += 1
-    if matrix is not None:
-        found.add(value, matrix.nbytes, None if grid is None else grid.bits)
+    else:
+        block = next((block for block in _TABLE_BLOCKS if shape[1] % block == 0), None)
+        if quantization.weights == "keep" or math.prod(shape) < _TABLE or block is None:
+            return None
+        matrix = round_to_8_bits(graph, value, block, transposed=True, is_table=True)
+        found.tables += 1
+    found.add(value, matrix.nbytes, None if grid is None else grid.bits)
     return matrix
 
 
@@ -190,18 +187,15 @@ def check_quantized(found: QuantizedWeights, quantization: Quantization, report:
 def remark_quantized(
     found: QuantizedWeights, quantization: Quantization, report: ExportReport, bits: Bits | None = None
 ) -> None:
-    if quantization.weights == "keep":
+    kind, sizes = quantization.weights, f"{found.bytes / 1e6:.2f} MB instead of {found.float_bytes / 1e6:.2f} MB"
+    if kind == "keep":
         report.remark(
-            f"{found.count} weights are stored as their original integers, {found.bytes / 1e6:.2f} MB instead of "
-            f"{found.float_bytes / 1e6:.2f} MB; all others are unchanged."
+            f"{found.count} weights are stored as their original integers, {sizes}; all others are unchanged."
         )
     else:
-        more = bits and set(bits.values()) != {quantization.bits}
-        report.remark(
-            f"{found.count} weights are stored in {quantization.weights}{' or more' if more else ''}, "
-            f"{found.bytes / 1e6:.2f} MB instead of {found.float_bytes / 1e6:.2f} MB; "
-            f"{'norms' if found.tables else 'embeddings and norms'} are unchanged."
-        )
+        more = " or more" if bits and set(bits.values()) != {quantization.bits} else ""
+        others = "norms" if found.tables else "embeddings and norms"
+        report.remark(f"{found.count} weights are stored in {kind}{more}, {sizes}; {others} are unchanged.")
     if found.by_token:
         report.remark(
             f"{found.by_token} of the quantized weights have one scale per output, and 8-bit activations with one "
@@ -214,18 +208,16 @@ def remark_quantized(
     if found.kept:
         report.remark(remark_of_kept(found.kept))
     for width, stored in ((8, "int8"), (32, "full")):
-        others = [role for role in found.roles.values() if bits and bits[role.name] == width > quantization.bits]
-        if others:
-            report.remark(
-                f"stored in {stored}, to keep the file close enough to the model: "
-                + ", ".join(f"{role.name} ({role.count} of {role.size / 1e6:.3g} million weights)" for role in others)
-            )
+        roles = [role for role in found.roles.values() if bits and bits[role.name] == width > quantization.bits]
+        names = ", ".join(f"{role.name} ({role.count} of {role.size / 1e6:.3g} million weights)" for role in roles)
+        if roles:
+            report.remark(f"stored in {stored}, to keep the file close enough to the model: {names}")
     if found.shared:
         report.remark(f"{', '.join(found.shared)} is in the file once: embedding and projection share it.")
     if found.tied:
         report.remark(
-            f"{', '.join(found.tied)} is in the file twice, in full for the embedding and in {quantization.weights} "
-            "for the projection that is tied to it."
+            f"{', '.join(found.tied)} is in the file twice, in full for the embedding and in {kind} for the projection "
+            "that is tied to it."
         )
 
 

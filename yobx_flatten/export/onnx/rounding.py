@@ -173,9 +173,8 @@ def round_by_text(
 ) -> RoundedMatrices:
     """Quantize the weight matrices of an ONNX file; a calibration text decides how each number is rounded."""
     # products: see `products_of`
-    if not source.cases or quantization.weights == "keep":
-        return {}
-    calls = rounding_calls(source.example, quantization)
+    is_rounded = source.cases and quantization.weights != "keep"
+    calls = rounding_calls(source.example, quantization) if is_rounded else None
     if calls is None:
         return {}
     cases, tokens = calls

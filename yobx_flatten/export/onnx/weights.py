@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
@@ -182,18 +183,13 @@ def find_grid(matrix: Floats, most_bits: int = 8) -> WeightGrid | None:
     # fast rejection: a matrix that fits any form in any block size fits this form in the smallest blocks
     if _with_lowest(_sample(matrix, _BLOCKS[-1]), most_bits) is None:
         return None
-    for bits in (4, 8) if most_bits == 8 else (4,):
-        for size in _BLOCKS:
-            if columns % size:
-                continue
-            for form in (_symmetric, _with_zero, _with_lowest):
-                if form(_sample(matrix, size), bits) is None:
-                    continue
-                found = _whole(matrix, size, bits, form)
-                if found is not None:
-                    apart = numpy.abs(found.weights() - matrix).reshape(-1, size).max(1)
-                    if (apart <= _allowed(matrix.reshape(-1, size))).all():
-                        return found
+    widths, sizes = (4, 8) if most_bits == 8 else (4,), [size for size in _BLOCKS if columns % size == 0]
+    for bits, size, form in itertools.product(widths, sizes, (_symmetric, _with_zero, _with_lowest)):
+        found = None if form(_sample(matrix, size), bits) is None else _whole(matrix, size, bits, form)
+        if found is not None:
+            apart = numpy.abs(found.weights() - matrix).reshape(-1, size).max(1)
+            if (apart <= _allowed(matrix.reshape(-1, size))).all():
+                return found
     return None
 
 

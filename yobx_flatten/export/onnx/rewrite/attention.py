@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ....trace.onnx_repairs import ir, passes
 from .graph import Nodes, attribute, copy_type, input_of, insert_before, number_of, only_reader, producer, replace_value
 
@@ -222,7 +220,7 @@ def _put_tokens_first(node: ir.Node) -> bool:
     (heads, _), (keys, _), (_, size) = sizes
     made = Nodes()
     # queries, keys and values must have the same layout
-    taken = [first for place in range(3) if (first := tokens_first(input_of(node, place), made.add)) is not None]
+    taken = [first for place in range(3) if (first := tokens_first(input_of(node, place), made)) is not None]
     if len(taken) < 3:
         return False
     settings = {**node.attributes, "q_num_heads": heads, "kv_num_heads": keys}
@@ -245,26 +243,26 @@ def heads_of(value: ir.Value | None) -> tuple[int, int] | None:
     return (heads, size) if isinstance(heads, int) and isinstance(size, int) else None
 
 
-def tokens_first(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | None:
+def tokens_first(value: ir.Value, made: Nodes) -> ir.Value | None:
     """Return the input of a transpose, as (batch, tokens, heads * size); ``None`` if ``value`` was not transposed."""
     # value: its number of heads is known
-    # make: adds a node with an operator, inputs and attributes, and returns its output
+    # made: gets the nodes that are needed
     node = value.producer()
     if node is not None and node.op_type == "RotaryEmbedding" and node.domain == "" and not node.inputs[3:]:
         # if the value had a second reader, the rotation would be computed twice
-        before, found = _unswapped(input_of(node, 0), make) if len(list(value.uses())) == 1 else None, heads_of(value)
+        before, found = _unswapped(input_of(node, 0), made) if len(list(value.uses())) == 1 else None, heads_of(value)
         if before is None or found is None:
             return None
         # an input of three axes needs the attribute num_heads
         settings = {**{one.name: one.value for one in node.attributes.values()}, "num_heads": found[0]}
-        turned = make("RotaryEmbedding", before, *node.inputs[1:], **settings)
+        turned = made.add("RotaryEmbedding", before, *node.inputs[1:], **settings)
         turned.shape = before.shape
         copy_type(turned, value)
         return turned
-    return _unswapped(value, make)
+    return _unswapped(value, made)
 
 
-def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | None:
+def _unswapped(value: ir.Value, made: Nodes) -> ir.Value | None:
     """Return the input of the transpose that computes ``value``, in the shape (batch, tokens, heads * size)."""
     swap, found = value.producer(), heads_of(value)
     if swap is None or swap.op_type != "Transpose" or tuple(attribute(swap, "perm", ())) != SWAP:
@@ -277,7 +275,7 @@ def _unswapped(value: ir.Value, make: Callable[..., ir.Value]) -> ir.Value | Non
         whole = input_of(split, 0)
         if whole.shape is not None and len(whole.shape) == 3 and whole.shape[2] == width:
             return whole
-    flat = make("Reshape", apart, make("Constant", value_ints=[0, 0, width]))  # heads are normalized in between
+    flat = made.reshape(apart, 0, 0, width)  # heads are normalized in between
     copy_type(flat, value)
     flat.shape = ir.Shape([value.shape[0], value.shape[2], width])
     return flat

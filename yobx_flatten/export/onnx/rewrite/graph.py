@@ -28,7 +28,7 @@ class Nodes(list["ir.Node"]):
         self.append(ir.node(op_type, inputs, attributes, domain=domain, name=name))
         return self[-1].outputs[0]
 
-    def reshape(self, value: ir.Value, *shape: int) -> ir.Value:
+    def reshape(self, value: ir.Value | None, *shape: int) -> ir.Value:
         return self.add("Reshape", value, self.add("Constant", value_ints=list(shape)))
 
 

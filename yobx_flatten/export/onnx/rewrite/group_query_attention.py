@@ -97,27 +97,24 @@ def _is_shareable(node: ir.Node) -> bool:
     return True
 
 
-class _Lengths:
+class _Lengths(Nodes):
     """Numbers of tokens and additive masks, computed once for the ``GroupQueryAttention`` nodes of all layers."""
 
     def __init__(self, graph: ir.Graph, tokens: ir.Value, mask: ir.Value) -> None:
+        super().__init__()
         self.graph = graph
         self.biases: dict[ir.Value, ir.Value] = {}
-        batch = self.make("Shape", tokens, start=0, end=1)
-        new, total = self.make("Shape", tokens, start=1, end=2), self.make("Shape", mask, start=1, end=2)
-        self.past = self.make("Sub", total, new)
+        batch = self.add("Shape", tokens, start=0, end=1)
+        new, total = self.add("Shape", tokens, start=1, end=2), self.add("Shape", mask, start=1, end=2)
+        self.past = self.add("Sub", total, new)
         # the operator takes the length minus 1, as int32 (6 in ONNX)
-        last = self.make("Cast", self.make("Sub", total, self.make("Constant", value_ints=[1])), to=6)
-        self.last = self.make("Expand", last, batch)  # place of each row's last token
-        self.total = self.make("Squeeze", self.make("Cast", total, to=6))
+        last = self.add("Cast", self.add("Sub", total, self.add("Constant", value_ints=[1])), to=6)
+        self.last = self.add("Expand", last, batch)  # place of each row's last token
+        self.total = self.add("Squeeze", self.add("Cast", total, to=6))
 
-    def make(self, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
-        node = ir.node(op_type, inputs, attributes)
+    def append(self, node: ir.Node) -> None:
+        super().append(node)
         self.graph.append(node)
-        return node.outputs[0]
-
-    def reshape(self, value: ir.Value | None, *shape: int) -> ir.Value:
-        return self.make("Reshape", value, self.make("Constant", value_ints=list(shape)))
 
     def bias(self, mask: ir.Value, dtype: ir.DataType) -> ir.Value:
         """Return a boolean mask as an additive mask: 0 for ``True``, and the lowest number for ``False``."""
@@ -125,8 +122,8 @@ class _Lengths:
             return mask
         if mask not in self.biases:
             scalars = (numpy.array(number, dtype.numpy()) for number in (0.0, _LOWEST[dtype]))
-            numbers = [self.make("Constant", value=ir.tensor(scalar)) for scalar in scalars]
-            bias = self.make("Where", mask, *numbers)
+            numbers = [self.add("Constant", value=ir.tensor(scalar)) for scalar in scalars]
+            bias = self.add("Where", mask, *numbers)
             bias.dtype, bias.shape = dtype, None if mask.shape is None else ir.Shape(mask.shape)
             self.biases[mask] = bias
         return self.biases[mask]
@@ -145,9 +142,9 @@ def _replace(node: ir.Node, lengths: _Lengths) -> None:
     }
     taken: list[ir.Value | None] = []
     for one in (query, key, value):
-        first = tokens_first(one, lengths.make)  # the value before its transpose, if the graph has one
+        first = tokens_first(one, lengths)  # the value before its transpose, if the graph has one
         if first is None:
-            first = lengths.reshape(lengths.make("Transpose", one, perm=SWAP), 0, 0, -1)
+            first = lengths.reshape(lengths.add("Transpose", one, perm=SWAP), 0, 0, -1)
         taken.append(first)
     taken += [*pasts, lengths.last, lengths.total, None, None, None, lengths.bias(mask, type_of(query))]
     # from (1, heads, 1, 1) to (heads,)
@@ -156,7 +153,7 @@ def _replace(node: ir.Node, lengths: _Lengths) -> None:
     lengths.graph.insert_before(node, new)
     copy_type(new.outputs[0], query)
     if not heads_first(node.outputs[0], new.outputs[0], heads * size):
-        swapped = lengths.make("Transpose", lengths.reshape(new.outputs[0], 0, 0, heads, size), perm=SWAP)
+        swapped = lengths.add("Transpose", lengths.reshape(new.outputs[0], 0, 0, heads, size), perm=SWAP)
         swapped.shape, swapped.type = node.outputs[0].shape, node.outputs[0].type
         node.outputs[0].replace_all_uses_with(swapped)
     for old, present in zip(node.outputs[1:], new.outputs[1:], strict=True):

@@ -51,7 +51,7 @@ def own_forward(module: nn.Module) -> Any:
 @contextlib.contextmanager
 def with_own_forwards(model: nn.Module) -> Iterator[None]:
     """Context manager that undoes a pipeline's replacements of the model's ``forward`` functions."""
-    held = [(module.__dict__, module.__dict__.get("forward")) for module in model.modules()]
+    held = [(vars(module), vars(module).get("forward")) for module in model.modules()]
     taken = [(own, forward) for own, forward in held if isinstance(forward, OtherForward)]
 
     def restore() -> None:

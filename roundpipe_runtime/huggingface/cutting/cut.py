@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -272,28 +272,25 @@ def discover(model: nn.Module, layers: Mapping[str, nn.Module], kwargs: Kwargs) 
             if isinstance(module, nn.Embedding) and id(module) not in inside
         )
         program = CutPlan(calls, (), embeddings=embeddings)
-        copies: list[nn.Module] = []
-        reads_of: list[set[str]] = []  # names of the parameters that each copy has read
+        copies: list[_Copy] = []
         while True:
             try:
-                return _run(program, model, layers, kwargs, copies, reads_of)
+                return _run(program, model, layers, kwargs, copies)
             # the trial has shown that a later phase needs the output of an embedding or of a layer
             except MissingEmbeddingError as missing:
                 program = dataclasses.replace(program, embeddings=program.embeddings - {missing.name}, ends=())
-                copies, reads_of = [], []
+                copies = []
             except MissingValueError as missing:
                 if missing.key in program.keep:
                     raise CutError("structure", f"{missing}") from missing
                 program = dataclasses.replace(program, keep=program.keep | {missing.key}, ends=())
 
 
+_Copy: TypeAlias = tuple[nn.Module, set[str]]  # a copy of the model, and names of the parameters that it has read
+
+
 def _run(
-    program: CutPlan,
-    model: nn.Module,
-    layers: Mapping[str, nn.Module],
-    kwargs: Kwargs,
-    copies: list[nn.Module],
-    reads_of: list[set[str]],
+    program: CutPlan, model: nn.Module, layers: Mapping[str, nn.Module], kwargs: Kwargs, copies: list[_Copy]
 ) -> CutPlan:
     ends: list[int] = []
     keep = set(program.keep)
@@ -304,19 +301,19 @@ def _run(
         if number == len(copies):
             # each phase has its own copy, as in the pipeline, because a module that caches a value computed from a
             # parameter reads the parameter in its first call only
-            copies.append(copy_with_stubs(model, layers, program.embeddings))
-            reads_of.append(set())
-            for path, module in copies[-1].named_modules():
-                prefix = f"{path}." if path else ""
-                module.__dict__["_parameters"] = _Tracked(module._parameters, prefix, reads_of[-1])
+            made, read = copy_with_stubs(model, layers, program.embeddings), set[str]()
+            copies.append((made, read))
+            for path, module in made.named_modules():
+                module.__dict__["_parameters"] = _Tracked(module._parameters, f"{path}." if path else "", read)
         trial = dataclasses.replace(program, ends=[*ends, len(program.calls)], keep=frozenset(keep))
-        result = Phase(trial, number, copies[number]).advance(state)
+        result = Phase(trial, number, copies[number][0]).advance(state)
         if isinstance(result, Finished):
             ends.append(len(program.calls))
             check_apart([call.layer for call in program.calls], reads)
             # other batches may use parameters that the example did not use
-            unread = _names_outside(model, layers).difference(*reads_of[: len(ends)])
-            used = [frozenset(read | unread) for read in reads_of[: len(ends)]]
+            reads_of = [read for _, read in copies[: len(ends)]]
+            unread = _names_outside(model, layers).difference(*reads_of)
+            used = [frozenset(read | unread) for read in reads_of]
             return dataclasses.replace(program, ends=ends, keep=frozenset(keep), used=used, cache_reads=reads)
         state = result.state
         keep.add(result.needed)  # the next phase reads it

@@ -45,13 +45,12 @@ class CutPlan:
 
     def returned_others(self, results: Mapping[int, Tree]) -> bool:
         """Report whether layers returned ``None`` where they returned a tensor for the example, or vice versa."""
-        for place, result in results.items():
-            expected = self.calls[place].leaves
-            if len(expected) == len(result.leaves):
-                pairs = zip(expected, result.leaves, strict=True)
-                if any(isinstance(like, tuple) is isinstance(leaf, Key) for like, leaf in pairs):
-                    return True
-        return False
+        pairs = [(self.calls[place].leaves, result.leaves) for place, result in results.items()]
+        return any(
+            any(isinstance(like, tuple) is isinstance(leaf, Key) for like, leaf in zip(expected, found, strict=True))
+            for expected, found in pairs
+            if len(expected) == len(found)
+        )
 
     def names(self) -> list[str]:
         """Return the names of the modules of the split model, in order.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
@@ -31,7 +32,7 @@ _MOST = 2**26
 class _Settings:
     access: TableAccess
     slice_rows: int
-    transform: Callable[[torch.Tensor], torch.Tensor] | None
+    transform: Callable[[Tensor], Tensor] | None
     ignore_index: int
     smoothing: float
     kind: str  # kind of the device
@@ -41,25 +42,25 @@ class _Settings:
     def chunk(self) -> int:
         return max(1, _MOST // self.slice_rows)
 
-    def logits(self, hidden: torch.Tensor, part: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def logits(self, hidden: Tensor, part: Tensor, bias: Tensor | None) -> Tensor:
         """Return the logits of some rows for a slice of the vocabulary; forward and backward get the same values."""
         if self.autocast is None:
             return functional.linear(hidden, part, bias)
         with torch.autocast(self.kind, dtype=self.autocast, cache_enabled=False):
             return functional.linear(hidden, part, bias)
 
-    def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
+    def of_logits(self, logits: Tensor) -> Tensor:
         values = logits if self.transform is None else self.transform(logits)
         return values.to(wide(values.dtype))
 
 
 def sliced_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     *,
-    bias: torch.Tensor | None = None,
-    transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    bias: Tensor | None = None,
+    transform: Callable[[Tensor], Tensor] | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -77,7 +78,7 @@ def sliced_cross_entropy(
         wrong = flat[(flat != ignore_index) & ((flat < 0) | (flat >= access.size))]
         if len(wrong):
             raise IndexError(f"Target {int(wrong[0])} is out of bounds: the head has {access.size} logits.")
-    total: torch.Tensor = _Sliced.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
+    total: Tensor = _Sliced.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
         hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, settings
     )
     return total if reduction == "sum" else total / (flat != ignore_index).sum()
@@ -88,15 +89,10 @@ class _Sliced(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        table: HostTable,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        settings: _Settings,
-    ) -> torch.Tensor:
+        ctx: Any, hidden: Tensor, table: HostTable, bias: Tensor | None, labels: Tensor, settings: _Settings
+    ) -> Tensor:
         size, chunk = settings.access.size, settings.chunk
-        sums: list[torch.Tensor] = []
+        sums: list[Tensor] = []
         chosen = all_values = None
         for place, part in settings.access.slices(settings.slice_rows):
             found = []
@@ -125,7 +121,7 @@ class _Sliced(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         hidden, bias, labels, whole = ctx.saved_tensors
         settings: _Settings = ctx.settings
         wanted = ctx.needs_input_grad
@@ -162,7 +158,7 @@ class _Sliced(torch.autograd.Function):
         return None if of_hidden is None else of_hidden.to(hidden.dtype), None, of_bias, None, None
 
 
-def _of_slice(labels: torch.Tensor, place: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_slice(labels: Tensor, place: slice) -> tuple[Tensor, Tensor]:
     """Return whether each label is in a slice, and its index in the slice, which is 0 for labels outside."""
     inside = (labels >= place.start) & (labels < place.stop)
     return inside, torch.where(inside, labels - place.start, 0)
@@ -178,17 +174,17 @@ _LEAST_ROWS = 64
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     *,
-    bias: torch.Tensor | None = None,
-    transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    bias: Tensor | None = None,
+    transform: Callable[[Tensor], Tensor] | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     rows: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute ``cross_entropy(hidden @ weight.T + bias, labels)`` in chunks of rows, without all logits at once.
 
     Args:
@@ -217,7 +213,7 @@ def chunked_cross_entropy(
     """
     inputs = (hidden, weight, labels)
     if has_torch_function(inputs):  # a torch function mode counts the items of losses
-        watched: torch.Tensor = handle_torch_function(
+        watched: Tensor = handle_torch_function(
             chunked_cross_entropy, inputs, *inputs, bias=bias, transform=transform, reduction=reduction,
             ignore_index=ignore_index, label_smoothing=label_smoothing, rows=rows,
         )  # fmt: skip
@@ -231,9 +227,10 @@ def chunked_cross_entropy(
         )
     rows = rows or max(_LEAST_ROWS, _MOST // max(weight.shape[0], 1))
     settings = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    run = functools.partial(_by_chunks, transform=transform, options=settings, rows=rows)
     is_trainable = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    total: torch.Tensor = _Chunked.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), transform, settings, rows, is_trainable
+    total: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call] # torch does not annotate it
+        hidden.reshape(-1, hidden.shape[-1]), weight, bias, labels.reshape(-1), run, is_trainable
     )
     return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
@@ -243,26 +240,18 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        transform: Callable[[torch.Tensor], torch.Tensor] | None,
-        options: dict[str, Any],
-        rows: int,
-        is_trainable: bool,
-    ) -> torch.Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, run: Any, is_trainable: bool
+    ) -> Tensor:
         wanted = [is_trainable and needed for needed in ctx.needs_input_grad[:3]]
         ctx.save_for_backward(hidden, weight, bias, labels)
-        ctx.run = functools.partial(_by_chunks, transform=transform, options=options, rows=rows, wanted=wanted)
-        total: torch.Tensor
+        ctx.run = functools.partial(run, wanted=wanted)
+        total: Tensor
         total, ctx.found = ctx.run(hidden, weight, bias, labels)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         # the mean of no losses divides by zero, but its gradient is zero
         gradient = torch.where(gradient.isfinite(), gradient, 0.0)
         saved = ctx.saved_tensors  # raises torch's error if the graph was freed
@@ -272,20 +261,20 @@ class _Chunked(torch.autograd.Function):
                 _, found = ctx.run(*saved)
         # in place, because the weight's gradient is as large as the weight
         scaled = [None if one is None else one.mul_(gradient.to(one.dtype)) for one in found]
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None)
 
 
 def _by_chunks(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
     *,
-    transform: Callable[[torch.Tensor], torch.Tensor] | None,
+    transform: Callable[[Tensor], Tensor] | None,
     options: dict[str, Any],
     rows: int,
     wanted: list[bool],
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+) -> tuple[Tensor, list[Tensor | None]]:
     """Return the sum of the losses, and the requested gradients of hidden states, weight and bias."""
     hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     of_hidden, of_weight, of_bias = (

@@ -224,9 +224,8 @@ class Equivalence:
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut
-    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-    ...                      vocab_size=64)
-    >>> found = cut(LlamaForCausalLM(config)).report.equivalence
+    >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
+    >>> found = cut(LlamaForCausalLM(tiny)).report.equivalence
     >>> found.outputs < 1e-5, found.gradients < 1e-5, found.parameters
     (True, True, 21)
     """
@@ -252,9 +251,8 @@ class CutReport:
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from roundpipe_runtime import cut
-    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-    ...                      vocab_size=64)
-    >>> report = cut(LlamaForCausalLM(config), check=False).report
+    >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
+    >>> report = cut(LlamaForCausalLM(tiny), check=False).report
     >>> report.model, report.lists, report.equivalence
     ('LlamaForCausalLM', ('model.layers',), None)
     """

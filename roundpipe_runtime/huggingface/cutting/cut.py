@@ -41,9 +41,8 @@ class Cut:
         reading: record of the model's modules and parameters at the time of the split.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-    ...                      vocab_size=64)
-    >>> list(cut(LlamaForCausalLM(config), check=False).layers)
+    >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
+    >>> list(cut(LlamaForCausalLM(tiny), check=False).layers)
     ['model.layers.0', 'model.layers.1']
     """
 
@@ -169,9 +168,8 @@ def cut(
         CutError: the model does not run on the example.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-    ...                      vocab_size=64)
-    >>> [type(piece).__name__ for piece in cut(LlamaForCausalLM(config)).pieces]
+    >>> tiny = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
+    >>> [type(piece).__name__ for piece in cut(LlamaForCausalLM(tiny)).pieces]
     ['Phase', 'LayerCall', 'LayerCall', 'Phase']
     """
     kwargs = plain_rows(without_cache(model, dict(example if example is not None else example_inputs(model))))

@@ -185,16 +185,6 @@ class FileModel(ModelWithoutWeights):
             )
         return [[layer, places[layer].index(head)] for layer, head in wanted]
 
-    def _weights(self, cache: FileCache, count: int) -> dict[str, Any]:
-        found = {} if cache.state is None else cache.state.weights
-        if not found:
-            return {}
-        rows, _, source = next(iter(found.values())).shape
-        made = [torch.zeros(rows, 0, count, source) for _ in range(self.config.decoder_layers)]
-        for layer, heads in _by_layer(found).items():
-            made[layer] = torch.stack([found[layer, head][:, -count:] for head in heads], dim=1).float()
-        return {"cross_attentions": tuple(made), "decoder_attentions": ()}
-
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -339,9 +329,14 @@ class FileModel(ModelWithoutWeights):
         ones = torch.ones(len(tokens), cache.seen + tokens.shape[1], dtype=torch.int64)
         cache.state.follow(tokens, ones)
         scores = self._call(cache, tokens.shape[1])
-        filled = {installed_name(): cache} if use_cache is not False else {}
-        if output_attentions:
-            filled |= self._weights(cache, scores.shape[1])
+        filled: dict[str, Any] = {installed_name(): cache} if use_cache is not False else {}
+        weights, count = cache.state.weights, scores.shape[1]
+        if output_attentions and weights:
+            rows, _, source = next(iter(weights.values())).shape
+            made = [torch.zeros(rows, 0, count, source) for _ in range(self.config.decoder_layers)]
+            for layer, heads in _by_layer(weights).items():
+                made[layer] = torch.stack([weights[layer, head][:, -count:] for head in heads], dim=1).float()
+            filled |= {"cross_attentions": tuple(made), "decoder_attentions": ()}
         kept = _kept(scores, logits_to_keep)
         return Seq2SeqLMOutput(logits=kept, encoder_last_hidden_state=encoder_outputs[0], **filled)
 

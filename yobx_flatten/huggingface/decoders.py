@@ -136,17 +136,9 @@ class SlidingDecoder(Continued):
         filled = make_dynamic_cache(pairs, self.classes, self.windows)
         for layer in filled.layers:
             layer.cumulative_length = attention_mask.shape[1] - input_ids.shape[1]
-        found = self.model(
-            **{
-                **self.constants,
-                "input_ids": input_ids,
-                "attention_mask": attention_mask,
-                "position_ids": position_ids,
-                self.cache_is: filled,
-                "use_cache": True,
-                "return_dict": True,
-            }
-        )
+        fed = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
+        options = {self.cache_is: filled, "use_cache": True, "return_dict": True}
+        found = self.model(**{**self.constants, **fed, **options})
         kept = [pair_of(layer) for layer in cache_of(found).layers]
         returned = name_in(found)
         others = {name: value for name, value in found.items() if name != returned and value is not None}

@@ -106,13 +106,12 @@ class _AxisReading:
 
     def group(self, name: str, sizes: _Sizes) -> str:
         """Return the name of a known axis that has the same sizes (one per call), or a new name, such as ``n2``."""
-        for number in itertools.count(1):
-            numbered = name if number == 1 else f"{name}{number}"
+        for numbered in itertools.chain([name], (f"{name}{number}" for number in itertools.count(2))):
             found = self.axes.sizes.get(numbered)
             if found is None or (_equal(found, sizes) and (len(found.keys() & sizes.keys()) > 1 or found == sizes)):
-                self.axes.sizes.setdefault(numbered, {}).update(sizes)
-                return numbered
-        raise AssertionError("itertools.count ends")
+                break
+        self.axes.sizes.setdefault(numbered, {}).update(sizes)
+        return numbered
 
     # -- what has the sizes of something known -------------------------------------------------------------------------
 

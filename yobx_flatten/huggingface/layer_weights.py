@@ -82,22 +82,15 @@ def stream_layers(module: torch.nn.Module, readers: Mapping[str, Reader]) -> Non
 
 def streamed_readers(module: torch.nn.Module) -> dict[str, Reader]:
     """Return the functions that read a module's weights, given to :func:`stream_layers`, by parameter name."""
-    named = [(name, _LAYERS.get(part)) for name, part in module.named_modules(remove_duplicate=False)]
-    return {
-        f"{name}.{own}".lstrip("."): reader
-        for name, layer in named
-        if layer is not None
-        for own, reader in layer.readers.items()
-    }
+    named = module.named_modules(remove_duplicate=False)
+    layers = [(name, _LAYERS[part]) for name, part in named if part in _LAYERS]
+    return {f"{name}.{own}".lstrip("."): reader for name, layer in layers for own, reader in layer.readers.items()}
 
 
 def largest_layer(module: torch.nn.Module) -> int:
     """Return the size in bytes of the largest layer that loads its weights on demand; 0 if no layer does."""
-    layers = {part: _LAYERS[part] for part in module.modules() if part in _LAYERS}
-    sizes = [
-        sum(part.get_parameter(name).numel() * part.get_parameter(name).element_size() for name in layer.readers)
-        for part, layer in layers.items()
-    ]
+    layers = [part for part in module.modules() if part in _LAYERS]
+    sizes = [sum(part.get_parameter(name).nbytes for name in _LAYERS[part].readers) for part in layers]
     return max(sizes, default=0)
 
 

@@ -48,16 +48,8 @@ def _recipe_of_cache(cls: type) -> Recipe | None:
         flatten, unflatten = (_cache_functions if issubclass(cls, Cache) else _plain_functions)(cls)
         prefix = "yobx_flatten.transformers:" if theirs else "yobx_flatten:"
         short = cls.__name__ if cls.__module__ == "transformers.cache_utils" else f"{cls.__module__}.{cls.__qualname__}"
-        recipe = Recipe(
-            cls,
-            flatten,
-            unflatten,
-            lambda cache: with_keys(*flatten(cache)),
-            prefix + short,
-            REMEDY,
-            axes=axes_of_leaf,
-            label=label_of_leaf,
-        )
+        functions = flatten, unflatten, lambda cache: with_keys(*flatten(cache))
+        recipe = Recipe(cls, *functions, prefix + short, REMEDY, axes=axes_of_leaf, label=label_of_leaf)
         recipe = _RECIPES.setdefault(cls, recipe)  # one for all threads
     return recipe
 
@@ -186,16 +178,11 @@ def transformers_recipes() -> dict[type, Recipe | None]:
         (cache_utils.StaticCache, "static_cache"),
         (cache_utils.EncoderDecoderCache, "encoder_decoder_cache"),
     ):
-        recipes[cls] = Recipe(
-            cls,
-            getattr(caches, f"flatten_{suffix}"),
-            getattr(caches, f"unflatten_{suffix}"),
-            getattr(caches, f"flatten_with_keys_{suffix}"),
-            f"yobx_flatten.transformers:{cls.__name__}",
-            REMEDY,
-            axes=axes_of_leaf,
-            label=caches.label_of_cache if suffix == "encoder_decoder_cache" else label_of_leaf,
-        )
+        flatten, unflatten = getattr(caches, f"flatten_{suffix}"), getattr(caches, f"unflatten_{suffix}")
+        keyed = getattr(caches, f"flatten_with_keys_{suffix}")
+        label = caches.label_of_cache if suffix == "encoder_decoder_cache" else label_of_leaf
+        name = f"yobx_flatten.transformers:{cls.__name__}"
+        recipes[cls] = Recipe(cls, flatten, unflatten, keyed, name, REMEDY, axes=axes_of_leaf, label=label)
     recipes.update(output_recipes())
     classes = dict.fromkeys(subclasses_of(cache_utils.Cache))
     classes.update(dict.fromkeys(_PLAIN_CACHES()))

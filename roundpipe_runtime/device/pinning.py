@@ -164,7 +164,11 @@ def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, dict[int, int]]]:
         nbytes = max(_SMALLEST, 1 << max(sizes[waiting[0]] - 1, 0).bit_length())
         tried = []
         while True:
-            placed, used = _fill(waiting, sizes, nbytes)
+            placed, used = dict[int, int](), 0
+            for number in waiting:
+                if used + sizes[number] <= nbytes:
+                    placed[number] = used
+                    used += sizes[number]
             lost = nbytes - used
             # choose the slab with the smallest unused share; with equal shares, the larger slab
             tried.append((0.0 if lost <= _LOST_AT_END * total else lost / nbytes, -nbytes, placed, used))
@@ -176,15 +180,6 @@ def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, dict[int, int]]]:
         left -= used
         waiting = [number for number in waiting if number not in placed]
     return slabs
-
-
-def _fill(waiting: Sequence[int], sizes: Sequence[int], nbytes: int) -> tuple[dict[int, int], int]:
-    placed, used = {}, 0
-    for number in waiting:
-        if used + sizes[number] <= nbytes:
-            placed[number] = used
-            used += sizes[number]
-    return placed, used
 
 
 class PinnedMemory:

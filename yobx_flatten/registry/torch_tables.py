@@ -36,10 +36,6 @@ class TorchPython:
             return None
         return _FoundNode(node, pytree.SUPPORTED_SERIALIZED_TYPES.get(cls), cls in pytree.CONSTANT_NODES)
 
-    def holds(self, recipe: Recipe) -> bool:
-        node = pytree.SUPPORTED_NODES.get(recipe.cls)
-        return node is not None and node.flatten_fn is recipe.flatten and node.unflatten_fn is recipe.unflatten
-
     def write(self, recipe: Recipe) -> None:
         cls = recipe.cls
         with NODE_REGISTRY_LOCK:
@@ -73,28 +69,28 @@ class TorchPython:
     def restore(self, recipe: Recipe, found: _FoundNode | None) -> None:
         cls = recipe.cls
         with NODE_REGISTRY_LOCK:
-            if cls in pytree.SUPPORTED_NODES and not self.holds(recipe):
+            node = pytree.SUPPORTED_NODES.get(cls)
+            if node is not None and not (node.flatten_fn is recipe.flatten and node.unflatten_fn is recipe.unflatten):
                 return  # other code registered the class after us
-            serial = pytree.SUPPORTED_SERIALIZED_TYPES.get(cls)
+            serial, before = pytree.SUPPORTED_SERIALIZED_TYPES.get(cls), None if found is None else found.serial
             name = None if serial is None else serial.serialized_type_name
-            name_found = None if found is None or found.serial is None else found.serial.serialized_type_name
+            name_found = None if before is None else before.serialized_type_name
             # a name that does not change stays in the table, so that the order of the table does not change
             names = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE
             if name is not None and name != name_found and names.get(name) is cls:
                 del names[name]
             if found is None:
                 pytree.SUPPORTED_NODES.pop(cls, None)
-                pytree.SUPPORTED_SERIALIZED_TYPES.pop(cls, None)
             else:
                 pytree.SUPPORTED_NODES[cls] = found.node
-                if found.serial is None:
-                    pytree.SUPPORTED_SERIALIZED_TYPES.pop(cls, None)
-                else:
-                    pytree.SUPPORTED_SERIALIZED_TYPES[cls] = found.serial
-                    # setdefault: all classes without a name share one key, which the last class owns
-                    pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.setdefault(found.serial.serialized_type_name, cls)
                 if found.constant:
                     pytree.CONSTANT_NODES.add(cls)
+            if before is None:
+                pytree.SUPPORTED_SERIALIZED_TYPES.pop(cls, None)
+            else:
+                pytree.SUPPORTED_SERIALIZED_TYPES[cls] = before
+                # setdefault: all classes without a name share one key, which the last class owns
+                names.setdefault(before.serialized_type_name, cls)
             pytree.treespec_loads.cache_clear()
 
 
@@ -120,24 +116,21 @@ class TorchFx:
         exact = fx_pytree.SUPPORTED_NODES_EXACT_MATCH.get(cls, _MISSING)
         return _FoundRules(fx_pytree.SUPPORTED_NODES[cls], exact)
 
-    def holds(self, recipe: Recipe) -> bool:
-        rule = fx_pytree.SUPPORTED_NODES.get(recipe.cls)
-        return isinstance(rule, functools.partial) and rule.func is _flatten_spec and rule.args[0] is recipe
-
     def write(self, recipe: Recipe) -> None:
         fx_pytree.register_pytree_flatten_spec(recipe.cls, functools.partial(_flatten_spec, recipe))
 
     def restore(self, recipe: Recipe, found: _FoundRules | None) -> None:
-        cls = recipe.cls
-        if cls in fx_pytree.SUPPORTED_NODES and not self.holds(recipe):
+        cls, rule = recipe.cls, fx_pytree.SUPPORTED_NODES.get(recipe.cls)
+        is_ours = isinstance(rule, functools.partial) and rule.func is _flatten_spec and rule.args[0] is recipe
+        if cls in fx_pytree.SUPPORTED_NODES and not is_ours:
             return  # other code registered the class after us
         rules = found or _FoundRules(_MISSING, _MISSING)
         tables: tuple[dict[Any, Any], ...] = (fx_pytree.SUPPORTED_NODES, fx_pytree.SUPPORTED_NODES_EXACT_MATCH)
-        for table, rule in zip(tables, rules, strict=True):
-            if rule is _MISSING:
+        for table, former in zip(tables, rules, strict=True):
+            if former is _MISSING:
                 table.pop(cls, None)
             else:
-                table[cls] = rule
+                table[cls] = former
 
 
 def _flatten_spec(recipe: Recipe, obj: object, spec: pytree.TreeSpec) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 from collections.abc import Collection, Iterable, Mapping
@@ -84,17 +85,15 @@ def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
 def inputs_by_name(module: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return all inputs of a module by the parameter names of its ``forward``, in the order of the parameters."""
     # returns: the inputs by name; under `args` and `kwargs` if the names of `forward` are unknown or do not fit
-    kwargs = kwargs or {}
+    kwargs, bound = kwargs or {}, None
     if isinstance(module, torch.nn.Module):
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
-        except (TypeError, ValueError):
-            bound = None
-        if bound is not None:
-            swallowed = {p.name for p in bound.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
-            named = {name: value for name, value in bound.arguments.items() if name not in swallowed}
-            return {**named, **{name: value for name, value in kwargs.items() if name not in named}}
-    return {**({"args": args} if args else {}), **({"kwargs": dict(kwargs)} if kwargs else {})}
+    if bound is None:
+        return {**({"args": args} if args else {}), **({"kwargs": dict(kwargs)} if kwargs else {})}
+    swallowed = {p.name for p in bound.signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
+    named = {name: value for name, value in bound.arguments.items() if name not in swallowed}
+    return {**named, **{name: value for name, value in kwargs.items() if name not in named}}
 
 
 def shapes_by_name(inputs: Mapping[str, Any], shapes: DynamicShapes) -> dict[str, Any]:

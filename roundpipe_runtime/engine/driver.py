@@ -28,7 +28,7 @@ from .code_state import gradient_mode_kept
 from .config import RoundPipeRunConfig
 from .lifecycle import EngineOptions, RunLifecycle, in_two_passes
 from .loss_check import LossChecks, Sample, on_host
-from .one_group import Call, Cutting, OneGroup, host_value, merge_outputs, outputs_of
+from .one_group import Call, Cutting, OneGroup, PinnedCopies, host_value, merge_outputs, outputs_of
 from .rows import RowCheck, RowTrial, few_rows, set_apart
 from .run import Run
 
@@ -95,7 +95,8 @@ class Engine(RunLifecycle):
             rows = None if any(one.rows is None for one in microbatches) else sum(one.rows or 0 for one in microbatches)
             tail = self.prepare(run.spec.kind, config, [rows], span=range(last, last + 1))
             leaves, what = pytree.tree_flatten(whole), "what layers return for the whole batch"
-            joined = host_value(*leaves, requires_grad=run.spec.requires_grad, what=what, pinned=self._pins())
+            pinned: PinnedCopies | None = {} if self.is_accelerated else None
+            joined = host_value(*leaves, requires_grad=run.spec.requires_grad, what=what, pinned=pinned)
             output = merge_outputs(self._forward_outputs(tail, [joined]), [rows], [rows], config)
             if run.spec.kind == "infer":
                 self.commit(run)

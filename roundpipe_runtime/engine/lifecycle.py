@@ -122,10 +122,10 @@ class RunLifecycle:
             is_host_short=disk is not None,
         )
         self.steps = groups.make_steps(self.store, self.table, partial(scan, self.layers))
-        self._is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
+        self.is_accelerated = any(device.torch_device.type != "cpu" for device in self.devices)
         # gradients that go to a disk, or directly to their step, need pinned memory only during the copy
         stay = disk is None and not in_backward
-        self.gradient_memory = GradientMemory() if self._is_accelerated and stay else None
+        self.gradient_memory = GradientMemory() if self.is_accelerated and stay else None
         self.kept = KeptParameters(self.devices)
         self.lock = threading.RLock()
         self.take_gradient: Callable[[nn.Parameter, torch.Tensor], bool] | None = None
@@ -141,7 +141,7 @@ class RunLifecycle:
         rows = [microbatch.rows for microbatch in microbatches]
         kind: RunType = "train" if config.requires_grad else "infer"
         run = self.prepare(kind, config, rows, size=_size_of(microbatches), **of_spec)
-        return run, _inputs_of(microbatches, run, self._pins())
+        return run, _inputs_of(microbatches, run, {} if self.is_accelerated else None)
 
     def prepare_fused(
         self,
@@ -150,7 +150,7 @@ class RunLifecycle:
         contract: LossContract,
         **of_spec: Any,
     ) -> tuple[Run, list[HostValue]]:
-        pinned = self._pins()
+        pinned: PinnedCopies | None = {} if self.is_accelerated else None
         label = partial(host_value, requires_grad=False, what="label", pinned=pinned)
         labels = [label(one.labels, one.label_spec) for one in microbatches]
         rows = [microbatch.rows for microbatch in microbatches]
@@ -261,10 +261,6 @@ class RunLifecycle:
             take_gradient=self.take_gradient,
             compiled=compiled,
         )
-
-    def _pins(self) -> PinnedCopies | None:
-        """Return an empty registry for a batch's pinned copies; ``None`` without an accelerator."""
-        return {} if self._is_accelerated else None
 
     def execute(self, run: Run, stages: Sequence[Stage]) -> None:
         self.check_can_run()

@@ -192,10 +192,6 @@ class TimelineFileError(RoundPipeError, ValueError):
     """A file is not a timeline file of a pipeline, or it is damaged."""
 
 
-def load_timeline(path: str | os.PathLike[str]) -> Timeline:
-    return _read(path)[0]
-
-
 def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
     """Load the timelines of several processes, in the order of ranks, into one timeline.
 
@@ -203,7 +199,7 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]]) -> Timeline:
     """
     # if there are several files, the names of devices are `"rank 0 cuda:0"` and so on
     if len(paths) == 1:
-        return load_timeline(paths[0])
+        return _read(paths[0])[0]
     read = [_read(path) for path in paths]
     times = [started for _, started in read if started is not None]
     first = min(times) if len(times) == len(read) else None

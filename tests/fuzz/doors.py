@@ -284,9 +284,9 @@ def _write_timeline(folder: pathlib.Path) -> None:
 
 
 def _read_timeline(folder: pathlib.Path) -> None:
-    from roundpipe_runtime.timeline.record import load_timeline
+    from roundpipe_runtime.timeline.record import merge_timelines
 
-    load_timeline(folder / "step.json").draw()
+    merge_timelines([folder / "step.json"]).draw()
 
 
 def _write_machine(folder: pathlib.Path) -> None:

@@ -129,9 +129,9 @@ def _write_timeline(folder: pathlib.Path, value: float) -> None:
 
 
 def _read_timeline(folder: pathlib.Path) -> float:
-    from roundpipe_runtime.timeline.record import load_timeline
+    from roundpipe_runtime.timeline.record import merge_timelines
 
-    (record,) = load_timeline(folder / "step.json").records
+    (record,) = merge_timelines([folder / "step.json"]).records
     return record.end
 
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,11 +21,10 @@ from torch.nn import functional
 
 from yobx_flatten.private_names.of_torch import DisableTorchFunctionSubclass, make_wrapper_subclass, pytree
 
-from ...device.protocol import NOW, Device, Event
-from ...device.transfer import as_sent, sent_dtype
+from ...device.protocol import Event
+from ...device.transfer import as_sent
 from ...errors import StageError
-from ...optim.layer_contents import LayerContents, Table
-from .kept import GradientMemory
+from ...optim.layer_contents import Table
 
 # Methods that only query a tensor's metadata.
 _FORM = {
@@ -319,79 +318,6 @@ class _Product(torch.autograd.Function):
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for sums over slices of an embedding or head matrix: at least float32."""
     return torch.promote_types(dtype, torch.float32)
-
-
-class LayerTables:
-    """The large parameters of one layer that stay on the host, and their placeholders for one device."""
-
-    # memory: host memory for sums of gradients; `None`: new memory for each
-    # count: function that gets the bytes of each uploaded part
-
-    def __init__(
-        self, contents: LayerContents, device: Device, memory: GradientMemory | None, count: Callable[[int], None]
-    ) -> None:
-        self._contents, self._device, self._memory, self._count = contents, device, memory, count
-        self._tables: dict[nn.Parameter, TableAccess] = {}
-
-    def __contains__(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._contents.tables
-
-    def stand_in(self, parameter: nn.Parameter, source: torch.Tensor, dtype: torch.dtype) -> nn.Parameter:
-        # source: values on the host; dtype: dtype in which gradients are summed
-        index, memory = self._contents.index, self._memory
-        form = torch.empty(source.shape, dtype=dtype, device="meta")
-        self._tables[parameter] = access = TableAccess(
-            self._device,
-            source,
-            self._contents.tables[id(parameter)],
-            requires_grad=parameter.requires_grad,
-            new_sum=lambda: HostSum(form, lambda form: None if memory is None else memory.take(index, parameter, form)),
-            count=self._count,
-            dtype=sent_dtype(parameter),
-        )
-        return cast(nn.Parameter, HostTable(access, requires_grad=parameter.requires_grad))
-
-    @property
-    def leaves(self) -> list[nn.Parameter]:
-        """Device copies of whole embedding and head matrices, for code that reads all rows; autograd sets ``grad``."""
-        return [leaf for table in self._tables.values() for leaf in table.leaves]
-
-    def whole_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return the copy of the whole table of a parameter; ``None`` if no code needed the whole table."""
-        return next(iter(self._tables[parameter].leaves), None)
-
-    def hand_over(self, take: Callable[[nn.Parameter, torch.Tensor], bool]) -> None:
-        """Call ``take`` with each parameter and its gradient sum, and drop the sums for which ``take`` returns true."""
-        for parameter, table in self._tables.items():
-            found = table.pop_sum()
-            if found is not None:
-                found.result()
-                if not take(parameter, found.total):
-                    table.sum = found
-
-    def pop_gradients(
-        self, scale: float, dtype: Callable[[nn.Parameter], torch.dtype] | None
-    ) -> dict[nn.Parameter, tuple[torch.Tensor, Event]]:
-        """Remove and return the gradient sums, each with an event after which the sum is complete."""
-        # dtype: function that returns the dtype of a gradient on the host. Default: the dtype of the sum.
-        gone: dict[nn.Parameter, tuple[torch.Tensor, Event]] = {}
-        for parameter, table in self._tables.items():
-            found = table.pop_sum()
-            if found is None:
-                continue
-            if scale not in (0.0, 1.0):
-                found.scale(scale)
-            if dtype is None or found.total.dtype == dtype(parameter):
-                gone[parameter] = found.total, found
-            else:
-                found.result()
-                gone[parameter] = found.total.to(dtype(parameter)), NOW
-        return gone
-
-    def release(self) -> None:
-        for table in self._tables.values():
-            table.release()
-        self._tables.clear()
 
 
 class HostSum:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -15,13 +15,13 @@ from yobx_flatten.registry.patches import AttributePatch
 
 from ...device.accelerator import PIECE
 from ...device.composite import Rebuilding, is_composite, plain_numbers, same_numbers, weights_kept
-from ...device.protocol import Device, Event
+from ...device.protocol import NOW, Device, Event
 from ...device.transfer import as_sent, sent_dtype
 from ...errors import StageError
 from ...optim.layer_contents import LayerContents
 from ..draws import traits_of
 from ..layer_graph import HOST_PARAMETER, watch_escaped
-from .host_table import LayerTables
+from .host_table import HostSum, HostTable, TableAccess
 from .kept import GradientMemory, KeptParameters
 from .partial_table import NOTHING_PARTIAL, PartialPlan
 from .rows_on_demand import PartialLayer, RowsOnDemand
@@ -67,12 +67,12 @@ class LayerOnDevice:
         self._sums: dict[int, torch.Tensor] = {}
         # Results of a backward for each parameter, if they are kept apart from the sums.
         self._apart: dict[int, list[torch.Tensor]] | None = None
-        self._tables = LayerTables(contents, device, memory, kept.count)
+        self._tables: dict[nn.Parameter, TableAccess] = {}  # large parameters that stay on the host
         rebuilding = Rebuilding(partial(self._upload_part, kept=kept, version=version))
         for parameter in contents.parameters():
             dtype = gradient_dtype(parameter)
-            if parameter in self._tables:
-                made = self._tables.stand_in(parameter, source(parameter), dtype)
+            if id(parameter) in contents.tables:
+                made = self._stand_in(parameter, source(parameter), dtype, memory)
                 self._parameters[id(parameter)] = self._with_attributes(made, parameter)
                 continue
             if is_composite(parameter):
@@ -119,6 +119,23 @@ class LayerOnDevice:
         copy = self._with_attributes(nn.Parameter(uploaded, requires_grad=parameter.requires_grad), parameter)
         self.partial.add(parameter, copy, uploaded, source)
         return copy
+
+    def _stand_in(
+        self, parameter: nn.Parameter, source: torch.Tensor, dtype: torch.dtype, memory: GradientMemory | None
+    ) -> nn.Parameter:
+        # source: values on the host; dtype: dtype in which gradients are summed
+        # memory: host memory for sums of gradients; `None`: new memory for each
+        index, form = self.contents.index, torch.empty(source.shape, dtype=dtype, device="meta")
+        self._tables[parameter] = access = TableAccess(
+            self.device,
+            source,
+            self.contents.tables[id(parameter)],
+            requires_grad=parameter.requires_grad,
+            new_sum=lambda: HostSum(form, lambda form: None if memory is None else memory.take(index, parameter, form)),
+            count=self._kept.count,
+            dtype=sent_dtype(parameter),
+        )
+        return cast(nn.Parameter, HostTable(access, requires_grad=parameter.requires_grad))
 
     def _with_attributes(self, copy: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
         if type(parameter) is not nn.Parameter and isinstance(parameter, nn.Parameter):
@@ -168,11 +185,15 @@ class LayerOnDevice:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the copies of the parameters, with placeholders for parameters that stay on the host."""
-        return [*self._parameters.values(), *self._tables.leaves]
+        # autograd sets `grad` of the copies of whole embedding and head matrices
+        return [*self._parameters.values(), *(leaf for table in self._tables.values() for leaf in table.leaves)]
 
     def check_parameters(self, source: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Raise an error if the layer wrote to a parameter copy, found by comparison with the values on the host."""
-        copies = [(self._tables.whole_of(p) if p in self._tables else copy, p) for _, _, copy, p in self._places]
+        copies: list[tuple[nn.Parameter | None, nn.Parameter]] = []
+        for _, _, copy, parameter in self._places:  # `None` for a table of which no code needed the whole
+            table = self._tables.get(parameter)
+            copies.append((copy if table is None else next(iter(table.leaves), None), parameter))
         found = [copy is None or self._has_numbers_of(parameter, copy, source(parameter)) for copy, parameter in copies]
         there = [one for one in found if isinstance(one, torch.Tensor)]
         if there:  # one wait for all
@@ -279,7 +300,12 @@ class LayerOnDevice:
             copy = self._parameters[id(parameter)]
             if copy.grad is not None and take(parameter, copy.grad):
                 copy.grad = None
-        self._tables.hand_over(take)
+        for parameter, table in self._tables.items():
+            found = table.pop_sum()
+            if found is not None:
+                found.result()
+                if not take(parameter, found.total):
+                    table.sum = found
 
     def download_gradients(
         self, scale: float, memory: GradientMemory | None, dtype: Callable[[nn.Parameter], torch.dtype] | None = None
@@ -299,7 +325,18 @@ class LayerOnDevice:
             with self.device.computing(self.ready):
                 for total in totals.values():
                     total.mul_(scale)
-        found = self._tables.pop_gradients(scale, dtype)
+        found: Gradients = {}
+        for parameter, table in self._tables.items():
+            of_table = table.pop_sum()
+            if of_table is None:
+                continue
+            if scale not in (0.0, 1.0):
+                of_table.scale(scale)
+            if dtype is None or of_table.total.dtype == dtype(parameter):
+                found[parameter] = of_table.total, of_table
+            else:
+                of_table.result()
+                found[parameter] = of_table.total.to(dtype(parameter)), NOW
         while totals:  # popped, so that each tensor is freed when its copy ends
             parameter = next(iter(totals))
             total = totals.pop(parameter)
@@ -342,7 +379,9 @@ class LayerOnDevice:
         self.partial.release(lambda nbytes: self._kept.count(skipped=nbytes))
         watch_escaped(self.parameters(), self.title)
         self.device.release(self._memory)
-        self._tables.release()
+        for table in self._tables.values():
+            table.release()
+        self._tables.clear()
         self._memory.clear()
         self._parameters.clear()
         self._places.clear()

@@ -15,7 +15,7 @@ from roundpipe_runtime.timeline.record import (
     TimelineFileError,
     device_totals,
     draw_on,
-    load_timeline,
+    merge_timelines,
     stage_totals,
 )
 from tests.runtime.small import batch, small_model
@@ -93,7 +93,7 @@ def test_what_was_saved_is_read(tmp_path_factory, given_records):
     timeline.records = given_records
     timeline.save(path)
     first = min(record.start for record in given_records)
-    for one, other in zip(given_records, load_timeline(path).records, strict=True):
+    for one, other in zip(given_records, merge_timelines([path]).records, strict=True):
         assert (one.stage, one.microbatch, one.device, one.kind, one.layer) == (
             other.stage, other.microbatch, other.device, other.kind, other.layer,
         )  # fmt: skip
@@ -144,12 +144,12 @@ def written(tmp_path, content):
 def test_files_of_something_else_are_refused(tmp_path, content, message):
     path = written(tmp_path, content)
     with pytest.raises(TimelineFileError, match=message) as caught:
-        load_timeline(path)
+        merge_timelines([path])
     assert str(path) in str(caught.value)
 
 
 def test_a_whole_file_is_read(tmp_path):
-    (record,) = load_timeline(written(tmp_path, {"traceEvents": [ROW, RECORD]})).records
+    (record,) = merge_timelines([written(tmp_path, {"traceEvents": [ROW, RECORD]})]).records
     assert record == Record(0, 0, "virtual:0", "forward", 0.0, 1e-6, 0)
 
 
@@ -162,7 +162,7 @@ def test_a_file_that_was_cut_short_is_refused_wherever_it_ends(tmp_path_factory,
     content = path.read_bytes()
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(TimelineFileError):
-        load_timeline(path)
+        merge_timelines([path])
 
 
 def timeline_of(*records: Record) -> Timeline:

@@ -427,7 +427,14 @@ def clip_grad_norm(
         local = local_of(gradient)
         if not local.is_floating_point() and not local.is_complex():
             continue
-        of_rows = _powers(local.flatten(1) if is_cut(gradient) else local.reshape(-1, 1), norm_type)
+        rows = local.flatten(1) if is_cut(gradient) else local.reshape(-1, 1)
+        values = rows.abs().double() if rows.is_complex() else rows.double()
+        if norm_type == 2.0:
+            of_rows = values.square().sum(1)
+        elif math.isinf(norm_type):
+            of_rows = values.abs().amax(1) if values.shape[1] else values.new_zeros(values.shape[0])
+        else:
+            of_rows = values.abs().pow(norm_type).sum(1)
         if ranks.num_shards > 1 and is_cut(gradient):
             whole = torch.empty(gradient.shape[0], dtype=torch.float64)
             parts.append(shards(whole, ranks.num_shards))
@@ -454,12 +461,3 @@ def _in_turn(gradients: list[torch.Tensor], *, written: bool) -> Iterator[torch.
     groups = in_groups(gradients)
     for number in passing(groups, written=written):
         yield from groups[number]
-
-
-def _powers(rows: torch.Tensor, norm_type: float) -> torch.Tensor:
-    values = rows.abs().double() if rows.is_complex() else rows.double()
-    if norm_type == 2.0:
-        return values.square().sum(1)
-    if math.isinf(norm_type):
-        return values.abs().amax(1) if values.shape[1] else values.new_zeros(values.shape[0])
-    return values.abs().pow(norm_type).sum(1)

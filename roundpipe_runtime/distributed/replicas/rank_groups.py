@@ -65,7 +65,20 @@ class RankGroups(RankCalls):
         self._run_forward(engine, passes, firsts, lambda run: contextlib.nullcontext(), tag=tag)
         # A rank without rows still needs outputs with a graph, since the other ranks wait for its `backward`.
         if not passes.runs:
-            passes.empty = self._without_rows(engine, args, kwargs, config)
+            with torch.no_grad():
+                without = dataclasses.replace(config, requires_grad=False)
+                parts: list[FlatMicrobatch] = engine.split(FlatBatch.of(args, kwargs, None), without)
+                run, values = engine.prepare_forward(parts, without)
+                run.start_all(values)
+                with noting(
+                    "This rank has no rows, so forward called the layers on an empty batch to take part in the "
+                    "backward of all ranks. forward_backward does not need that call:\n"
+                    "    model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)"
+                ):
+                    engine.execute(run, run.spec.stages)
+            found = [run.collected.outputs[number] for number in range(run.spec.num_microbatch)]
+            flags = [[*map(torch.is_floating_point, one.tensors)] for one in found]
+            passes.empty = [dataclasses.replace(one, needs_grad=own) for one, own in zip(found, flags, strict=True)]
         anchor = torch.empty(0, requires_grad=True)  # parameters are not inputs of the node
         results = iter(_apply(partial(self.backward, engine, passes), passes, anchor, *passes.inputs()))
         each = [one.structure.rebuild([next(results) for _ in one.tensors]) for one in passes.outputs()]
@@ -147,24 +160,6 @@ class RankGroups(RankCalls):
                 engine.execute(run, [stage for stage in run.spec.stages if stage.kind == "forward"])
             run.remember_versions()
             run.collected.buffers.check()
-
-    def _without_rows(
-        self, engine: Engine, args: tuple[Any, ...], kwargs: Mapping[str, Any], config: RoundPipeRunConfig
-    ) -> list[Any]:
-        """Return outputs for an empty batch, so that this rank takes part in the backward of all ranks."""
-        with torch.no_grad():
-            without = dataclasses.replace(config, requires_grad=False)
-            parts: list[FlatMicrobatch] = engine.split(FlatBatch.of(args, kwargs, None), without)
-            run, values = engine.prepare_forward(parts, without)
-            run.start_all(values)
-            with noting(
-                "This rank has no rows, so forward called the layers on an empty batch to take part in the backward of "
-                "all ranks. forward_backward does not need that call:\n"
-                "    model.forward_backward((inputs,), label=labels, loss_fn=loss_fn)"
-            ):
-                engine.execute(run, run.spec.stages)
-        found = [run.collected.outputs[number] for number in range(run.spec.num_microbatch)]
-        return [dataclasses.replace(one, needs_grad=[*map(torch.is_floating_point, one.tensors)]) for one in found]
 
     def _state_halfway(self, engine: Engine, call: RankCall, passes: GroupPasses, loss: BatchLoss) -> list[Any]:
         """Run the forward; return the loss inputs of all groups of batch rows, on all ranks."""

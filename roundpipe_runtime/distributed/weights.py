@@ -31,7 +31,6 @@ from .ranks.ranks import Ranks
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a ``DTensor``; return any other tensor detached."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 

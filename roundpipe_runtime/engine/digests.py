@@ -37,7 +37,6 @@ class Digest:
     odd: Digest | None = None
 
     def divided(self, factor: float) -> Digest:
-        """Divide the stored values or projections, and the norm of the gradient, by a positive number."""
         return dataclasses.replace(self, values=self.values / factor, norm=self.norm / factor)
 
     def __add__(self, other: Digest) -> Digest:

@@ -111,7 +111,6 @@ class Planner:
         return on_cpu and self.measured(kind).share_below(_BRIEF) > 0.5
 
     def fits(self) -> bool:
-        """Return whether every device has memory for all parameters and gradients at once."""
         memory = [device.memory for device in self._devices]  # each query takes a device some time
         for known, device in zip(memory, self._devices, strict=True):
             if known is None and device.torch_device.type != "cpu":

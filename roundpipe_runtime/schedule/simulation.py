@@ -244,13 +244,20 @@ class _State:
         self.bytes_up[device] += load.upload + len(microbatches) * load.inputs + gathered
         self.bytes_down[device] += load.download + len(microbatches) * load.outputs + sends
         self.loads[device].append(load)
-        run = self._run_overlapping if self.machine.overlaps else self._run_alone
-        run(index, load, device, microbatches, gathered, sends)
-
-    def _run_overlapping(
-        self, index: int, load: StageLoad, device: int, microbatches: Sequence[int], gathered: int, sends: int
-    ) -> None:
         link, down = self.machine.link, self.machine.down or self.machine.link
+        if not self.machine.overlaps:
+            now = max(self.computed[device], self.up[device]) + load.upload / link
+            for microbatch in microbatches:
+                start = max(now, self.done[microbatch]) + load.inputs / link
+                now = self._compute(index, load, device, microbatch, start) + load.outputs / down
+                self.done[microbatch] = now
+                if sends:
+                    now += load.share / down
+                    self.sent = max(self.sent, now)
+            if gathered:
+                now = max(now + gathered / link, self.sent + load.share / link)
+            self.computed[device] = self.up[device] = now + load.download / down
+            return
         arrived = max(self.up[device], self.room[device][0]) + load.upload / link
         now = max(self.computed[device], arrived)
         for microbatch in microbatches:
@@ -269,22 +276,6 @@ class _State:
         if load.download:
             self.down[device] = max(self.down[device], now) + load.download / down
         self.room[device] = [self.room[device][1], max(now, self.down[device] if load.download else now)]
-
-    def _run_alone(
-        self, index: int, load: StageLoad, device: int, microbatches: Sequence[int], gathered: int, sends: int
-    ) -> None:
-        link, down = self.machine.link, self.machine.down or self.machine.link
-        now = max(self.computed[device], self.up[device]) + load.upload / link
-        for microbatch in microbatches:
-            start = max(now, self.done[microbatch]) + load.inputs / link
-            now = self._compute(index, load, device, microbatch, start) + load.outputs / down
-            self.done[microbatch] = now
-            if sends:
-                now += load.share / down
-                self.sent = max(self.sent, now)
-        if gathered:
-            now = max(now + gathered / link, self.sent + load.share / link)
-        self.computed[device] = self.up[device] = now + load.download / down
 
     def _compute(self, index: int, load: StageLoad, device: int, microbatch: int, start: float) -> float:
         end = start + load.compute

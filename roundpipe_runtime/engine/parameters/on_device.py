@@ -184,7 +184,6 @@ class LayerOnDevice:
                     owner._parameters[name] = parameter
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the copies of the parameters, with placeholders for parameters that stay on the host."""
         # autograd sets `grad` of the copies of whole embedding and head matrices
         return [*self._parameters.values(), *(leaf for table in self._tables.values() for leaf in table.leaves)]
 

@@ -308,7 +308,6 @@ class Visit:
         return result, structure, exits, results
 
     def _modes(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context manager that applies the caller's autocast, torch modes and thread locals in this thread."""
         return self.spec.caller.entered() if self.spec.caller else _NO_MODES
 
     def _take_input(self, microbatch: int) -> HostValue:

@@ -172,8 +172,7 @@ def _parse(text: str) -> _View:
 
 def _split(text: str) -> list[str]:
     """Split a text at the commas that are neither in brackets nor in quotes."""
-    parts, depth, quote, start = [], 0, "", 0
-    skip = False
+    parts, depth, quote, start, skip = [], 0, "", 0, False
     for position, sign in enumerate(text):
         if skip:
             skip = False

@@ -220,10 +220,8 @@ def _unregistered(what: str, failure: Failure, found: re.Match[str]) -> Explanat
     places = [(path, leaf) for path, leaf in leaves if type(leaf).__name__ == short]
     if not places:
         cls = vars(sys.modules.get(name.rpartition(".")[0], object)).get(short)
-        if isinstance(cls, type):
-            remedy = remedy_for(cls, None, layouts)
-        else:
-            remedy = Remedy("Register it first", f"register_class_flattening({short}, ...)")
+        own = Remedy("Register it first", f"register_class_flattening({short}, ...)")
+        remedy = remedy_for(cls, None, layouts) if isinstance(cls, type) else own
         return Explanation(f"{what}: {name}. {remedy.advice}:", (), remedy.line)
     paths = tuple(path for path, _ in places)
     leaf = places[0][1]

@@ -126,6 +126,7 @@ def store_generation(
     after: int = 0,
     below: str = CASES,
 ) -> str:
+    """Store tokens that a model generates after ``after`` prompt tokens (``PROMPT`` by default); return the path."""
     case = generation_case(model, task, batch or 3, tokens, after or PROMPT)
     text = f"{case.outputs['new_tokens']} tokens, greedily{f', after {after}' if after else ''}"
     return store(case, work, f"{below}/generate{f'-{after}' if after else ''}.case", text)

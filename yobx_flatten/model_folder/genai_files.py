@@ -107,8 +107,7 @@ def decoder_config(
     # returns: `None` for a model that onnxruntime-genai 0.18 cannot run: its cache has only keys and values, and one
     # key for each token, which a sliding-window layer does not keep
     config = model.config if config is None else config
-    layers = config.num_hidden_layers
-    fed = {f"{CACHE}.{index}.{part}" for index in range(layers) for part in ("key", "value")}
+    fed = {f"{CACHE}.{index}.{part}" for index in range(config.num_hidden_layers) for part in ("key", "value")}
     plain = [name for name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids") if name in inputs]
     one_memory = fed == set(shared)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]

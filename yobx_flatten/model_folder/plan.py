@@ -131,8 +131,7 @@ def plan_folder(opened: OpenedModel, folder: pathlib.Path, options: FolderOption
 
 
 def _with_adapters(plan: FolderPlan, folders: Adapters) -> FolderPlan:
-    options = plan.options
-    in_place = options.layout in ("flat", "genai")
+    options, in_place = plan.options, plan.options.layout in ("flat", "genai")
     if options.runtime != "onnxruntime" or not in_place or plan.task in SPEAKS:
         found = plan.task if in_place else f"layout={options.layout!r}"
         found = found if options.runtime == "onnxruntime" else options.runtime

@@ -1,7 +1,6 @@
 """Split vision-language and Whisper models into the files that onnxruntime-genai runs."""
 
-# the library does not insert image features into embeddings, so the file `embedding` inserts them
-#
+# the library does not insert image features into embeddings, so the file `embedding` inserts them:
 # picture ──> vision_encoder ──> features ──┐
 # tokens ───────────────────────────────────┴──> embedding ──> decoder_model_merged ──> scores, cache
 

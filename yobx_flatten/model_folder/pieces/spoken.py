@@ -1,7 +1,6 @@
 """Split a model that writes spectrograms (SpeechT5) into exported modules."""
 
-# SpeechT5 applies dropout also in evaluation mode, so the dropout masks are an input of the file.
-#
+# SpeechT5 applies dropout also in evaluation mode, so the dropout masks are an input of the file:
 # text or samples ──> encoder_model ──> the encoder's keys, layer by layer
 # last frame, speaker, masks of dropout, cache ──> frame_decoder ──> next frames, stop scores, cache
 # all frames ──> postnet ──> the spectrogram
@@ -77,15 +76,7 @@ class FrameDecoder(_WithCache):
         cache: PlainCache,
         encoder_attention_mask: torch.Tensor,
     ) -> dict[str, Any]:
-        # the prenet on one frame, with given dropout masks; transformers runs it on all frames in every call
-        net, hidden, place = self.prenet, frame, cache[0]["decoder"]["key"].shape[2]
-        for index, layer in enumerate(net.layers):
-            hidden = torch.nn.functional.relu(layer(hidden))
-            hidden = torch.where(dropout_masks[index] == 1, hidden, 0) * 1 / (1 - self.dropout)
-        positions = net.encode_positions
-        hidden = net.final_layer(hidden) + positions.alpha * positions.pe[:, torch.arange(place, place + 1)]
-        speaker = torch.nn.functional.normalize(speaker_embeddings).unsqueeze(1)
-        hidden = torch.nn.functional.relu(net.speaker_embeds_layer(torch.cat([hidden, speaker], dim=-1)))
+        hidden = self.read(frame, speaker_embeddings, dropout_masks, cache[0]["decoder"]["key"].shape[2])
         found = self.decode(hidden, features_of(cache), encoder_attention_mask, filled_cache(cache))
         last = found.last_hidden_state.squeeze(1)
         frames = self.postnet.feat_out(last).view(last.shape[0], -1, self.bins)
@@ -95,6 +86,17 @@ class FrameDecoder(_WithCache):
             "stop_logits": self.postnet.prob_out(last),
             "present": [{"decoder": pair_of(layer)} for layer in layers],
         }
+
+    def read(self, frame: torch.Tensor, speaker: torch.Tensor, masks: torch.Tensor, place: int) -> Any:
+        """Run the prenet on one frame with given dropout masks; transformers runs it on all frames in every call."""
+        net, hidden = self.prenet, frame
+        for index, layer in enumerate(net.layers):
+            hidden = torch.nn.functional.relu(layer(hidden))
+            hidden = torch.where(masks[index] == 1, hidden, 0) * 1 / (1 - self.dropout)
+        positions = net.encode_positions
+        hidden = net.final_layer(hidden) + positions.alpha * positions.pe[:, torch.arange(place, place + 1)]
+        speaker = torch.nn.functional.normalize(speaker).unsqueeze(1)
+        return torch.nn.functional.relu(net.speaker_embeds_layer(torch.cat([hidden, speaker], dim=-1)))
 
 
 class Postnet(torch.nn.Module):

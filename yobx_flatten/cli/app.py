@@ -56,7 +56,7 @@ def env(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = Fals
 
 
 def clone() -> pathlib.Path | None:
-    """Return the folder of the repository; ``None`` for an installed copy, which has no benchmarks and no matrix."""
+    """Return the folder of the git clone; ``None`` for an installed package, which has no folder ``benchmarks``."""
     root = pathlib.Path(__file__).resolve().parent.parent.parent
     return root if (root / "matrix" / "__main__.py").is_file() and (root / "benchmarks").is_dir() else None
 
@@ -74,8 +74,8 @@ def repository(what: str) -> pathlib.Path:
 def matrix(arguments: typer.Context) -> int:
     """Export a small model of every model type in transformers, and check each step of the export.
 
-    The command needs a clone of the repository. All arguments of the command, such as --sample 8, are passed to the
-    program `python -m matrix` of the clone.
+    The command needs a clone of the repository. All arguments, such as --sample 8, are passed to the program
+    `python -m matrix` in the cloned repository.
     """
     root = repository("the matrix")
     paths = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,13 +1,13 @@
-"""Find the side effects of a call, such as a tensor written in place or a longer list, and undo them.
+"""Find the side effects of a call, such as a tensor written in place or an item appended to a list, and undo them.
 
-A :class:`Snapshot` records the objects that a call can reach before the call, without copies::
+Before a call, a :class:`Snapshot` records the objects that the call can use, without copying them::
 
     before = Snapshot.of(args=args, module=module, loss_fn=loss_fn)
     result = module(*args)
     before.changes()      {"args[0]": "written", "module.seen": "grown", "loss_fn.count": "replaced"}
 
-A call reaches items, attributes, closure variables, defaults, and classes and globals of code outside of installed
-libraries. Snapshots omit the state of optimizers, which is twice as large as the model. No code of a user runs.
+Snapshots contain items, attributes, closure variables, default arguments, and classes and globals of code outside of
+installed libraries. Snapshots omit the state of optimizers, which is twice as large as the model. No user code runs.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class DeferredSignals:
 class Undoing:
     """Context manager that calls an undo function on exit; signal handlers are deferred until the function returns.
 
-    Enter the same object twice: if Ctrl-C arrives before the first line of the inner exit, the outer exit calls the
-    undo function.
+    Use the same object in two nested ``with`` blocks: if Ctrl-C interrupts ``__exit__`` of the inner block before the
+    undo function is called, ``__exit__`` of the outer block calls the undo function.
     """
 
     __slots__ = ("_is_undone", "_undo")

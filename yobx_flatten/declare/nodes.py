@@ -407,7 +407,7 @@ def mirror(
         InvalidArgumentError: when a library is unknown, or ``to`` contains ``source``.
         MissingDependencyError: when a library is not installed.
         NotRegisteredError: when the class is not registered with ``source``.
-        AlreadyRegisteredError: when this package registered the class with a library of ``to`` with other functions.
+        AlreadyRegisteredError: when this package registered different functions for the class with a target library.
         RoundTripError: when the instance of ``f_check`` differs after flatten and unflatten.
 
     >>> import optree, torch, yobx_flatten

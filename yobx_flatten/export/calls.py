@@ -160,7 +160,7 @@ def export_program(
             ``"full"`` for weights of less than 100 MB, ``"standard"`` for less than 1 GB, and ``"sample"`` for others.
         loop: whether each call gets the cache of the previous call; ``True`` by default. With ``loop=True``, the
             program also returns the arguments that ``forward`` changes but does not return, such as an extended cache.
-            The exported model writes these changes to the arguments of its call. Pass ``loop=False`` for a module that
+            Like ``forward``, the exported model changes its caller's arguments. Pass ``loop=False`` for a module that
             is called once, such as a module that reads a cache to compute a score.
 
     Returns:

@@ -291,7 +291,7 @@ def _by_name(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
 def sizes_of(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], cache_is: str
 ) -> tuple[str, list[str]]:
-    """Return why test inputs cannot be resized (or ``""``), and a list: a warning if ``token_type_ids`` is missing."""
+    """Return why test inputs cannot be resized (``""`` if they can), and warnings about missing ``token_type_ids``."""
     if not options_in_use()["patch_transformers"]:
         return "there are positional arguments" if args else "transformers is not imported", []
     from ..huggingface.cases import ambiguous_without, why_not_resizable
@@ -304,7 +304,7 @@ def sizes_of(
 def _replaced(
     example: Example, shapes: DynamicShapes, assumptions: tuple[Any, ...], fixed: list[str], bounds: Bounds | None
 ) -> Example:
-    """Return an example with inputs without sizes 0 and 1, or, if the model refuses them, with ``why_not`` set."""
+    """Return the example with axes of size 0 or 1 enlarged; if the model refuses such inputs, only set ``why_not``."""
     from ..huggingface.cases import DecodeSizes
 
     module = example.module
@@ -335,7 +335,7 @@ def _complete(
     assumptions: tuple[Any, ...],
     bounds: Bounds | None,
 ) -> dict[str, Any]:
-    """Return the dynamic shapes in the form that torch wants, axis names and relations, as fields of an example."""
+    """Return a dict with fields of :class:`Example`: ``shapes`` as torch expects, ``axis_names`` and ``relations``."""
     if shapes is None:
         return {"shapes": None}
     for name in swallowed_names(module, kwargs):

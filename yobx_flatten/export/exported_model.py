@@ -226,11 +226,11 @@ class ExportedModel:
                 ExecuTorch's slower kernels. ``"auto"``, the default, is ``"xnnpack"`` if its outputs are right, else
                 ``"portable"``: XNNPACK approximates GELU, with an error of 1e-3 in a small Gemma 3.
             quantize: ``"int8"`` or ``"int4"`` to store the weights of linear layers in 8 or 4 bits with torchao. Only
-                XNNPACK has kernels for quantized weights, which round activations to 8 bits. The quantization error is
-                measured as by :func:`export_onnx`. ``quantize=None``, the default, keeps float weights.
+                XNNPACK has kernels for quantized weights; these kernels round activations to 8 bits. The quantization
+                error is measured as by :func:`export_onnx`. ``quantize=None``, the default, keeps float weights.
             cache: with ``cache="returned"``, the file takes and returns keys and values of a batch. With
                 ``cache="in_place"``, the default, the file has batch size 1, and writes keys and values into buffers
-                of its caller. If such a file cannot be written or has wrong outputs, keys and values are returned.
+                of its caller. If ``cache="in_place"`` fails or gives wrong outputs, ``cache="returned"`` is used.
 
         Returns:
             The report of the comparison with the module, and the memory that ExecuTorch plans for activations.
@@ -262,7 +262,8 @@ class ExportedModel:
             quantize: ``"int8"`` or ``"int4"`` to store the weights in 8 or 4 bits with NNCF. The quantization error is
                 measured as by :func:`export_onnx`. ``quantize=None``, the default, keeps float weights.
             cache: with ``cache="returned"``, keys and values are inputs and outputs. With ``cache="in_place"``, the
-                default, they are OpenVINO state variables, if OpenVINO then copies no cache and the outputs are right.
+                default, keys and values are OpenVINO state variables. If OpenVINO would copy state variables in each
+                call, or if outputs are wrong, ``cache="returned"`` is used.
 
         Returns:
             The report of the comparison with the module: one result per test case.

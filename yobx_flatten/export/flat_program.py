@@ -151,7 +151,7 @@ _SAME_AXES = ("to", "pad", "alias", "detach", "contiguous", "clone")
 
 
 def _counted(program: ExportedProgram, names: Mapping[str, str]) -> dict[tuple[str, int], Size]:
-    """Return, by input and axis, the ``n`` of input axes that the program indexes with ``arange(n)``."""
+    """Return the ``n`` of each ``arange(n)`` with which the program indexes an input axis, by input name and axis."""
     # A mask is indexed with the row numbers of the tokens. With too few rows torch fails, but OpenVINO returns values.
     found: dict[tuple[str, int], Size] = {}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.index.Tensor):

@@ -327,7 +327,7 @@ def from_the_start(
 
 
 def text_scores(runner: Runner, feeds: Mapping[str, torch.Tensor], tokens: torch.Tensor | None) -> torch.Tensor:
-    """Return a file's logits for each token of a text after the first, which is in the cache or in the same call."""
+    """Return the logits that a file computes for all tokens of a text except the first token."""
     # feeds: inputs by name, with the first token in the cache
     given = {name: feeds[name] for name in runner.ports}
     whole = None
@@ -441,7 +441,7 @@ class Budget:
 
     @classmethod
     def first(cls, roles: Mapping[str, Role], bits: int) -> dict[str, int]:
-        """Return the bits of each group of matrices to try first; the LM head gets more if this avoids all rounding."""
+        """Return the bits to try first per group of matrices: more for the LM head if no weight is then rounded."""
         found = dict.fromkeys(roles, bits)
         wide = found | cls._wide_heads(roles, bits)
         return wide if cls.is_exact(wide, roles) else found

@@ -177,7 +177,7 @@ def relations_in_program(program: ExportedProgram, sizes: Collection[str]) -> tu
 
 
 def _one_by_one(expression: sympy.Basic) -> Iterator[sympy.Basic]:
-    """Split an expression into conditions that must all hold; ``a or b`` is the condition that a product is 0."""
+    """Split an expression into conditions that must all hold; ``a or b`` is ``violation(a) * violation(b) == 0``."""
     kind = type(expression).__name__
     if kind == "And":
         for part in expression.args:

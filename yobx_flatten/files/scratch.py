@@ -75,7 +75,7 @@ def check_writable(target: str | os.PathLike[str], *, in_parent: bool = True) ->
         raise NotADirectoryError(errno.ENOTDIR, f"it cannot be written: {there.name} is not a folder", str(path))
     if in_parent and os.fspath(path.resolve()) in {part.mountpoint for part in psutil.disk_partitions(all=True)}:
         raise OSError(
-            errno.EBUSY, "it is a mount point, which cannot be replaced. Name a folder inside the mount", str(path)
+            errno.EBUSY, "it is a mount point, which cannot be replaced. Name a folder in the mount point", str(path)
         )
     try:
         pathlib.Path(tempfile.mkdtemp(prefix=".trial-", dir=there)).rmdir()

@@ -204,7 +204,7 @@ def held_attributes(obj: object) -> dict[str, Any]:
 
 
 def is_derived(cls: type, name: str, value: object) -> bool:
-    """Return whether flatten may drop an attribute: the class has the same value, or a cached property of that name."""
+    """Return whether flatten may drop an attribute: its value comes from a class attribute or a cached property."""
     of_class = inspect.getattr_static(cls, name, UNSET)
     # typing stores the parameters of a generic class in this attribute
     return name == "__orig_class__" or of_class is value or isinstance(of_class, functools.cached_property)

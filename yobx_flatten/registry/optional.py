@@ -59,7 +59,7 @@ class _Optional:
                     self._hook.remove()
 
     def _is_there(self) -> bool:
-        """Return whether the library is imported; if so, register the classes that were stored until the import."""
+        """Return whether the library is imported; if so, register the classes whose registration was deferred."""
         # no import and no wait for an import: the importing thread may wait for our lock
         if not self._there:
             module = sys.modules.get(self.name)
@@ -251,7 +251,7 @@ class _Node:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Later:
-    """Static data that a second or later registration of a class made, and the number of the registration."""
+    """Static data from flatten functions of a class's second or later registration, and the registration's number."""
 
     number: int
     static: Any

@@ -125,7 +125,7 @@ BEAMS = "beam_idx"
 
 
 class StateCache(InPlaceCache):
-    """A KV cache by input name, held in state variables of an OpenVINO request; other tensors are outputs of calls."""
+    """A KV cache by input name, in state variables of an OpenVINO request; each call returns the remaining tensors."""
 
     # request: an `openvino.InferRequest` that no other cache uses
 
@@ -163,7 +163,7 @@ class StateCache(InPlaceCache):
         self._write({name: leaf[:, :, :kept] for name, leaf in self.tensors().items()})
 
     def select_rows(self, rows: torch.Tensor) -> None:
-        """Select rows of the batch in the KV cache; OpenVINO does so in its next call if their number is unchanged."""
+        """Select batch rows in the KV cache: now if the number of rows changes, else in the next call of OpenVINO."""
         # rows: for each new row the index of an old row
         if len(rows) == len(self.rows):
             self.rows = self.rows[rows]

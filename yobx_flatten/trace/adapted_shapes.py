@@ -81,7 +81,7 @@ class _Adapting:
         return below if type(shapes) is list else tuple(below) if type(shapes) is tuple else type(shapes)(*below)
 
     def entries_of(self, cache: TransformersCache, shapes: DynamicShapes, recipe: Recipe) -> DynamicShapes:
-        """Adapt ``dynamic_shapes`` of a cache to the flatten function in ``recipe``; an unknown form is unchanged."""
+        """Adapt ``dynamic_shapes`` of a cache to ``recipe.flatten``; return unsupported structures unchanged."""
         children = recipe.flatten(cache)[0]
         if type(shapes) is type(cache):  # torch puts the entries of a collection into a cache
             shapes = recipe.flatten(shapes)[0]

@@ -389,7 +389,7 @@ def attention(
     *,
     in_one: bool = False,
 ) -> OnnxValue:
-    """Translate attention to ``Attention`` (``in_one``, opset 23) or basic operators: 0 for fully masked queries."""
+    """Translate attention to ``Attention`` (``in_one``, opset 23) or basic operators; fully masked queries return 0."""
     if dropout_p != 0:
         from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 

@@ -136,8 +136,8 @@ def _check_call(
             )
         raise SpecMismatchError(
             f"{where} was {value!r} when this program was exported, and is fixed in the program. The call passes "
-            f"{shown if is_tensor else repr(leaf)}. Pass {value!r}, or export again with the other value, or with a "
-            "tensor, in the example."
+            f"{shown if is_tensor else repr(leaf)}. Pass {value!r}, or export again with an example that contains "
+            "the value of this call, or a tensor."
         )
     return pytree.tree_unflatten(leaves, found) if members else None
 

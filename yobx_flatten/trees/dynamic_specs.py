@@ -54,7 +54,7 @@ class Stated(NamedTuple):
 
 
 def with_attached(module: torch.nn.Module, forward: Callable[..., Any], shapes: DynamicShapes) -> DynamicShapes:
-    """Return ``shapes``; but if they are ``"auto"`` and ``forward`` is decorated with ``@dynamic_spec``, its shapes."""
+    """Return ``shapes``, or, if ``shapes`` is ``"auto"``, the shapes that ``@dynamic_spec`` attached to ``forward``."""
     attached = attached_spec(forward)
     if attached is None or shapes is None:
         return shapes
@@ -62,7 +62,7 @@ def with_attached(module: torch.nn.Module, forward: Callable[..., Any], shapes: 
         return attached
     raise DynamicShapesError(
         f"dynamic_shapes: {type(module).__qualname__}.forward declares its shapes with @dynamic_spec(...). Remove the "
-        'decorator, or use its shapes:\n    dynamic_shapes="auto"'
+        'decorator, or use the shapes in its arguments:\n    dynamic_shapes="auto"'
     )
 
 

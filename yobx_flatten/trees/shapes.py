@@ -222,14 +222,14 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 def builtin_kind(obj: object, node: Node | None = None) -> Any:
-    """Return the type of a built-in container, which its ``dynamic_shapes`` must share; ``None`` for other objects."""
-    kind = get_node_type(obj)
+    """Return the type of a built-in container, such as ``dict``; ``None`` for other objects."""
+    kind = get_node_type(obj)  # torch requires the same type for `dynamic_shapes`
     kind = tuple if kind is torch.Size else kind  # torch converts it to a tuple before its check
     return kind if kind in pytree.BUILTIN_TYPES and (node is None or node.recipe is None) else None
 
 
 def check_entries(obj: PyTree, shapes: DynamicShapes, path: _Path = ()) -> None:
-    """Check that a ``dynamic_shapes`` specification fits inputs in which no object contains itself."""
+    """Raise an error if ``dynamic_shapes`` does not fit the inputs; the caller has checked the inputs for cycles."""
     if shapes is None:
         return
     node = node_of(obj)
@@ -240,7 +240,7 @@ def check_entries(obj: PyTree, shapes: DynamicShapes, path: _Path = ()) -> None:
     kind = builtin_kind(obj, node)
     if kind in _DICTS:
         if not isinstance(shapes, Mapping):
-            raise _misfit(path, "a dict with the same keys", shapes)
+            raise _misfit(path, "a dict with the same keys as the inputs", shapes)
         missing, unknown = set(obj) - set(shapes), set(shapes) - set(obj)
         if missing or unknown:
             raise DynamicShapesError(

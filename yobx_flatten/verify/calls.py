@@ -146,7 +146,7 @@ class Call:
 
 
 class FileSide(ByName):
-    """Runs a file of another exporter, and converts its outputs to the dtypes and windows of the model's outputs."""
+    """Runs a file of another exporter; casts its outputs to the model's dtypes, and cuts caches to a sliding window."""
 
     def __init__(self, runner: Runner, call: Call, outputs: Mapping[str, str]) -> None:
         super().__init__(runner, call.leaves)
@@ -383,6 +383,6 @@ def _empty_cache(piece: Piece) -> list[Case]:
 
 
 def _with(cases: Sequence[Case], others: Sequence[Case], reads: str, name: str) -> list[Case]:
-    """Copy the argument ``reads`` from test cases in ``others`` to those in ``cases``, as the argument ``name``."""
+    """Return ``cases`` with an argument named ``name`` that has the value of the argument ``reads`` in ``others``."""
     pairs = zip(cases, others, strict=True)
     return [dataclasses.replace(one, kwargs={**one.kwargs, name: other.kwargs[reads]}) for one, other in pairs]

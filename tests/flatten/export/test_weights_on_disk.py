@@ -264,5 +264,5 @@ def test_a_program_without_weights_computes_with_those_it_is_given(make, tmp_pat
     real = Joins()
     exported.program.state_dict.update(weight=real.weight, shift=real.shift)
     assert torch.equal(exported(torch.zeros(6, 3))["joined"], real(torch.zeros(6, 3))["joined"])
-    with pytest.raises(InvalidArgumentError, match="writes the weights, but weight is"):
+    with pytest.raises(InvalidArgumentError, match="writes weights to a file, but weight is"):
         export_onnx(module, (x,), path=tmp_path / "joined.onnx")

@@ -208,7 +208,8 @@ def _state_sizes(model: Any, source: Source, *, shared: bool) -> list[str]:
 
 
 def replay_onnx(path: pathlib.Path, source: Source, report: ExportReport) -> None:
-    """Compare an ONNX file with the module, and report the file's limits, inside ``register_flattening_functions``."""
+    """Compare an ONNX file with the module; add remarks to the report, such as that the file has no KV cache."""
+    # called inside `register_flattening_functions`
     example, traced = source.example, source.traced
     if traced.written:
         report.remark(

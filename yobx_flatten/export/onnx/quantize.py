@@ -358,7 +358,7 @@ class Products:
         replace_product(node, product, made)
 
     def _in_two(self, made: Nodes, graph: ir.Graph, x: ir.Value, rank: int, stored: StoredMatrix) -> ir.Value:
-        """Return a value with the small values of ``x`` and, below on axis 0, the large values."""
+        """Return two addends of ``x``, such as small values and the rest of large values, concatenated on axis 0."""
         key, split, kept = (graph, x, stored.block_size), self._splits.get(str(x.name)), [0] * (rank - 1)
         if key in self._rows:
             return self._rows[key]

@@ -105,7 +105,7 @@ def quantize_file(
 
 
 def _is_by_token(file: UnprovenFile, source: Source, grids: Grids) -> bool:
-    """Return whether a file reads a text in one call without a cache, and int8 would round all float32 matrices."""
+    """Return whether a file is a text encoder with float32 weights, and int8 would round all of its weight matrices."""
     if not source.cases or not reads_once(source.example.kwargs):
         return False
     weights = [weight for _, weight in products_of(ir.load(file.path), Quantization("int8"))]
@@ -172,7 +172,7 @@ def _choose_inputs(
     *,
     is_fine: bool,
 ) -> tuple[Quality, bool, InputSplits]:
-    """Choose by error whether activations are quantized, split into small and large values, or kept in float."""
+    """Choose between activations in 8 bits, in two parts of 8 bits, and in float, by comparing errors of the logits."""
     # whole: the quality with activations that are quantized whole
     # measured: returns the quality for these splits; without splits, activations stay in float
     # is_fine: whether the error of the weights is so small that two parts are tried first

@@ -310,8 +310,8 @@ _SHARE, _MOST = 48, 32
 def input_splits(
     file: UnprovenFile, graph: Any, products: Iterable[Any], quantization: Quantization, source: Source
 ) -> InputSplits:
-    """Return how to quantize small and large values of products' inputs separately; empty if nothing was measured."""
-    # products: see `products_of`
+    """Return how to quantize small and large values in the input of each matrix product separately, by input name."""
+    # products: see `products_of`; the result is empty if nothing was measured
     calls = rounding_calls(source.example, quantization, at_most=(_TEXTS, _LENGTH))
     if calls is None:
         return {}
@@ -335,7 +335,7 @@ def input_splits(
 
 
 def _split(rows: torch.Tensor, block_size: int) -> InputSplit | None:
-    """Return the limit or channels that separate small from large values with least error; ``None`` if most are 0."""
+    """Choose a limit, or a list of channels, to separate large from small values; ``None`` if most values are 0."""
     rows = rows[:: -(-len(rows) // _ROWS)]
     sizes = rows.abs().flatten().sort().values
     tried = {float(sizes[int(part * (len(sizes) - 1))]) for part in _PARTS} - {0.0}

@@ -146,7 +146,7 @@ def cast_value(graph: Any, value: Any, dtype: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class InputSplit:
-    """How large values in the input of a quantized matrix product are separated: by size, or by channel."""
+    """Separates large from small values in the input of a quantized matrix product, by a limit or by channel."""
 
     limit: float = math.inf  # largest absolute value of the small part; infinite if the input is not split
     channels: tuple[int, ...] = ()  # channels that are large for all tokens, and are multiplied in float

@@ -272,7 +272,7 @@ def _with_lowest(blocks: Floats, bits: int) -> _Parts | None:
 def _search(
     blocks: Floats, extent: Floats, counts: Iterable[int], *, within: tuple[int, int], start: Floats | None = None
 ) -> tuple[Floats, Floats] | None:
-    """Find for each block a scale that makes all weights integers: the range ``extent`` divided by a count."""
+    """Find for each block a scale, ``extent`` divided by one of ``counts``, of which all weights are multiples."""
     above = blocks.astype(numpy.float64)
     if start is not None:
         above -= start[:, None]

@@ -125,7 +125,7 @@ Texts: TypeAlias = tuple[dict[str, Any], torch.Tensor, dict[str, torch.Tensor], 
 class EagerRuns:
     """Runs test cases with the eager module; caches small outputs, with which several files are compared.
 
-    Outputs are cached by the ``id`` of a test case. After activating another LoRA adapter, pass copies.
+    Outputs are cached by the ``id`` of a test case. For another LoRA adapter, pass copies of the test cases.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

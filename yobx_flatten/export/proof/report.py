@@ -29,9 +29,9 @@ class ExportReport(Report):
         module: name of the exported class.
         input_names: names of the program's inputs, in order.
         output_names: names of the program's outputs, in order.
-        seconds: duration of each step of the export, in seconds, by name of the step. ``"trace"`` is ``torch.export``;
-            ``"replay"`` is all calls of the module, the program and the file with test inputs. Each ONNX file also has
-            ``"convert"``, ``"save"`` and ``"load"``; the first file of a folder also has the steps of the folder.
+        seconds: duration of each step of the export, in seconds, by name of the step. ``"trace"`` is the time in
+            ``torch.export``, ``"replay"`` the time of all test calls of module, program and file. ONNX files also
+            have ``"convert"``, ``"save"`` and ``"load"``; the first file of a folder has steps such as ``"verify"``.
         runtime: library for the file of ``to_executorch``, ``to_openvino`` or ``to_aotinductor``; ``""`` without file.
         file_bytes: size in bytes of the file for ``runtime``, including separate weights; ``None`` without a file.
         planned_bytes: memory that ExecuTorch plans for a call with the largest sizes, without the weights, in bytes;
@@ -167,7 +167,7 @@ class ExportReport(Report):
             self.peak_growth[step] = self.peak_growth.get(step, 0) + peak_memory() - before
 
     def explained(self, case: Case) -> Mapping[str, float] | None:
-        """Return the largest difference of each output that rounding explains; ``None`` if rounding was not measured.
+        """Return for each output the largest difference due to rounding errors; ``None`` if rounding was not measured.
 
         Args:
             case: a test case, whose rounding errors are measured once.
@@ -280,7 +280,7 @@ PART_OF_FLOAT32 = 1e-5
 def explained(stated: float, expected: torch.Tensor, part: float = _PART) -> float:
     """Return the largest output difference that rounding can explain, limited to a share of the output's range.
 
-    The smallest returned difference for outputs in float32 or float64 is 1e-4, the default tolerance of an export.
+    The returned limit for finite outputs in float32 or float64 is at least 1e-4, the default tolerance of an export.
 
     >>> explained(100.0, torch.tensor([-1.0, 1.0], dtype=torch.float16))
     0.2

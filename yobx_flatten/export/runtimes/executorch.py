@@ -114,7 +114,7 @@ def _without_kernel(operators: str) -> str:
 
 @functools.cache
 def states_of_the_call() -> AttributePatch:
-    """Return a context manager for writing ExecuTorch programs in which copies and stacks resize their outputs."""
+    """Return a context manager in which ExecuTorch writes programs whose copy and stack operators set output sizes."""
     managers: Any = importlib.import_module("executorch.exir.program._program")
     emit = managers.emit_program
 

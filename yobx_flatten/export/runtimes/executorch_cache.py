@@ -2,7 +2,7 @@
 
 ExecuTorch has no views of slices of a tensor. ExecuTorch's operator ``llama::sdpa_with_kv_cache`` updates the cache and
 computes attention without a copy. The operator takes one mask for a whole batch, so programs with buffers accept only
-batch size 1. The operator's batch axis is used for the key heads.
+batch size 1. The batch axis of ``llama::sdpa_with_kv_cache`` contains the key heads of one text instead of a batch.
 """
 
 # before:  past ──> cat ──> present
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def _operator() -> Any:
-    """Define a stand-in for ExecuTorch's attention that writes no buffers: a trace would return written buffers."""
+    """Define a stand-in for ExecuTorch's attention without writes: ``torch.export`` would return written buffers."""
     library = torch.library.Library("yobx_flatten", "FRAGMENT")
     library.define(
         "attend(Tensor query, Tensor key, Tensor value, Tensor keys, Tensor values, SymInt seen, SymInt new, "

@@ -118,9 +118,9 @@ class FileOptions:
 
     def check_example(self, example: Example) -> None:
         if example.no_data:
-            without = "; export_program works without." if self.caller == "export_onnx" else "."
+            without = "; export_program works without data." if self.caller == "export_onnx" else "."
             raise InvalidArgumentError(
-                f"{self.caller} writes the weights, but {example.no_data}. Load them first{without}"
+                f"{self.caller} writes weights to a file, but {example.no_data}. Load the weights first{without}"
             )
         if self.quantization is None or self.quantization.tokens is None:
             return
@@ -218,7 +218,7 @@ def check_room(
 
 
 def has_kernels(dtype: str) -> bool:
-    """Return whether onnxruntime multiplies tensors of a dtype, such as ``"float16"``, on the CPU; not of bfloat16."""
+    """Return whether onnxruntime can multiply tensors of a dtype on the CPU; ``False`` for ``"bfloat16"``."""
     return dtype in ("float32", "float16", "float64")
 
 
@@ -305,7 +305,7 @@ class _Job:
         replay_file(load, dataclasses.replace(source, cases=[*source.cases, *more], varied=()), report)
 
     def write(self, write: Callable[..., list[str]], library: str, *, trust: bool = False) -> bool:
-        """Write and replay a file, with the cache in place if the file is then right; return whether it is in place."""
+        """Write and replay a file, if possible with an in-place cache; return whether the cache is updated in place."""
         # write: takes `in_place=`, and returns the names of the cache inputs that are updated in place
         report, source, done = self.report, self.source, len(self.report.cases)
         returns_cache = any(name.endswith((".key", ".value")) for name in source.traced.presents)

@@ -77,7 +77,7 @@ def take_cache(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
 
 
 def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
-    """Return the cache and the new tokens of concatenated keys or values of shape (batch, heads, tokens, size)."""
+    """Return the two inputs of a concatenation of keys or values: the cache and the new tokens; else ``None``."""
     node = None if value is None else value.producer()
     if value is None or value.shape is None or node is None or node.op_type != "Concat" or len(node.inputs) != 2:
         return None
@@ -86,7 +86,7 @@ def _concatenated(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
 
 
 def _leads_to(value: ir.Value, attention: ir.Node) -> bool:
-    """Return whether a value reaches an attention, directly or through other nodes, other than as keys or values."""
+    """Return whether an attention node depends on a value through other nodes or inputs than its keys and values."""
     ahead = [node for node in value.consumers() if node is not attention]
     seen = set(map(id, ahead))
     while ahead:
@@ -282,7 +282,7 @@ def _unswapped(value: ir.Value, made: Nodes) -> ir.Value | None:
 
 
 def heads_first(old: ir.Value, new: ir.Value, width: int) -> bool:
-    """Let ``new`` replace ``old`` transposed to (batch, tokens, heads * size); return whether ``old`` is transposed."""
+    """Replace the transposed ``old`` of shape (batch, tokens, width) by ``new``; return ``False`` if there is none."""
     place = old
     while (reader := only_reader(place)) is not None:
         if reader.op_type != "Reshape" or place.shape is None or reader.outputs[0].shape != place.shape:

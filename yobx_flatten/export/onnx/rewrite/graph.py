@@ -228,7 +228,7 @@ def join_projections(model: ir.Model) -> None:
 
 
 def _product(value: ir.Value | None) -> ir.Node | None:
-    """Return the ``MatMul`` with a weight whose (reshaped) output is ``value``, or ``None``."""
+    """Return the projection (a ``MatMul`` with a weight) from which ``value`` is computed, or ``None``."""
     node = None if value is None else value.producer()
     while node is not None and node.op_type in _BETWEEN:
         node = input_of(node, 0).producer()

@@ -192,7 +192,7 @@ def fuse_sinks(graph: ir.Graph) -> list[ir.Node]:
 def _matched(
     softmax: ir.Node,
 ) -> tuple[tuple[ir.Value, ir.Value, float, float], ir.Value, ir.Value | None, ir.Value, ir.Node] | None:
-    """Return the scores, values, mask, sinks and last product of attention with sinks; ``None`` for other nodes."""
+    """Match attention with sinks: return scores, values, mask, sinks and the ``MatMul`` of softmax and values."""
     sliced = only_reader(softmax.outputs[0], "Slice")
     product = None if sliced is None else only_reader(sliced.outputs[0], "MatMul")
     # the softmax includes a column for the sinks, which is then cut off, since sinks have no values
@@ -280,7 +280,7 @@ def _reads_each_key(node: ir.Node, padded: ir.Node, mask: ir.Value, new: ir.Valu
 
 
 def _counted(value: ir.Value | None) -> tuple[list[int | ir.SymbolicDim], ir.Value] | None:
-    """Return shape and ``count`` of a value ``arange(count)`` with four axes; ``None`` for other values."""
+    """Match ``arange(count)``, reshaped to four axes and then expanded: return the reshaped shape and ``count``."""
     last = producer(value, "Unsqueeze")
     expanded = None if last is None else producer(last.inputs[0], "Expand")
     if last is None or expanded is None:

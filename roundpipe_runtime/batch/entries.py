@@ -78,7 +78,7 @@ def entries_of_flat(flat: FlatTree, rules: Mapping[str, Rule]) -> list[Entry]:
 
 
 def check_registered(batch: FlatBatch, rules: Mapping[str, Rule]) -> None:
-    """Raise an error for objects that hold tensors, but are not flattened by pytree or passed unsplit by a rule."""
+    """Raise an error for an object that holds tensors, unless pytree flattens it or a rule passes it unsplit."""
     for flat in batch:
         if all(type(leaf.value) in _CLOSED for leaf in flat.leaves):
             continue
@@ -261,10 +261,11 @@ def check_packed_rows(entries: Sequence[Entry], rows: Sequence[int | None], whos
 def rows_of_parts(
     parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()
 ) -> list[int | None]:
-    """Return the row count of each microbatch that a user's split function returned; ``None`` for all if ambiguous.
+    """Count the rows of each microbatch that a user's split function made; if that fails, return ``None`` for each.
 
     Rows are counted along the batch axes of split tensors; a tensor that is the same object in all microbatches is
-    ignored. If tensors have different row counts, those of a tensor must add up to its size before the split.
+    ignored. If tensors have different row counts, a tensor is used only if its row counts add up to its size before the
+    split.
     """
     # parts: trees by name, one mapping per microbatch
     # others: parts of the labels, if a function split the labels and the inputs

@@ -3,13 +3,12 @@
 The backward of a microbatch starts with an initial gradient: the gradient of the batch's loss with respect to the loss
 of the microbatch. For a sum or a mean, the initial gradient is known before the backward, so the gradients of the
 parameters need no scaling. If a loss function returns pairs ``(sum, weight)``, the total weight of the batch is unknown
-when the first backward starts. The initial gradient of a pair is therefore 1 / c, where c is the power of two nearest
-to the number of rows, and the gradients of the parameters are multiplied by c / total weight after the last microbatch.
-Until then, the gradients of this call are stored apart from those of earlier calls.
-
-Initial gradients of 1 / c keep the gradients of long batches in the range of half precision, and multiplication by a
-power of two does not round. For a mean of 16-bit losses, the gradients are also scaled after the last microbatch,
-because an initial gradient such as 1 / 3, rounded to 16 bits, is wrong by up to 0.4 %.
+when the first backward starts. The backward of a sum with a weight therefore starts with the gradient 1 / c, where c is
+the power of two nearest to the number of rows in the batch, and the gradients of the parameters are multiplied by
+c / total weight after the last microbatch. Unscaled gradients are stored apart from the gradients of earlier calls. An
+initial gradient of about 1 / rows keeps the gradients of long batches in the range of half precision, and a power of
+two as initial gradient does not round them. For a mean of 16-bit losses, the gradients are also scaled after the last
+microbatch, because an initial gradient such as 1 / 3, rounded to 16 bits, is wrong by up to 0.4 %.
 """
 
 # loss_fn returns        total loss                       initial gradient, microbatch i   later scale of the gradient
@@ -100,7 +99,7 @@ def read_loss(value: Any) -> LossValue:
         total, weight = value
         if isinstance(weight, torch.Tensor) and weight.requires_grad:
             raise LossError(
-                "the weight of a pair (sum, weight) requires grad. The weight is a count, not a trainable value:\n"
+                "the weight of a pair (sum, weight) requires grad, but is only the number of items in the sum:\n"
                 "    return WeightedLoss(total, weight.detach())"
             )
         if isinstance(weight, torch.Tensor):
@@ -134,7 +133,7 @@ class LossContract:
     for each microbatch; afterwards, any thread may call the other methods.
 
     Args:
-        reduction: ``"sum"``, or weights: rows (``"mean"``, ``"rows"``) or ``"items"``; unused for ``WeightedLoss``.
+        reduction: how tensor losses are added: without weights (``"sum"``), by rows (``"mean"``, ``"rows"``) or items.
         rows: number of rows of each microbatch; ``None`` for an unknown number.
 
     >>> contract = LossContract("mean", [2, 1])
@@ -162,7 +161,7 @@ class LossContract:
         Args:
             index: index of the microbatch.
             value: value that ``loss_fn`` returned. Reading a weight on an accelerator waits for the accelerator.
-            items: number of averaged items, for each mean that ``loss_fn`` computed. Default: unknown.
+            items: for each mean that ``loss_fn`` computed, the number of items in the mean. Default: unknown.
 
         Returns:
             The losses that require grad, each with its initial gradient. The returned list is empty if the weight of

@@ -51,7 +51,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """The result of :func:`prove`: weights with which losses of subsets of rows add up to the loss of all rows."""
+    """The result of :func:`prove`: how weighted losses of subsets of rows add up to the loss of all rows."""
 
     way: Way | None  # `None` if there are no such weights
     compared: int = 0  # number of sets of values that were compared
@@ -386,7 +386,7 @@ class _HasState(Protocol):
 class SteadyDraws(NoDropout):
     """Replaces all random numbers in the with block by constants, and disables dropout.
 
-    Random integers become the numbers from n - 1 down to 0, so code that permutes rows at random still permutes rows.
+    A tensor of n random integers becomes n - 1, n - 2, ..., 0, so ``torch.randperm(n)`` still returns a permutation.
     """
 
     # generator: random generator of the device. Default: only the host draws.

@@ -290,7 +290,7 @@ def _split_by_functions(
 
 
 def _follow(trees: Mapping[str, Any], rows: list[int | None], rules: Rules, whose: str) -> list[Any]:
-    """Split inputs by the row counts of split labels, or labels by those of inputs; fill in unknown ``rows``."""
+    """Split inputs at the rows at which a user's function has split the labels, or labels at the rows of the inputs."""
     entries = entries_of(trees, rules)
     stated = next((entry.stated for entry in entries if entry.stated is not None), None)
     if None in rows and stated is not None and len(stated) == len(rows):
@@ -385,8 +385,8 @@ def _batch_size(inputs: Sequence[Entry], labels: Sequence[Entry]) -> int | None:
         without = [entry.path for entry in entries if _has_rows(entry) and entry.rule is None]
         raise SplitError(
             f"Tensors with a batch axis have different numbers of rows: {_format_sizes(known)}. Slice or repeat these "
-            "tensors to the same number of rows before the call. To split each tensor by its own number of "
-            f"rows, also pass rules (TensorChunkSpec) for {', '.join(without)}."
+            "tensors to the same number of rows before the call. Different numbers of rows are allowed only "
+            f"if every tensor has a rule: also pass rules (TensorChunkSpec) for {', '.join(without)}."
         )
     of_inputs = _sizes([e for e in inputs if not e.is_known])
     of_labels = _sizes([e for e in labels if not e.is_known])

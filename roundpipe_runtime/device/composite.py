@@ -96,9 +96,9 @@ def plain_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Rebuilding:
-    """Rebuilds quantized weights and their modules' states from copied tensors; a shared tensor is copied once."""
+    """Copies quantized weights, and objects that modules store for them, by copying the tensors inside them."""
 
-    # place: function that returns the copy of a plain tensor
+    # place: function that returns the copy of a plain tensor, called once for a tensor that several values share
 
     def __init__(self, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._place = place
@@ -169,7 +169,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def _is_in_few_bits(parameter: nn.Parameter) -> bool:
-    """Return whether the parameter may be quantized, so that its module may store tensors for it, such as a scale."""
+    """Return whether a parameter looks like a quantized weight, whose module may also store tensors such as scales."""
     if type(parameter) is nn.Parameter:
         return not parameter.requires_grad and not (parameter.is_floating_point() or parameter.is_complex())
     return is_composite(parameter) or not (parameter.is_floating_point() or parameter.requires_grad)

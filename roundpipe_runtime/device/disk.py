@@ -116,13 +116,13 @@ class DiskMemory:
         return flat.view(tuple(shape)) if stride is None else flat.as_strided(tuple(shape), tuple(stride))
 
     def copy(self, key: Hashable, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Copy a dense host tensor to the disk; a key may store several tensors."""
+        """Copy a dense host tensor to the disk, and store it under ``key``; several tensors may have the same key."""
         place = self.next_empty(key, tensor, dtype)
         self.write(place, tensor.detach())
         return place
 
     def next_empty(self, key: Hashable, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return an uninitialised tensor on the disk with the layout of ``like``; a key may store several tensors."""
+        """Return an uninitialised tensor on the disk with the layout of ``like``; several tensors may share ``key``."""
         number = 0
         while (place := self.empty((key, number), like.shape, dtype or like.dtype, like.stride())) is None:
             number += 1  # a key has as many places as it had tensors at the same time
@@ -358,7 +358,7 @@ def open_scratch(folder: pathlib.Path) -> int:
     if not hasattr(os, "posix_fallocate") or not hasattr(os, "posix_fadvise"):
         raise ConfigError(f'host="{host}" needs Linux. Train in memory:\n    RoundPipe(model, host="memory")')
     if not folder.is_dir():
-        raise ConfigError(f'host="{host}": there is no such folder. Create it:\n    mkdir -p {folder}')
+        raise ConfigError(f'The folder of host="{host}" does not exist. Create the folder:\n    mkdir -p {folder}')
     kind = _file_system(folder)
     if kind in _OF_MEMORY:
         raise ConfigError(

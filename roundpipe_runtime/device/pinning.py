@@ -156,7 +156,7 @@ def plan_slabs(sizes: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
 
 
 def _pack(sizes: Sequence[int], limit: int) -> list[tuple[int, dict[int, int]]]:
-    """Return memory blocks for tensors of the given sizes: of at most ``limit`` bytes, or for one larger tensor."""
+    """Plan memory blocks for tensors; a block has more than ``limit`` bytes only if one of its tensors has more."""
     waiting = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     total = left = sum(sizes)
     slabs = []

@@ -40,7 +40,7 @@ class Device(Protocol):
         Args:
             tensor: host tensor.
             ready: event after which the host tensor is complete (default: the tensor is complete already).
-            parameter: whether the copy is large and not urgent, so that it must not delay activations.
+            parameter: whether ``tensor`` is a parameter or gradient, whose copy must not delay copies of activations.
 
         Returns:
             The copy in device memory.
@@ -87,7 +87,7 @@ class Device(Protocol):
         Args:
             tensor: device tensor to copy from.
             last: whether the tensor is not written any more, so that no later computation has to wait for the copy.
-            parameter: whether the copy is large and not urgent, so that it must not delay activations.
+            parameter: whether ``tensor`` is a parameter or gradient, whose copy must not delay copies of activations.
             target: host tensor to copy to, which a device may ignore (default: a new tensor).
 
         Returns:

@@ -68,7 +68,7 @@ def flatten_value(value: PyTree, *, what: str = "value") -> tuple[TreeStructure,
 
 
 def separate(leaves: Sequence[Any], spec: pytree.TreeSpec, *, what: str) -> tuple[TreeStructure, list[torch.Tensor]]:
-    """Return the structure of a value, given its pytree leaves, and the tensors among the leaves without duplicates."""
+    """Separate a flattened value into its :class:`TreeStructure` and a list of its tensors without duplicates."""
     numbers: list[int | tuple[int, ...] | None] = []
     constants: list[Any] = []
     tensors: list[torch.Tensor] = []
@@ -108,7 +108,7 @@ class HostValue:
     ready: list[Event | None]  # event of each tensor, after which its copy is complete
 
     def rebuild(self) -> Any:
-        """Return the nested value; synchronize the device that copied its tensors to the host before reading them."""
+        """Return the nested value, whose tensors may be read only after the device that copied them is synchronized."""
         return self.structure.rebuild(self.tensors)
 
 
@@ -280,7 +280,7 @@ def parts_of_mask(mask: Any) -> tuple[list[torch.Tensor], Callable[[Sequence[Any
 
 
 def _opened(function: Any, tensors: list[torch.Tensor]) -> Callable[[Sequence[Any]], Any]:
-    """Append tensors in a function's closure to ``tensors``; return a function that rebuilds it with new tensors."""
+    """Append tensors in a closure to ``tensors``; return a callable that makes the same function with other tensors."""
     held_by: tuple[Any, ...] = ()
     if isinstance(function, functools.partial):
         held_by = (function.func, function.args, function.keywords)

@@ -195,8 +195,8 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 class Uninterrupted:
     """A context manager that defers ``KeyboardInterrupt`` to the end of the with block.
 
-    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread. The block
-    replaces this handler, except in other threads, and if SIGINT has no Python handler.
+    Python raises ``KeyboardInterrupt`` in its SIGINT handler, between any two lines of the main thread. In the main
+    thread, the with block replaces the Python handler of SIGINT, if there is one; in other threads it does nothing.
     """
 
     # stop: called at once with the exception of the handler, to make the block end soon, whose end raises the exception

@@ -131,7 +131,7 @@ class ShardedStore(RankStore):
         return local_of(value) if isinstance(value, DTensor) else self.rows_of(parameter, value)
 
     def adopt(self) -> None:
-        """Copy parameters that other code has changed to the tensors that the optimizer updates."""
+        """If other code has changed a parameter, copy it to the tensor that the optimizer updates for it."""
         for name, parameter in self.model.named_parameters():
             if name in self._shards:
                 self._shards[name].adopt(parameter)
@@ -150,7 +150,7 @@ class ShardedStore(RankStore):
 
     @torch.no_grad()
     def refresh(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Write the updated rows of all ranks into a layer's parameters, and into copies that pipeline stages read."""
+        """Get parameter rows from the ranks that updated them; write them to parameters and to copies for stages."""
         names = self._names()
         fresh = [p for p in parameters if p.requires_grad and names.get(id(p)) and id(p) not in self._published]
         # no optimizer has the other parameters
@@ -180,9 +180,9 @@ class ShardedStore(RankStore):
 class Target:
     """The tensor that the optimizer updates for a parameter on this rank: a view of the parameter, or a master weight.
 
-    If the optimizer works in the dtype of the parameter, it updates a view of the parameter's rows. If the optimizer
-    works in another dtype, it updates a master weight; a frozen parameter has an expanded NaN, which takes no memory,
-    instead of a master weight.
+    If the optimizer works in the dtype of the parameter, the updated tensor is a view of this rank's rows of the
+    parameter. If the optimizer works in another dtype, the updated tensor is a master weight. A frozen parameter needs
+    no master weight, so a NaN that is expanded to the shape of the rows, and takes no memory, stands for it.
     """
 
     def __init__(self, store: ShardedStore, parameter: nn.Parameter) -> None:
@@ -200,7 +200,7 @@ class Target:
         self.note(parameter)
 
     def wake(self, parameter: nn.Parameter) -> None:
-        """Make the target trainable or frozen like the parameter; create the master weight when first trainable."""
+        """Copy ``requires_grad`` from the parameter; create its master weight when it first becomes trainable."""
         if parameter.requires_grad and not self.is_master and self._has_own_rows:
             self._replace(self.rows(parameter).to(self._dtype, copy=True))
             self.is_master = True
@@ -226,7 +226,7 @@ class Target:
         self.note(parameter)
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Record the parameter's version at which this tensor and the parameter's rows have the same values."""
+        """Record that the optimizer's tensor now equals the parameter, to detect later changes by other code."""
         self._agreed = self._state(parameter)
 
     def rows(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -354,7 +354,7 @@ class RankSteps(StepRunner):
 
 @cache
 def _runners() -> weakref.WeakSet[RankSteps]:
-    """Return the registry of open pipelines, whose weights are exchanged when the caller steps an optimizer."""
+    """Return the open pipelines; when the caller steps an optimizer, their ranks exchange the updated weights."""
     found: weakref.WeakSet[RankSteps] = weakref.WeakSet()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -387,7 +387,7 @@ def shards(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def pieces(tensor: torch.Tensor, num_shards: int, num_copies: int) -> list[torch.Tensor]:
-    """Return a view of a gradient per rank: the rows that this rank sums over all groups of the batch.
+    """Cut a gradient into one view for each rank: the rows that the rank sums over all groups of the batch.
 
     >>> [part.shape[0] for part in pieces(torch.zeros(7, 2), 2, 2)]
     [2, 2, 2, 1]

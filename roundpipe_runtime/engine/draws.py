@@ -1,9 +1,8 @@
 """Record which random generators layers use: those of torch, NumPy, Python, or in attributes of layers.
 
-When a pipeline call succeeds, the generators from which layers have drawn advance::
-
-    one microbatch           each layer call continues from the state after the previous call, as without a pipeline
-    several microbatches     each layer call starts from its own seed, since several devices draw at the same time
+When a pipeline call succeeds, the generators from which layers have drawn advance. With one microbatch, each layer call
+continues from the generator's state after the previous call, as without a pipeline. With several microbatches, each
+layer call starts from its own seed, since several devices draw at the same time.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Draws:
         self.end()
 
     def end(self) -> None:
-        """End this pipeline call, so that a later call that starts from the same generator state may use its seeds."""
+        """End this pipeline call; a later call that starts in the same generator state may then get the same seeds."""
         with _LOCK:
             _UNDER_WAY.discard(self)
 
@@ -287,7 +286,7 @@ def process_generators() -> list[Generator]:
 
 
 def _python_marks() -> Callable[[], object]:
-    """Return a function whose result changes with every draw from Python's generator."""
+    """Return a function whose result changes with every number that Python's ``random`` module draws."""
     # The function runs before and after each call of a layer. A comparison of whole states takes 12 µs for Python and
     # 24 µs for NumPy each time: 75 of the 150 µs that a call may cost (`benchmarks/bench_pipeline.py`). To read the
     # position and one word of the state from memory takes 0.4 µs for both. The word changes when all words are
@@ -303,7 +302,7 @@ def _python_marks() -> Callable[[], object]:
 
 
 def _numpy_marks() -> Callable[[], object]:
-    """Return a function whose result changes with every word drawn from NumPy's generator."""
+    """Return a function whose result changes whenever NumPy's global random generator computes new random bits."""
     from numpy.random import MT19937, RandomState, get_state
 
     own: RandomState = get_state.__self__  # type: ignore[attr-defined]  # a bound method
@@ -392,8 +391,8 @@ def traits_of(code: Any) -> LayerTraits:
     """Return what is known about a layer or a loss function, such as whether it draws random numbers.
 
     Repeated calls return the same object. For an object that cannot be weakly referenced, such as a tuple, each call
-    returns a new :class:`LayerTraits`, whose ``reenters`` is true: it assumes activation checkpointing, in which the
-    backward calls forward code again.
+    returns a new :class:`LayerTraits`. An object without weak references is assumed to use activation checkpointing
+    (``reenters``), in which the backward calls forward code again.
 
     >>> from torch import nn
     >>> layer = nn.Linear(1, 1)

@@ -258,6 +258,7 @@ def watch_escaped(leaves: Sequence[torch.Tensor | None], title: str) -> None:
 
 def _refuse(title: str, gradient: torch.Tensor) -> NoReturn:
     raise StageError(
-        f"A tensor was taken from {title} by an attribute or a hook, not as an output. Its gradient would be lost, "
-        "because the backward of a layer begins at its outputs. Return the tensor:\n    return outputs, auxiliary_loss"
+        f"A tensor was taken from {title} by an attribute or a hook, not as an output. The tensor's gradient would be "
+        "lost, because the backward of a layer begins at the layer's outputs. Return the tensor:\n"
+        "    return outputs, auxiliary_loss"
     )

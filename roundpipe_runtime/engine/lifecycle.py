@@ -393,7 +393,7 @@ class RunLifecycle:
 
     @contextlib.contextmanager
     def _leaving_no_trace(self) -> Iterator[None]:
-        """Suppress warnings in the with block; then restore the gradient mode and the device of the next stage."""
+        """Suppress warnings in the with block; then restore the gradient mode and the round robin over devices."""
         with warnings.catch_warnings(), self.lock, gradient_mode_kept():
             warnings.simplefilter("ignore")  # warnings about single rows or missing gradients do not concern the user
             cursor = self.round_robin.cursor

@@ -1,8 +1,8 @@
 """Check on a few rows how the losses of microbatches add up, before a pipeline call computes gradients.
 
-The layers compute outputs for a few rows of the batch, and again for two parts of these rows; if the loss of these rows
-decides nothing, the layers compute the outputs of one microbatch. `batch/loss_proof` calls the loss function with these
-outputs, together and in parts. All effects of these calls on the loss function and on random generators are undone.
+The layers compute outputs for a few rows of the batch, and again for two parts of these rows. `batch/loss_proof` calls
+the loss function with the outputs of the few rows, and with the outputs of each part. If the few rows have only ignored
+labels or no finite loss, outputs of a whole microbatch are used. Loss function and random generators do not change.
 """
 
 # loss_reduction="auto"    use matching weights of microbatches; if there are none, compute the loss of joined outputs
@@ -83,7 +83,7 @@ Loss: TypeAlias = Callable[[int, Sequence[Any]], Part]
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Outputs and labels of a few rows, joined and in two groups of rows, to call the loss function with."""
+    """Inputs of trial calls of the loss function: outputs and labels of a few rows, and of two parts of these rows."""
 
     leaves: Sequence[Sequence[Any]]  # leaves for all rows, then for each part
     rows: Sequence[int]  # number of all rows, then of each part

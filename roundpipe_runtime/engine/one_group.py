@@ -1,10 +1,10 @@
 """Run a batch as one group of rows in one process, and join the outputs of its microbatches.
 
-The subclass of :class:`OneGroup` in `distributed/replicas/rank_groups` handles several groups and ranks::
-
-    one group          split the batch, run the group, commit the results
-    several groups     split the batch, run each group, wait until all ranks have succeeded, commit the sums
+The subclass of :class:`OneGroup` in `distributed/replicas/rank_groups` handles several groups and ranks.
 """
+
+# one group          split the batch, run the group, commit the results
+# several groups     split the batch, run each group, wait until all ranks have succeeded, commit the sums
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Call:
     land: Callable[[int, int, Gradients], None] | None = None
 
     def losses(self, turn: int) -> LossContract:
-        """Return the object that collects the microbatch losses of group ``turn`` of this process's batch rows."""
+        """Return the collector of the losses of one group of batch rows; ``turn`` is its index in this process."""
         return self.contract
 
     def add(self, run: Run, inputs: list[HostValue]) -> None:

@@ -60,13 +60,13 @@ class Planner:
         return self._inference if kind == "infer" else self._training
 
     def wants_events(self, kind: RunType) -> bool:
-        """Count a pipeline call of a kind, such as training; return whether its work on accelerators is timed.
+        """Count the pipeline calls of each kind, and return whether the accelerators' times of this call are measured.
 
-        The first calls are timed, and the two calls before a plan is computed again. Timing takes two events per task.
+        The first calls of a kind are measured, and the last two calls before an execution plan is computed again.
         """
         self._runs[kind] += 1
         number = self._runs[kind]
-        return number <= _MEASURED_FIRST or is_due(number - 1) or is_due(number)
+        return number <= _MEASURED_FIRST or is_due(number - 1) or is_due(number)  # timing takes two events per task
 
     def layer_costs(self, kind: RunType = "fused") -> list[LayerCost]:
         """Return the layer costs measured in training or inference, depending on ``kind`` and on what was measured."""
@@ -215,7 +215,7 @@ class Timer:
             self._timeline.add_parameters(uploaded, skipped)
 
     def finish(self) -> None:
-        """After all work has finished, record the times that events of accelerators measured, and delete the clocks."""
+        """After all work has finished, record the times between accelerator events, and delete the device clocks."""
         for span, end in self._late:
             self._add(span, end)
         self._late.clear()

@@ -172,8 +172,8 @@ class Alarm:
             self._hear(None)
 
     def _lose_store(self) -> None:
-        """After the store has failed, stop the current call if a process ends, which the kernel may report late."""
-        deadline = time.monotonic() + 10 * _PERIOD
+        """After torch's key-value store has failed, stop the current call if a rank's process ends within a second."""
+        deadline = time.monotonic() + 10 * _PERIOD  # the kernel may report the end of a process late
         while self._listener is not None and self._gone is None and time.monotonic() < deadline:
             if ended := self._ended():
                 self._gone = ended

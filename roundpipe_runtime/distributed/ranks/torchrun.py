@@ -2,8 +2,8 @@
 
 After a restart with ``--max-restarts``, torchrun gives the new processes the same store, in which gloo would find the
 addresses of ended processes (https://github.com/pytorch/pytorch/issues/167288). Therefore the running processes agree
-on a new prefix of store keys. The number of restarts cannot be this prefix, since each machine counts only its own
-restarts: https://github.com/pytorch/pytorch/issues/135712.
+on a new prefix of store keys. The prefix of store keys cannot be the number of restarts, because each machine counts
+only its own restarts: https://github.com/pytorch/pytorch/issues/135712.
 """
 
 from __future__ import annotations

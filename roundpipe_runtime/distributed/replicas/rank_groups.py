@@ -1,10 +1,7 @@
-"""Run the forward of a whole batch before its backward, on several ranks.
+"""Run the forward of a whole batch before its backward, on several ranks."""
 
-::
-
-    forward ... backward()     each rank runs its groups forward; `backward()` sums gradients over all ranks
-    forward_backward_whole     forward of all groups, exchange of the loss's inputs, loss of the whole batch, backward
-"""
+# forward ... backward()     each rank runs its groups forward; `backward()` sums gradients over all ranks
+# forward_backward_whole     forward of all groups, exchange of the loss's inputs, loss of the whole batch, backward
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sum gradients over groups of batch rows, layer by layer, in the same order for any number of ranks.
 
-A rank runs its groups of batch rows one after the other, each in one turn. In each turn and for each layer, last layer
-first, a rank sends the gradients of its group, divided by rows, to the ranks that sum these rows (all-to-all), which
-add them up in ascending order of the groups. A failed rank sends zeros until all ranks have stopped.
+Each rank runs its groups of batch rows one after the other. When a rank has computed the gradients of a layer for a
+group, it sends each rank the part of the gradients that this rank sums (all-to-all), last layer first. Each rank adds
+up the received parts in ascending order of the groups. A failed rank sends zeros until all ranks have stopped.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ReductionPlan:
             self.buckets += [Bucket(layer.index, tuple(parameters), dtype) for dtype, parameters in found.items()]
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype in which ranks send gradients; if the batch is one group of rows, the dtype of the sums."""
+        """Return the dtype in which ranks send gradients; a batch of one group does not use ``reduce_dtype``."""
         if self.reduce_dtype is None or self.replicas == 1 or not bucket.dtype.is_floating_point:
             return bucket.dtype
         return self.reduce_dtype
@@ -168,7 +168,7 @@ class Reduction:
 
     @torch.no_grad()
     def _target_rows(self, bucket: Bucket, total: torch.Tensor) -> list[torch.Tensor]:
-        """Return the gradient sums of this rank's shard; each rank with this shard sums and sends some of its rows."""
+        """Return the summed gradients of this rank's shard; each rank with the same shard has summed a part of them."""
         ranks = self._ranks
         rows, gathered = [], []
         at = 0

@@ -75,7 +75,8 @@ class ReplicaBatchSampler(Sampler[list[int]]):
 
     @property
     def replicas(self) -> int:
-        """The number of groups per batch: as given, or that of the pipeline, which a loaded checkpoint can change."""
+        """The number of groups of rows per global batch: the argument ``replicas``, by default that of ``model``."""
+        # read from the pipeline each time, since a loaded checkpoint can change it
         replicas: int = self._model.replicas if self._replicas is None else self._replicas
         return replicas
 

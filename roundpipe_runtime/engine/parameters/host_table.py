@@ -190,7 +190,7 @@ class TableAccess:
 
     @property
     def leaves(self) -> list[nn.Parameter]:
-        """The copy of the whole table on the device, if there is one, which gets a gradient from autograd."""
+        """A list with the device copy of the whole table, whose gradient autograd computes; ``[]`` without a copy."""
         return [] if self._whole is None else [self._whole]
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor) -> None:
@@ -349,7 +349,7 @@ class HostSum:
         return self._total
 
     def add(self, place: torch.Tensor | slice, gradient: torch.Tensor, arrived: Event, *, waiting: int) -> None:
-        """Queue the gradient of the rows ``place``; then add queued gradients to the sum until ``waiting`` are left."""
+        """Queue the gradient of the rows ``place``; add all but the last ``waiting`` queued gradients to the sum."""
         # place: slice, or distinct row indices
         assert self.total is not None
         with self._lock:

@@ -1,6 +1,6 @@
 """Keep copies of parameters on a device, and reuse the copies in later pipeline stages and training steps.
 
-Copies of frozen parameters stay first, because trained parameters must be copied again after each optimizer step. The
+Frozen parameters are kept with priority, because trained parameters are copied again after each optimizer step. The
 copies are chosen in advance: a device runs all layers in turn, so the least recently used copy is needed next.
 """
 

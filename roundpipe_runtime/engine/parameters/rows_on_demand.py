@@ -55,7 +55,7 @@ class KnownRows:
         self._rows: list[int] = []
 
     def find(self, of: torch.Tensor, find: Callable[[torch.Tensor], list[int]]) -> list[int]:
-        """Return ``find(of)``, for which the host waits for the device."""
+        """Return the rows that the tensor ``of`` selects; if not cached, call ``find``, which waits for the device."""
         known = None if self._of is None else self._of()
         if known is of and self._version == of._version:
             return self._rows
@@ -129,7 +129,7 @@ def _name_of(func: Any) -> str:
 
 
 def _view(stand: RowsOnDemand, view: Any) -> Any:
-    """Return a placeholder for a view with the same rows as the parameter; for any other view, copy all rows."""
+    """If a view has the rows of the parameter, return a placeholder for it; else copy all rows, and return the view."""
     tensor, table, known, is_proved = stand._stands_for
     if view is tensor:
         return stand
@@ -212,7 +212,7 @@ class PartialLayer:
         return partial(reserve_table, device=self._device, by_rows=by_rows, count=count)
 
     def add(self, parameter: nn.Parameter, copy: nn.Parameter, uploaded: torch.Tensor, source: torch.Tensor) -> None:
-        """Register a parameter for copies on demand; if this run copies it as a whole, copy its missing rows now."""
+        """Copy parameter rows when operations read them; if the plan omits the parameter, copy missing rows now."""
         # copy: the tensor that layers compute with, which shares the memory of `uploaded`
         found = table_of(uploaded)
         if found is None:

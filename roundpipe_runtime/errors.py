@@ -197,7 +197,7 @@ class BatchStructureError(VersionDependentError, RoundPipeError, RuntimeError):
 
 
 class MissingEmbeddingError(BatchStructureError):
-    """After its layers, a model reads an embedding that it did not read for the example of its wrapping."""
+    """After its layers, a model reads an embedding that it did not read for the example batch of the split."""
 
     def __init__(self, name: str) -> None:
         super().__init__(

@@ -1,7 +1,7 @@
 """Make a recomputation give the values of the first forward: with equal seeds, and with data that the layer saves.
 
-The seed of a layer call is derived from the state of torch's generator, the layer, and the microbatch, and not from
-devices or the order of calls. Generators of NumPy, Python and layers are reset by :mod:`.draws`.
+The seed of a layer call is derived from the state of torch's generator, the layer, and the microbatch, not from devices
+or the order of calls. Random generators of NumPy, of Python and in attributes of layers are reset by :mod:`.draws`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _alone(
     def seeded(call: Callable[[], T], generators: Sequence[Generator]) -> tuple[T, set[int] | None]:
         """Return the result of ``call()`` and the keys of the random generators that the call used.
 
-        Instead of keys, ``None`` is returned if the call has used a generator of Python or NumPy not in ``generators``.
+        ``(result, None)`` is returned if the call used a generator of Python or NumPy that is not in ``generators``.
         """
         outside = torch.get_rng_state()
         found = [(one, one.get()) for one in generators]

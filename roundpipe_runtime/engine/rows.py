@@ -1,9 +1,9 @@
 """Check that layers compute each row of a batch independently, before the batch is split into microbatches.
 
-During the check, dropout is off, and torch's random functions return a constant. If layers draw random numbers from
-another source, all calls have three rows, so that they draw the same numbers, and one row is a copy of another row. A
-backward may also mix rows: it may divide gradients by the number of rows. Before an error is raised, other rows of the
-batch are tried, because rounding can change a choice near a tie, such as the expert of a token.
+During the check, dropout is off, and torch's random functions return a constant. If layers still draw random numbers,
+such as from NumPy, a call with three rows is compared with a call in which a copy of another row replaces one row,
+because both calls draw the same numbers. A backward may also mix rows: it may divide gradients by the number of rows.
+Before an error, other rows are tried, as rounding can change a choice near a tie, such as the expert of a token.
 """
 
 # rows a, b, c; their outputs a', b', c'
@@ -56,7 +56,7 @@ _Hook: TypeAlias = Callable[..., Any]
 
 @dataclasses.dataclass
 class RowTrial:
-    """A few rows of a batch, once together and once in two parts, on which layers run to compare the results."""
+    """A few rows of a batch, together and in two parts; layers run on both, and the outputs are compared."""
 
     whole: FlatMicrobatch  # the rows
     parts: Sequence[FlatMicrobatch]  # the same rows in two parts
@@ -90,7 +90,7 @@ class RowCheck:
     def check(
         self, engine: RunLifecycle, batch: FlatBatch, rows: Sequence[int | None], config: RoundPipeRunConfig
     ) -> None:
-        """Check that layers treat rows independently, in calls 1, 2, 4, ... with similar inputs and after changes."""
+        """Check that layers treat rows independently, in calls 1, 2, 4, ... with similar inputs or if layers change."""
         self.tried.clear()
         self.is_nonlinear = False
         if callable(config.split_input) or None in rows or sum(count or 0 for count in rows) < 2:
@@ -138,7 +138,7 @@ class RowCheck:
             warn(KEEPS_STATE, RoundPipeWarning)
 
     def end(self) -> None:
-        """Record, after a call, the values that layers read, because the call itself may have changed the values."""
+        """Record attributes and buffers of layers after a pipeline call, to detect changes before the next call."""
         self.tried.clear()
         self._has_state = False
         self._repeats.end()
@@ -201,7 +201,7 @@ def compare_gradients(
     number: int,
     leaves_of: Callable[[Any], Sequence[object]] = pytree.tree_leaves,
 ) -> GradientTrial:
-    """Compare the gradients for a few rows with the summed gradients for parts of the rows, at a larger loss scale."""
+    """Compare the gradients for a few rows with the sum of the gradients for two parts of these rows."""
     # tried: trials on which the layers have run; rows: number of rows of each microbatch
     # few: function that returns trials with at most a given number of rows
     equal = [trial for trial in tried if trial.is_equal]
@@ -388,7 +388,7 @@ def _coarsest() -> torch.dtype | None:
 
 @contextlib.contextmanager
 def set_apart(layers: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
-    """Set batch norms to evaluation mode; yield a function that undoes changes by layers, and undo all at the end."""
+    """Set batch norms to evaluation mode inside the block; yield a function that restores the attributes of layers."""
     modules = list({module: None for layer in layers for module in layer.modules()})
     norms = [module for module in modules if isinstance(module, NormBase) and module.training]
     hooks = [hook for m in modules for name in _HOOKS for hook in getattr(m, name).values() if not _is_of_library(hook)]

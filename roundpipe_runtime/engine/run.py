@@ -370,9 +370,9 @@ def check_writes(shared: Shared, written: Sequence[int], title: str) -> None:
             raise StageError(
                 f"{title} writes in place to its input number {number}, of shape {tuple(shared[number].shape)}. "
                 f"{shared[number].layer} returned inputs {number} and {other} as views of the same memory. The "
-                f"pipeline passes them as separate tensors, so the write would not change input number {other}. "
-                "Return one tensor, and take the view in the layer that writes:\n    first = tokens[:, 0]\n"
-                "Or, if only one input should change, write to a copy:\n    first = first + prompt"
+                f"pipeline copies these inputs separately, so a write to input number {number} would not change input "
+                f"number {other}. Return one tensor, and slice it in {title}:\n    first = tokens[:, 0]\n"
+                f"Or, if only input number {number} should change, write to a copy:\n    first = first + prompt"
             )
 
 

@@ -86,7 +86,7 @@ class CutModel(RoundPipe):
         return dataclasses.replace(self._rp_cut, report=report)
 
     def _rp_way(self, args: tuple[Any, ...], kwargs: Kwargs, config: RoundPipeRunConfig) -> LossWay:
-        """Return how microbatch losses are combined, and store in ``CALL_OPTIONS`` what weights each loss has."""
+        """Return how microbatch losses are combined, and store in ``CALL_OPTIONS`` how each loss is weighted."""
         options: CallOptions = kwargs[CALL_OPTIONS]
         if options.weight_by is not None:  # set by `LongRows`: a check in one process would wait for the others
             return options.weight_by
@@ -116,7 +116,7 @@ class CutModel(RoundPipe):
     def _rp_way_of_function(
         self, args: tuple[Any, ...], kwargs: Kwargs, function: LossOfModel, config: RoundPipeRunConfig, way: LossWay
     ) -> LossWay:
-        """Return how microbatch losses are combined for a caller's ``loss_fn`` of a model that also computes a loss."""
+        """Return how to combine the microbatch losses of a caller's ``loss_fn``, if the model also computes a loss."""
         resolved = self._rp_config(config)
         is_one, has_groups = resolved.num_microbatch == 1, self._rp_options.has_groups
         if way in ("joined", "whole") or (is_one and not has_groups):

@@ -122,7 +122,7 @@ class PieceRows:
                 yield RowTrial(whole, found)
 
     def three_at_least(self, batch: FlatBatch, config: RoundPipeRunConfig) -> tuple[FlatBatch, RoundPipeRunConfig]:
-        """Return a batch with a single row repeated three times, or a larger batch unchanged; and its configuration."""
+        """Return a batch and its configuration: the given batch or, if it has a single row, this row three times."""
         if [one.rows for one in self.engine.split(batch, config)] != [1]:
             return batch, config
         kwargs, options = split_options(batch.kwargs.tree)
@@ -154,7 +154,7 @@ class PieceRows:
             raise CannotJoinError("it is not clear how many rows a part of the batch has")
 
     def _split_again(self, few: FlatBatch, config: RoundPipeRunConfig) -> RoundPipeRunConfig:
-        """Return the run configuration for a few rows, with a new split function if it depends on the rows."""
+        """Return the run configuration for a few rows, with a new split function if the old one depends on rows."""
         if not getattr(config.split_input, "is_of_batch", False):
             return config
         kwargs: Kwargs = few.kwargs.tree
@@ -162,7 +162,8 @@ class PieceRows:
         return dataclasses.replace(config, split_input=split_lists(self.made.model, few.args.tree, kwargs, pictures))
 
     def some_states(self, trial: RowTrial, config: RoundPipeRunConfig) -> tuple[list[CutState], CutState]:
-        """Return the layers' outputs for each subset of the rows, and for a set with more rows than the last subset."""
+        """Return the layers' outputs for both parts of a trial's rows, and for a set larger than the second part."""
+        # axes that are longer in the larger set are row axes
         with self._trial_engine() as engine:
             # devices have memory for the rows of a microbatch, so no more rows run at once
             shown = [trial.whole] if trial.parts[0].rows == trial.parts[-1].rows else []
@@ -199,7 +200,7 @@ _REFUSED = (RoundPipeError, RuntimeError, ValueError, IndexError, TypeError, Key
 
 @dataclasses.dataclass(frozen=True)
 class SomeRows:
-    """The input of the code after the last layer for a few rows: arguments of the model, and outputs of the layers."""
+    """The values that the code after the last layer reads for a few rows: arguments of the model, and layer outputs."""
 
     args: tuple[object, ...]  # positional arguments of the model
     kwargs: Kwargs  # keyword arguments of the model, without the options of the call
@@ -210,7 +211,7 @@ class SomeRows:
 
 @dataclasses.dataclass(frozen=True)
 class LossOfModel:
-    """A caller's ``loss_fn`` for a model with its own loss; the weights of microbatches are the same in each loss."""
+    """A caller's ``loss_fn`` for a model that computes a loss; a microbatch needs the same weight in both losses."""
 
     function: Callable[[Any, Any], Any]
     label: Any
@@ -322,7 +323,7 @@ class Tail:
         }
 
     def without_proof(self, rows: SomeRows) -> LossProof | None:
-        """Return the result for a model without a loss or with random numbers after its layers; else ``None``."""
+        """Return a `LossProof` if the model has no loss, or draws random numbers after its layers; else ``None``."""
         values = {} if rows.state is None else rows.state.values
         held = {key: value.detach().requires_grad_(value.is_floating_point()) for key, value in values.items()}
         with calls_apart(self._piece):
@@ -335,7 +336,7 @@ class Tail:
         return None
 
     def prove(self, rows: Sequence[SomeRows], known: LossProof | None) -> LossProof:
-        """Find weights with which the losses of subsets of the rows add up to the loss of all rows."""
+        """Find factors by which the losses of subsets of rows must be multiplied to add up to the loss of all rows."""
         # rows: all rows at once, then the same rows in consecutive parts
         # known: an earlier proof of this kind of call, whose weights must match again
         otherwise: Literal["whole", "joined"] = "whole" if rows[0].state is None else "joined"

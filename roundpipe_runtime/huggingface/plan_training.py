@@ -125,7 +125,7 @@ class PlannedTraining:
         if self.hardware.memory is None:
             device = self.hardware.names[0]
             raise ConfigError(
-                f"remedy: the memory of {device} is unknown. Give the memory in bytes:\n"
+                f"No settings can be found, because the memory of {device} is unknown. Give the memory in bytes:\n"
                 "    describe_hardware(devices, memory=24 * 2**30)"
             )
         sizes, number = list[tuple[int, int]](), num_microbatch

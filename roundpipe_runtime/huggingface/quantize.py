@@ -35,8 +35,7 @@ def quantize_frozen(
     Args:
         model: Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``.
         kind: ``"nf4"`` or ``"fp4"``, 4 bits of bitsandbytes, or ``"int8"``, 8 bits of torchao.
-        weights: function that returns the values of a weight on ``meta`` by its name. Default: weights stay on
-            ``meta``.
+        weights: function from the name of a weight on ``meta`` to its values; without it, the weights stay on ``meta``.
 
     Returns:
         The model itself.

@@ -81,7 +81,7 @@ def wrap_model_to_roundpipe(
         skip_modules: modules whose layers are not split.
         override_config: ``{model: RoundPipeRunConfig(...)}`` overrides ``model_run_config``. Other keys are refused.
         model_run_config: default settings for every call.
-        name: name of the pipeline in errors and timelines. Default: ``"file:line"`` of the call.
+        name: name of the pipeline in errors and timelines; by default, ``"file:line"`` of the call.
         example: keyword arguments of the model's forward for the split. Default: a few tokens.
         check: whether to compare the split model with the original model.
         **roundpipe_kwargs: further arguments of :class:`RoundPipe`, such as ``devices`` and ``compile``.
@@ -175,7 +175,7 @@ class WrappedModel(CutModel):
             The output of the whole batch.
 
         Raises:
-            BatchStructureError: the batch runs other code of the model than the example for the split.
+            BatchStructureError: the model's forward takes a different branch than for the example batch of the split.
             SplitError: inputs cannot be split into microbatches.
         """
         kwargs, config = self._rp_prepared(args, kwargs, roundpipe_run_config)
@@ -229,7 +229,7 @@ class WrappedModel(CutModel):
 
     @functools.cached_property
     def _rp_paths(self) -> list[GenerationPath]:
-        """Pipelines on the same devices for an encoder and its encoder-decoder; an empty list for other models."""
+        """Pipelines for ``generate`` of an encoder-decoder: one for the encoder, one for the whole; otherwise empty."""
         inner = model_inside(self.cut.model)
         find = getattr(inner, "get_encoder", None)
         is_pair = getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
@@ -284,7 +284,7 @@ class WrappedModel(CutModel):
             ``return_outputs``, ``(loss, outputs)``.
 
         Raises:
-            BatchStructureError: the batch runs other code of the model than the example for the split.
+            BatchStructureError: the model's forward takes a different branch than for the example batch of the split.
             SplitError: inputs or labels cannot be split into microbatches.
             LossError: ``loss_fn`` returned something that is not a loss.
         """
@@ -427,8 +427,8 @@ class WrappedModel(CutModel):
 def _check_merge(config: RoundPipeRunConfig) -> None:
     if config.merge_output not in (None, True):
         raise ConfigError(
-            "The model has an auxiliary loss over all rows, which needs the default way to join outputs. Leave "
-            "merge_output= out."
+            "The auxiliary loss of the model is computed from the outputs of all rows, which must be joined in the "
+            "default way. Leave merge_output= out."
         )
 
 

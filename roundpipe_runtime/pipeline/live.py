@@ -70,9 +70,9 @@ def with_own_forwards(model: nn.Module) -> Iterator[None]:
 class ModelReading:
     """A record of a model's modules, functions and attributes, and of its layers, to detect later changes.
 
-    Modules, their classes and their ``forward`` functions are compared by identity. For modules outside the layers, of
-    which the pipeline runs copies, attributes and parameter names are also compared. The record references the objects,
-    so that a new object cannot have the address of an old object.
+    Modules, their classes and their ``forward`` functions are compared by identity. The pipeline runs copies of the
+    modules outside the layers, so their attributes and parameter names are also compared. The record references the
+    objects, so that a new object cannot have the address of an old object.
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[nn.Module]) -> None:

@@ -71,7 +71,7 @@ class OptimizedModel(EngineHandle):
         """Yield names and modules of the model.
 
         A module that contains the pipeline calls ``named_modules`` with ``memo`` to find parameters of the pipeline.
-        Inside :class:`OptimizerCtx`, it finds the parameters that the optimizer updates, such as master weights.
+        Inside :class:`OptimizerCtx`, a call with ``memo`` yields one module with the parameters of the optimizer.
 
         Args:
             memo: modules that were yielded already.

@@ -134,7 +134,7 @@ class RoundPipe(OptimizedModel):
     of the model. Attributes that a pipeline does not have are read, set and deleted on the model.
 
     Args:
-        model: the layers, as a list or as an ``nn.Sequential``. A module of another class is one layer.
+        model: a list or an ``nn.Sequential`` of layers; any other ``nn.Module`` is a single layer.
         optim_dtype: dtype of the optimizer's parameters and of gradients (default: the dtype of each parameter).
         name: name in errors, timelines and the seeds of layers such as dropout (default: ``"file:line"`` of the call).
         model_run_config: default settings for all calls of the pipeline.
@@ -160,9 +160,9 @@ class RoundPipe(OptimizedModel):
         host: with ``"disk:DIR"``, parameters, gradients, master weights and optimizer state are in a scratch file in
             this folder, and only a few layers are in memory at a time (default: ``"memory"``). Results are unchanged.
         update: what the optimizer updates (default: ``"masters"``). ``"masters"``: master weights of dtype
-            ``optim_dtype``, which a step rounds into the parameters. ``"in_place"``: the parameters themselves, which
-            get the dtype ``optim_dtype``, and are rounded to their original dtype during the upload. ``"in_backward"``:
-            as ``"in_place"``, but ``forward_backward`` updates each layer when the gradients of the layer are complete,
+            ``optim_dtype``, which a step rounds into the parameters. ``"in_place"``: the parameters of the model, which
+            are converted to ``optim_dtype``; uploads round them to their original dtype. ``"in_backward"``: as
+            ``"in_place"``, but ``forward_backward`` updates each layer when the gradients of the layer are complete,
             see :meth:`step_with`. Results do not depend on ``update``.
 
     Raises:

@@ -1,8 +1,8 @@
 """Partition layers into stages: forward and backward independently, under one cap on the time of a stage.
 
-Sources: GPipe (Huang et al., 2019, arXiv 1811.06965) partitions a sequence of layers into stages of similar costs, and
-PipeDream (Harlap et al., 2018, arXiv 1806.03377) by measured times. Forward and backward are independent, and fused for
-the last layers, as in RoundPipe (Luo et al., 2026, arXiv 2604.27085).
+GPipe (Huang et al., 2019, arXiv 1811.06965) partitions layers into stages of similar costs. PipeDream (Harlap et al.,
+2018, arXiv 1806.03377) partitions by measured times. RoundPipe (Luo et al., 2026, arXiv 2604.27085) has different
+stages for forward and backward, and one fused stage for forward and backward of the last layers.
 """
 
 # layer       0    1    2    3    4    5   head        a backward with recompute costs three forwards,
@@ -41,8 +41,8 @@ def partition(
     """Partition the layers of one or more models, which run one after the other, into stages of similar times.
 
     Args:
-        run_type: kind of run: ``"infer"``, ``"train"`` or ``"fused"``. A run of kind ``"fused"`` fuses forward and
-            backward of the last model only; models before the last one get stages for ``"train"``.
+        run_type: ``"infer"``, ``"train"`` or ``"fused"``. With ``"fused"``, only the last of ``models`` gets a stage
+            that runs forward and backward together; the models before it are partitioned for ``"train"``.
         models: the costs of the layers of each model.
         min_stages: number of devices, which is also the smallest number of stages of all models together. A
             model with fewer layers gets fewer stages.

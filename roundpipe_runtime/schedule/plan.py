@@ -30,14 +30,14 @@ class ModelExecutePlan:
                                            bwd_plan = [range(3, 4), range(1, 3), range(0, 1)]
 
     Backward stages are listed from the last layers to the first; the layers in a stage are ascending. In a plan for
-    ``"fused"``, the first stage of ``bwd_plan`` runs forward, loss and backward while its layers are on the device, so
-    ``fwd_plan`` ends before this stage.
+    ``"fused"``, the first stage of ``bwd_plan`` runs forward, loss and backward of the last layers. A ``fwd_plan`` for
+    ``"fused"`` contains only the layers before the first stage of ``bwd_plan``.
 
     Attributes:
         fwd_plan: layers of each forward stage, as ranges or lists of ascending indices.
         bwd_plan: layers of each backward stage, beginning with the stage of the last layers.
         last_stage_copies: number n of devices that run the fused stage, each for every n-th microbatch (default: 1). If
-            there are fewer devices or microbatches, only that many devices run the stage.
+            the pipeline has fewer devices or microbatches than n, the smaller number is used instead of n.
 
     >>> from torch import nn
     >>> model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
@@ -137,17 +137,17 @@ class ModelExecutePlan:
 
         Args:
             run_type: ``"infer"`` (forward only), ``"train"`` (forward, later backward) or ``"fused"`` (forward and
-                backward of each microbatch). With ``"fused"``, all models except the last one get plans for
-                ``"train"``.
+                backward of each microbatch). With ``"fused"`` and several ``models``, which run in sequence, only the
+                last model is fused, and the others get plans for ``"train"``.
             *models: pipelines, ``nn.Sequential`` modules, or lists of :class:`LayerCost`.
             min_stages: smallest number of stages (default: the number of devices).
             upper_threshold: largest ratio of the time of a stage to the time of the slowest layer.
             model_memory_limit: GB (1e9 bytes) for parameters and gradients on a device (default: the memory of the
                 devices, if known). A stage gets half of the limit, because the next stage is loaded at the same time.
             previous: the plan in use, which is kept unless the new plan is clearly faster.
-            last_stage_copies: number of devices that have a copy of the last layer (default: 1). Each of n devices runs
-                the last layer for every n-th microbatch. If several devices have it, the layer is a separate stage.
-                ``"auto"`` uses several devices only if the simulated iteration becomes clearly faster.
+            last_stage_copies: number n of devices that have a copy of the last layer (default: 1). If n > 1, the last
+                layer is a separate stage, and each of the n devices runs it for every n-th microbatch. ``"auto"`` uses
+                several devices only if the simulated iteration becomes clearly faster.
             num_microbatch: number of microbatches for which times of plans are simulated (default: ``min_stages`` + 1).
 
         Returns:

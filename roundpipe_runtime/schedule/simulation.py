@@ -44,9 +44,9 @@ class StageLoad:
         outputs: bytes of activations that are copied to CPU memory per microbatch.
         working: bytes that exist on the device during the computation of one microbatch.
         copies: number of devices that run the stage, each for every ``copies``-th microbatch (default: 1).
-        copy: index, among the devices that run the stage, of the device that is described (default: all of them).
-        share: bytes of the gradients of one microbatch, which the devices that run the stage send to the last of them
-            to be summed there and copied to CPU memory once (default: 0, each device copies its own gradients).
+        copy: which of the ``copies`` devices this object describes, from 0 (default: ``None``, each of them).
+        share: bytes of gradients that a device sends to the last device of the stage per microbatch, to be summed there
+            (default: 0, each device copies its own gradients to CPU memory).
     """
 
     compute: float

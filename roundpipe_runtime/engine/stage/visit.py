@@ -261,7 +261,7 @@ class Visit:
     def _look(
         self, resident: LayerOnDevice, microbatch: int, kind: CallKind, result: LayerCall, exits: Sequence[torch.Tensor]
     ) -> None:
-        """Check that a recomputation gives equal outputs, and gradients end in inputs or parameters of the layer."""
+        """Check that recomputed outputs are equal, and that gradients flow only to inputs and parameters of a layer."""
         key = resident.contents.index, microbatch
         if kind != "forward":
             self._check_leaves(resident, result, exits)

@@ -305,8 +305,8 @@ class _MadeEntries(_ReadEntries):
         self.read.add(number)
         if self.get(number) is None:
             raise BatchStructureError(
-                f"A layer reads entry {number} of the cache that the model creates, but did not read it with the "
-                f"example that the model was split with. {WRAP_WITH_BATCH}"
+                f"A layer reads entry {number} of the cache that the model creates. With the example that the model "
+                f"was split with, the layer did not read this entry. {WRAP_WITH_BATCH}"
             )
 
 

@@ -1,7 +1,7 @@
 """Collect outputs that transformers captures by hooks in layers: router logits, attentions, hidden states.
 
 A forward that returns captured outputs sets a context variable to a dictionary of lists, and hooks append to the lists.
-In a pipeline, layers run in other threads, later, and more than once, so each layer call gets its own dictionary.
+In a pipeline, layers run later, in other threads, and repeatedly, so hooks get a new dictionary for each layer call.
 """
 
 # phase       the model's dictionary        completed calls extend it, recorded calls append a placeholder
@@ -86,7 +86,7 @@ def collecting(wanted: tuple[tuple[str, int], ...]) -> Iterator[dict[str, list[A
 
 
 def install_hooks(model: nn.Module) -> None:
-    """Install the hooks by which transformers captures outputs on the layers of the model, before any forward."""
+    """Install transformers' hooks on the layers of a model before its first forward; the hooks capture outputs."""
     # transformers itself would install hooks in the first forward, but that runs a copy of the model without layers
     module = sys.modules.get(_MODULE)
     if module is None:
@@ -135,13 +135,13 @@ _HOOKED = "_rp_hooked_outputs"
 
 
 def is_old() -> bool:
-    """Report whether the imported transformers captures outputs without a context variable, as 4.56 and 5.0 do."""
+    """Report whether transformers lacks the context variable for captured attentions, as versions 4.56 and 5.0 do."""
     generic = sys.modules.get("transformers.utils.generic")
     return _MODULE not in sys.modules and hasattr(generic, "_CAN_RECORD_REGISTRY")
 
 
 def collect_on_copy(copied: nn.Module) -> None:
-    """Replace each forward that ``check_model_inputs`` wraps in a copied model by a forward that captures outputs."""
+    """In a copy of a model, replace forwards decorated with ``check_model_inputs`` by forwards that capture outputs."""
     if is_old():
         for part in _decorated(copied):
             part.__dict__["forward"] = functools.partial(_forward, part)

@@ -155,9 +155,9 @@ def cut(
     Args:
         model: a Hugging Face model, or any module that keeps its layers in an ``nn.ModuleList``. A model on ``meta`` is
             split without a comparison.
-        example: keyword arguments of the model's forward. Two rows are enough. The model must run the same code for the
-            example as for later batches: include images if batches have images. Default: a few tokens, with one row
-            padded.
+        example: keyword arguments of the model's forward; two rows are enough. Later batches must run the same code of
+            the model as the example, so include images if batches have images. The default example is a few tokens,
+            with one row padded.
         check: whether to compare the split and the original model, by a forward and backward of each on the host.
         skip_modules: modules, such as lists of layers, in which the model is not split.
 

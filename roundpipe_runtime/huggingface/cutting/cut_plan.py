@@ -71,8 +71,8 @@ class CutPlan:
 class CutState:
     """The values that a module of a split model passes to the next module, for one microbatch.
 
-    The engine of the pipeline flattens these values between two modules, to copy tensors to the next device. A module
-    never changes them in place, because the engine passes the same values again for recomputation.
+    The engine flattens these values between two modules, to copy tensors to the next device. A module never changes the
+    values of its `CutState` in place, because the engine passes the same values again for recomputation.
     """
 
     call: tuple[tuple[Any, ...], Kwargs]  # arguments of the model, `(args, kwargs)`

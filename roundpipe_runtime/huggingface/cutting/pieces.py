@@ -55,7 +55,7 @@ class Paused:
 
 
 class Phase(nn.Module):
-    """A module that runs the model's code outside of its layers up to the next layer that has not run yet."""
+    """A module that runs the model's forward, with stored outputs of completed layers, until another layer must run."""
 
     def __init__(self, program: CutPlan, number: int, copy: nn.Module) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Phase(nn.Module):
 
     @property
     def _rp_runs_again(self) -> CutPlan:
-        """The plan: a common key of modules that repeat the code outside of layers and may write the same buffers."""
+        """The plan of the split, which all phases share: phases repeat the model's code and may write equal buffers."""
         return self.program
 
     @property

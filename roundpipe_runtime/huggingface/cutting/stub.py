@@ -271,7 +271,7 @@ class Placeholder(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raise `NeedsValue`: an operator without a torch function would read the values of a placeholder."""
+        """Raise `NeedsValue`: an ATen operator, called without ``__torch_function__``, reads a placeholder's values."""
         found = first_placeholder([*args, *(kwargs or {}).values()])
         raise NeedsValue(found.key if found is not None else Key(-1, -1))
 

@@ -37,7 +37,7 @@ class SmoothedLoss(Static):
         factor: ``label_smoothing_factor`` of the Trainer, from 0 to 1.
         shift_labels: whether token i predicts label i + 1. Default: ``True`` for classes that transformers lists as
             causal language models.
-        num_items_in_batch: divisor of the sum of losses. Default: the number of labels that are not ignored.
+        num_items_in_batch: divisor of the sum of losses; by default, the number of labels that are not ignored.
         ignore_index: value of labels that are ignored.
         scale: number by which the loss is multiplied.
 
@@ -154,7 +154,7 @@ CALL_OPTIONS = "roundpipe_call_options"
 class CallOptions:
     """How the last module of a pipeline computes and returns the loss of a microbatch.
 
-    If a call has `CallOptions`, the last module also returns the number of terms in its mean loss, and of its rows.
+    With `CallOptions`, the last module returns its output, the number of terms in its mean loss, and the row count.
     """
 
     loss_only: bool = False  # whether only the loss of the output is used, so that logits are not needed

@@ -117,7 +117,7 @@ class LazyLogits(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override] # torch annotates it as no class method
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raise `NotLazy`: autograd does not record an operator that is called directly, without a torch function."""
+        """Raise `NotLazy`: autograd does not record an ATen operator that is called without ``__torch_function__``."""
         raise NotLazy
 
 

@@ -192,8 +192,7 @@ def chunked_cross_entropy(
         weight: weight of the head, ``(vocabulary, width)``.
         labels: labels, with the shape of ``hidden`` without its last axis; row i predicts label i, without a shift.
         bias: bias of the head, ``(vocabulary,)``.
-        transform: function that is applied to the logits of some rows before the loss, such as a soft cap. The function
-            must be elementwise, and must not depend on a parameter.
+        transform: elementwise function without parameters, such as a soft cap, applied to the logits before the loss.
         reduction: ``"mean"`` over the labels that are not ignored, or ``"sum"``.
         ignore_index: label that is ignored.
         label_smoothing: amount of smoothing, as for :func:`torch.nn.functional.cross_entropy`.

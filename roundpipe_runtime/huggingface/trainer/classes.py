@@ -61,7 +61,7 @@ class PipelineForward(OtherForward):
             self._is_running = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return the forward of the model's class for a copy of the model, which must not run through the pipeline."""
+        """Return the forward of the model's class, because a copy of the model must not run through the pipeline."""
         copied = memo[id(self._trainer.model)]
         return types.MethodType(type(copied).forward, copied)
 
@@ -121,9 +121,9 @@ class RoundPipeTrainer(PipelineTrainer):
         args: training arguments, as for a Trainer.
         *positional: further arguments, in the order of the parameters of the Trainer that is the base class.
         devices: devices, as for :class:`RoundPipe`. Default: all accelerators, or this process's share of them.
-        microbatches: number of microbatches per batch. Default: number of devices + 1.
-        keep_parameters: GB of each device for parameters that stay on it, or ``"auto"``, as for
-            :class:`RoundPipeRunConfig`. Keeping parameters is useful if only adapters are trained. Default: 0.
+        microbatches: number of microbatches per batch; by default, the number of devices + 1.
+        keep_parameters: GB of each device for parameters that stay on it after use (default: 0), or ``"auto"``, as for
+            :class:`RoundPipeRunConfig`. If only adapters are trained, frozen parameters that stay need no new upload.
         optim_dtype: dtype in which the optimizer works, as for :class:`RoundPipe`. Use ``torch.float32`` for a model in
             16 bits.
         example: example batch with which the model is split, as for :func:`wrap_model_to_roundpipe`. Default: a few
@@ -417,7 +417,7 @@ def check_overrides(kind: type[Trainer]) -> None:
             names = ", ".join(f"{base.__name__}.{name}" for name in hidden)
             raise ConfigError(
                 f"{kind.__name__}: {names} would never be called, because RoundPipeTrainer comes first in the base "
-                "classes and has methods of these names. To use them, derive their class from RoundPipeTrainer:\n"
+                "classes and has methods of these names. Derive the class from RoundPipeTrainer instead:\n"
                 f"    class {base.__name__}(RoundPipeTrainer): ..."
             )
 

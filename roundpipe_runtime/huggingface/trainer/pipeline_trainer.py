@@ -488,7 +488,7 @@ def check_kernels(kind: type[torch.optim.Optimizer], options: Mapping[str, Any],
 
 
 def check_precision(precision: str) -> None:
-    """Raise an error for fp16 mixed precision, which scales gradients, because the scale would be on a device."""
+    """Raise an error for fp16 mixed precision: its loss scale is on a device, but gradients are in CPU memory."""
     if precision not in ("no", "bf16"):
         raise ConfigError(
             f"RoundPipeTrainer: mixed precision {precision!r} is not supported. Use bf16=True; or load the model with "

@@ -8,8 +8,8 @@
     runs/.checkpoint-00000005.leaving/       being deleted
     runs/.writing/                           locked by the process that writes a checkpoint
 
-Checkpoints of the Hugging Face Trainer have such names also while they are written or deleted, with the optimizer step
-as their number.
+A checkpoint of the Hugging Face Trainer, such as ``checkpoint-9`` for optimizer step 9, is written into the folder
+``.checkpoint-9.writing``, and is renamed to ``.checkpoint-9.leaving`` before it is deleted.
 """
 
 from __future__ import annotations

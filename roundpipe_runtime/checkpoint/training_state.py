@@ -285,8 +285,8 @@ def check_optimizer(
         differing = sorted(set(there) ^ set(here))
         if differing:
             raise CheckpointError(
-                f"Group {number} has {len(here)} parameters in the optimizer, {len(there)} in the checkpoint. Only "
-                f"one of these two groups has {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
+                f"Parameter group {number}: {len(here)} parameters in the optimizer, {len(there)} in the checkpoint. "
+                f"Missing in optimizer or checkpoint: {', '.join(differing[:3])}{' ...' if len(differing) > 3 else ''}."
             )
 
 

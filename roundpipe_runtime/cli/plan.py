@@ -127,8 +127,8 @@ def _rate(option: str, value: float | None, unit: float) -> float | None:
 def plan(_: typer.Context, *, what: ModelOptions, machine: MachineOptions, step: StepOptions) -> int:
     """Estimate the memory and step time of a training, without allocating anything.
 
-    The report states whether the training fits into memory, or else which settings fit, and the time of a step. With
-    --details, the report also lists layers, stages, memory by use, and how many tokens hide the transfers.
+    The report states whether the training fits into memory, or else which settings fit, and the step time. --details
+    adds layers, stages, memory by use, and the tokens per step with which computing takes longer than transfers.
 
     Exit status: 0 the training fits, as far as is known; 1 it does not fit; 2 there is no such model or device.
     """
@@ -177,8 +177,8 @@ def _training(source: ModelSource, machine: MachineOptions, step: StepOptions, s
     if folder is not None and None in (hardware.disk_read, hardware.disk_write):
         if not folder.is_dir():
             raise UserError(
-                f"--host {step.host}: there is no folder {folder} to measure. Name an existing folder, or a profile "
-                "with the speed of its disk: roundpipe doctor --disk DIR --machine FILE"
+                f"--host {step.host}: the folder {folder} does not exist, so its disk cannot be measured. Create the "
+                "folder, or pass --machine FILE, which roundpipe doctor --disk DIR --machine FILE writes"
             )
         rates = measure_disk(folder)
         hardware = dataclasses.replace(hardware, disk_read=rates.read, disk_write=rates.write)

@@ -234,7 +234,7 @@ class StepOptions:
     def __post_init__(self) -> None:
         check_host_option(self.host, self.update)
         if self.update != "masters" and self.replicas is not None:
-            raise UserError(f"--update {self.update} trains in one group. Leave --replicas {self.replicas} out")
+            raise UserError(f"--update {self.update} excludes --replicas. Leave --replicas {self.replicas} out")
         if self.steps is not None and self.epochs is not None:
             raise UserError("--steps and --epochs both set the length of the training. Leave one of them out")
         parse_gigabytes(self.keep_parameters, "--keep-parameters")

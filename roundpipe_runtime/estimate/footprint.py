@@ -206,7 +206,7 @@ class _Attention(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Computes on ``meta`` once for each form of the arguments; later results have the same shape, stride and dtype.
+    """Caches results of torch operations on ``meta`` by the shapes, strides, dtypes and values of their arguments.
 
     Results are cached only for torch operations that return one new tensor, not for views or in-place operations.
     """

@@ -240,7 +240,7 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
 
     ``down`` is the rate from a device to the host if it differs from ``link``; ``call`` is the time of the host per
     layer and microbatch, in seconds; ``disk_read`` and ``disk_write`` are the rates of the disk that stores the
-    training state (``host="disk:DIR"``). Without ``memory`` or ``host``, that size counts as unknown.
+    training state (``host="disk:DIR"``). Without ``memory`` or ``host``, memory of devices or host is unknown.
 
     Args:
         path: JSON file.
@@ -275,7 +275,7 @@ def load_machine(path: str | os.PathLike[str]) -> Hardware:
     if not isinstance(kind, str):
         raise ConfigError(f'{name}: kind must be the type of the devices, like "cuda", found {kind!r}.')
     if not isinstance(stated, dict) or not all(isinstance(one, str) for one in stated.values()):
-        raise ConfigError(f'{name}: origin must be like {{"flops": "measured"}}, found {stated!r}.')
+        raise ConfigError(f'{name}: origin must map keys to sources, like {{"flops": "measured"}}, found {stated!r}.')
     whole = {key: int(content[key]) if content.get(key) is not None else None for key in ("memory", "host")}
     origin = {key: "given" if content.get(key) else "unknown" for key in ("flops", "link", "memory")}
     content |= {"names": tuple(names), "kind": kind or device_kind(tuple(names)), "origin": stated or origin}

@@ -1,6 +1,6 @@
 """Simulate a training step, and report its time and memory before anything is allocated.
 
-:func:`roundpipe_runtime.schedule.simulate` simulates the schedule, with the loads of the stages from this module.
+:func:`roundpipe_runtime.schedule.simulate` simulates the schedule from time and copied bytes of each pipeline stage.
 """
 
 # a step                forward and backward of all microbatches | optimizer
@@ -115,7 +115,7 @@ def simulate(
         stays: whether layers stay on a device from their forward to their backward (default: if the device has enough
             memory).
         keep_parameters: GB of each device for parameters that stay from step to step, as in :class:`RoundPipeRunConfig`
-            (default: 0). Frozen parameters that stay there are not copied in a step.
+            (default: 0). Frozen parameters that stay on a device are not copied in a step.
         host: where the training state is; ``"disk"`` as with ``RoundPipe(host="disk:DIR")``, including the reads that
             the clipping of gradients needs (default: ``"memory"``).
 

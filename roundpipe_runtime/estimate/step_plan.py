@@ -76,8 +76,8 @@ class HostMemory:
         gradients: bytes of the gradients of trainable parameters; with ``update="in_backward"``, of a few layers only.
         masters: bytes of the master weights, if the optimizer works in another dtype.
         optimizer: bytes of the state of Adam, two numbers per parameter.
-        activations: bytes of the inputs of backward stages, and of tensors that are being copied, such as gradients
-            that copies of the last stage send each other.
+        activations: bytes of the inputs of backward stages, and of tensors on their way from device to device, such as
+            gradients of the last stage if several devices run this stage.
         reference: bytes of the weights of a frozen reference model (default: 0).
     """
 
@@ -320,7 +320,7 @@ class StepPlan:
         return self.plan.stages("fused", len(self.layers), most_copies=self.num_microbatch)
 
     def on(self, num_devices: int) -> StepPlan:
-        """Return this step for ``num_devices`` devices: the last stage has at most as many copies as there are devices.
+        """Return this training step for ``num_devices`` devices, of which each runs at most one copy of the last stage.
 
         Args:
             num_devices: number of devices.
@@ -330,7 +330,7 @@ class StepPlan:
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, last_stage_copies=num_devices))
 
     def share_bytes(self, stage: Stage) -> int:
-        """Return the bytes of gradients that a copy of the stage sends to the last copy, per microbatch.
+        """Return the bytes per microbatch of gradients that devices sharing a stage send to the device that sums them.
 
         Args:
             stage: stage of this plan.
@@ -356,8 +356,8 @@ class StepPlan:
             machine: devices and host.
 
         Returns:
-            The seconds, including the time in which the host calls the layers. Only accelerators compute during the
-            calls.
+            The longer of compute time and the host's time to call the layers; the sum of both for virtual devices,
+            which compute on the host.
         """
         called = len(stage.layers) * _SHARE[stage.kind] * machine.call
         computed = sum(self._seconds(layer, stage.kind, machine) for layer in stage.layers)

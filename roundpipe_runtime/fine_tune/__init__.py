@@ -1,12 +1,11 @@
 """Fine-tune a Hugging Face causal language model on text: the functions that ``roundpipe train`` calls.
 
-::
+This program trains a model and saves it; for conversations, call :func:`read_chats` instead of :func:`read_blocks`::
 
-    source = model_source("model")                       # a folder, a GGUF file, or a config.json
-    tokenizer = load_tokenizer(source)                   # its own, or bytes
+    source = model_source("model")  # a folder, a GGUF file, or a config.json
+    tokenizer = load_tokenizer(source)
     blocks = read_blocks(["texts", "more.jsonl"], tokenizer, length=256, eval_share=0.05)
     model = source.load()
-    # or conversations: blocks = read_chats(["chats.jsonl"], tokenizer, length=512)
     with Training(model, blocks, Settings(batch=8, steps=100)) as training:
         run(training, checkpoints="checkpoints", show=print)
     save_model(model, tokenizer, "trained", source=source)

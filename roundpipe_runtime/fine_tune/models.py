@@ -50,7 +50,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, config: Any, name: str) -> ModelSource:
-        """Return the source of a model with the given configuration and random weights.
+        """Return a :class:`ModelSource` for a model with a given configuration and random weights.
 
         Args:
             config: configuration of transformers.
@@ -92,7 +92,8 @@ class ModelSource:
             quantize: quantization of the linear layers, as for :func:`quantize_frozen`. Weights in safetensors files
                 are read one after the other; weights in other formats are all loaded before quantization.
             host: ``"disk:DIR"`` reads weights into a scratch file of a folder, one after the other, so that memory
-                never contains all weights. Random weights, and weights in other formats, are first in memory.
+                never contains all weights. Random weights, and weights in other formats than safetensors, are
+                all loaded into memory.
 
         Returns:
             The model, on the host.

@@ -25,8 +25,8 @@ class Settings:
         microbatches: number of microbatches per batch, or per group if ``replicas`` splits batches into groups
             (default: number of devices + 1, but at most the number of rows).
         replicas: number of groups into which a batch is split; process ``g % N`` of ``N`` processes trains group ``g``,
-            and results do not depend on ``N``. Default: the number of processes; a single process trains
-            each batch as one group.
+            and results do not depend on ``N``. Default: ``replicas`` is the number of processes, so a single process
+            does not split a batch into groups.
         accumulate: number of batches per optimizer step, whose gradients are averaged.
         steps: number of optimizer steps; ``None`` to use ``epochs``.
         epochs: number of passes over all rows, if ``steps`` is not given.
@@ -130,7 +130,7 @@ class Settings:
         return self.steps or math.ceil(self.epochs * rows / (self.batch * self.accumulate))
 
     def rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step, as a share of ``lr``; the first step of a warmup learns already.
+        """Return the learning rate of a step, as a share of ``lr``; it is above 0 in the first warmup step.
 
         Args:
             step: number of the step, counted from 0.

@@ -241,15 +241,9 @@ class Order(Sampler[int]):
 
 
 class RunCallback(TrainerCallback):  # type: ignore[misc] # transformers counts as untyped
-    """Decides after each step whether the Trainer logs, evaluates and saves, and forwards the logs.
+    """Decides after each step whether the Trainer logs, evaluates and saves, and forwards the logs."""
 
-    ::
-
-        on_step_end   decides whether to log, evaluate and save
-        on_log        forwards the record of a step or an evaluation; after a signal, requests a checkpoint and the end
-        on_save       remembers the path of the checkpoint
-    """
-
+    # on_log forwards the record of a step or an evaluation; after a signal, it requests a checkpoint and the end
     # every: steps between two checkpoints; `None` for none
     # at_end: whether to write a checkpoint after the last step; `None` writes no checkpoint, not even after a signal
     # note: function that is called with each record

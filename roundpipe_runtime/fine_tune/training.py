@@ -274,7 +274,7 @@ class Training:
         return {**named, "the text": rows, "the model": _names_and_shapes(self.model)[:8]}
 
     def _same(self) -> dict[str, Any]:
-        """Return the values that must equal the values in a checkpoint, so that each step reads the same rows."""
+        """Return the settings, and the digests of model and text, that must match those in the resumed checkpoint."""
         return {
             "length": self.blocks.length,
             **{name: getattr(self.settings, name) for name in ("batch", "accumulate", "seed", "update")},

@@ -1,13 +1,11 @@
 """Keep parameters, gradients, master weights and optimizer state on a disk; a few layers are in memory at a time.
 
-::
-
-    # run     forward: layer 0, 1, ... parameters are read | backward: ..., 1, 0 parameters are read, gradients written
-    # step    layer 0: all that its update needs is read, the update runs, all is written | layer 1 ...
-
 The optimizer updates one layer at a time, bitwise identical to a step for all layers
 (:mod:`roundpipe_runtime.optim.parts`). An optimizer that cannot update one layer at a time raises an error.
 """
+
+# run     forward: layer 0, 1, ... parameters are read | backward: ..., 1, 0 parameters are read, gradients written
+# step    layer 0: all that its update needs is read, the update runs, all is written | layer 1 ...
 
 from __future__ import annotations
 

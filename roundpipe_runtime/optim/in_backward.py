@@ -62,7 +62,7 @@ class InBackwardStore(ParameterStore):
         return self._current is not None
 
     def why_not_clipped(self, parameters: Sequence[torch.Tensor]) -> str | None:
-        """Return why gradients of the parameters cannot be clipped; ``None`` if no optimizer of this model has them."""
+        """Return the reason why gradients of ``parameters`` cannot be clipped, or ``None`` if they can be clipped."""
         held = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
         if held.isdisjoint(map(id, parameters)):
             return None
@@ -111,8 +111,8 @@ class InBackwardStore(ParameterStore):
                 )
             if not can_step_in_parts(optimizer):
                 raise ConfigError(
-                    f'update="in_backward" steps layer by layer, and {name} does not update one parameter after the '
-                    f"other. Use AdamW or a similar optimizer, or:\n    {_IN_PLACE}"
+                    f'update="in_backward" updates layers one by one, but {name} gives other results if parameters '
+                    f"are updated one by one. Use AdamW or a similar optimizer, or:\n    {_IN_PLACE}"
                 )
             check_shapes(optimizer, (), {})
         self._current = _Steps(self._optimizers, contents)
@@ -122,8 +122,8 @@ class InBackwardStore(ParameterStore):
         steps = self._current
         if steps is None:
             raise StageError(
-                'update="in_backward" steps in forward_backward, but backward() was called on outputs of a forward. '
-                f"Use forward_backward with a loss for each microbatch, or:\n    {_IN_PLACE}"
+                'update="in_backward" updates parameters only in forward_backward, but backward() was called on '
+                f"outputs of a forward. Call forward_backward with a loss for each microbatch, or:\n    {_IN_PLACE}"
             )
         coming = dict(gradients)
         gradients.clear()

@@ -161,7 +161,7 @@ class ParameterStore:
             self._adopt(compares_all=True)
 
     def _adopt(self, *, compares_all: bool) -> bool:
-        """Copy changed parameters to master weights; return whether a change has not incremented ``_version``."""
+        """Copy changed parameters to master weights; return whether one was written through ``Tensor.data``."""
         compares_all &= self.has_numbers_at_hand
         changes = [self._masters[name].adopt(p, compares_all=compares_all) for name, p in self._with_master()]
         return "uncounted" in changes
@@ -221,7 +221,7 @@ class ParameterStore:
         """Called after a failed backward: a subclass stops updates of layers, and adds a note to the error."""
 
     def end_run(self) -> None:
-        """Called after a successful backward: a subclass completes the optimizer step that it began."""
+        """Called after a successful backward: subclasses that update layers in the backward end the optimizer step."""
 
     def check_whole(self) -> None:
         """Raise an error if an earlier backward failed after updating some of the layers."""

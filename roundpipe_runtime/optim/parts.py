@@ -142,7 +142,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
 
 
 def widened(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Optimizer:
-    """If gradient dtypes differ from parameters, step with converted gradients; return an optimizer for the rest."""
+    """Return ``optimizer``; if gradient dtypes differ from parameters, step now, and return an empty optimizer."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     if all(dtype_of_gradient(p) == p.dtype for p in held):
         return optimizer
@@ -174,8 +174,8 @@ _FOUND: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKey
 def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Report whether updating parameters one by one equals a whole step bitwise, by a trial on small tensors.
 
-    The trial's small tensors have the options and the optimizer state of some parameters. An update that depends on
-    several parameters, on their order, or on random numbers, gives other bits if parameters are updated one by one.
+    The small tensors have the options and optimizer states of a few parameters per parameter group. An update that
+    depends on several parameters, their order, or random numbers gives other bits if parameters are updated one by one.
     """
 
     def has_same_bits() -> bool:
@@ -339,7 +339,7 @@ class Mark:
         return cls(weakref.ref(tensor), tensor._version, tensor.data_ptr(), _sample(tensor) if with_numbers else None)
 
     def is_counted(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is not the tensor of the snapshot, or torch has counted an in-place write since."""
+        """Return whether torch counted an in-place write since the snapshot, or ``tensor`` is a different tensor."""
         return self.source() is not tensor or self.version != tensor._version
 
     def has_numbers(self, tensor: torch.Tensor) -> bool:

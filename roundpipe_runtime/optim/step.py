@@ -264,7 +264,7 @@ class StepRunner:
         return "step(..., is_async=True)" if self._ahead is None else 'step(..., is_async="exact")'
 
     def _end_exact(self) -> None:
-        """Forget a background step that has finished or failed; the next pipeline call reads its result."""
+        """After a background step has finished or failed, let the next pipeline call read the step's result."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             if ahead.is_ahead:
@@ -315,7 +315,7 @@ class StepRunner:
             self._wait_publication()
 
     def synchronize(self) -> None:
-        """Write the result of the background step to the parameters, and let stages read parameters, not copies."""
+        """Write the result of the background step to the parameters, and delete the copies made for the step."""
         self.finish()
         if not self.is_here():
             self._store.thaw()

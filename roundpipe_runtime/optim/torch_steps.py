@@ -104,7 +104,7 @@ def check_shapes(optimizer: torch.optim.Optimizer, args: object, kwargs: object)
 
 
 class _Taking(threading.local):
-    """The function that runs the optimizer steps of the current thread, and the hooks that call the function."""
+    """Per thread: a function that runs optimizer steps instead of torch, and the optimizers' hooks that call it."""
 
     def __init__(self) -> None:
         self.taker: Taker | None = None
@@ -154,7 +154,7 @@ def install() -> None:
 
 
 def hear_steps(before: Hook, after: Hook) -> None:
-    """Register functions that read no gradient to be called before and after every optimizer step."""
+    """Call ``before`` and ``after`` around every optimizer step; these two functions must not read gradients."""
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
     _OWN.add(after)
@@ -169,7 +169,7 @@ def take_over_always(taker: Taker, *, first: bool = False) -> None:
 
 @contextlib.contextmanager
 def taking_over(taker: Taker | None) -> Iterator[None]:
-    """Let the function ``taker`` run the current thread's optimizer steps, after the pre-hooks of the steps."""
+    """Call ``taker`` for optimizer steps of this thread, after their pre-hooks; step the optimizer that it returns."""
     # taker: function that runs the steps; `None`: optimizers step normally
     before, _TAKING.taker = _TAKING.taker, taker
     try:

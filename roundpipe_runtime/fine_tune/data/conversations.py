@@ -6,8 +6,8 @@ r"""Read conversations in four common forms, tokenize them with a chat template,
     ...................................................^^^^^^^^^^^^^^^^^ count
 
 A template with ``{% generation %}`` blocks marks the answers itself, and TRL has such a template for many models. For a
-template without such marks, the earlier messages are rendered with a generation prompt, and the answer is the text that
-rendering with the answer's message adds. A conversation is refused if the template omits a message or a field of it.
+template without ``{% generation %}`` blocks, messages are rendered twice, up to an answer and with this answer; the
+answer is the added text. A conversation is refused if the template omits a message or a field of it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Encoder:
             if text and not is_there and is_alike(other):
                 raise FineTuneError(
                     f"{conversation.place}, message {number + 1} ({message['role']}): the chat template of {self.name} "
-                    "omits this message. Use another template: --chat-template template.jinja; or remove the message"
+                    "omits this message. Use another template: --chat-template template.jinja; or remove this message"
                 )
         names = dict.fromkeys(name for one in messages for name in one if name not in ("role", "content"))
         without = {name: [{k: value for k, value in one.items() if k != name} for one in messages] for name in names}

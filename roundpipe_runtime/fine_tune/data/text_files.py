@@ -265,8 +265,8 @@ def read_blocks(
     """Read and tokenize texts, and return their tokens in rows.
 
     Args:
-        names: files of text, JSON, Parquet or CSV, folders of such files or saved by the library datasets, and
-            patterns.
+        names: files of text, JSON, Parquet or CSV; folders that contain such files; folders that the library datasets
+            saved; and patterns of file names such as ``"texts/*.txt"``.
         tokenizer: tokenizer from :func:`load_tokenizer`.
         length: number of tokens per row.
         field: field of JSON, and column of tables, that holds the text.

@@ -27,8 +27,8 @@ class Difference:
 
     Attributes:
         path: key path of the position, as a Python expression.
-        first: description of the first structure at the position.
-        second: description of the second structure at the position.
+        first: description of the structure at the position in the first of the two compared objects.
+        second: description of the structure at the position in the second object.
         names: names of the two structures in the printed text.
     """
 

@@ -109,7 +109,7 @@ def _misfit(failure: Failure, found: re.Match[str]) -> Explanation | None:
 
 
 def fixed(pattern: str, text: str, line: str, *paths: str) -> Row:
-    """Return a row that explains an error with given texts, into which the groups of the match are formatted."""
+    """Return a regex of error messages, and a function that fills the groups of a match into the given texts."""
 
     def explain(failure: Failure, found: re.Match[str]) -> Explanation:
         shown, remedy, *places = (part.format(*found.groups()) for part in (text, line, *paths))

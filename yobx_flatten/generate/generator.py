@@ -133,7 +133,7 @@ class Generator:
             raise InvalidArgumentError(f"num_beams must be an int of 1 or more, found {describe_class(beams)}.")
         if beams > 1 and sampling is not None and sampling.do_sample:
             raise InvalidArgumentError(
-                "A beam search draws no tokens: pass num_beams=1, or sampling=Sampling() to search for the likeliest."
+                "Beam search cannot use sampling=Sampling(do_sample=True): pass num_beams=1, or sampling=Sampling()."
             )
         several = stated.get("num_return_sequences", settings.num_return_sequences) != 1
         if stated.get("return_timestamps") not in (None, True, False):
@@ -277,7 +277,7 @@ class Generator:
     # -- before the first token ----------------------------------------------------------------------------------------
 
     def _begin(self, given: Mapping[str, Any]) -> TextState | None:
-        """Return the state before the first token; ``None`` if Whisper's loop must detect language and times."""
+        """Return tokens and KV cache of the first step; ``None`` if the transformers loop for Whisper must generate."""
         # given: keywords of the call that are not `None`
         encoder, pictures = self.parts.encoder, self.steps.pictures(given)
         names = ["input_features", "input_values"]

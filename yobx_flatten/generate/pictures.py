@@ -52,7 +52,7 @@ class Pictures:
 
     @property
     def names(self) -> list[str]:
-        """The names of the ``generate`` arguments from which the pictures were made, such as ``pixel_values``."""
+        """The names of ``generate`` arguments with the pixels and sizes of these pictures, such as ``pixel_values``."""
         pixels = "pixel_values" if self.word == "image" else "pixel_values_videos"
         sizes = f"{self.word}_grid_thw" if self.tiles is None else "image_sizes"
         found = {pixels: self.pixels, sizes: self.sizes, "batch_num_images": self.together}
@@ -84,7 +84,7 @@ class Pictures:
         assert self.pixels is not None
         if "image_grid_thw" not in vision.ports:
             if self.tiles is None and (self.word == "video" or self.sizes is not None):
-                raise InvalidArgumentError(f"{vision.name} takes pictures of one size: leave grids and videos out.")
+                raise InvalidArgumentError(f"{vision.name} has one picture size: leave image_grid_thw and videos out.")
             if self.tiles is not None:
                 yield from (
                     {"pixel_values": tiles} for tiles in self.tiles.split(self.pixels, self.sizes, self.together)
@@ -263,8 +263,8 @@ def empty_cache(slots: Iterable[CacheSlot], batch: int) -> dict[str, torch.Tenso
         part = name.rstrip("0123456789").rstrip(".").rpartition(".")[2]  # a layer can have several states
         if part not in _EMPTY_AT_FIRST:
             raise GenerationError(
-                f"{name} has no value before the first token: this file can only continue a text. For the first call, "
-                "add a file without cache inputs:\n    OnnxGenerator(path, prefill=first_path)"
+                f"{name} has no value before the first token, so the file with this input cannot read a prompt. "
+                "Add a file for prompts, without cache inputs:\n    OnnxGenerator(path, prefill=first_path)"
             )
         # axis 0 is the batch, and every other size that varies is a number of tokens
         sizes = [batch if axis == 0 and size is None else size or 0 for axis, size in enumerate(shape)]
@@ -280,7 +280,7 @@ def check_ports(ports: Mapping[str, Port], known: Iterable[str], where: str) -> 
     if unknown:
         raise GenerationError(
             f"{where} has the inputs {', '.join(unknown)}, which a generation loop does not pass. A generation loop "
-            f"passes {', '.join(sorted(known))}, and {CACHE}.*."
+            f"passes only {', '.join(sorted(known))} and the KV cache ({CACHE}.*)."
         )
     text = [name for name, port in ports.items() if port.dtype is None]
     if text:

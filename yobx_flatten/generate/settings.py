@@ -117,8 +117,8 @@ class Switch:
         if self.rereads is None:
             raise GenerationError(
                 f"This text grew past {self.length} tokens, where the model's rotary angles change (longrope, "
-                "dynamic). There, some models, such as Phi-3, recompute the KV cache. The folder has no "
-                "yobx_flatten.json, which records whether its model does so, so the next tokens could be wrong. "
+                "dynamic). Some models, such as Phi-3, recompute the KV cache when these angles change. Without "
+                "yobx_flatten.json, the folder does not record whether to recompute it; the next tokens may be wrong. "
                 f"Export with\n    export_folder(model, folder)\nor begin with a prompt of over {self.length} tokens, "
                 "or ask for fewer new tokens."
             )

@@ -38,7 +38,7 @@ def speak(
 
     if asked.get("output_cross_attentions"):
         raise InvalidArgumentError(
-            "output_cross_attentions: the files return frames only. Call the model itself: "
+            "output_cross_attentions: exported files return only spectrogram frames. Call the model itself: "
             "model.generate_speech(..., output_cross_attentions=True)"
         )
     stated = {} if settings.documents is None else settings.documents.config

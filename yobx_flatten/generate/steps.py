@@ -248,7 +248,7 @@ class Steps:
         return decoder.cache({**empty, **made})
 
     def pass_switch(self, sequence: TextState) -> None:
-        """Empty the KV cache if the text just reached the length at which the model reads all tokens again."""
+        """Empty the KV cache if the text just exceeded the length at which the model recomputes it with new angles."""
         switch = self.settings.switch
         total = sequence.mask.shape[1]
         if switch is None or not any(map(switch.passed_at, range(total - sequence.new.shape[1] + 1, total + 1))):
@@ -256,7 +256,7 @@ class Steps:
         if self.parts.embed is not None or self.parts.prefill is not None:
             raise GenerationError(
                 f"This text grew past {switch.length} tokens, where the model computes the KV cache again from the "
-                "whole text. These files cannot do so with images or an encoder's input: ask for fewer new tokens."
+                "whole text. Files for images or with an encoder cannot recompute a KV cache: ask for fewer new tokens."
             )
         sequence.new = sequence.tokens
         sequence.cache = self._empty_cache(len(sequence.tokens), sequence.context)

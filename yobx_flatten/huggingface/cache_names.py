@@ -1,6 +1,6 @@
 """Find the name of a model's KV cache in a signature or an output, in any version of transformers.
 
-Before 5.24: ``past_key_values``, or ``cache_params`` for models with recurrent states only. Since 5.24: ``cache``.
+The KV cache is named ``cache`` since transformers 5.24; before, ``past_key_values``, or ``cache_params`` in Mamba.
 """
 
 # forward(input_ids, cache)              argument_of(forward)      "cache"
@@ -138,7 +138,7 @@ def named_for(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> dict[s
 
 
 def named_as(names: Collection[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments with the KV cache under the name of a cache argument that occurs in ``names``.
+    """Return keyword arguments with the KV cache renamed as in ``names``, such as ``cache`` to ``past_key_values``.
 
     >>> named_as(["input_ids", "past_key_values"], {"input_ids": 1, "cache": [{"key": 2, "value": 3}]})
     {'input_ids': 1, 'past_key_values': [{'key': 2, 'value': 3}]}

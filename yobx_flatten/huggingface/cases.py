@@ -202,8 +202,8 @@ def decode_inputs(
     cache_is = name_in(like)
     if sizes.past == 0 and cache_is is not None:
         raise InvalidArgumentError(
-            f"decode_inputs: past=0 leaves no tokens to fill the cache with ({sizes}). Give past=1 or more, or leave "
-            f"{cache_is} out of `like`."
+            f"decode_inputs: past=0 leaves no tokens to fill the cache with ({sizes}). Pass a past of 1 or "
+            f"more, or example inputs (like=) without {cache_is}."
         )
     generator = torch.Generator().manual_seed(seed)
     device = device_of_inputs(model)

@@ -33,7 +33,7 @@ _FED = ("input_ids", "attention_mask", "position_ids")  # and the cache
 
 
 def counts_by_itself(cache: TransformersCache) -> bool:
-    """Return whether a flattened cache has a token counter: if all of its layers are sliding layers with keys."""
+    """Return whether a ``DynamicCache`` has only filled sliding layers, so that its leaves include a token counter."""
     layers: Any = getattr(cache, "layers", None)
     return (
         type(cache).__name__ == "DynamicCache"
@@ -257,7 +257,7 @@ def rereads_at_switch(model: TransformersModel, switch: int) -> bool | None:
 
 
 def _reads(model: TransformersModel, length: int) -> str:
-    """Return whether ``generate`` passes one token or all to a model whose KV cache lacks only the last token."""
+    """Return whether ``generate`` passes ``"all"`` tokens or ``"the next"`` one if the KV cache lacks only the last."""
     from transformers import GenerationMixin
     from transformers.cache_utils import DynamicCache
 

@@ -4,10 +4,10 @@ A flattened ``ModelOutput`` omits fields that are ``None``; in a plain dataclass
 ``BatchEncoding`` omits the ``Encoding`` objects of fast tokenizers, which no model reads: a rebuilt ``BatchEncoding``
 has ``is_fast == False`` and cannot map tokens to words. Numbers and texts in a ``BatchFeature`` are leaves.
 
-transformers registers each ``ModelOutput`` class when the class is created, so a removed registration would be lost.
-This package keeps a registration that contains the names of the fields. Before 5.17, transformers registers no names,
-which :mod:`.support` adds inside the ``with`` block; only ``BaseModelOutput`` is registered here then, because a new
-process could not load a program with any other output class.
+transformers registers each ``ModelOutput`` class only once, when the class is created, and would not restore a removed
+registration. This package keeps a registration that contains the names of the fields. transformers before 5.17
+registers no field names, so :mod:`.support` adds them inside the ``with`` block. For these versions, this package
+registers only ``BaseModelOutput``, because a new process could not load a program with any other output class.
 """
 
 # class                 children                 keys                     static

@@ -68,7 +68,7 @@ def explain_folder(
     """Find the first node in each file of an exported folder whose value differs from the value in the model.
 
     The model is exported again to temporary files, whose outputs are compared with the model's. For each stored test
-    case, the value of each node in a file of the folder is compared with its value in the temporary file.
+    case, the value of each node in the folder's file is compared with its value in the second export of the model.
 
     Args:
         folder: a folder of ONNX files as :func:`export_folder` writes it.
@@ -184,8 +184,8 @@ def add_adapter(
     """Add a LoRA adapter to an exported folder, and check that its files compute the same values as PEFT.
 
     Args:
-        folder: a folder that ``export_folder(..., adapters=...)`` wrote. A new adapter can change the layers that an
-            adapter passed to ``export_folder`` changes, or all linear layers after ``adapters={}``.
+        folder: a folder that ``export_folder(..., adapters=...)`` wrote. The new adapter can change only layers
+            that one of these adapters changes; if ``adapters={}`` was passed, it can change all linear layers.
         name: name of the adapter, which selects it in ``generate(adapter=NAME)``.
         adapter: the folder of the adapter, which PEFT wrote.
         model: the model that the folder was exported from, or the model's name; by default the adapter's base model.

@@ -42,7 +42,7 @@ def open_generator(
             process share in ExecuTorch; ``None`` for the runtime's default. For torch, call ``torch.set_num_threads``.
         trust: whether the caller trusts the author of the folder; ``False`` by default. AOTInductor packages and
             ``torch.export`` programs (``.pt2``) can run code when they are loaded, and are refused without trust.
-            ONNX, OpenVINO and ExecuTorch files need no trust.
+            ONNX, OpenVINO and ExecuTorch files run no code when they are loaded, and open with ``trust=False``.
         device: the device of onnxruntime, such as ``"cuda"`` or ``"openvino"``; the CPU by default. See
             :class:`.OnnxGenerator`.
         providers: execution providers in the form that onnxruntime takes, as an alternative to ``device``.

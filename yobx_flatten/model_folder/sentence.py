@@ -159,7 +159,7 @@ def copy_modules(source: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def _listed(folder: pathlib.Path | None) -> list[_Module]:
-    """Read the modules that follow the model; none if the folder has no list of modules."""
+    """Read the entries of ``modules.json`` except the first, the transformer; none if the folder has no such file."""
     if folder is None or not (folder / MODULES).is_file():
         return []
     return _read_own(folder, MODULES, list[_Module])[1:]

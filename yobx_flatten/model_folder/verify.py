@@ -324,7 +324,7 @@ def _check_tokens(opened: _Opened, case: StoredCase, *, is_chat: bool) -> TokenC
 
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """Number of generated tokens that differ from the model's, and number of those after almost equal scores."""
+    """Number of generated tokens that differ from the model's, and number of differences that rounding explains."""
 
     tokens: int  # number of new tokens of the model, up to the end of each row
     # number of different tokens; quantized files choose each token after the model's own text, others after their own
@@ -337,7 +337,7 @@ class TokenCount:
 
     @property
     def ok(self) -> bool:
-        """Whether tokens differ only after almost equal scores; for quantized weights, whether enough are equal."""
+        """Whether rounding of scores explains all different tokens; if quantized, whether enough tokens are equal."""
         if self.agreed is None or self.allowed is None:
             return self.different == self.excused
         return self.agreed >= self.allowed

@@ -1,6 +1,6 @@
 """Find the tensor sizes that vary between recorded calls, name them, and find relations between the sizes.
 
-A *place* is one axis of one tensor, or an integer argument. Its sizes in all calls are compared with named sizes.
+A *place* (a tensor axis or an integer) gets the name of a known size, such as ``batch``, that it equals in all calls.
 """
 
 # call            0   1   2   3            name

@@ -60,7 +60,7 @@ class RecordedCalls(Sequence[Call]):
 
         Args:
             folder: the folder that was passed to ``record_calls`` as ``to``.
-            model: the object whose method was recorded, which only :meth:`module` needs.
+            model: the object whose method was recorded; ``None``, the default, if :meth:`module` is not called.
             method: the name of the recorded method, see :func:`~yobx_flatten.record_calls`.
 
         Returns:

@@ -91,7 +91,7 @@ class MiniOnnxBuilder:
         self._put(name, "dict", dict(tensors))
 
     def to_onnx(self) -> Any:
-        """Return the ``onnx.ModelProto``; :func:`create_input_tensors_from_onnx_model` reads its values as a dict."""
+        """Return an ONNX model of the values, which :func:`create_input_tensors_from_onnx_model` reads as a dict."""
         structure = flatten_tree({name: value for name, (_, value) in self._entries.items()})
         check_size(sum(payload.nbytes for payload in structure.payloads), "MiniOnnxBuilder", "use save_nested")
         writer = OnnxWriter("MiniOnnxBuilder", opset=self._opset, ir_version=self._ir_version)

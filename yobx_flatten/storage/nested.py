@@ -43,7 +43,7 @@ def save_nested(path: str | os.PathLike[str], values: PyTree, *, external_data: 
     Raises:
         NotRegisteredError: when ``values`` contains an object of a class that is not registered.
         InvalidArgumentError: when a tensor has no plain data (sparse, nested, on the meta device, quantized), is of a
-            tensor subclass, or when an object contains itself. The message shows code that converts such a tensor.
+            tensor subclass, or when an object contains itself. The error message shows code that converts the tensor.
         StaticDataError: when static data or a leaf is of a type that cannot be stored.
         MissingDependencyError: when onnx is not installed.
 
@@ -149,8 +149,8 @@ def structure_of(model: onnx.ModelProto, name: str, content: str | None = None) 
     found = {entry.key: entry.value for entry in model.metadata_props if isinstance(entry.value, str)}
     if found.get(FORMAT) != "nested-values":
         raise ForeignFileError(
-            f"{name} contains no nested values: its metadata has no key {FORMAT!r}. The file is a model, or another "
-            "program wrote it. Files of nested values are written by save_nested and save_case."
+            f"{name} contains no nested values: its metadata has no key {FORMAT!r}. The file may be a model, or from "
+            "another program. Files of nested values are written by save_nested and save_case."
         )
     if not found.get(VERSION, "").isdigit() or int(found[VERSION]) > _KNOWN_VERSION:
         raise ForeignFileError(
@@ -235,7 +235,7 @@ class Initializers:
         location = entries.get("location", "")
         # a file may only refer to files in its own folder
         if not location or pathlib.PurePath(location).name != location or location == "..":
-            raise self._damaged(record, f"is stored in {location!r}, which is not a file in the same folder")
+            raise self._damaged(record, f"is stored in {location!r}, which is not a file in the ONNX file's folder")
         if self._folder is None:
             raise InvalidArgumentError(
                 f"{self._name} stores {record['name']!r} in the file {location!r}, which cannot be found for a model "

@@ -153,7 +153,7 @@ def _functions_of(cls: type, node_type: Any) -> _Functions | None:
 
 
 def _check_called(name: str, node: _Functions, static: Static) -> None:
-    """Refuse a file that would make torch call any code as a named tuple class or ``defaultdict`` factory."""
+    """Refuse a file whose named tuple class or ``defaultdict`` factory would make torch call arbitrary code."""
     if name == "collections:defaultdict":
         factory = static[0]
         if factory is not None and not (isinstance(factory, type) and factory.__module__ == "builtins"):
@@ -362,7 +362,7 @@ def _read_array(record: Record, source: Source) -> Any:
         return numpy.array(texts, dtype).reshape(shape)
     stored = _array_element(dtype)
     if stored is None:
-        raise DamagedFileError(f"{record['name']!r} is an array of {record['dtype']!r}, which no such file contains.")
+        raise DamagedFileError(f"{record['name']!r} is an array of {record['dtype']!r}, which cannot be stored.")
     element, dims = stored[0], _dims(stored[0], (*shape, *stored[1]))
     count = math.prod(shape)
     nbytes = element.nbytes(count, dtype.itemsize)

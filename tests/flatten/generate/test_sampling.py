@@ -313,7 +313,7 @@ def test_rules_for_scores_hold_for_every_beam(llama):
         ({"num_beams": 0}, "num_beams must be an int of 1 or more"),
         ({"num_return_sequences": 2}, "generate refuses this call: .*num_return_sequences"),
         ({"num_beams": 2, "early_stopping": "always"}, "generate refuses this call: .*early_stopping"),
-        ({"num_beams": 2, "sampling": Sampling(do_sample=True)}, "draws no tokens"),
+        ({"num_beams": 2, "sampling": Sampling(do_sample=True)}, "Beam search cannot use sampling"),
     ],
 )
 def test_searches_that_mean_nothing_are_refused(llama, options, words):

@@ -148,7 +148,7 @@ def test_a_file_reads_nothing_but_what_is_beside_it(path, location):
         initializer(model, "x").external_data[0].value = location
 
     edit(path, change)
-    with pytest.raises(DamagedFileError, match="not a file in the same folder"):
+    with pytest.raises(DamagedFileError, match="not a file in the ONNX file's folder"):
         load_nested(path)
 
 

@@ -2,9 +2,9 @@
 
 The static part of a cache is the list of its leaves' names: ``key_0, value_0, key_1, ...`` if all layers are
 ``DynamicLayer``, else with a code for the layer class (:mod:`.layers`): ``key_D_0, key_W8_1, ...``. The name
-``none_W8_1`` stands for layer 1 with a sliding window of 8, before it has keys. The static part does not depend on the
-number of tokens seen: sliding layers have seen as many as a full layer has keys; without a full layer, the last leaf,
-``length``, is this number as a 0-d tensor (:mod:`.layouts`).
+``none_W8_1`` stands for layer 1 with a sliding window of 8, before it has keys. The leaf names do not contain the
+number of tokens seen, which is the number of keys of a full layer. A cache that has sliding layers and no full layer
+gets another leaf with this number, the 0-d tensor ``length`` (:mod:`.layouts`).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def unflatten_static_cache(
 
 
 def _layers(values: Iterable[Any], names: list[str]) -> tuple[list[Any], list[str]]:
-    """Rebuild layers from leaves. Leaf names from the package yobx lack the layers' sizes, which the keys show."""
+    """Rebuild cache layers from leaves; sizes that leaf names of the package yobx lack are read from key tensors."""
     values = values if isinstance(values, (list, tuple)) else list(values)
     try:
         return unflatten_layers(values, names), names
@@ -148,7 +148,7 @@ def flatten_encoder_decoder_cache(cache: TransformersCache) -> tuple[list[Any], 
     """Flatten an ``EncoderDecoderCache`` into its two caches.
 
     ``is_updated`` of a cache states for each layer whether cross-attention keys are present. If ``is_updated``
-    disagrees with the layers, the list of names also gets ``is_updated_`` with ``0``, ``1`` or ``-`` per layer.
+    disagrees with the layers, a third name stores it, such as ``is_updated_10-`` (true, false, no entry for layer 2).
 
     Args:
         cache: a ``transformers.EncoderDecoderCache``.

@@ -218,7 +218,7 @@ def kind_of(cls: Any) -> LayerKind | None:
 
 
 def code_of(layer: CacheLayer) -> str:
-    """Return the code of a layer's class and settings in leaf names: ``W8``, ``LD``, ``DeepseekV4CSACache``."""
+    """Return an abbreviation of a cache layer's class and settings for leaf names: ``W8`` has a sliding window of 8."""
     cls = type(layer)
     kind = kind_of(cls)
     if kind is not None:
@@ -233,7 +233,7 @@ _CODE = re.compile(f"({'|'.join({*LETTERS.values(), *OTHER_LETTERS.values()})})(
 
 
 def letter_of(code: str) -> str:
-    """Return the letter in a layer's code (``W`` in ``W8``); an empty string if the code is a class name.
+    """Return the letters in an abbreviation of a cache layer; an empty string if the abbreviation is a class name.
 
     >>> letter_of("W8"), letter_of("LX16"), letter_of("SummedLayer")
     ('W', 'LX', '')

@@ -72,7 +72,7 @@ def _sliding_update(
 
 
 def last_places(keys: Tensor, most: Size) -> Tensor:
-    """Return the indices of the last ``most`` keys, or of all keys if there are fewer than ``most``."""
+    """Return the indices of the last tokens in ``keys``, in increasing order, at most ``most`` indices."""
     # The slice `keys[:, :, -most:]` would check whether there are enough keys, and its strides whether it covers all
     # keys. These checks would become guards, so that the program refuses lengths on the other side of the window.
     count = keys.shape[-2]

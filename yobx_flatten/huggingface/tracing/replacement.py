@@ -1,7 +1,7 @@
 """Replace functions of transformers by traceable functions with the signature of the original function.
 
-A function is replaced only if it has all required parameters of its traceable version and no others, which could change
-the result; others are allowed if the version has ``again``, which calls the original function, and ``**others``.
+A function is replaced only if it has each required parameter of its replacement. It may have further parameters only if
+the replacement takes ``**others`` and ``again`` (a function that calls the original), since they can change the result.
 """
 
 # a model calls          forward(hidden, cache_of_its_release=c, attention_mask=m)
@@ -32,7 +32,7 @@ _warned: set[str] = set()
 
 
 def replacement(make: Make) -> Make:
-    """Decorate a maker of traceable functions: each gets the signature of the function that it replaces."""
+    """Decorate a function that makes replacements: each replacement gets the signature of the replaced function."""
     # make: returns a version for an original, or the original if a release of transformers needs no replacement
 
     @functools.wraps(make)
@@ -59,12 +59,12 @@ def replacement(make: Make) -> Make:
 
 
 def always(version: Function) -> Make:
-    """Return a maker that returns ``version`` for every original function."""
+    """Return a function that returns the replacement ``version`` for every function that is passed to it."""
     return lambda original: version
 
 
 def traceable(version: Function) -> Make:
-    """Decorate a traceable function that replaces an original; return a maker, as :func:`replacement` does."""
+    """Decorate a replacement; return a function that gives it the signature of the function to replace."""
     return replacement(always(version))
 
 

@@ -1,7 +1,7 @@
 """Trace models that attend to selected or compressed keys, with one graph for any number of keys.
 
 DeepSeek V4 compresses each full window of keys, Qwen 4 selects blocks of keys per query, Longformer and LED attend to a
-window. Their code branches on the number of windows or blocks, or makes it constant.
+window. In transformers, these models branch on the number of windows or blocks, or convert this number to a constant.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _shared_update(
 
 
 def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: Tensor) -> Tensor:
-    """Return all compressed keys (batch, windows, width): of earlier calls, then of windows that this call fills."""
+    """Return a compressed key per full window of tokens, of earlier calls and this one: (batch, windows, width)."""
     kv = torch.cat([layer.buffer_kv[name], module.kv_proj(hidden_states)], dim=1)
     gate = torch.cat([layer.buffer_gate[name], module.gate_proj(hidden_states)], dim=1)
     batch, count, ratio, size = *kv.shape[:2], module.compress_rate, module.head_dim
@@ -83,7 +83,7 @@ def _compressed(module: Any, layer: CacheLayer, name: str, hidden_states: Tensor
 
 
 def _overlapping(before: Tensor, windows: Tensor, size: int, closed: Size) -> tuple[Tensor, Tensor]:
-    """Join the first ``size`` channels of the previous window with the other channels of each window."""
+    """Replace the first ``size`` channels of each window of tokens by those of the previous window."""
     # also returns the first channels of the last full window, for the next call
     series = torch.cat([before.unsqueeze(1).to(windows.dtype), windows[..., :size]], dim=1)
     each = torch.arange(windows.shape[1], device=windows.device)

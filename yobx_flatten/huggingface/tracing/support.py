@@ -1,8 +1,8 @@
 """Replace functions of transformers, so that one trace of a model serves all numbers of tokens.
 
-A trace records only the branch of the example: is the window full, is there a mask? Traceable functions compute the
-same values without a branch, for cache layers in :mod:`.layers`, for models in :mod:`.models`, for masks, positions and
-attention in this file. They are active only in a thread that runs a trace.
+A trace records only the branch of the example: is the window full, is there a mask? The replacements compute the same
+values without a branch. Cache layers are replaced in :mod:`.layers`, functions of models in :mod:`.models`, and masks,
+positions and attention in this file. The replacements are active only in a thread that runs a trace.
 """
 
 from __future__ import annotations

@@ -302,15 +302,15 @@ def pieces_for(model: TransformersModel, task: str, split: Split = EVERY) -> tup
             if lost and reads != "inputs":  # for "inputs", the encoder of a speech model names the main input
                 raise GenerationError(
                     f"{type(model).__qualname__} reads {', '.join(lost)} besides {reads}, but the files for {found} "
-                    f"take {reads} alone. Export recorded calls, with record_calls(model) as calls: "
-                    f"model.generate(...), or the model without {lost[0]}, with export_folder(..., task={found!r})."
+                    f"take {reads} alone. To keep {lost[0]}, export recorded calls: with record_calls(model) as "
+                    f"calls: model.generate(...). To leave it out, call export_folder(..., task={found!r})."
                 )
         generates = getattr(model, "can_generate", None)
         if found == "feature-extraction" and callable(generates) and generates():
             raise GenerationError(
-                f"{type(model).__qualname__} has its own generation loop, which exported folders do not have. Record a "
-                "run with record_calls(model) as calls: model.generate(...) and export its calls, or export one call "
-                f"with export_folder(..., task={found!r})."
+                f"{type(model).__qualname__} has its own generation loop, which exported folders do not have. Export "
+                "recorded calls of this loop: with record_calls(model) as calls: model.generate(...). To export one "
+                f"forward call, use export_folder(..., task={found!r})."
             )
     make = TASKS[wanted]
     if make is not TASKS[found]:

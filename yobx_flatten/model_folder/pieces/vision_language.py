@@ -93,7 +93,7 @@ class GridVisionEncoder(torch.nn.Module):
         }
 
     def _windows(self, count: Any, wide: Any) -> dict[str, Any]:
-        """Return the token order by attention window, and where windows end; a trace repeats the end for each token."""
+        """Return the order of image tokens by attention window, and the index of the patch after each window."""
         if type(self.visual).__name__ not in _WITH_WINDOWS:
             return {}
         merge = self.visual.spatial_merge_size
@@ -103,7 +103,7 @@ class GridVisionEncoder(torch.nn.Module):
         order = torch.argsort(window * token.shape[0] + token)
         window = window[order]
         ends = (window[:, None] >= window).sum(-1) * merge**2
-        if not torch.compiler.is_compiling():  # the number of windows is a size that depends on values
+        if not torch.compiler.is_compiling():  # a trace keeps an end per token: the number of windows depends on values
             ends = ends.unique_consecutive()
         return {"window_index": order, "cu_window_seqlens": torch.nn.functional.pad(ends, (1, 0))}
 
@@ -238,7 +238,7 @@ class TextDecoder(_LanguageModel):
 
 
 class BlockwiseDecoder(_LanguageModel):
-    """Computes logits from embeddings; its masks depend only on sizes and token types: one graph serves all calls."""
+    """Computes logits from embeddings in one graph for all calls, since masks depend only on sizes and token types."""
 
     # transformers reads `token_type_ids` in the first call only; each call of the module takes them for all tokens,
     # including cached ones. A generated token is outside image blocks, and attends to all earlier tokens.
@@ -337,7 +337,7 @@ _OTHER_WAYS = (
 
 
 class VisionEncoder(torch.nn.Module):
-    """Computes the features that replace the image tokens of one image: a trace would fix the number of images."""
+    """Computes the features of one image per call, since a trace would fix the number of images in a call."""
 
     def __init__(self, model: TransformersModel) -> None:
         super().__init__()
@@ -457,7 +457,7 @@ def _vision_piece(model: TransformersModel, kind: type[torch.nn.Module]) -> Piec
 
 
 def vision_encoder(model: TransformersModel) -> torch.nn.Module:
-    """Return the picture encoder; if it encodes tiles or nested pictures, check its features with the model."""
+    """Return the module that encodes pictures; if it encodes tiles or is for SmolVLM, compare it with the model."""
     encoder = VisionModules.of(model).encoder(model)
     if isinstance(encoder, TiledVisionEncoder):
         encoder.check(model)

@@ -75,8 +75,8 @@ def config_of(folder: pathlib.Path, name: str) -> tuple[Any, dict[str, Any]]:
         config = peft.PeftConfig.from_pretrained(str(folder))
     if config.is_prompt_learning:
         raise InvalidArgumentError(
-            f"{name} contains learned prompts (prompt tuning), which exported files do not support. Adapters inside "
-            "layers, such as LoRA, are exported."
+            f"{name} contains learned prompts (prompt tuning), which exported files do not support. Only adapters "
+            "that change layers, such as LoRA, can be exported."
         )
     return config, stated
 
@@ -95,7 +95,7 @@ def _check_stated(model: Any, folder: pathlib.Path, stored: Mapping[str, torch.T
             )
     # PEFT runs the initialization of PiSSA and LoftQ before it reads the weights
     if any(len(steps) > 3 for steps in re.findall(r"(?:pissa_niter_|'loftq_iter': )(\d+)", str(stated))):
-        raise ModelSourceError(f"{folder / ADAPTER} initializes weights in 1,000 or more iterations. The limit is 999.")
+        raise ModelSourceError(f"{folder / ADAPTER} sets 1,000 or more iterations of PiSSA or LoftQ. The limit is 999.")
     # match each possible pattern with the names of all layers as PEFT does, with limits of time and memory
     held = {key: value for key, value in stated.items() if key.endswith(("_modules", "_pattern", "_to_save"))}
     texts: list[Any] = []

@@ -306,13 +306,13 @@ def without_peft(model: Any) -> Any:
     if any(getattr(config, "is_prompt_learning", False) for config in configs.values()):
         raise InvalidArgumentError(
             f"A {type(model).__qualname__} has learned prompts (prompt tuning), which exported files do not support. "
-            "Adapters inside layers, such as LoRA, are exported."
+            "Only adapters that change layers, such as LoRA, can be exported."
         )
     return model.get_base_model()
 
 
 def origin_of(model: TransformersModel) -> tuple[pathlib.Path | None, str]:
-    """Return the folder from which a model was loaded, or ``None`` and why: it is unknown or has a different model."""
+    """Return the folder from which a model was loaded, or ``None`` and the reason why the folder is not known."""
     name = getattr(model.config, "name_or_path", "") or getattr(model, "name_or_path", "")
     if not name:
         return None, "the model does not state the folder that it is from"

@@ -115,7 +115,7 @@ def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
         raise ValueError(f"the file has an entry of the unknown type {kind}")
     inner, count = struct.unpack("<IQ", file.read(12))
     if count > size:
-        raise ValueError(f"the file states a list of {count:,} entries, but has only {size:,} bytes")
+        raise ValueError(f"a list should have {count:,} entries, but the file has only {size:,} bytes")
     if inner in _NUMBERS:
         file.seek(count * struct.calcsize(_NUMBERS[inner]), io.SEEK_CUR)
     else:
@@ -127,7 +127,7 @@ def _value(file: BinaryIO, size: int, kind: int | None = None) -> object:
 def _text(file: BinaryIO, size: int) -> bytes:
     (length,) = struct.unpack("<Q", file.read(8))
     if length > size:
-        raise ValueError(f"the file states a text of {length:,} bytes, but has only {size:,} bytes")
+        raise ValueError(f"a text should have {length:,} bytes, but the file has only {size:,} bytes")
     return file.read(length)
 
 
@@ -135,7 +135,7 @@ def _text(file: BinaryIO, size: int) -> bytes:
 def _alone(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     """In a ``with`` block, yield arguments of ``from_pretrained`` for a GGUF file alone in a temporary folder.
 
-    The folder has only the GGUF file, because transformers may run Python files in the folder. Errors are converted.
+    The temporary folder has only the GGUF file, so that transformers cannot run Python files. Errors are converted.
     """
 
     def failure(error: BaseException) -> ModelSourceError:

@@ -68,7 +68,8 @@ def index() -> list[str]:
             is_general = found.known and "MyClass" not in found.text and found.text[0] != " "
             text = found.text.replace(message, "...")
             answer = f"{text}\n\n```{{code-block}} python\n{found.remedy}\n```" if is_general else NEEDS_THE_CALL
-            if message != "<class '...'>":  # a KeyError, which has an entry
+            # a KeyError has an entry; rows without a pattern look at the error itself
+            if message not in ("", "<class '...'>"):
                 entries.setdefault(answer, []).append(message)
     lines = []
     for answer, messages in entries.items():

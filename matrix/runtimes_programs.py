@@ -120,7 +120,7 @@ def _moved(runner: Any, source: Any, case: Any) -> int:
     for inputs in strided(_tensors(runner, source, case.kwargs)):
         count += sum(not value.is_contiguous() for value in inputs.values())
         difference = largest_difference(expected, runner.run(inputs)["logits"])
-        if not difference <= source.allowed.tolerance:
+        if not difference <= source.asked.tolerance:
             raise DifferenceError(f"{case.name}, other strides: logits differ by {difference:.1e}")
     return count
 
@@ -153,7 +153,7 @@ def _refused(runner: Any, source: Any, case: Any) -> int:
                 padding = Padding()
                 padding.next_call(_with_whole_masks(kwargs, case.kwargs))
                 found, expected = padding.blank("logits", found), padding.blank("logits", expected)
-                if found.shape != expected.shape or not (found - expected).abs().max() <= source.allowed.tolerance:
+                if found.shape != expected.shape or not (found - expected).abs().max() <= source.asked.tolerance:
                     raise DifferenceError(f"{place}: other numbers than the model's")
     return count
 

@@ -14,7 +14,7 @@ from yobx_flatten import Leaf, find_unregistered, leaves
 from yobx_flatten.private_names.of_torch import pytree
 from yobx_flatten.recipe.aliases import PyTree
 
-from ..device.transfer import HeldMask, held
+from ..device.transfer import HeldMask, held, is_block_mask, leaf_test
 from ..errors import ConfigError, SplitError, UnregisteredObjectError
 from .spec import RoundPipePackedData, Rule, is_below, rule_for
 
@@ -161,7 +161,9 @@ class FlatTree:
 
     @classmethod
     def of(cls, tree: Any, name: str) -> FlatTree:
-        return cls(name, tree, leaves(held(tree), name=name))
+        found = leaves(_with_held_masks(tree), name=name)
+        found = [leaf._replace(value=HeldMask(leaf.value)) if is_block_mask(leaf.value) else leaf for leaf in found]
+        return cls(name, tree, found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,8 +180,8 @@ class FlatBatch:
         return iter((self.args, self.kwargs, self.label))
 
     def specs(self) -> tuple[pytree.TreeSpec, pytree.TreeSpec]:
-        call, label = held((self.args.tree, self.kwargs.tree)), held(self.label.tree)
-        return pytree.tree_structure(call), pytree.tree_structure(label)
+        call = _with_held_masks((self.args.tree, self.kwargs.tree))
+        return pytree.tree_structure(call), pytree.tree_structure(_with_held_masks(self.label.tree))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -189,6 +191,11 @@ class FlatMicrobatch:
     labels: list[Any]
     label_spec: pytree.TreeSpec
     rows: int | None  # number of rows, as in `Microbatch`
+
+
+def _with_held_masks(tree: PyTree) -> PyTree:
+    # a registered class would be flattened into tensors that cannot be split; `held` flattens the tree once more
+    return tree if leaf_test() is None else held(tree)
 
 
 def check_call(input_args: Any, input_kwargs: Any, loss_fn: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

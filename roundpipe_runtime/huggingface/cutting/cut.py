@@ -188,6 +188,10 @@ def cut(
             "\nGive cut a batch of the model:\n    cut(model, example=batch)",
         )
 
+    def refuse(error: Exception) -> None:
+        of_cut = (error.reason, str(error)) if isinstance(error, CutError) else None
+        refused.append(of_cut or ("structure", f"{type(error).__name__}: {error}"))
+
     with checking(model), torch.autocast("cpu", enabled=False):  # rounding would hide differences
         lists = candidates(model)
         with raised_as(does_not_run), torch.no_grad():  # a model may raise any error for an unsupported example
@@ -204,12 +208,10 @@ def cut(
         if len(large) > 1:
             choices.append(large[:1])
         for chosen in choices:
-            try:
-                return _try(model, chosen, kwargs, check and not is_planned, refused)
-            except CutError as error:
-                refused.append((error.reason, str(error)))
-            except Exception as error:  # a model may raise any error when stubs replace its layers
-                refused.append(("structure", f"{type(error).__name__}: {error}"))
+            # a model may raise any error when stubs replace its layers
+            attempt = partial(_try, model, chosen, kwargs, check and not is_planned, refused)
+            if (made := result_or(attempt, refuse)) is not None:
+                return made
     if not refused:
         refused.append(("layers", "The model has no list of two or more modules with parameters."))
     return whole(model, refused)

@@ -50,7 +50,9 @@ class OpenedModel:
         checkpoint = open_checkpoint(self.folder)
         assert checkpoint is not None
         remarks = (f"the model is loaded as a whole: {reason}.",)
-        return _whole(self.found, checkpoint, self.model.dtype, memory_available(), remarks)
+        _check_memory(self.found, checkpoint, self.model.dtype, memory_available(), remarks)
+        model, noted = self.found.load_with_remarks(dtype=str(self.model.dtype).removeprefix("torch."))
+        return OpenedModel(model, self.folder, remarks=(*remarks, *noted))
 
 
 def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) -> OpenedModel:
@@ -87,12 +89,14 @@ def open_model(found: FoundModel, *, dtype: str, weights: WeightsIn, to: str) ->
             return OpenedModel(model, found.folder, True, (shown, *noted), found)
         except NotStreamableError as reason:
             remarks = (f"the model is loaded as a whole: {reason}.",)
-    return _whole(found, checkpoint, wanted, free, remarks)
+    _check_memory(found, checkpoint, wanted, free, remarks)
+    model, noted = found.load_with_remarks(dtype=dtype)
+    return OpenedModel(model, found.reader_folder, remarks=(*remarks, *noted))
 
 
-def _whole(
+def _check_memory(
     found: FoundModel, checkpoint: Checkpoint, dtype: torch.dtype, free: int, remarks: tuple[str, ...]
-) -> OpenedModel:
+) -> None:
     size, name = checkpoint.bytes_as(dtype), str(dtype).removeprefix("torch.")
     is_mapped = set(checkpoint.types.values()) <= {_TYPES.get(dtype)}  # no stored weight is converted
     if size > free and not is_mapped:
@@ -101,8 +105,6 @@ def _whole(
             f"The weights of {found.name} take {format_bytes(size)} of memory in {name}, and {format_bytes(free)} are "
             f"available. {remedy[0].upper()}{remedy[1:]}"
         )
-    model, noted = found.load_with_remarks(dtype=name)
-    return OpenedModel(model, found.reader_folder, remarks=(*remarks, *noted))
 
 
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

@@ -158,7 +158,7 @@ def run_backward(call: Callable[[], T], code: Any, device: torch.device) -> T:
     """Run a backward, with the CPU's random generator locked if the backward recomputes a forward (checkpointing).
 
     A profiler looks for checkpointing in the first call of each layer only, so checkpointing that starts later is
-    missed. If the thread has a profiler, checkpointing is not detected, so every backward locks the CPU's generator.
+    missed. If the thread already has a profiler, checkpointing cannot be detected, so each backward takes the lock.
     """
     if traits_of(code).reenters.get(_mode(code)) is False:
         return call()

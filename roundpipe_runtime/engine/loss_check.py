@@ -1,8 +1,8 @@
 """Check on a few rows how the losses of microbatches add up, before a pipeline call computes gradients.
 
 The layers compute outputs for a few rows of the batch, and again for two parts of these rows. `batch/loss_proof` calls
-the loss function with the outputs of the few rows, and with the outputs of each part. If the few rows have only ignored
-labels or no finite loss, outputs of a whole microbatch are used. Loss function and random generators do not change.
+the loss function with the outputs of the few rows, and with the outputs of each part. If all labels of these rows are
+ignored, or no loss is finite, the check uses a whole microbatch. Loss function and random generators do not change.
 """
 
 # loss_reduction="auto"    use matching weights of microbatches; if there are none, compute the loss of joined outputs

@@ -138,7 +138,7 @@ def wrap_model_to_roundpipe(
     if roundpipe_kwargs.get("compile") and made.report.is_whole:
         raise ConfigError(
             f"{made.report.model} runs as one module, so it has no layers to compile. Split the model with "
-            "lower_threshold=0, or leave compile out."
+            "lower_threshold=0, or call without compile=."
         )
     return WrappedModel(made, name=name, model_run_config=config, **roundpipe_kwargs)
 

@@ -153,7 +153,7 @@ class DiskStore(ParameterStore):
             reason = "was given a closure" if has_closure else "does not update one parameter after the other"
             raise ConfigError(
                 f'{type(optimizer).__name__} {reason}, but host="disk:{self.memory.folder}" steps layer by layer. Use '
-                "AdamW without a closure, for example, or train in memory:\n"
+                "AdamW without a closure, for example, or keep the model in memory:\n"
                 '    RoundPipe(model, host="memory")'
             )
         contents = scan(self._layers)

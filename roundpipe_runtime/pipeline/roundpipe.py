@@ -160,8 +160,8 @@ class RoundPipe(OptimizedModel):
         host: with ``"disk:DIR"``, parameters, gradients, master weights and optimizer state are in a scratch file in
             this folder, and only a few layers are in memory at a time (default: ``"memory"``). Results are unchanged.
         update: what the optimizer updates (default: ``"masters"``). ``"masters"``: master weights of dtype
-            ``optim_dtype``, which a step rounds into the parameters. ``"in_place"``: the parameters of the model, which
-            are converted to ``optim_dtype``; uploads round them to their original dtype. ``"in_backward"``: as
+            ``optim_dtype``, which a step rounds into the parameters. ``"in_place"``: the parameters of the model
+            themselves, converted to ``optim_dtype``; uploads round them to their original dtype. ``"in_backward"``: as
             ``"in_place"``, but ``forward_backward`` updates each layer when the gradients of the layer are complete,
             see :meth:`step_with`. Results do not depend on ``update``.
 

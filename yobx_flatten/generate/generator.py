@@ -227,8 +227,8 @@ class Generator:
             if a vocoder is given, the waveform that the vocoder makes.
 
         Raises:
-            InvalidArgumentError: when the files generate text, the inputs do not fit the model or each other, or
-                transformers refuses a keyword.
+            InvalidArgumentError: when the exported model generates text instead of speech, when the inputs do not fit
+                the model or each other, or when transformers refuses a keyword.
             GenerationError: when an exported file raises an error while it runs.
             MissingDependencyError: when transformers is not installed.
         """

@@ -257,7 +257,7 @@ def replace(found: Any, namespace: str, cls: type, register: Callable[[], object
 
 @contextlib.contextmanager
 def order_kept(found: Any) -> Iterator[None]:
-    """Restore the order of optree's classes after the ``with`` block, since optree appends a registered class."""
+    """Restore the order of optree's table of classes after the ``with`` block, in which a class may move to its end."""
     table = _table()
     order = list(table) if found is not None else []
     try:

@@ -225,10 +225,9 @@ def groups_of(rank: int, size: int, replicas: int) -> range:
 
 
 def rows_of_rank(rows: int, rank: int, size: int, replicas: int) -> list[int]:
-    """Return the indices of the rows of a global batch that one rank trains, group after group.
+    """Return the indices of the rows of a global batch that one rank trains, row group after row group.
 
-    To get the rows of each group, split the returned indices with ``torch.tensor_split`` into the rank's number of
-    groups.
+    ``torch.tensor_split(indices, n)`` returns the rows of each row group, if the rank trains ``n`` row groups.
 
     >>> rows_of_rank(7, 1, 2, 4)
     [2, 3, 6]

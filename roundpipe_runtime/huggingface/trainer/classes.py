@@ -326,8 +326,8 @@ class RoundPipeTrainer(PipelineTrainer):
         if self.args.world_size > 1 and self._rp_has_other_loss():
             if self.pipeline.replicas != self.args.world_size:
                 raise ConfigError(
-                    f"{type(self).__name__} computes its own loss in each process, so the number of groups must be the "
-                    f"number of processes, {self.args.world_size}. Leave replicas={self.pipeline.replicas} out."
+                    f"{type(self).__name__} computes its own loss in each process, so a batch must have one group of "
+                    f"rows per process, {self.args.world_size}. Leave replicas={self.pipeline.replicas} out."
                 )
             return super().get_train_dataloader()
         prepare = self.accelerator.prepare

@@ -50,7 +50,7 @@ def choice_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]
 
 
 def two_tower_pieces(model: TransformersModel, split: Split = EVERY) -> list[Piece]:
-    """Return the file to export for a model, such as CLIP, that scores every pair of a text and a picture."""
+    """Describe the exported file of a model, such as CLIP, that scores every pair of a text and a picture."""
     vision, rows = model.config.vision_config, split.rows
     room = getattr(model.config.text_config, "max_position_embeddings", 16)
 

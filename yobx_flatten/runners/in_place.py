@@ -46,13 +46,16 @@ class InPlaceCache(dict[str, Any]):
 
     def crop(self, kept: int) -> None:
         """Remove the last tokens from the cache tensors that are updated in place, so that ``kept`` tokens remain."""
+        raise NotImplementedError
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Select rows of the batch in the cache tensors that are updated in place, as beam search needs."""
         # rows: for each new row the index of an old row
+        raise NotImplementedError
 
     def grown(self, tokens: int) -> None:
         """Record that a call has appended the keys and values of ``tokens`` tokens to the buffers."""
+        raise NotImplementedError
 
 
 def new_tokens(feeds: Mapping[str, torch.Tensor]) -> int:

@@ -384,7 +384,7 @@ def _read(
         kinds: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
             "optimizer": (parts.optimizers, stored["optimizers"]),
             "scheduler": (parts.schedulers, stored["schedulers"]),
-            "scaler": (_as_list(parts.scaler), _as_list(stored["scaler"])),
+            "scaler": (_at_most_one(parts.scaler), _at_most_one(stored["scaler"])),
         }
         for kind, (given, there) in kinds.items():
             if given and len(given) != len(there):
@@ -401,12 +401,17 @@ def _read(
     return stored, tensors
 
 
+def _at_most_one(value: Any) -> list[Any]:
+    return [] if value is None else [value]  # the state of a scaler may be a list
+
+
 def _undo_of(part: Any) -> Callable[[], None]:
     """Return a function that restores the current state of an optimizer, scheduler or scaler."""
     # part: object with `state_dict` and `load_state_dict`
     if hasattr(part, "param_groups") and hasattr(part, "state"):
         # not copied: a load replaces the tensors
-        return partial(part.__setstate__, {"state": part.state, "param_groups": part.param_groups})
+        held = {"state": part.state, "param_groups": part.param_groups}
+        return lambda: part.__setstate__(held)  # a wrapper of an optimizer may lack the method
     before = copy.deepcopy(part.state_dict())
 
     def load_back() -> None:

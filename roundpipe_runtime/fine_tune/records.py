@@ -94,8 +94,9 @@ def record_of(logs: Mapping[str, float], step: int) -> StepRecord | EvalRecord |
         return EvalRecord(step, logs["eval_loss"], int(logs["eval_tokens"]), logs["eval_runtime"])
     if "loss" not in logs:
         return None
-    known: dict[str, Any] = {field.name: logs.get(field.name) for field in dataclasses.fields(StepRecord)}
-    return StepRecord(**{**known, "step": step, "lr": logs["learning_rate"]})
+    known: dict[str, Any] = {"grad_norm": None, "device_bytes": None, **logs}  # the others must be there
+    names = {field.name for field in dataclasses.fields(StepRecord)} - {"step", "lr"}
+    return StepRecord(step=step, lr=logs["learning_rate"], **{name: known[name] for name in names})
 
 
 def process_memory() -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -42,7 +41,8 @@ class LayerCost:
     grad_bytes: int = 0
 
     def __add__(self, other: LayerCost) -> LayerCost:
-        return LayerCost(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+        names = ("forward", "backward", "param_bytes", "grad_bytes")
+        return LayerCost(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 def layer_costs(model: Any) -> list[LayerCost]:

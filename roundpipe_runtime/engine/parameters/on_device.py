@@ -204,11 +204,11 @@ class LayerOnDevice:
             raise self._wrote_parameter([not one for one in found])
 
     def _has_numbers_of(self, parameter: nn.Parameter, copy: nn.Parameter, source: torch.Tensor) -> bool | torch.Tensor:
-        parts = self.partial.present_parts(parameter, copy, source)
-        if parts is None:
+        with torch.no_grad():  # the parts are views
+            parts = self.partial.present_parts(parameter, copy, source)
+            found = None if parts is None else [self._are_as_copied(*part) for part in parts]
+        if found is None:
             return self._are_as_copied(copy, source, sent_dtype(parameter))
-        with torch.no_grad():
-            found = [self._are_as_copied(*part) for part in parts]
         there = [one for one in found if isinstance(one, torch.Tensor)]
         with self.device.computing(self.ready):
             return torch.stack(there).all() if there and len(there) == len(found) else all(map(bool, found))

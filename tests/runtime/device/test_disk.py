@@ -179,7 +179,7 @@ def test_a_folder_that_is_memory_is_refused():
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"no such folder. Create it:\n    mkdir -p .*nowhere"):
+    with pytest.raises(ConfigError, match=r"does not exist\. Create the folder:\n    mkdir -p .*nowhere"):
         DiskMemory(tmp_path / "nowhere")
 
 

@@ -365,7 +365,7 @@ def hooked(optimizer):
     ("make", "match"),
     [
         (lambda pipe: None, r"needs the optimizer before forward_backward(.|\n)*step_with"),
-        (lambda pipe: give(pipe, Clips(pipe.optim_parameters(), lr=0.1)), "one parameter after the other"),
+        (lambda pipe: give(pipe, Clips(pipe.optim_parameters(), lr=0.1)), "if parameters are updated one by one"),
         (lambda pipe: hooked(adam(pipe)), "has hooks around its step"),
         (
             lambda pipe: give(pipe, torch.optim.SGD(list(pipe.optim_parameters())[:2], lr=0.1)),

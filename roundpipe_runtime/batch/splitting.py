@@ -248,7 +248,8 @@ def _split_by_functions(
     labels: list[Any] | None = None
     args, kwargs, label = (flat.tree for flat in batch)
     given, given_label = {"args": args, "kwargs": kwargs}, {"label": label}
-    inputs = [leaf.value for leaf in (*batch.args.leaves, *batch.kwargs.leaves)]
+    # a rule that does not fit raises before a function of the user is called
+    inputs = [entry.value for flat in (batch.args, batch.kwargs) for entry in entries_of_flat(flat, rules)]
     packed = [value for value in inputs if isinstance(value, RoundPipePackedData)]
     if _is_function(split_input):
         made = split_input(args, kwargs, num_microbatch)

@@ -440,6 +440,7 @@ def clip_grad_norm(
             parts[-1][ranks.rank % ranks.num_shards].copy_(of_rows)
             of_rows = whole
         sums.append(of_rows)
+        del rows, values  # as large as the gradient
     ranks.gather(parts, ranks.shard_members(), "step")
     if math.isinf(norm_type):
         norm = max((float(rows.max()) for rows in sums if rows.numel()), default=0.0)

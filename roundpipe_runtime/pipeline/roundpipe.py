@@ -109,17 +109,16 @@ def forward_backward_method(method: Callable[..., object]) -> ForwardBackward:
 
 def back_from(outputs: PyTree, label: Any, loss_fn: Callable[[Any, Any], Any], return_outputs: bool) -> PyTree:
     found = shapes_of([leaf for leaf in pytree.tree_leaves((outputs, label)) if isinstance(leaf, torch.Tensor)])
-    with torch.enable_grad():
-        with noting(f"In the loss, called once with the joined outputs and the labels of all rows: tensors {found}"):
-            # outputs of microbatches carry the weights of their losses, but joined outputs do not
-            own = getattr(loss_fn, "__wrapped__", loss_fn) if hasattr(loss_fn, "has_proven_weights") else loss_fn
-            loss = own(outputs, label)
+    note = f"In the loss, called once with the joined outputs and the labels of all rows: tensors {found}"
+    with torch.enable_grad(), noting(note):
+        # outputs of microbatches carry the weights of their losses, but joined outputs do not
+        own = getattr(loss_fn, "__wrapped__", loss_fn) if hasattr(loss_fn, "has_proven_weights") else loss_fn
         contract = LossContract("sum", [1])  # the whole batch is one microbatch
-        terms = contract.add(0, loss)
+        terms = contract.add(0, own(outputs, label))
+        scale, loss = contract.gradient_scale(), contract.total()  # before the backward, which may fail
     if terms:
-        scale = contract.gradient_scale()
         torch.autograd.backward([term.tensor for term in terms], [term.seed * scale for term in terms])
-    total = pytree.tree_map(torch.Tensor.cpu, contract.total())
+    total = pytree.tree_map(torch.Tensor.cpu, loss)
     return (total, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)) if return_outputs else total
 
 

@@ -147,6 +147,7 @@ def prove(
             elif case.name != INFINITIES:
                 reason = " ".join(result.error.split())[:200]
                 report.remark(f"the program refuses inputs that the module accepts ({case.name}; {reason}).")
+    asked = dataclasses.replace(asked, cases=None)  # cases that are left out are not kept alive
     return Source(asked, example, traced, cases, yardstick=report.yardstick, varied=varied)
 
 

@@ -113,9 +113,9 @@ def _end(owner: int, number: int, connection: Connection) -> None:
 
 def _serve(connection: Connection, function: Callable[..., Any]) -> None:
     try:
+        gc.freeze()  # a collection would run finalizers of the caller's objects
         import resource
 
-        gc.freeze()  # a collection would run finalizers of the caller's objects
         # files of the caller would otherwise stay open, and locked, until this process ends
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, 2**16)
@@ -141,11 +141,11 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
             except MemoryError:
                 answer = pickle.dumps((False, LimitError(f"it needs more than {_MEMORY / 1e9:.1f} GB of memory")))
             except Exception as error:  # it is raised in the caller
-                found: Exception = RuntimeError(f"{type(error).__name__}: {error}")
+                found: Exception | None = None
                 with contextlib.suppress(Exception):
                     pickle.loads(pickle.dumps(error))  # fails for errors that pickle cannot copy
                     found = error
-                answer = pickle.dumps((False, found))
+                answer = pickle.dumps((False, found or RuntimeError(f"{type(error).__name__}: {error}")))
             connection.send_bytes(answer)
     finally:
         os._exit(0)  # also after an error: the child never returns to the code of the caller

@@ -152,6 +152,10 @@ def _is_numpy_dtype(value: Any) -> bool:
     return name is not None and _numpy_dtype(name) == value
 
 
+def _numpy_scalar(name: str, content: str) -> Any:
+    return importlib.import_module("numpy").frombuffer(bytes.fromhex(content), _numpy_dtype(name))[0]
+
+
 def _load_dataclass(name: str, values: dict[str, Any]) -> Any:
     cls = find_named(name, "dataclass")
     obj = object.__new__(cls)
@@ -200,6 +204,11 @@ def _put_items(values: dict[Any, Any], put: _Put) -> list[Any]:
     return [[put(k, f" key {k!r}"), put(x, f"[{k!r}]")] for k, x in values.items()]
 
 
+def _load_items(data: list[Any]) -> dict[Any, Any]:
+    # `dict` of an object that a file names could call functions: each pair stays a list until it is unpacked
+    return {load_static(k): load_static(x) for k, x in data}
+
+
 # The first row that fits is used, so a subclass is before its base class.
 _KINDS: dict[str, _Kind] = {
     # combined and empty flags have no name
@@ -222,8 +231,8 @@ _KINDS: dict[str, _Kind] = {
     ),
     "set": _Kind(lambda v: type(v) is set, _put_sorted, lambda d: {load_static(x) for x in d}),
     "frozenset": _Kind(lambda v: type(v) is frozenset, _put_sorted, lambda d: frozenset(load_static(x) for x in d)),
-    "dict": _Kind(lambda v: type(v) is dict, _put_items, lambda d: dict(load_static(d))),
-    "ordered": _Kind(lambda v: type(v) is OrderedDict, _put_items, lambda d: OrderedDict(load_static(d))),
+    "dict": _Kind(lambda v: type(v) is dict, _put_items, _load_items),
+    "ordered": _Kind(lambda v: type(v) is OrderedDict, _put_items, lambda d: OrderedDict(_load_items(d))),
     "dtype": _Kind(lambda v: isinstance(v, torch.dtype), lambda v, put: str(v).removeprefix("torch."), _load_dtype),
     "device": _Kind(lambda v: isinstance(v, torch.device), lambda v, put: str(v), torch.device),
     "slice": _Kind(
@@ -239,7 +248,7 @@ _KINDS: dict[str, _Kind] = {
     "numpy": _Kind(
         lambda v: _is_of("numpy", "generic", v) and _is_numpy_dtype(v.dtype) and not v.dtype.hasobject,
         lambda v, put: [_name_of(v.dtype.type), v.tobytes().hex()],
-        lambda d: importlib.import_module("numpy").frombuffer(bytes.fromhex(d[1]), _numpy_dtype(d[0]))[0],
+        lambda d: _numpy_scalar(*d),
     ),
     # transformers configurations, which several caches store
     "config": _Kind(

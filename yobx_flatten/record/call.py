@@ -222,7 +222,7 @@ class Fact(NamedTuple):
         return self.dtype is not None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Snapshot:
     """A copy of a recorded call's inputs or outputs; :meth:`restore` returns another copy that may be changed."""
 

@@ -86,6 +86,7 @@ class ExecuTorchRunner(CheckedRunner):
 
     def _call_in_place(self, tensors: list[torch.Tensor], cache: InPlaceCache, tokens: int) -> Sequence[torch.Tensor]:
         assert isinstance(cache, TensorBuffers)
+        assert cache._room is room_for  # not a cache of another runtime, which grows past the bounds of the file
         assert self._rows is not None
         cache.reserve(tokens)
         axes = self._rows.inputs

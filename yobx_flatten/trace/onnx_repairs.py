@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     ir, passes = onnx_ir, onnx_ir.passes.common
 else:
-    ir, passes = _Library("onnx_ir"), _Library("onnx_ir.passes.common")
+    ir, passes = _Library("onnx_ir"), _Library("onnx_ir.passes.common:")
 
 
 def _like(value: float, like: OnnxValue) -> OnnxValue:

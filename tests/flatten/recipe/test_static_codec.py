@@ -20,6 +20,7 @@ from yobx_flatten.errors import StaticDataError
 from yobx_flatten.recipe import safe_names
 from yobx_flatten.recipe.contract import HeldStatic, hashable, original, own_copy
 from yobx_flatten.recipe.static_codec import check_static, dump_static, is_array, load_static
+from yobx_flatten.trees import walk
 
 
 class Color(enum.Enum):
@@ -293,6 +294,24 @@ def test_a_configuration_of_another_library_is_refused_by_the_check():
 def test_data_of_a_newer_version_is_refused():
     with pytest.raises(StaticDataError, match=r"kind 'quaternion'.*\n?.*pip install --upgrade yobx-flatten"):
         load_static([{"!quaternion": [1, 2, 3, 4]}])
+
+
+CALLED = []
+
+
+def note_a_call():
+    CALLED.append("called")
+    return []
+
+
+@pytest.mark.parametrize("kind", ["dict", "ordered"])
+def test_items_of_a_dict_are_not_read_from_an_object_that_a_file_names(kind):
+    """`dict(obj)` calls `obj.keys()`, and a file may name a named tuple with a field `keys`."""
+    node = {"!namedtuple": [f"{walk.__name__}:Node", [{"!function": f"{__name__}:note_a_call"}, [], None]]}
+    assert load_static(node).keys is note_a_call
+    with pytest.raises(ValueError, match="unpack"):
+        load_static({f"!{kind}": node})
+    assert CALLED == []
 
 
 @pytest.mark.parametrize("kind", ["flag", "enum", "namedtuple"])

@@ -346,7 +346,7 @@ def loss_fn_with_weight(
     """Wrap ``loss_fn`` so that it takes ``(output, label count, rows)`` of a microbatch and returns a weighted loss."""
     # batch: function that returns the rows of the batch; `None` for models that compute no loss
     # two variables, not a dict: the loss is checked again if an object in the closure is another one
-    is_share, proven = gives_share(kwargs), is_proven(kwargs)
+    is_share, was_checked = gives_share(kwargs), is_proven(kwargs)
 
     def weighted_loss(outputs: PyTree, labels: Any) -> Any:
         output, count, rows = outputs
@@ -354,7 +354,7 @@ def loss_fn_with_weight(
         if batch is None or not isinstance(result, torch.Tensor):
             return result
         if rows < batch():
-            check_weights([count, count], is_share=is_share, is_proven=proven)
+            check_weights([count, count], is_share=is_share, is_proven=was_checked)
         elif not 0 < count < math.inf:  # the whole batch
             return WeightedLoss(result, 1.0)
         if count < 0:  # the loss is a share of the batch's loss, and shares are added

@@ -125,9 +125,8 @@ class _Values:
 
     def initializers(self) -> dict[str, ir.TensorProtocol]:
         """Return the weights of the file by name; the data of a weight is read when the weight is used."""
-        load = ir.load  # imports the library
         with damage_as(DamagedFileError, str(self.path)):
-            held = load(self.path).graph.initializers
+            held = ir.load(self.path).graph.initializers
         return {name: value.const_value for name, value in held.items() if value.const_value is not None}
 
 

@@ -145,7 +145,9 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
                 with contextlib.suppress(Exception):
                     pickle.loads(pickle.dumps(error))  # fails for errors that pickle cannot copy
                     found = error
-                answer = pickle.dumps((False, found or RuntimeError(f"{type(error).__name__}: {error}")))
+                if found is None:
+                    found = RuntimeError(f"{type(error).__name__}: {error}")
+                answer = pickle.dumps((False, found))
             connection.send_bytes(answer)
     finally:
         os._exit(0)  # also after an error: the child never returns to the code of the caller

@@ -191,7 +191,11 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
 
 
 def _grouped_mm(
-    rows: torch.Tensor, weight: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Any:
     if offs is None or weight.dim() != 3 or rows.dim() != 2 or bias is not None or out_dtype is not None:
         return NotImplemented

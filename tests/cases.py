@@ -6,16 +6,9 @@ from typing import Any
 
 import pytest
 
-__all__ = ["cases", "examples"]
-
 
 def cases(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Return the cases of a claim; `make test` runs the quick ones, `make extended` the others.
-
-    Args:
-        values: all cases; of several parameters, a tuple of them.
-        quick: those that the claim is checked with each time.
-    """
+    """Return the cases of a claim; `make test` runs the quick ones, `make extended` the others."""
     values = list(values)
     unknown = [value for value in quick if value not in values]
     if unknown or not quick:
@@ -24,11 +17,7 @@ def cases(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
 
 
 def examples(count: int) -> int:
-    """Return how many examples a property draws: all in CI, and a third in `make test`, which draws others each time.
-
-    Args:
-        count: number of all examples.
-    """
+    """Return how many examples a property draws: all in CI, and a third, other ones each time, in `make test`."""
     return count if os.environ.get("CI") else max(1, count // 3)
 
 

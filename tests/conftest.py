@@ -85,9 +85,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("extended")
     if config.option.part:
         part, parts = map(int, config.option.part.split("/"))
-        is_mine = {item: zlib.crc32(item.nodeid.partition("::")[0].encode()) % parts == part for item in items}
-        config.hook.pytest_deselected(items=[item for item in items if not is_mine[item]])
-        items[:] = [item for item in items if is_mine[item]]
+
+        def is_mine(item: pytest.Item) -> bool:
+            return zlib.crc32(item.nodeid.partition("::")[0].encode()) % parts == part
+
+        config.hook.pytest_deselected(items=[item for item in items if not is_mine(item)])
+        items[:] = filter(is_mine, items)
 
 
 def pytest_collection_finish() -> None:

@@ -6,8 +6,6 @@ import signal
 import sys
 from collections.abc import Callable
 
-__all__ = ["interrupt_at_line", "press"]
-
 # A block `with` ends in a call with three times None. Its line comes again before that, and Python looks for signals
 # after calls, but not there.
 _WITH_ENDS = bytes([dis.opmap["LOAD_CONST"]]) * 3
@@ -18,12 +16,9 @@ def press() -> None:
 
 
 def interrupt_at_line(number: int, call: Callable[[], object], *, files: tuple[str, ...] = ("",)) -> bool:
-    """Call, with SIGINT before the given line that runs in this thread; tell whether there were so many.
+    """Call, with SIGINT before the given line that runs in this thread, of files with these parts of a path.
 
-    Args:
-        number: 0 is the first line.
-        call: what is interrupted.
-        files: count the lines of files in whose path one of these occurs.
+    It returns whether there were so many lines.
     """
     lines = itertools.count()
     pressed = False

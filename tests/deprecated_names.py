@@ -14,13 +14,10 @@ import sys
 import warnings
 from typing import Any
 
-__all__ = ["hear", "heard", "listen", "said"]
-
 # "`x` is deprecated ... Use `cache` instead.", "Both `x` and `cache` are set ... ignoring deprecated `x`=..."
 _LINE = re.compile(r"deprecated\b.*Use `cache` instead|Using `cache=.*ignoring deprecated")
 
-heard: list[str] = []
-"""The lines so far."""
+heard: list[str] = []  # the lines so far
 
 
 def hear(text: str) -> None:
@@ -47,12 +44,8 @@ def listen() -> None:
         module.warnings = _Warnings()
 
 
-class _Handler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        hear(record.getMessage())
-
-
-_HANDLER = _Handler(logging.WARNING)
+_HANDLER = logging.Handler(logging.WARNING)
+_HANDLER.emit = lambda record: hear(record.getMessage())
 
 
 class _Warnings:

@@ -32,8 +32,6 @@ from pathlib import Path
 
 from tests import deprecated_names
 
-__all__ = ["ROOT", "TRAINER", "Program", "run", "start"]
-
 _MODULES = {
     "torch": ["_dynamo", "distributed.checkpoint", "distributed.pipelining", "distributed.tensor"],
     "safetensors": ["torch"],
@@ -102,13 +100,10 @@ class _Server:
     def start(self, request: Mapping[str, object]) -> int:
         """Start a program; return its process."""
         self._socket.sendall(f"{json.dumps(request)}\n".encode())
-        return self._number(timeout=240)
+        return self.number(timeout=240)
 
-    def status(self, timeout: float) -> int:
-        """Return the exit status of the program; raise `TimeoutError` if it takes longer."""
-        return self._number(timeout)
-
-    def _number(self, timeout: float) -> int:
+    def number(self, timeout: float) -> int:
+        """Return the process of the program, and then its exit status; raise `TimeoutError` if it takes longer."""
         self._socket.settimeout(timeout)
         line = b""
         while not line.endswith(b"\n"):  # byte by byte, so that what comes next is still in the socket
@@ -135,25 +130,19 @@ _servers: dict[str, _Server] = {}
 
 
 class Program:
-    """A program that runs, and what can be asked of it, inside of a `with`, whose end is also its own.
-
-    Attributes:
-        returncode: its exit status, as `subprocess` states it; `None` while it runs.
-    """
+    """A program that runs, and what can be asked of it, inside of a `with`, whose end is also its own."""
 
     def __init__(self, server: str, request: Mapping[str, object], folder: tempfile.TemporaryDirectory[str]) -> None:
-        self.returncode: int | None = None
+        self.returncode: int | None = None  # as `subprocess` states it; `None` while it runs
         self._server, self._folder = server, folder
         self._pid = _servers[server].start(request)
 
     @property
     def stdout(self) -> str:
-        """What it has written so far."""
         return Path(self._folder.name, "stdout").read_text()
 
     @property
     def stderr(self) -> str:
-        """What it has written so far."""
         return Path(self._folder.name, "stderr").read_text()
 
     def poll(self) -> int | None:
@@ -164,7 +153,7 @@ class Program:
         """Return the exit status; a program that takes longer is killed, and `TimeoutError` raised."""
         if self.returncode is None:
             try:
-                self.returncode = _servers[self._server].status(timeout)
+                self.returncode = _servers[self._server].number(timeout)
             except BaseException:
                 self.returncode = -signal.SIGKILL
                 _servers.pop(self._server).kill()
@@ -198,27 +187,13 @@ class Program:
 
 def start(
     *arguments: str | Path,
-    cwd: str | Path = ROOT,
-    env: Mapping[str, str] | None = None,
-    imported: str = "torch",
-    terminal: str | None = None,
-    together: bool = False,
+    cwd: str | Path = ROOT,  # where the program finds the modules of the tests
+    env: Mapping[str, str] | None = None,  # by default that of the tests
+    imported: str = "torch",  # or TRAINER
+    terminal: str | None = None,  # the path of a terminal to write to; by default a file each for stdout and stderr
+    together: bool = False,  # whether `stdout` also holds what is written to stderr, in order
 ) -> Program:
-    """Start a program in a fork of a process that has imported torch; one at a time.
-
-    Args:
-        *arguments: as those of Python: `-c`, a program and its arguments, or `-m`, a module and its arguments.
-        cwd: the working directory; by default the repository, where the program finds the modules of the tests.
-        env: the environment; by default that of the tests.
-        imported: modules that are imported in the process, by default `torch`; `TRAINER` is the other choice.
-        terminal: the path of a terminal to write to; by default a file each for stdout and stderr.
-        together: whether `stdout` also holds what is written to stderr, in order; by default `False`.
-
-    Returns:
-        The program, which runs.
-    """
-    if not _servers:
-        atexit.register(_close)
+    """Start a program, with arguments as those of Python, in a fork of a process that has imported torch."""
     if imported not in _servers:
         _servers[imported] = _Server(imported)
     folder = tempfile.TemporaryDirectory()
@@ -244,19 +219,7 @@ def run(
     timeout: float = 240,
     check: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program as :func:`start` does, to its end.
-
-    Args:
-        *arguments: as for :func:`start`.
-        cwd: as for :func:`start`.
-        env: as for :func:`start`.
-        imported: as for :func:`start`.
-        timeout: seconds after which the program is killed and `TimeoutError` raised.
-        check: fail with what the program wrote to stderr if it does not exit with 0.
-
-    Returns:
-        What `subprocess.run` returns, with the output as text.
-    """
+    """Run a program as :func:`start` does, to its end; after `timeout` seconds it is killed."""
     with start(*arguments, cwd=cwd, env=env, imported=imported) as program:
         status = program.wait(timeout)
         done = subprocess.CompletedProcess(arguments, status, program.stdout, program.stderr)
@@ -264,6 +227,7 @@ def run(
     return done
 
 
+@atexit.register
 def _close() -> None:
     while _servers:
         _servers.popitem()[1].close()

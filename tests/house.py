@@ -8,8 +8,6 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Found", "budgets", "measured"]
-
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("yobx_flatten", "roundpipe_runtime")
 

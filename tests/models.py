@@ -18,11 +18,6 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCa
 
 from tests.cache_words import WORD
 
-__all__ = [
-    "BART_SIZES", "ENCODER_DECODERS", "SIZES", "T5_SIZES", "WINDOW", "Started", "continued_alike", "go_on",
-    "make_model", "new_cache", "start",
-]  # fmt: skip
-
 WINDOW = 8
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -33,32 +28,20 @@ BART_SIZES["d_model"] = 32
 T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 _NO_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MIXED = ["sliding_attention", "full_attention"]
+_WINDOWED = {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}
 
 # name -> configuration class, model class, what differs from _SIZES
 _MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": WINDOW}),
-    "gemma2": (
-        "Gemma2Config",
-        "Gemma2ForCausalLM",
-        {"sliding_window": WINDOW, "layer_types": _MIXED, "query_pre_attn_scalar": 8},
-    ),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_WINDOWED, "layer_types": _MIXED}),
     # a full layer first, and two windows: the other order than gemma2's
     "gemma3": (
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
-        {
-            "sliding_window": WINDOW,
-            "num_hidden_layers": 3,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-            "query_pre_attn_scalar": 8,
-        },
+        {**_WINDOWED, "num_hidden_layers": 3, "layer_types": [_MIXED[1], _MIXED[0], _MIXED[0]]},
     ),
-    "t5": (
-        "T5Config",
-        "T5ForConditionalGeneration",
-        {**T5_SIZES, "decoder_start_token_id": 0},
-    ),
+    "t5": ("T5Config", "T5ForConditionalGeneration", {**T5_SIZES, "decoder_start_token_id": 0}),
     "bart": (
         "BartConfig",
         "BartForConditionalGeneration",
@@ -95,21 +78,13 @@ def new_cache(name: str, *, static: bool = False, room: int = 32) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """A model, the cache it has filled, and what the next step needs.
-
-    Attributes:
-        name: the model's.
-        cache: holds the tokens seen so far.
-        mask: (batch, tokens seen), 0 where a row is padded on its left; `None` without padding.
-        tokens: (batch, 1), the next input.
-        encoded: the encoder's output, or `None`.
-    """
+    """A model, the cache it has filled, and what the next step needs."""
 
     name: str
     cache: Any
-    mask: torch.Tensor | None
-    tokens: torch.Tensor
-    encoded: Any
+    mask: torch.Tensor | None  # (batch, tokens seen), 0 where a row is padded on its left; `None` without padding
+    tokens: torch.Tensor  # (batch, 1), the next input
+    encoded: Any  # the encoder's output, or `None`
 
     @property
     def model(self) -> Any:
@@ -120,16 +95,7 @@ class Started:
 def start(
     name: str, *, past: int = 5, batch: int = 2, left_padding: int = 0, static: bool = False, cache: Any = None
 ) -> Started:
-    """Run the model over random tokens.
-
-    Args:
-        name: see `make_model`.
-        past: tokens per row.
-        batch: rows.
-        left_padding: so many tokens of the first row are padding.
-        static: use static caches.
-        cache: an empty cache to fill; by default `new_cache(name, static=static)`.
-    """
+    """Run the model over `past` random tokens in each row, of which so many of the first row are padding."""
     model = make_model(name)
     generator = torch.Generator().manual_seed(1000 * past + 10 * batch + left_padding)
     tokens = torch.randint(3, _SIZES["vocab_size"], (batch, past), generator=generator)
@@ -147,14 +113,7 @@ def start(
 
 @torch.no_grad()
 def go_on(started: Started, cache: Any = None, *, steps: int = 8, chunk: int = 1) -> list[torch.Tensor]:
-    """Generate greedily and return the logits of each step, (batch, chunk, vocabulary).
-
-    Args:
-        started: where to go on from.
-        cache: the cache to use, and change; by default the started one.
-        steps: number of calls.
-        chunk: tokens per call; more than one repeats the chosen token.
-    """
+    """Generate greedily and return the logits of each step, (batch, chunk, vocabulary); a chunk repeats a token."""
     cache = started.cache if cache is None else cache
     tokens, mask, found = started.tokens, started.mask, []
     for _ in range(steps):

@@ -93,16 +93,12 @@ def take() -> Snapshot:
         settings={
             "torch.fx.experimental._config.use_duck_shape": fx_config.use_duck_shape,
             "kernels of the attention": dict(torch.ops.aten.scaled_dot_product_attention.default.py_kernels),
-            **_dynamo_settings(),
+            "torch._dynamo.config.fake_tensor_cache_enabled": getattr(
+                sys.modules.get("torch._dynamo.config"), "fake_tensor_cache_enabled", True
+            ),
         },
         modules=frozenset(sys.modules),
     )
-
-
-def _dynamo_settings() -> dict[str, object]:
-    config = sys.modules.get("torch._dynamo.config")
-    name = "fake_tensor_cache_enabled"
-    return {} if config is None else {f"torch._dynamo.config.{name}": getattr(config, name)}
 
 
 def differences(before: Snapshot, after: Snapshot) -> list[str]:
@@ -126,7 +122,6 @@ def differences(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def changes_since(before: Snapshot) -> list[str]:
-    """Return what changed in any registry since that picture was taken, one line each."""
     return differences(before, take())
 
 
@@ -151,14 +146,6 @@ def _node_entries(keys: Iterable[type], nodes: Iterable[Any]) -> Iterable[Entry]
     return (Entry(cls, cls, tuple(node)) for cls, node in zip(keys, nodes, strict=True))
 
 
-def _name_entries(names: Iterable[str], classes: Iterable[type]) -> Iterable[Entry]:
-    return (Entry(name, cls, (cls,)) for name, cls in zip(names, classes, strict=True))
-
-
-def _class_entries(classes: Iterable[type], nothing: Iterable[Any]) -> Iterable[Entry]:
-    return (Entry(cls, cls, ()) for cls in classes)
-
-
 def _function_entries(keys: Iterable[type], functions: Iterable[Any]) -> Iterable[Entry]:
     return (Entry(cls, cls, (function,)) for cls, function in zip(keys, functions, strict=True))
 
@@ -180,8 +167,10 @@ def _optree_entries(keys: Iterable[Any], nodes: Iterable[Any]) -> Iterable[Entry
 _ENTRIES: Mapping[str, Callable[..., Iterable[Entry]]] = {
     "torch.utils._pytree.SUPPORTED_NODES": _node_entries,
     "torch.utils._pytree.SUPPORTED_SERIALIZED_TYPES": _node_entries,
-    "torch.utils._pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE": _name_entries,
-    "torch.utils._pytree.CONSTANT_NODES": _class_entries,
+    "torch.utils._pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE": lambda names, classes: map(
+        Entry, names, classes, ((cls,) for cls in classes)
+    ),
+    "torch.utils._pytree.CONSTANT_NODES": lambda classes, nothing: (Entry(cls, cls, ()) for cls in classes),
     PENDING: _pending_entries,
     OPTREE: _optree_entries,
     WAITING: _function_entries,

@@ -30,12 +30,7 @@ IN_SDIST = ("pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "constrain
 
 
 def wrong_in_wheel(names: Iterable[str], sources: Iterable[str]) -> list[str]:
-    """Return what is wrong in a wheel: missing files of the packages, anything else than these, and leftovers.
-
-    Args:
-        names: the files of the wheel.
-        sources: the files of both packages in the repository.
-    """
+    """Return what is wrong in a wheel: missing files of the packages, anything else than these, and leftovers."""
     found, wanted = set(names), set(sources)
     metadata = {name for name in found if name.split("/")[0].endswith(".dist-info")}
     wrong = [f"missing: {name}" for name in sorted(wanted - found)]
@@ -47,23 +42,14 @@ def wrong_in_wheel(names: Iterable[str], sources: Iterable[str]) -> list[str]:
 
 
 def wrong_in_sdist(names: Iterable[str], sources: Iterable[str]) -> list[str]:
-    """Return what is wrong in a source archive: missing files of the packages and of the build, and leftovers.
-
-    Args:
-        names: the files of the archive, without its first folder.
-        sources: the files of both packages in the repository.
-    """
+    """Return what is wrong in a source archive: missing files of the packages and of the build, and leftovers."""
     found = set(names)
     wrong = [f"missing: {name}" for name in sorted({*sources, *IN_SDIST} - found)]
     return wrong + [f"leftover: {name}" for name in sorted(found) if LEFTOVERS.search(name)]
 
 
 def wrong_in_metadata(text: str) -> list[str]:
-    """Return what is wrong in the metadata of a wheel: its description is Markdown, and its links lead somewhere.
-
-    Args:
-        text: the file METADATA.
-    """
+    """Return what is wrong in the metadata of a wheel: its description is Markdown, and its links lead somewhere."""
     metadata = email.message_from_string(text)
     body = metadata.get_payload()
     wrong = [
@@ -83,13 +69,7 @@ def programs(text: str) -> list[str]:
 
 
 def run(*command: str | Path, cwd: Path = ROOT, clean: bool = False) -> str:
-    """Run a command and return what it printed; an error shows that.
-
-    Args:
-        command: the program and its arguments.
-        cwd: the folder to run it in.
-        clean: without the variables by which Python finds other sources.
-    """
+    """Run a command and return what it printed; an error shows that."""
     hidden = {"PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP"} if clean else set()
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(
@@ -102,15 +82,7 @@ def run(*command: str | Path, cwd: Path = ROOT, clean: bool = False) -> str:
 
 
 def build(to: Path, work: Path) -> tuple[Path, Path]:
-    """Build both archives from the files that are committed, and the wheel once more from the source archive.
-
-    Args:
-        to: the folder for the archives.
-        work: a folder for the tools.
-
-    Returns:
-        The wheel and the source archive.
-    """
+    """Build both archives from the files that are committed, and the wheel once more from the source archive."""
     run(sys.executable, "-m", "venv", work / "tools")
     tool = work / "tools" / "bin" / "python"
     run(tool, "-m", "pip", "install", "--quiet", "hatchling>=1.27", "twine")
@@ -154,13 +126,7 @@ def check_archives(wheel: Path, archive: Path) -> None:
 
 
 def check_installed(python: str, wheel: Path, work: Path) -> None:
-    """Install the wheel for one Python, and run the programs of the README from there.
-
-    Args:
-        python: the interpreter.
-        wheel: what to install.
-        work: a folder for the environment.
-    """
+    """Install the wheel for one Python, and run the programs of the README from there."""
     shutil.rmtree(work, ignore_errors=True)
     run(python, "-m", "venv", work / "environment", clean=True)
     installed, folder = work / "environment" / "bin", work / "empty"

@@ -6,7 +6,6 @@ import pathlib
 import re
 
 import onnxruntime
-import pytest
 import torch
 from torch.utils import _pytree as pytree
 
@@ -42,11 +41,6 @@ def _rows():
 ROWS = _rows()
 
 
-def _cache():
-    layers = [(torch.rand(2, 2, 3, 4), torch.rand(2, 2, 3, 4)) for _ in range(2)]
-    return layers, make_dynamic_cache(layers)
-
-
 def _row_of(words):
     (row,) = [here for there, here in ROWS.items() if words in there]
     return row
@@ -58,23 +52,24 @@ def test_every_name_of_the_right_column_is_there():
     called = [name for code in codes for name in re.findall(r"(?<![\w.])([A-Za-z_]\w*)\(", code)]
     assert len(set(called)) >= 13
     assert not [name for name in called if not any(hasattr(home, name) for home in homes)]
+    for library in ("onnx", "openvino", "executorch"):  # for each exporter of transformers
+        assert callable(getattr(yobx_flatten.ExportedModel, f"to_{library}"))
+    assert "num_microbatch" in inspect.signature(roundpipe_runtime.RoundPipeRunConfig).parameters
+    assert "label" in inspect.signature(roundpipe_runtime.RoundPipe.forward_backward).parameters
 
 
-def test_yobx_a_value_of_the_enum_registers_as_true_does():
+def test_yobx_names_that_are_kept_do_what_they_did_and_a_value_of_the_enum_registers_as_true_does():
     """`patch_transformers=TransformersPatchEnum.ALL`."""
-    kind = enum.IntFlag("TransformersPatchEnum", {"NONE": 0, "ALL": 3})
-    assert "a value of the enum also works" in _row_of("TransformersPatchEnum")
-    leaves, cache = _cache()
-    with register_flattening_functions(patch_transformers=kind.ALL):
-        assert len(pytree.tree_leaves(cache)) == 2 * len(leaves)
-
-
-def test_yobx_names_that_are_kept_are_there_and_do_what_they_did():
-    layers, cache = _cache()
+    layers = [(torch.rand(2, 2, 3, 4), torch.rand(2, 2, 3, 4)) for _ in range(2)]
+    cache, kind = make_dynamic_cache(layers), enum.IntFlag("TransformersPatchEnum", {"NONE": 0, "ALL": 3})
     assert yobx_flatten.string_type(torch.zeros(2, 3), with_shape=True) == "T1s2x3"
     flat, _ = yobx_flatten.flatten_dynamic_cache(cache)
     assert all(a is b for a, b in zip(flat, [one for layer in layers for one in layer], strict=True))
     assert all(hasattr(yobx_flatten, name) for name in ("register_class_flattening", "register_flattening_functions"))
+    assert "a value of the enum also works" in _row_of("TransformersPatchEnum")
+    with register_flattening_functions(patch_transformers=kind.ALL):
+        assert len(pytree.tree_leaves(cache)) == 2 * len(layers)
+        assert "DynamicCache" in str(yobx_flatten.flattening_list())
 
 
 def test_yobx_an_observed_run_gives_shapes_arguments_and_a_comparison():
@@ -91,6 +86,7 @@ def test_yobx_an_observed_run_gives_shapes_arguments_and_a_comparison():
 
 def test_yobx_a_cache_is_whole_without_a_line():
     """`finalize_cache`, `apply_patches_for_model` and `CacheKeyValue`: the model itself, inside the block."""
+    assert 'small_model("llama")' in _row_of("get_untrained_model_with_inputs")
     model = small_model("llama")
     inputs = decode_inputs(model, DecodeSizes(2, 5, 3))
     with register_flattening_functions(patch_transformers=True), torch.no_grad():
@@ -98,28 +94,8 @@ def test_yobx_a_cache_is_whole_without_a_line():
         keys, values = [layer.keys for layer in cache.layers], [layer.values for layer in cache.layers]
         flat = pytree.tree_leaves(cache)
     assert [tuple(one.shape) for one in keys] == [(2, 2, 8, 16)] * 2
-    assert all(
-        a is b for a, b in zip(flat, [one for pair in zip(keys, values, strict=True) for one in pair], strict=True)
-    )
-
-
-def test_yobx_what_is_registered_is_listed():
-    with register_flattening_functions(patch_transformers=True):
-        assert "DynamicCache" in str(yobx_flatten.flattening_list())
-
-
-def test_a_random_small_model_and_its_inputs_are_a_line_each():
-    """`get_untrained_model_with_inputs` of onnx-diagnostic."""
-    assert 'small_model("llama")' in _row_of("get_untrained_model_with_inputs")
-    model = small_model("llama")
-    with torch.no_grad():
-        assert model(**decode_inputs(model, DecodeSizes(2, 4, 1))).logits.shape[:2] == (2, 1)
-
-
-@pytest.mark.parametrize("library", ["onnx", "openvino", "executorch"])
-def test_a_program_has_a_method_for_each_exporter_of_transformers(library):
-    """`OnnxExporter`, `OpenVINOExporter`, `ExecutorchExporter`."""
-    assert callable(getattr(yobx_flatten.ExportedModel, f"to_{library}"))
+    in_order = [one for pair in zip(keys, values, strict=True) for one in pair]
+    assert all(a is b for a, b in zip(flat, in_order, strict=True))
 
 
 def test_options_of_the_command_line_are_there(capsys):
@@ -142,31 +118,3 @@ def test_the_line_for_torch_onnx_export_writes_a_file_whose_sizes_vary(tmp_path)
     auto = torch.export.Dim.AUTO
     inputs = {"input_ids": torch.zeros(2, 3, dtype=torch.int64)}
     assert dynamic_shapes(inputs, {"input_ids": {0: auto, 1: auto}}) == {"input_ids": {0: auto, 1: auto}}
-
-
-def test_arguments_of_pipelines_have_the_names_of_the_table():
-    assert "num_microbatch" in inspect.signature(roundpipe_runtime.RoundPipeRunConfig).parameters
-    assert "label" in inspect.signature(roundpipe_runtime.RoundPipe.forward_backward).parameters
-
-
-def test_a_node_of_jax_is_written_by_the_same_names():
-    """`register_pytree_node_class`, and `register` for a dataclass."""
-
-    @yobx_flatten.register_pytree_node_class
-    class Point:
-        def __init__(self, x, y):
-            self.x, self.y = x, y
-
-        def tree_flatten(self):
-            return (self.x, self.y), None
-
-        @classmethod
-        def tree_unflatten(cls, aux, children):
-            return cls(*children)
-
-    try:
-        doubled = pytree.tree_map(lambda leaf: 2 * leaf, Point(torch.tensor(1), torch.tensor(2)))
-        assert (doubled.x.item(), doubled.y.item()) == (2, 4)
-        assert pytree.tree_leaves(Point(1, 2)) == [1, 2]
-    finally:
-        yobx_flatten.unregister_class_flattening(Point)

@@ -129,13 +129,11 @@ def comparable(typed: str, text: str) -> str:
     return "\n".join(NUMBER.sub("#", line) if measured else line for line in lines)
 
 
-@pytest.mark.parametrize(
-    "page", [*sorted(GUIDE.glob("*.md")), GUIDE.parents[1] / "README.md"], ids=lambda path: path.stem
-)
-def test_a_line_of_code_fits_into_the_column_of_the_site(page):
-    programs = programs_of(page.read_text(encoding="utf-8"))
-    lines = [line for program in programs if program.kind == "python" for line in program.source.splitlines()]
-    assert [line for line in lines if len(line) > 88] == []
+def test_a_line_of_code_fits_into_the_column_of_the_site():
+    for page in (*GUIDE.glob("*.md"), GUIDE.parents[1] / "README.md"):
+        programs = programs_of(page.read_text(encoding="utf-8"))
+        lines = [line for program in programs if program.kind == "python" for line in program.source.splitlines()]
+        assert [line for line in lines if len(line) > 88] == [], page
 
 
 PAGES = [path for path in sorted(GUIDE.glob("*.md")) if programs_of(path.read_text(encoding="utf-8"))]
@@ -162,33 +160,24 @@ def test_page_prints_what_it_says(page, tmp_path, monkeypatch):
             monkeypatch.setitem(sys.modules, Path(named[1]).stem, None)
             del sys.modules[Path(named[1]).stem]
     for program in programs:
-        if program.kind != "python":
-            for typed, shown in commands_of(program):
-                wanted, told = (comparable(typed, part) for part in (shown, type_command(typed, shown, monkeypatch)))
-                assert not shown or doctest.OutputChecker().check_output(wanted, told, FLAGS), (
-                    f"{page.name}:{program.line} $ {typed}\nexpected:\n{textwrap.indent(wanted, '    ')}\n"
-                    f"printed:\n{textwrap.indent(told, '    ')}"
-                )
+        place = f"{page.name}:{program.line}"
+        if program.kind == "python":
+            check(place, program.printed or "", run(program, page.name, namespace))
             continue
-        found = run(program, page.name, namespace)
-        expected = program.printed or ""
-        assert doctest.OutputChecker().check_output(expected, found, FLAGS), (
-            f"{page.name}:{program.line}\nexpected:\n{textwrap.indent(expected, '    ')}\n"
-            f"printed:\n{textwrap.indent(found, '    ')}"
-        )
+        for typed, shown in commands_of(program):
+            wanted, told = (comparable(typed, part) for part in (shown, type_command(typed, shown, monkeypatch)))
+            if shown:
+                check(f"{place} $ {typed}", wanted, told)
 
 
-def test_a_text_block_belongs_to_the_program_right_before_it():
-    """A block of another kind in between leaves the program without expected output."""
-    page = "```python\nprint(1)\n```\n\n```text\n1\n```\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n```text\n2\n```\n"
-    assert programs_of(page) == [
-        Program(2, "print(1)\n", "1\n"),
-        Program(10, "x = 1\n", None),
-        Program(14, "ls\n", None, "bash"),
-    ]
+def check(place: str, expected: str, found: str) -> None:
+    assert doctest.OutputChecker().check_output(expected, found, FLAGS), (
+        f"{place}\nexpected:\n{textwrap.indent(expected, '    ')}\nprinted:\n{textwrap.indent(found, '    ')}"
+    )
 
 
-def test_no_text_block_shows_input():
+def test_every_page_has_programs_but_those_of_words_and_no_text_block_shows_input():
+    assert {path.stem for path in GUIDE.glob("*.md")} - {path.stem for path in PAGES} == {"index", "words"}
     shown = re.compile(r"^(\$ |>>> |import \w|from \w+ import |def \w+\()", re.MULTILINE)
     found = [
         f"{path.name}: {block[2].splitlines()[0]}"
@@ -199,6 +188,11 @@ def test_no_text_block_shows_input():
     assert found == []
 
 
-def test_every_page_has_programs_but_those_of_words_and_tables():
-    without = {path.stem for path in GUIDE.glob("*.md")} - {path.stem for path in PAGES}
-    assert without == {"index", "words"}
+def test_a_text_block_belongs_to_the_program_right_before_it():
+    """A block of another kind in between leaves the program without expected output."""
+    page = "```python\nprint(1)\n```\n\n```text\n1\n```\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n```text\n2\n```\n"
+    assert programs_of(page) == [
+        Program(2, "print(1)\n", "1\n"),
+        Program(10, "x = 1\n", None),
+        Program(14, "ls\n", None, "bash"),
+    ]

@@ -75,10 +75,9 @@ def test_a_part_measures_every_program_of_its_rows(day, part, capfd):
     assert "bitsandbytes" in capfd.readouterr().out or part != "lora"
 
 
-def test_time_that_is_over_ends_the_call_before_the_next_program(day, capfd):
-    assert day("profile", "1.7B", "--minutes", "0") == gpu_day.UNFINISHED
-    assert not day.records.of("row")
-    assert "run the same line again to continue" in capfd.readouterr().out
+FOUND = {"losses": [1.0, 0.9], "seconds": [2.0], "tokens per second": 5.0, "TFLOPS": 1.0} | dict.fromkeys(
+    ("device peak", "host taken", "host resident"), 1
+)
 
 
 @pytest.fixture
@@ -87,9 +86,19 @@ def made(tmp_path, monkeypatch):
     return gpu_day.Day("cpu", Records(tmp_path), None, tiny=True, end=time.monotonic() + 540)
 
 
+@pytest.fixture
+def runs(monkeypatch):
+    """Give what programs print: a `Done`, or a function of command, environment and limit."""
+
+    def replace(run):
+        monkeypatch.setattr(gpu_day, "run_apart", run if callable(run) else lambda command, environment, limit: run)
+
+    return replace
+
+
 @pytest.mark.parametrize("printed", ['{"losses": [1.0], "seconds": [2.0], "tokens per second": 5.0}\n', ""])
-def test_a_program_that_is_ended_keeps_what_it_printed(made, monkeypatch, printed):
-    monkeypatch.setattr(gpu_day, "run_apart", lambda command, environment, limit: Done(printed, "at line 3", None))
+def test_a_program_that_is_ended_keeps_what_it_printed(made, runs, printed):
+    runs(Done(printed, "at line 3", None))
     row = rows_of("1.7B", tiny=True)[0]
     whole = made._apart(OURS[0], row)
     assert whole == (json.loads(printed) if printed else {"error": "no step was timed in 150 s", "stderr": "at line 3"})
@@ -101,7 +110,7 @@ def test_a_program_that_is_ended_keeps_what_it_printed(made, monkeypatch, printe
             made._apart(OURS[0], row)
 
 
-def test_only_a_program_that_a_launcher_starts_has_a_rank(made, monkeypatch):
+def test_only_a_program_that_a_launcher_starts_has_a_rank(made, runs, monkeypatch):
     """DeepSpeed would ask MPI for one; the others make their process group themselves."""
     seen = {}
 
@@ -109,7 +118,7 @@ def test_only_a_program_that_a_launcher_starts_has_a_rank(made, monkeypatch):
         seen[command[4] if command[1] == "-m" else "compiled"] = environment
         return Done('{"losses": [1.0]}\n', "", 0)
 
-    monkeypatch.setattr(gpu_day, "run_apart", run)
+    runs(run)
     monkeypatch.setattr(programs, "missing", lambda *_: [])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -159,9 +168,8 @@ day.run("long")
 """
 
 
-def test_a_day_that_is_killed_keeps_its_rows_and_goes_on(made, monkeypatch, tmp_path):
-    bytes_of = dict.fromkeys(("device peak", "host taken", "host resident"), 1)
-    printed = json.dumps({"losses": [1.0, 0.9], "seconds": [2.0], "tokens per second": 5.0, "TFLOPS": 1.0, **bytes_of})
+def test_a_day_that_is_killed_keeps_its_rows_and_goes_on(made, runs, tmp_path):
+    printed = json.dumps(FOUND)
     started = tmp_path / "started"
     made.records.machine.write_text(json.dumps(dataclasses.asdict(describe_hardware("virtual:1"))))
     (row,) = rows_of("long", tiny=True)
@@ -183,7 +191,7 @@ def test_a_day_that_is_killed_keeps_its_rows_and_goes_on(made, monkeypatch, tmp_
         calls.append(command[4])
         return Done(printed, "", 0)
 
-    monkeypatch.setattr(gpu_day, "run_apart", run)
+    runs(run)
     assert made.run("long")
     here = [name for name in row.programs if name not in programs.CUDA_ONLY]
     assert calls == here[1:]
@@ -192,7 +200,7 @@ def test_a_day_that_is_killed_keeps_its_rows_and_goes_on(made, monkeypatch, tmp_
     assert found[f"{row.name} | {OURS[0]}"] == first[f"{row.name} | {OURS[0]}"]
 
 
-def test_a_program_that_fails_is_named_and_the_others_run(made, monkeypatch, capfd):
+def test_a_program_that_fails_is_named_and_the_others_run(made, runs, monkeypatch, capfd):
     (row,) = rows_of("long", tiny=True)
     seen = []
 
@@ -202,11 +210,9 @@ def test_a_program_that_fails_is_named_and_the_others_run(made, monkeypatch, cap
             return Done("", "at line 3\ntorch.OutOfMemoryError: no memory is left", 1)
         if seen[-1] == "profile":
             return Done("{}", "RuntimeError: no device", 1)
-        bytes_of = dict.fromkeys(("device peak", "host taken", "host resident"), 1)
-        found = {"losses": [1.0, 0.9], "seconds": [2.0], "tokens per second": 5.0, "TFLOPS": 1.0, **bytes_of}
-        return Done(f"{{'of a library'}}\n{json.dumps(found)}\n{{}}\n", "", 0)
+        return Done(f"{{'of a library'}}\n{json.dumps(FOUND)}\n{{}}\n", "", 0)
 
-    monkeypatch.setattr(gpu_day, "run_apart", run)
+    runs(run)
     monkeypatch.setattr(programs, "missing", lambda *_: [])
     assert not made.run("long")
     here = [name for name in row.programs if name not in programs.CUDA_ONLY]
@@ -221,7 +227,7 @@ def test_a_program_that_fails_is_named_and_the_others_run(made, monkeypatch, cap
 
 
 @pytest.mark.parametrize("left", [540, 60])
-def test_a_plan_that_takes_too_long_is_ended(made, monkeypatch, left):
+def test_a_plan_that_takes_too_long_is_ended(made, runs, left):
     first, second = rows_of("lora", tiny=True)
     printed = json.dumps({"row": first.name, "seconds": {}})
     limits = []
@@ -230,7 +236,7 @@ def test_a_plan_that_takes_too_long_is_ended(made, monkeypatch, left):
         limits.append(limit)
         return Done(printed, "at line 3", None)
 
-    monkeypatch.setattr(gpu_day, "run_apart", run)
+    runs(run)
     made.records.machine.touch()
     made._end = time.monotonic() + left
     with contextlib.nullcontext() if left > gpu_day.PLAN_SECONDS else pytest.raises(gpu_day.OutOfTimeError):
@@ -241,16 +247,19 @@ def test_a_plan_that_takes_too_long_is_ended(made, monkeypatch, left):
     assert limits[0] <= min(gpu_day.PLAN_SECONDS, left)
 
 
-def test_a_profile_that_takes_too_long_is_ended(made, monkeypatch, capfd):
-    monkeypatch.setattr(gpu_day, "run_apart", lambda command, environment, limit: Done("", "", None))
+def test_a_profile_that_takes_too_long_is_ended_and_time_that_is_over_ends_the_call(made, day, runs, capfd):
+    runs(Done("", "", None))
     assert not made.run("profile")
     assert "the machine was not measured in 120 s" in capfd.readouterr().out
     made._end = time.monotonic() + 60
     with pytest.raises(gpu_day.OutOfTimeError):
         made.run("profile")
+    assert day("profile", "1.7B", "--minutes", "0") == gpu_day.UNFINISHED
+    assert not day.records.of("row")
+    assert "run the same line again to continue" in capfd.readouterr().out
 
 
-def test_a_profile_that_breaks_keeps_what_it_found(made, monkeypatch, capfd):
+def test_a_profile_that_breaks_keeps_what_it_found(made, runs, capfd):
     begun = {"machine": "NVIDIA H100; AMD", "device": "cuda", "driver": None, "versions": {"CUDA": "13.0"}}
     error = "RuntimeError: no memory can be pinned"
     calls = []
@@ -259,7 +268,7 @@ def test_a_profile_that_breaks_keeps_what_it_found(made, monkeypatch, capfd):
         calls.append(command)
         return Done(json.dumps(begun) + "\n", error, 1)
 
-    monkeypatch.setattr(gpu_day, "run_apart", run)
+    runs(run)
     assert not made.run("profile")
     assert not made.run("profile")
     assert len(calls) == 2
@@ -295,6 +304,9 @@ time.sleep(600)
     assert done == Done("it runs\n", "", None)
     assert time.monotonic() - begin < 60
     assert has_ended(int((tmp_path / "other").read_text()))
+    program = "print(open('/proc/self/oom_score_adj').read())"  # a kernel that has no memory ends it first
+    assert run_apart([sys.executable, "-S", "-c", program], dict(os.environ), 60.0).out.strip() == "1000"
+    assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"
 
 
 @pytest.mark.parametrize(
@@ -303,20 +315,11 @@ time.sleep(600)
      (-9, "signal 9 ended it: the host, or its container, had no memory left"), (1, "ValueError: no")],
 )  # fmt: skip
 def test_what_ended_a_process_is_named(made, status, expected):
-    assert (
-        made._ended(Done("", "a warning\nValueError: no\n", status), 150.0, 150.0, "it was not done")["error"]
-        == expected
-    )
+    done = Done("", "a warning\nValueError: no\n", status)
+    assert made._ended(done, 150.0, 150.0, "it was not done")["error"] == expected
 
 
-def test_a_kernel_that_has_no_memory_ends_what_was_started_first():
-    program = "print(open('/proc/self/oom_score_adj').read())"
-    done = run_apart([sys.executable, "-S", "-c", program], dict(os.environ), 60.0)
-    assert done.out.strip() == "1000"
-    assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"
-
-
-def test_a_program_that_ends_two_calls_is_left_out(made, monkeypatch):
+def test_a_program_that_ends_two_calls_is_left_out(made, runs):
     """Where a container ends as a whole there is no row, and each call would end at the same place."""
     row = rows_of("1.7B", tiny=True)[0]
     first, second = (f"{row.name} | {program}" for program in OURS[:2])
@@ -326,7 +329,7 @@ def test_a_program_that_ends_two_calls_is_left_out(made, monkeypatch):
         seen.append(made.records.of("begun")[f"{row.name} | {command[4]}"])
         return Done('{"losses": [1.0], "seconds": [2.0], "tokens per second": 5.0}', "", 0)
 
-    monkeypatch.setattr(gpu_day, "run_apart", run)
+    runs(run)
     made.records.add("begun", first, {"times": 2})
     for program in OURS[:2]:
         made._program(program, row)
@@ -357,7 +360,7 @@ def test_b():
 """
 
 
-def test_a_test_that_ends_its_process_hides_no_other(made, monkeypatch, tmp_path, capfd):
+def test_a_test_that_ends_its_process_hides_no_other(made, runs, tmp_path, capfd):
     (tmp_path / "test_some.py").write_text(_TESTS)
     calls = []
 
@@ -367,7 +370,7 @@ def test_a_test_that_ends_its_process_hides_no_other(made, monkeypatch, tmp_path
         line = [str(tmp_path / "test_some.py") if one == "tests/gpu" else one for one in command]
         return run_apart([*line, *options], environment, limit, log=log)
 
-    monkeypatch.setattr(gpu_day, "run_apart", run)
+    runs(run)
     assert not made.run("tests")
     outcomes = {name.partition("::")[2]: one["outcome"] for name, one in made.records.of("test").items()}
     assert outcomes == {
@@ -392,7 +395,7 @@ def test_of_several_parts_the_programs_that_decide_run_first(tmp_path, monkeypat
     assert seen == [("8B", None), *several]
 
 
-def test_operators_are_compiled_once_and_before_a_program_has_its_time(made, monkeypatch, tmp_path):
+def test_operators_are_compiled_once_and_before_a_program_has_its_time(made, runs, tmp_path):
     """Without the lock of a process that was ended while it compiled, for which torch waits without an end."""
     name = "DeepSpeed ZeRO-3 offload"
     lock = tmp_path / "operators" / "cpu_adam" / "lock"
@@ -404,7 +407,7 @@ def test_operators_are_compiled_once_and_before_a_program_has_its_time(made, mon
         calls.append((command, limit, lock.exists()))
         return Done("", "c++\nRuntimeError: no compiler", 1 if len(calls) == 1 else 0)
 
-    monkeypatch.setattr(gpu_day, "run_apart", run)
+    runs(run)
     assert made._compiled(name, {})["error"] == "RuntimeError: no compiler"
     assert made._compiled(name, {}) is made._compiled(name, {}) is made._compiled(OURS[0], {}) is None
     line = [sys.executable, "-c", programs.COMPILED[name]]
@@ -462,32 +465,26 @@ def test_wheels_are_unpacked_without_pip(tmp_path, monkeypatch):
     assert (Path(found) / "other.py").read_text() == "y = 2"
     assert wheels.unpacked(tmp_path, "base") == [found]
     assert wheels.unpacked(tmp_path, "torchao") == wheels.unpacked(None, "base") == []
-
-
-def test_libraries_of_other_platforms_are_left_out(tmp_path):
     wheel = tmp_path / "kernels.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name in ("b/libbitsandbytes_cuda130.so", "b/libbitsandbytes_cuda118.so", "b/nn.py"):
             archive.writestr(name, name)
-    wheels._cut_down(wheel)
+    wheels._cut_down(wheel)  # libraries of other platforms are left out
     assert zipfile.ZipFile(wheel).namelist() == ["b/libbitsandbytes_cuda130.so", "b/nn.py"]
 
 
-def stored():
-    return json.loads(page.DATA.read_text(encoding="utf-8")) if page.DATA.exists() else {}
-
-
 def test_the_page_and_the_lines_of_others_are_those_of_the_records():
-    assert (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8") == page.page(stored())
+    """Records of a dry run are not those of a GPU."""
+    stored = json.loads(page.DATA.read_text(encoding="utf-8")) if page.DATA.exists() else {}
+    assert (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8") == page.page(stored)
     for name in ("README.md", "docs/guide/install.md"):
         text = (ROOT / name).read_text(encoding="utf-8")
-        assert page.state(stored()) in text.partition(page._BEGIN)[2].partition(page._END)[0]
-
-
-def test_records_of_a_dry_run_are_not_those_of_a_gpu():
+        assert page.state(stored) in text.partition(page._BEGIN)[2].partition(page._END)[0]
     profile = {"cpu": {"versions": {"CUDA": "13.0"}, "device": "cpu", "machine": "virtual device"}}
     assert page.state({"profile": profile}) == page.state({})
     assert "**has not run on a GPU yet**" in page.page({"profile": profile})
+    assert {program for row in ROWS for program in row.programs} == PROGRAMS.keys()
+    assert {row.tokens for row in ROWS} == {65536, 262144}
 
 
 def test_a_day_of_a_gpu_becomes_a_page_with_plan_and_measurement():
@@ -515,8 +512,3 @@ def test_a_day_of_a_gpu_becomes_a_page_with_plan_and_measurement():
     assert "| 2.00 s (2.50 s) | 30 GB (20 GB) | 40 GB (42 GB) | 30 GB, 32 GB (29 GB, 31 GB) | 0.30 s (0.20 s) |" in line
     assert f"| {ALL[3]} | it is not here |" in text
     assert "No GPU" not in text
-
-
-def test_every_row_names_programs_that_there_are():
-    assert {program for row in ROWS for program in row.programs} == PROGRAMS.keys()
-    assert {row.tokens for row in ROWS} == {65536, 262144}

@@ -11,6 +11,14 @@ from yobx_flatten.errors.dependencies import install_line
 
 OPTIONAL = ["diffusers", "flax", "jax", "onnx", "onnxruntime", "onnxscript", "optree", "rich", "transformers"]
 
+PACKAGES = pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
+
+
+def interpreted(program, *options, arguments=()):
+    """An interpreter that has imported nothing."""
+    return subprocess.run([sys.executable, *options, "-c", program, *arguments], capture_output=True, text=True)
+
+
 # Prints what the import did, as one JSON object.
 PROGRAM = f"""
 import json, sys, threading
@@ -26,14 +34,9 @@ print(json.dumps({{{{
 """
 
 
-@pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
+@PACKAGES
 def test_an_import_brings_nothing_but_the_package_and_torch(package):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM.format(package=package)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = interpreted(PROGRAM.format(package=package), "-W", "error")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert json.loads(done.stdout) == {"optional": [], "threads": 0, "cxx_pytree": False, "accelerator": False}
@@ -48,15 +51,13 @@ print([name for name in package.__all__ if not hasattr(package, name)])
 """
 
 
-@pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
+@PACKAGES
 def test_every_name_is_there_without_the_library_that_checks_files(package):
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_MSGSPEC.format(package=package)], capture_output=True, text=True, check=False
-    )
+    done = interpreted(WITHOUT_MSGSPEC.format(package=package))
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
-@pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
+@PACKAGES
 def test_names_are_imported_when_they_are_asked_for(package):
     program = f"""
 import sys
@@ -65,7 +66,7 @@ print("torch" in sys.modules, hasattr(package, "__wrapped__"), "torch" in sys.mo
 print([name for name in package.__all__ if not hasattr(package, name)], set(package.__all__) - set(dir(package)))
 print(package.errors.__name__, hasattr(package, "nothing_of_that_name"))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = interpreted(program)
     assert done.stdout.splitlines() == ["False False False", "[] set()", f"{package}.errors False"]
 
 
@@ -88,12 +89,10 @@ sys.exit(main(["env"] if "{package}" == "yobx_flatten" else ["doctor"]))
 """
 
 
-@pytest.mark.parametrize("package", ["yobx_flatten", "roundpipe_runtime"])
+@PACKAGES
 @pytest.mark.parametrize("module", ["typing", "yobx_flatten.terminal.running", "typer", "torch", "torch.nn.functional"])
 def test_ctrl_c_during_imports_is_one_line(package, module):
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED.format(package=package), module], capture_output=True, text=True, check=False
-    )
+    done = interpreted(INTERRUPTED.format(package=package), arguments=[module])
     assert done.returncode == 130, done.stderr
     assert done.stderr.endswith(": interrupted, nothing was written\n")
     assert done.stderr.count("\n") == 1
@@ -111,7 +110,7 @@ with torch.{block}():
     from roundpipe_runtime.engine.layer_graph import _LOOSE
 print(_LOOSE)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = interpreted(program)
     assert done.returncode == 0, done.stderr
     from roundpipe_runtime.engine.layer_graph import _LOOSE
 
@@ -142,18 +141,13 @@ for name in ("RoundPipeTrainer", "RoundPipeSeq2SeqTrainer"):
 @pytest.mark.parametrize("found", ["return None", "raise ModuleNotFoundError(name)"])
 @pytest.mark.parametrize(
     ("missing", "named"),
-    [
-        (["transformers"], "transformers"),
-        (["accelerate"], "accelerate"),
-        (["transformers", "accelerate"], "transformers and accelerate"),
-    ],
+    [(["transformers"], "transformers"), (["transformers", "accelerate"], "transformers and accelerate")],
 )
 def test_a_trainer_says_what_it_needs(missing, named, found):
     program = WITHOUT.format(missing=missing, found=found)
     are = "is" if len(missing) == 1 else "are"
     assert fresh_process.run("-c", program).stdout.splitlines() == [
-        f"RoundPipeTrainer needs {named}, which {are} not installed:",
-        f"    {install_line('transformers,train')}",
-        f"RoundPipeSeq2SeqTrainer needs {named}, which {are} not installed:",
-        f"    {install_line('transformers,train')}",
+        line
+        for name in ("RoundPipeTrainer", "RoundPipeSeq2SeqTrainer")
+        for line in (f"{name} needs {named}, which {are} not installed:", f"    {install_line('transformers,train')}")
     ]

@@ -6,7 +6,8 @@ import pytest
 import transformers
 
 from matrix import __main__ as command_line
-from matrix import command
+from matrix import command, cut_page, genai, operators, oracle_page, real, runtimes_page, trainings_page
+from matrix.cases import COLUMNS as ALL_COLUMNS
 from matrix.models import layer_classes, make_model, type_names
 from matrix.page import in_two, page_of
 from matrix.results import Results, failures, regressions
@@ -17,6 +18,7 @@ from .test_matrix_fakes import load_fake, run_fake
 
 pytestmark = pytest.mark.slow
 
+DOCS = Path(__file__).parent.parent / "docs"
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0"}
 COLUMNS = ["built", "round trip", "export"]
 OK = {"ok": True, "seconds": 1.0}
@@ -38,20 +40,18 @@ def test_a_small_model_is_built_of_every_kind(name):
 
 def test_the_sample_of_types_covers_all_layer_classes_first():
     chosen = sample([*SAMPLE, "phi3", "qwen2"], layer_classes, len(SAMPLE))
+    names = type_names()
+    assert len(names) == len(set(names))
+    assert {"llama", "seq2seq:t5", "speech:whisper"} <= set(names)
     kinds = [layer_classes(name) for name in chosen]
     assert len(set(kinds)) == len({layer_classes(name) for name in [*SAMPLE, "phi3", "qwen2"]})
 
 
-def test_names_of_types_are_unique_and_lead_back_to_their_family():
-    names = type_names()
-    assert len(names) == len(set(names))
-    assert {"llama", "seq2seq:t5", "speech:whisper"} <= set(names)
-
-
-def test_a_type_that_works_has_a_result_per_column(runner):
-    results = runner.run_type("works", COLUMNS, {"earlier": True})
+def test_a_type_that_works_has_a_result_per_column_and_its_program_is_loaded_in_another_process(runner):
+    results = runner.run_type("works", [*COLUMNS, "save and load"], {"earlier": True})
     assert [results[column]["ok"] for column in COLUMNS] == [True, True, True]
     assert results["export"]["known"] == {"earlier": True}
+    assert results["save and load"] == {"ok": True, "way": "yobx_flatten", "seconds": 0.6}
 
 
 @pytest.mark.parametrize(
@@ -61,41 +61,31 @@ def test_a_type_that_works_has_a_result_per_column(runner):
         ("exits", "exit code 1: no more"),
         ("eats", "exit code 1: MemoryError"),
         ("fails", "ValueError: wrong"),
+        ("hangs", "TimeoutError: more than 5 seconds"),
     ],
 )
-def test_what_ends_a_process_is_recorded_where_it_happened(runner, name, why):
+def test_what_ends_a_process_is_recorded_where_it_happened(runner, name, why, tmp_path):
+    if name == "hangs":
+        runner = Runner("yobx_flatten", Limits(seconds=5.0, gigabytes=64.0), run_fake, load_fake, preload=())
     results = runner.run_type(name, COLUMNS, {})
     assert results["built"]["ok"] is True
     assert results["round trip"]["ok"] is False
     assert results["round trip"]["why"] == why
     assert results["export"]["ok"] is (True if name == "fails" else None)
-
-
-def test_a_process_that_hangs_is_ended_after_the_time_limit():
-    runner = Runner("yobx_flatten", Limits(seconds=5.0, gigabytes=64.0), run_fake, load_fake, preload=())
-    results = runner.run_type("hangs", COLUMNS, {})
-    assert results["round trip"]["why"] == "TimeoutError: more than 5 seconds"
-    assert results["export"] == {"ok": None, "why": "round trip ended the process"}
-
-
-def test_a_stored_program_is_loaded_in_another_process(runner):
-    results = runner.run_type("works", [*COLUMNS, "save and load"], {})
-    assert results["save and load"] == {"ok": True, "way": "yobx_flatten", "seconds": 0.6}
+    assert name == "fails" or results["export"]["why"] == "round trip ended the process"
+    # one that reports nothing fails in its first column
+    assert read_events(tmp_path, COLUMNS, "exit code 3", 2.0)["built"] == {
+        "ok": False,
+        "why": "exit code 3",
+        "seconds": 2.0,
+    }
 
 
 def test_several_types_run_at_a_time_and_one_that_dies_stops_no_other(runner):
     work = [(name, COLUMNS, {}) for name in ("crashes", "works", "fails")]
     found = dict(runner.run_types(work, jobs=2))
-    assert {name: results["round trip"]["ok"] for name, results in found.items()} == {
-        "crashes": False,
-        "works": True,
-        "fails": False,
-    }
-
-
-def test_a_process_that_says_nothing_fails_in_its_first_column(tmp_path):
-    results = read_events(tmp_path, COLUMNS, "exit code 3", 2.0)
-    assert results["built"] == {"ok": False, "why": "exit code 3", "seconds": 2.0}
+    passed = {name: results["round trip"]["ok"] for name, results in found.items()}
+    assert passed == {"crashes": False, "works": True, "fails": False}
 
 
 @pytest.fixture
@@ -134,15 +124,9 @@ def test_results_of_other_versions_are_not_replaced_without_being_asked(results)
 def test_what_is_recorded_is_not_run_again_unless_asked_for(results, redo, expected):
     work = command.work_left(results, ["llama", "odd", "even", "new"], COLUMNS, redo, "state1")
     assert {name: columns for name, columns, _ in work} == expected
-
-
-def test_a_new_column_alone_is_run_with_what_is_known_of_the_others(results):
+    assert failures(results, COLUMNS) == {"export": {"ValueError: axis #": ["even", "odd"]}}  # they differ in a number
     work = list(command.work_left(results, ["llama"], [*COLUMNS, "onnx"], None, "state1"))
-    assert work == [("llama", ["onnx"], dict.fromkeys(COLUMNS, True))]
-
-
-def test_failures_that_differ_in_a_number_only_come_together(results):
-    assert failures(results, COLUMNS) == {"export": {"ValueError: axis #": ["even", "odd"]}}
+    assert work == [("llama", ["onnx"], dict.fromkeys(COLUMNS, True))]  # a new column alone
 
 
 def test_what_passed_before_and_fails_now_is_named(results, tmp_path):
@@ -163,12 +147,6 @@ def test_a_cut_into_larger_pieces_than_before_is_named(results, tmp_path):
     assert regressions(results, recorded, ["t5", "llama", "blt"]) == ["t5, cut: 2 calls of layers, not 4"]
 
 
-def test_an_unknown_column_is_refused_with_the_known_ones(capsys):
-    with pytest.raises(SystemExit):
-        command_line.parse(["--columns", "exprot"])
-    assert "exprot is not a column; they are built, prefill" in capsys.readouterr().err
-
-
 def test_deferred_checks_are_a_way_of_their_own_with_results_of_their_own(capsys):
     options = command_line.parse(["--deferred"])
     assert (options.way, WAYS[options.way].deferred) == ("yobx_flatten-deferred", True)
@@ -177,17 +155,33 @@ def test_deferred_checks_are_a_way_of_their_own_with_results_of_their_own(capsys
     with pytest.raises(SystemExit):
         command_line.parse(["--deferred", "--peer", "executorch"])
     assert "--deferred is for this package" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command_line.parse(["--columns", "exprot"])
+    assert "exprot is not a column; they are built, prefill" in capsys.readouterr().err
 
 
-def test_the_committed_page_is_the_one_of_the_committed_results():
+def page_of_matrix(results, name):
     """Numbers in the page come from the file: `python -m matrix --page docs/matrix.md` writes it."""
-    docs = Path(__file__).parent.parent / "docs"
-    files = [path for path in sorted((docs / "data").glob("matrix-*.json")) if path.stem.count("-") == 1]
-    if not files:
-        pytest.skip("no results are committed")
-    from matrix.cases import COLUMNS as ALL_COLUMNS
+    peers = [Results.read(path) for path in sorted((DOCS / "data").glob(f"{name.removesuffix('.json')}-*.json"))]
+    return page_of(results, list(ALL_COLUMNS), peers, name)
 
-    peers = [Results.read(path) for path in sorted(files[-1].parent.glob(f"{files[-1].stem}-*.json"))]
-    expected = page_of(Results.read(files[-1]), list(ALL_COLUMNS), peers, files[-1].name)
-    committed = tuple((docs / name).read_text(encoding="utf-8") for name in ("matrix.md", "rows/matrix.md"))
-    assert committed == in_two("matrix", expected)
+
+# of a page: its results, what makes it of them, and whether its rows are in a file of their own
+PAGES = {
+    "matrix": ("matrix-*", page_of_matrix, True), "cut_matrix": ("cut-*", cut_page.page_of, True),
+    "trainings": ("trainings-*", trainings_page.page_of, True),
+    "runtimes": ("runtimes-*", runtimes_page.page_of, True), "genai": ("genai-*", genai.page_of, False),
+    "operators": ("operators-*", operators.page_of, False), "oracle": ("oracle-*", oracle_page.page_of, False),
+    "real": ("real-*", real.page_of, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_the_committed_page_is_the_one_of_the_committed_results(name):
+    pattern, make, has_rows = PAGES[name]
+    path = [path for path in sorted((DOCS / "data").glob(f"{pattern}.json")) if path.stem.count("-") == 1][-1]
+    expected = make(Results.read(path), path.name)
+    committed = tuple(
+        (DOCS / folder / f"{name}.md").read_text(encoding="utf-8") for folder in ("", "rows")[: 1 + has_rows]
+    )
+    assert committed == (in_two(name, expected) if has_rows else (expected,))

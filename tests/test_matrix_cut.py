@@ -2,16 +2,12 @@
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 
 from matrix.cut import choose, parse
 from matrix.cut_cases import COLUMNS, CutTrial, batch_of, run_type
-from matrix.cut_page import page_of
 from matrix.models import make_model
-from matrix.page import in_two
-from matrix.results import Results
 
 pytestmark = pytest.mark.slow
 
@@ -62,11 +58,3 @@ def test_options_choose_the_types():
     assert not any(":" in name for name in choose(parse([])))
     with pytest.raises(SystemExit, match="nonsense is not among the"):
         choose(parse(["--only", "nonsense"]))
-
-
-def test_the_committed_page_is_the_one_of_the_committed_results():
-    docs = Path(__file__).parent.parent / "docs"
-    recorded = sorted((docs / "data").glob("cut-*.json"))[-1]
-    page = page_of(Results.read(recorded), recorded.name)
-    committed = tuple((docs / name).read_text(encoding="utf-8") for name in ("cut_matrix.md", "rows/cut_matrix.md"))
-    assert committed == in_two("cut_matrix", page)

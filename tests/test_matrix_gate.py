@@ -23,20 +23,14 @@ TABLES = {
 }
 
 
-def results(tmp_path, name, types):
-    made = Results(tmp_path / name, {"torch": "2.13"}, "yobx_flatten")
-    made.types = {kind: {"columns": columns} for kind, columns in types.items()}
+@pytest.fixture
+def results(tmp_path):
+    def made(**types):
+        made = Results(tmp_path / "results.json", {"torch": "2.13"}, "yobx_flatten")
+        made.types = {kind: {"columns": columns} for kind, columns in types.items()}
+        return made
+
     return made
-
-
-@pytest.fixture
-def now(tmp_path):
-    return lambda **types: results(tmp_path, "now.json", types)
-
-
-@pytest.fixture
-def before(tmp_path):
-    return lambda **types: results(tmp_path, "before.json", types)
 
 
 @pytest.fixture(params=TABLES)
@@ -56,53 +50,39 @@ def table(request):
         (NOT_TRIED, ["llama, {}: was not tried: NoCacheError: takes no cache"]),
     ],
 )
-def test_only_passed_is_as_good_as_passed(table, result, said, now, before):
+def test_only_passed_is_as_good_as_passed(table, result, said, results):
     parse, column = table
     options = parse("--only", "llama") if column != "OpenVINO folder" else parse()
     options.only = ["llama"]
-    found = judge(now(llama={column: result}), before(llama={column: OK}), ["llama"], options).worse
+    found = judge(results(llama={column: result}), results(llama={column: OK}), ["llama"], options).worse
     assert (found == []) if not said else said[0].format(column) in found
 
 
-@pytest.mark.parametrize("result", [FAILED, NOT_TRIED])
-def test_what_did_not_pass_before_may_fail_or_not_be_tried(result, now, before):
-    recorded = before(llama={"built": OK, "onnx": FAILED, "picture": NOT_TRIED})
-    found = now(llama={"built": OK, "onnx": result, "picture": result})
-    assert regressions(found, recorded, ["llama"]) == []
-
-
-def test_a_column_that_is_not_tried_states_why(now, before):
-    found = now(llama={"built": OK, "onnx": {"ok": None}})
-    recorded = before(llama={"built": OK, "onnx": FAILED})
+def test_a_column_that_is_not_tried_states_why(results):
+    found = results(llama={"built": OK, "onnx": {"ok": None}})
+    recorded = results(llama={"built": OK, "onnx": FAILED})
     assert regressions(found, recorded, ["llama"]) == ["llama, onnx: was not tried: no reason is recorded"]
     with pytest.raises(ValueError, match="gpt2, onnx: a column that is not tried states why"):
         found.record("gpt2", {"onnx": {"ok": None, "why": ""}}, "state")
     assert "gpt2" not in found.types
 
 
-def test_a_chosen_column_and_type_without_a_result_are_worse(now, before):
-    recorded = before(llama={"built": OK, "onnx": OK}, gpt2={"built": OK})
-    found = now(llama={"built": OK})
+def test_a_chosen_column_and_type_without_a_result_are_worse(results):
+    recorded = results(llama={"built": OK, "onnx": OK}, gpt2={"built": OK})
+    found = results(llama={"built": OK})
     assert regressions(found, recorded, ["llama", "gpt2"]) == ["llama, onnx: was not run", "gpt2, built: was not run"]
+    assert regressions(found, recorded, ["llama"], ["built"]) == []  # the other column was not chosen
+    # what did not pass before may fail, or not be tried
+    recorded = results(llama={"built": OK, "onnx": FAILED, "picture": NOT_TRIED})
+    for result in (FAILED, NOT_TRIED):
+        assert regressions(results(llama={"built": OK, "onnx": result, "picture": result}), recorded, ["llama"]) == []
 
 
-def test_columns_that_were_not_chosen_are_not_compared(now, before):
-    recorded = before(llama={"built": OK, "onnx": OK})
-    assert regressions(now(llama={"built": OK}), recorded, ["llama"], ["built"]) == []
-
-
-def test_a_type_that_passed_and_is_absent_is_worse(now, before):
-    recorded = before(llama={"built": OK}, gpt2={"built": OK}, opt={"built": FAILED})
-    options = whole.parse(["--columns", "built"])
-    verdict = judge(now(llama={"built": OK}), recorded, ["llama"], options)
+def test_a_type_that_passed_and_is_absent_is_worse_unless_transformers_has_it_no_more(results):
+    gone = {"image:gone_model": {"built": OK}}
+    recorded = results(llama={"built": OK}, gpt2={"built": OK}, opt={"built": FAILED}, **gone)
+    verdict = judge(results(llama={"built": OK}), recorded, ["llama"], whole.parse(["--columns", "built"]))
     assert verdict.worse == ["gpt2: the type is there, and was not run"]
-
-
-def test_a_type_that_transformers_has_not_any_more_is_named_and_no_fault(now, before):
-    recorded = before(llama={"built": OK}, **{"image:gone_model": {"built": OK}})
-    options = whole.parse(["--columns", "built"])
-    verdict = judge(now(llama={"built": OK}), recorded, ["llama"], options)
-    assert verdict.worse == []
     assert verdict.notes == ["image:gone_model: the installed transformers has no such type"]
 
 
@@ -115,25 +95,25 @@ def test_a_type_that_transformers_has_not_any_more_is_named_and_no_fault(now, be
         (["--sample", "1"], []),
     ],
 )
-def test_only_the_chosen_types_are_compared(typed, worse, now, before):
-    recorded = before(llama={"built": OK}, gpt2={"built": OK}, **{"image:llava": {"built": OK}})
+def test_only_the_chosen_types_are_compared(typed, worse, results):
+    recorded = results(llama={"built": OK}, gpt2={"built": OK}, **{"image:llava": {"built": OK}})
     options = whole.parse([*typed, "--columns", "built"])
-    verdict = judge(now(llama={"built": OK}), recorded, ["llama"], options)
+    verdict = judge(results(llama={"built": OK}), recorded, ["llama"], options)
     assert [line.rpartition(": ")[0] for line in verdict.worse] == worse
 
 
-def test_the_cut_matrix_chooses_causal_types_unless_all_are_asked_for(now, before):
-    recorded = before(llama={"built": OK}, **{"seq2seq:t5": {"built": OK}})
-    found = now(llama={"built": OK})
+def test_the_cut_matrix_chooses_causal_types_unless_all_are_asked_for(results):
+    recorded = results(llama={"built": OK}, **{"seq2seq:t5": {"built": OK}})
+    found = results(llama={"built": OK})
     few, every = cut.parse(["--columns", "built"]), cut.parse(["--columns", "built", "--all"])
     assert judge(found, recorded, ["llama"], few).worse == []
     assert judge(found, recorded, ["llama"], every).worse == ["seq2seq:t5: the type is there, and was not run"]
 
 
-def test_a_runtime_that_is_not_installed_is_worse_unless_its_columns_are_left_out(now, before, monkeypatch):
+def test_a_runtime_that_is_not_installed_is_worse_unless_its_columns_are_left_out(results, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "executorch" else name)
-    recorded = before(llama={"program": OK, "OpenVINO": OK, "ExecuTorch": OK})
-    found = now(llama={"program": OK, "OpenVINO": OK, "AOTInductor": OK})
+    recorded = results(llama={"program": OK, "OpenVINO": OK, "ExecuTorch": OK})
+    found = results(llama={"program": OK, "OpenVINO": OK, "AOTInductor": OK})
     verdict = judge(found, recorded, ["llama"], runtimes.parse([]))
     assert verdict.worse == [
         "ExecuTorch: 1 types passed, and none was run: executorch is not installed; --columns leaves it out"
@@ -141,21 +121,18 @@ def test_a_runtime_that_is_not_installed_is_worse_unless_its_columns_are_left_ou
     assert judge(found, recorded, ["llama"], runtimes.parse(["--columns", "OpenVINO"])).worse == []
 
 
-def test_a_comparison_with_nothing_is_worse(now, before):
+def test_a_comparison_with_nothing_and_a_run_that_tried_nothing_are_worse(results):
     options = whole.parse(["--only", "llama", "--columns", "built"])
-    found = now(llama={"built": OK})
+    found = results(llama={"built": OK})
     said = ["none of the 1 types of this run passed there: nothing was compared"]
-    assert judge(found, before(gpt2={"built": OK}), ["llama"], options).worse == said
-    assert judge(found, before(llama={"built": FAILED}), ["llama"], options).worse == said
-
-
-def test_a_run_that_tried_nothing_is_worse_than_any(now):
+    assert judge(found, results(gpt2={"built": OK}), ["llama"], options).worse == said
+    assert judge(found, results(llama={"built": FAILED}), ["llama"], options).worse == said
     options = whole.parse(["--columns", "built"])
-    assert judge(now(llama={"built": NOT_TRIED}), None, ["llama"], options).worse == [
+    assert judge(results(llama={"built": NOT_TRIED}), None, ["llama"], options).worse == [
         "nothing was tried, of 1 types: NoCacheError: takes no cache"
     ]
-    assert judge(now(), None, [], options).worse == ["nothing was tried, of 0 types: no column was run"]
-    assert judge(now(llama={"built": FAILED}), None, ["llama"], options).worse == []
+    assert judge(results(), None, [], options).worse == ["nothing was tried, of 0 types: no column was run"]
+    assert judge(results(llama={"built": FAILED}), None, ["llama"], options).worse == []
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import torch
 
 from matrix.cut import choose, parse
 from matrix.cut_cases import COLUMNS
-from matrix.genai import page_of
 from matrix.genai_cases import COLUMNS as GENAI_COLUMNS
 from matrix.genai_cases import TYPES
 from matrix.inputs import NoCacheError, decode, go_on, loop
@@ -125,11 +124,6 @@ def test_a_model_without_a_cache_says_so(name):
 
 
 DOCS = Path(__file__).parent.parent / "docs"
-
-
-def test_the_page_is_that_of_the_recorded_results():
-    (path,) = (DOCS / "data").glob("genai-*.json")
-    assert (DOCS / "genai.md").read_text(encoding="utf-8") == page_of(Results.read(path), path.name)
 
 
 def test_every_type_of_the_list_is_recorded_and_opens_with_a_shared_cache():

@@ -9,7 +9,6 @@ import torch
 
 from matrix import real_llama_cpp, real_runtimes, real_speed
 from matrix.cases import DifferenceError
-from matrix.real import page_of
 from matrix.real_cases import FORMS, RealTrial, divergence, perplexity
 from matrix.real_embeddings import FORMS as EMBEDDING_FORMS
 from matrix.real_embeddings import sentences
@@ -23,11 +22,6 @@ from yobx_flatten.model_folder.source.configuration import small_model
 
 DOCS = Path(__file__).parent.parent / "docs"
 RECORDED = sorted((DOCS / "data").glob("real-*.json"))
-
-
-def test_the_page_is_that_of_the_recorded_results():
-    (path,) = RECORDED
-    assert (DOCS / "real.md").read_text(encoding="utf-8") == page_of(Results.read(path), path.name)
 
 
 def test_every_form_is_recorded_and_the_forms_of_this_package_pass():

@@ -11,12 +11,11 @@ import torch
 from matrix.cases import DifferenceError
 from matrix.heads import head_names, make_head, tables_of
 from matrix.heads_batches import NoBatchError, batch_for
-from matrix.page import in_two
 from matrix.results import Results
 from matrix.trainings import choose, main, parse, wrong_cells
 from matrix.trainings_cases import COLUMNS, run_type
 from matrix.trainings_kinds import kind_names
-from matrix.trainings_page import outcome_of, page_of
+from matrix.trainings_page import outcome_of
 from matrix.trainings_trial import HeadTrial, RefusedError
 
 pytestmark = pytest.mark.slow
@@ -148,14 +147,6 @@ def test_the_command_ends_with_1_for_a_wrong_number(tmp_path, monkeypatch):
     held.path, held.versions, held.way = output, installed_versions(), "roundpipe_runtime"
     held.write()
     assert main(["--only", "own_loss:focal", "--output", str(output), "--against", str(output)]) == 1
-
-
-def test_the_committed_page_is_the_one_of_the_committed_results():
-    docs = Path(__file__).parent.parent / "docs"
-    recorded = sorted((docs / "data").glob("trainings-*.json"))[-1]
-    page = page_of(Results.read(recorded), recorded.name)
-    committed = tuple((docs / name).read_text(encoding="utf-8") for name in ("trainings.md", "rows/trainings.md"))
-    assert committed == in_two("trainings", page)
 
 
 def test_numbers_and_several_labels_are_compared_where_the_task_knows_them():

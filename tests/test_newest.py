@@ -4,8 +4,10 @@ import json
 import re
 import sys
 import time
+import types
 from pathlib import Path
 
+import psutil
 import pytest
 
 from matrix import newest, newest_programs, newest_unknown
@@ -41,32 +43,20 @@ def test_a_step_is_ok_if_it_ended_with_0_and_shows_what_it_did(source, result, r
 def test_a_step_leaves_no_process_behind(tmp_path):
     source = "import subprocess, sys; print('ok', subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1).pid)"
     assert run_step(program(source), tmp_path / "log", timeout=60.0).ok
-    pid = (tmp_path / "log").read_text(encoding="utf-8").split()[1]
+    pid = int((tmp_path / "log").read_text(encoding="utf-8").split()[1])
     deadline = time.monotonic() + 30.0
-    while is_running(pid):  # a signal takes a moment
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # a signal takes a moment
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def is_running(pid):
-    try:
-        return Path("/proc", pid, "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def test_what_a_step_writes_where_it_runs_is_gone_afterwards(tmp_path):
+def test_what_a_step_writes_where_it_runs_is_gone_afterwards_and_a_reason_names_no_place_of_this_machine(tmp_path):
     source = "import os, matrix; open('made', 'w').close(); print('ok', os.getcwd(), matrix.__file__)"
     assert run_step(program(source), tmp_path / "log", timeout=60.0).ok
     place, imported = (tmp_path / "log").read_text(encoding="utf-8").split()[1:]
     assert not Path(place).exists()
     assert Path(imported).parents[1] == ROOT
-
-
-def test_a_reason_names_no_place_of_this_machine(tmp_path):
-    source = (
-        f"import os; print('FAIL', {str(ROOT)!r} + '/x', os.environ['TMPDIR'], {sys.prefix!r}); raise SystemExit(1)"
-    )
+    source = f"import os; print('FAIL {ROOT}/x', os.environ['TMPDIR'], {sys.prefix!r}); raise SystemExit(1)"
     assert run_step(program(source), tmp_path / "log", timeout=60.0).reason == "FAIL ./x TMP ENV"
 
 
@@ -88,15 +78,9 @@ def test_the_steps_are_those_that_people_run(tmp_path):
     (tmp_path / "run.py").write_text("", encoding="utf-8")
     assert next(step for step in steps(tmp_path) if step.name == "further cases").missing == ""
     assert [name for name, step in planned.items() if step.optional] == ["further cases"]
-
-
-def test_the_samples_are_compared_with_the_newest_recorded_results():
     for stem, step in (("matrix", "a sample of the matrix"), ("cut", "a sample of the cut matrix")):
-        command = next(one for one in steps(ROOT) if one.name == step).command
+        command = planned[step].command
         assert command[command.index("--against") + 1] == str(recorded_file(stem))
-
-
-def test_the_newest_recorded_results_are_those_of_the_highest_version(tmp_path):
     for name in ("matrix-5.9.0", "matrix-5.23.0", "matrix-5.30.0-executorch", "matrix-deferred-5.40.0"):
         (tmp_path / f"{name}.json").write_text("{}", encoding="utf-8")
     assert recorded_file("matrix", tmp_path).name == "matrix-5.23.0.json"
@@ -145,15 +129,12 @@ def test_some_of_the_steps_record_nothing(few, capsys):
     assert "no step has such a name; they are a step, what the tables do not know" in capsys.readouterr().err
 
 
-def test_the_programs_of_the_readme_are_all_that_it_shows():
+def test_programs_of_a_page_share_their_names_and_one_that_fails_stops_no_other(capsys, monkeypatch, tmp_path):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     found = list(newest_programs.blocks(text))
     assert len(found) == text.count("```python\n") > 1
     assert found[0][0] == "Export a model and generate text"
     assert found[0][1].startswith("import torch\n")
-
-
-def test_programs_of_a_page_share_their_names_and_one_that_fails_stops_no_other(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     page = "".join(
         f"## {name}\n\n```python\n{source}\n```\n\n"
@@ -171,17 +152,13 @@ def test_programs_of_a_page_share_their_names_and_one_that_fails_stops_no_other(
 
 def test_tokens_that_differ_from_those_of_the_model_fail(monkeypatch, capsys):
 
-    class Generator:
-        def __init__(self, wrong):
-            self.wrong = wrong
-
-        def generate(self, prompt, attention_mask=None, **options):
-            return prompt + self.wrong
+    def generator(wrong):
+        return types.SimpleNamespace(generate=lambda prompt, **options: prompt + wrong)
 
     made = iter([0, 1, 0])
-    monkeypatch.setattr("yobx_flatten.model_folder.source.configuration.small_model", lambda name: Generator(0))
+    monkeypatch.setattr("yobx_flatten.model_folder.source.configuration.small_model", lambda name: generator(0))
     monkeypatch.setattr("yobx_flatten.export_folder", lambda model, folder, **options: None)
-    monkeypatch.setattr("yobx_flatten.open_generator", lambda folder: Generator(next(made)))
+    monkeypatch.setattr("yobx_flatten.open_generator", lambda folder: generator(next(made)))
     assert newest_programs.generation(("a", "b", "c")) == 1
     said = capsys.readouterr().out.splitlines()
     assert [line[:6] for line in said] == ["ok a", "FAIL b", "ok c"]

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +15,7 @@ import torch.fx.experimental._config as fx_config
 import torch.utils._pytree as pytree
 
 from tests import conftest, fresh_process, registry_snapshot
+from tests.registry_snapshot import changes_since
 
 
 class Point:
@@ -30,15 +31,14 @@ def unflatten(children: list[object], _context: None) -> Point:
     return Point(*children)
 
 
-def register(name: str | None = None) -> None:
-    pytree.register_pytree_node(Point, flatten, unflatten, serialized_type_name=name)
+def register() -> None:
+    pytree.register_pytree_node(Point, flatten, unflatten, serialized_type_name="tests.Point")
 
 
 def remove() -> None:
     pytree.SUPPORTED_NODES.pop(Point, None)
-    node = pytree.SUPPORTED_SERIALIZED_TYPES.pop(Point, None)
-    if node is not None and node.serialized_type_name != pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
-        pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.pop(node.serialized_type_name, None)
+    pytree.SUPPORTED_SERIALIZED_TYPES.pop(Point, None)
+    pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.pop("tests.Point", None)
     pytree._cxx_pytree_pending_imports[:] = [
         entry for entry in pytree._cxx_pytree_pending_imports if entry[0][0] is not Point
     ]
@@ -55,12 +55,8 @@ def before() -> Iterator[registry_snapshot.Snapshot]:
     remove()
 
 
-def changes_since(before: registry_snapshot.Snapshot) -> list[str]:
-    return registry_snapshot.differences(before, registry_snapshot.take())
-
-
 def test_a_class_left_registered_is_found_in_every_table_it_reached(before):
-    register("tests.Point")
+    register()
     point = f"{Point.__module__}.Point"
     cpp = registry_snapshot.OPTREE if "torch.utils._cxx_pytree" in sys.modules else registry_snapshot.PENDING
     assert changes_since(before) == [
@@ -72,7 +68,7 @@ def test_a_class_left_registered_is_found_in_every_table_it_reached(before):
 
 
 def test_a_cleanup_that_forgets_the_cpp_side_is_found(before):
-    register("tests.Point")
+    register()
     pytree._deregister_pytree_node(Point)
     (change,) = changes_since(before)
     assert change.endswith("test_registry_snapshot.Point was added")
@@ -88,11 +84,13 @@ def test_another_function_under_the_same_class_is_found(before, monkeypatch):
 
 
 @pytest.mark.parametrize("table", [pytree.SUPPORTED_NODES, fx_pytree.SUPPORTED_NODES], ids=["torch", "fx"])
-def test_a_class_put_back_at_the_end_is_found(before, table):
+def test_a_class_removed_or_put_back_at_the_end_is_found(before, table):
     """Taking a class out and putting it back moves its key: the order is part of the state."""
     found = dict(table)
     try:
-        table[list] = table.pop(list)
+        held = table.pop(list)
+        assert [change.partition(": ")[2] for change in changes_since(before)] == ["builtins.list was removed"]
+        table[list] = held
         (change,) = changes_since(before)
     finally:
         table.clear()
@@ -100,29 +98,16 @@ def test_a_class_put_back_at_the_end_is_found(before, table):
     assert "the order of the keys changed from builtins.list on" in change
 
 
-def test_a_removed_class_is_found(before):
-    found = dict(fx_pytree.SUPPORTED_NODES_EXACT_MATCH)
-    try:
-        del fx_pytree.SUPPORTED_NODES_EXACT_MATCH[tuple]
-        assert changes_since(before) == ["torch.fx._pytree.SUPPORTED_NODES_EXACT_MATCH: builtins.tuple was removed"]
-    finally:
-        fx_pytree.SUPPORTED_NODES_EXACT_MATCH.clear()
-        fx_pytree.SUPPORTED_NODES_EXACT_MATCH.update(found)
-
-
-def test_a_constant_is_found(before):
+def test_a_constant_and_a_setting_left_changed_are_found(before):
     """`CONSTANT_NODES` is watched, though it is a set."""
+    with fx_config.patch(use_duck_shape=False):
+        changes = changes_since(before)
+    assert changes == ["torch.fx.experimental._config.use_duck_shape: was True, is False"]
     pytree.CONSTANT_NODES.add(Point)
     try:
         assert len(changes_since(before)) == 1
     finally:
         pytree.CONSTANT_NODES.discard(Point)
-
-
-def test_a_setting_left_changed_is_found(before):
-    with fx_config.patch(use_duck_shape=False):
-        changes = changes_since(before)
-    assert changes == ["torch.fx.experimental._config.use_duck_shape: was True, is False"]
 
 
 def in_a_fresh_process(*lines: str) -> str:
@@ -168,9 +153,8 @@ def test_model_outputs_registered_by_their_import_are_no_change(imports):
 
 def test_a_model_output_defined_by_a_test_is_found():
     """The licence is for modules of transformers, not for everything that derives from `ModelOutput`."""
-    found = in_a_fresh_process(
-        "from transformers.utils import ModelOutput", "Mine = type('Mine', (ModelOutput,), {'__module__': 'mine'})"
-    )
+    made = "Mine = type('Mine', (ModelOutput,), {'__module__': 'mine'})"
+    found = in_a_fresh_process("from transformers.utils import ModelOutput", made)
     assert "torch.utils._pytree.SUPPORTED_NODES: mine.Mine was added" in found
 
 
@@ -209,16 +193,6 @@ def test_the_fixture_fails_the_test_that_leaks(tmp_path):
     )
     assert "2 passed, 1 error" in done.stdout, done.stdout + done.stderr
     assert "SUPPORTED_NODES: tests.test_registry_snapshot.Point was added" in done.stdout
-
-
-@pytest.fixture
-def keep(before) -> Callable[[], None]:
-    register("tests.Point")
-    return remove
-
-
-def test_what_a_fixture_undoes_is_no_leak(keep):
-    assert Point in pytree.SUPPORTED_NODES
 
 
 OUR_LEAK = "yobx_flatten.register_class_flattening(Point, flatten, unflatten, None, backends=('optree', 'jax'))"
@@ -265,19 +239,18 @@ def test_a_program_finds_what_a_new_interpreter_gives_it(monkeypatch):
     found = fresh_process.run(*command, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (3, expected.stdout, expected.stderr)
     assert expected.returncode == 3
+    command = ["-m", "calendar", "2026"]
+    expected = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
+    assert fresh_process.run(*command).stdout == expected.stdout
 
 
-def test_only_torch_is_imported():
-    names = ["torch", "yobx_flatten", "roundpipe_runtime", "tests", "transformers", "optree", "jax", "onnx", "pytest"]
+@pytest.mark.parametrize("imported", ["torch", fresh_process.TRAINER], ids=["torch", "trainer"])
+def test_only_what_is_asked_for_is_imported(imported):
+    first = ["torch", "transformers", "optree", "jax", "onnx"] if imported == "torch" else ["transformers.trainer"]
+    names = [*first, "yobx_flatten", "roundpipe_runtime", "tests", "pytest"]
     program = f"import sys, threading; print(*(name in sys.modules for name in {names}), threading.active_count())"
-    assert fresh_process.run("-c", program).stdout.split() == ["True", *["False"] * 8, "1"]
-
-
-def test_what_the_trainer_needs_is_imported_where_that_is_asked_for():
-    names = ["transformers.trainer", "yobx_flatten", "roundpipe_runtime", "tests", "pytest"]
-    program = f"import sys, threading; print(*(name in sys.modules for name in {names}), threading.active_count())"
-    done = fresh_process.run("-c", program, imported=fresh_process.TRAINER)
-    assert done.stdout.split() == ["True", *["False"] * 4, "1"]
+    done = fresh_process.run("-c", program, imported=imported)
+    assert done.stdout.split() == ["True", *["False"] * (len(names) - 1), "1"]
 
 
 def test_a_program_that_was_started_gets_signals():
@@ -290,11 +263,8 @@ def test_a_program_that_was_started_gets_signals():
     with fresh_process.start("-c", program) as started:
         started.send_signal(signal.SIGKILL)
         assert started.wait() == started.poll() == -9
-
-
-def test_both_outputs_can_be_read_in_order():
     program = "import sys; print(1, flush=True); print(2, file=sys.stderr, flush=True); print(3)"
-    with fresh_process.start("-c", program, together=True) as started:
+    with fresh_process.start("-c", program, together=True) as started:  # both outputs, in order
         assert (started.wait(), started.stdout, started.stderr) == (0, "1\n2\n3\n", "")
 
 
@@ -304,12 +274,6 @@ def test_a_program_runs_no_longer_than_it_is_needed():
     assert started.returncode == -9
     with pytest.raises(AssertionError, match="ZeroDivisionError"), fresh_process.start("-c", "1 / 0") as started:
         started.wait_for(lambda: False)
-
-
-def test_a_module_runs_as_main():
-    command = ["-m", "calendar", "2026"]
-    expected = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
-    assert fresh_process.run(*command).stdout == expected.stdout
 
 
 def test_an_error_of_a_program_is_shown():
@@ -330,16 +294,12 @@ def test_a_program_that_hangs_is_killed(tmp_path):
 
 
 ROOT = conftest.LONG_TESTS.parents[1]
-LINES = conftest.LONG_TESTS.read_text(encoding="utf-8").splitlines()
 
 
-def test_the_list_is_sorted_and_has_each_test_once():
-    assert sorted(set(LINES)) == LINES
-
-
-def test_each_line_names_a_test_that_there_is():
-    gone = []
-    for line in LINES:
+def test_each_line_of_the_sorted_list_names_a_test_that_there_is():
+    lines, gone = conftest.LONG_TESTS.read_text(encoding="utf-8").splitlines(), []
+    assert sorted(set(lines)) == lines
+    for line in lines:
         path, *_, function = line.partition("[")[0].split("::")
         text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
         if not re.search(rf"def {re.escape(function)}\(", text):
@@ -347,13 +307,9 @@ def test_each_line_names_a_test_that_there_is():
     assert gone == [], "take these lines out of tests/long_tests.txt"
 
 
-class _Item:
-    def __init__(self, nodeid):
-        self.nodeid = nodeid
-        self.marks = []
-
-    def add_marker(self, mark):
-        self.marks.append(mark)
+def listed(name):
+    marks = []
+    return SimpleNamespace(nodeid=name, marks=marks, add_marker=marks.append)
 
 
 def test_each_test_is_in_one_of_several_parts():
@@ -361,7 +317,7 @@ def test_each_test_is_in_one_of_several_parts():
     names = [f"tests/test_{number}.py::test_{letter}" for number in range(20) for letter in "ab"]
     parts = []
     for part in range(3):
-        items, left_out = [_Item(name) for name in names], []
+        items, left_out = [*map(listed, names)], []
         hook = SimpleNamespace(pytest_deselected=lambda items, left_out=left_out: left_out.extend(items))
         config = SimpleNamespace(option=SimpleNamespace(part=f"{part}/3"), hook=hook)
         conftest.pytest_collection_modifyitems(config, items)
@@ -377,6 +333,6 @@ def test_a_listed_test_is_an_extended_one(monkeypatch, tmp_path):
     listed = tmp_path / "long_tests.txt"
     listed.write_text("tests/test_a.py::test_long[1]\n", encoding="utf-8")
     monkeypatch.setattr(conftest, "LONG_TESTS", listed)
-    items = [_Item("tests/test_a.py::test_long[1]"), _Item("tests/test_a.py::test_long[2]")]
+    items = [listed("tests/test_a.py::test_long[1]"), listed("tests/test_a.py::test_long[2]")]
     conftest.pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(part=None)), items)
     assert [item.marks for item in items] == [["extended"], []]

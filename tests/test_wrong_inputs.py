@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch.nn.functional import mse_loss
 
-from roundpipe_runtime import RoundPipe, RoundPipeError, RoundPipeRunConfig
+from roundpipe_runtime import DeviceError, RoundPipe, RoundPipeError, RoundPipeRunConfig
 from roundpipe_runtime.__main__ import main as roundpipe
 from tests.modules import module_class
 from yobx_flatten import (
@@ -49,41 +49,24 @@ def here(tmp_path, monkeypatch):
         (lambda: export_onnx(Doubles, (X,), path="m.onnx"), r"Make an instance: Doubles\("),
         (lambda: export_onnx(Doubles(), X, path="m.onnx"), r"args: expected a tuple"),
         (lambda: export_onnx(Doubles(), (numpy.ones(2),), path="m.onnx"), r"torch\.from_numpy\(x\)"),
-        (
-            lambda: export_onnx("llama", (X,), path="m.onnx"),
-            r"found the str 'llama'.*\n    export_folder\('llama', folder\)",
-        ),
-        (
-            lambda: export_onnx(Doubles(), (X.to_sparse(),), path="m.onnx"),
-            r"x is a sparse tensor.*\n    x\.to_dense\(\)",
-        ),
-        (
-            lambda: export_program(Doubles(), kwargs={"x": X.to_sparse()}),
-            r"x is a sparse tensor.*\n    x\.to_dense\(\)",
-        ),
+        (lambda: export_onnx("llama", (X,), path="m.onnx"), r"the str 'llama'.*\n    export_folder\('llama', "),
+        (lambda: export_program(Doubles(), kwargs={"x": X.to_sparse()}), r"is a sparse tensor.*\n    x\.to_dense\(\)"),
         (lambda: export_program(Doubles(), (X,), tolerance=-1), "tolerance must be None or a number of 0 or more"),
-        (lambda: export_onnx(Doubles(), (X,), path="m.onnx", tolerance="1e-3"), "found '1e-3'"),
         (lambda: export_program(torch.nn.Linear(4, 4), (X,)), r"Linear\.forward fails .*shapes cannot be multiplied"),
         (lambda: export_onnx(Adds(), (X, X[:, :2]), path="m.onnx"), "Adds itself fails.*must match the size"),
         (lambda: open_model(None), r"expected the path of an exported folder, found None"),
         (lambda: open_generator(Doubles()), r"found .*Doubles.*\n    export_folder\(model"),
         (lambda: verify_folder(3), "found the int 3"),
         (lambda: export_folder(Doubles(), "out"), r"takes a Hugging Face model.*\n    export_onnx\(module"),
-        (
-            lambda: export_folder(Doubles, "out"),
-            "or its folder or name; found .*Doubles",
-        ),
+        (lambda: export_folder(Doubles, "out"), "or its folder or name; found .*Doubles"),
         (lambda: export_folder(transformers.LlamaForCausalLM, "out"), r"LlamaForCausalLM\.from_pretrained\(FOLDER\)"),
         (lambda: export_folder("out", Doubles()), r"folder: expected a path.*\n    export_folder\(model, FOLDER\)"),
         (lambda: export_folder(None, "out"), "takes a Hugging Face model, or its folder or name; found None"),
         (lambda: export_folder(transformers.LlamaConfig(), "out"), "found the LlamaConfig"),
-        (lambda: export_folder("llama", "out", batch=0), "batch must be None or an int of 1 or more, found 0"),
         (lambda: export_folder("llama", "out", batch="2"), "batch must be None or an int of 1 or more, found '2'"),
         (lambda: export_folder("llama", "out", dtype="float"), "dtype must be one of float32"),
         (lambda: export_folder("llama", "out", task="text-genration"), "Did you mean 'text-generation'"),
         (lambda: open_generator("nowhere"), "There is no folder nowhere"),
-        (lambda: open_model("nowhere"), "There is no folder nowhere"),
-        (lambda: open_generator("a.txt"), r"a\.txt is a file\. Name the folder"),
         (lambda: open_model("a.txt"), r"a\.txt is a file\. Name the folder"),
         (lambda: verify_folder("a.txt"), r"a\.txt is a file\. Name the folder"),
         (lambda: record_calls(Doubles(), to="a.txt").__enter__(), "a file, but calls are written to a folder"),
@@ -150,9 +133,7 @@ def test_tokens_of_another_kind_are_converted_by_the_line_of_the_message():
             with pytest.raises(InvalidArgumentError, match=words):
                 opened.generate(torch.tensor([[5, 6, 7]]), **{"max_new_tokens": 3, **wrong})
         with pytest.raises(ZeroDivisionError):  # of the caller's own function
-            opened.generate(
-                torch.tensor([[5, 6, 7]]), max_new_tokens=3, prefix_allowed_tokens_fn=lambda row, ids: 1 // 0
-            )
+            opened.generate(wanted[:, :3], max_new_tokens=3, prefix_allowed_tokens_fn=lambda row, ids: 1 // 0)
     for change in (opened.resize_token_embeddings, opened.set_input_embeddings):
         with pytest.raises(InvalidArgumentError, match=r"cannot be changed(?s:.)*\n    export_folder\(model, folder\)"):
             change(300)
@@ -219,23 +200,8 @@ def test_only_near_names_of_types_are_proposed(name):
 LAYERS = [torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)]
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (torch.nn.MSELoss, r"Pass MSELoss\(\)"),
-        ("mse", "found 'mse'"),
-        (3, "found 3. Pass no loss_fn if the outputs are"),
-    ],
-)
-def test_a_loss_that_is_no_function_is_refused_with_what_to_pass(loss, words):
-    """A class was called with the outputs, which it took for options."""
-    pipeline = RoundPipe(torch.nn.Sequential(*LAYERS), devices="virtual:2")
-    with pytest.raises(RoundPipeError, match=words):
-        pipeline.forward_backward((torch.ones(4, 3),), label=torch.ones(4, 2), loss_fn=loss)
-
-
 def test_a_device_that_is_not_there_names_one_that_is():
-    with pytest.raises(RoundPipeError, match=r"'cuda:0' was asked for.*Use 'virtual:2'") as refused:
+    with pytest.raises(DeviceError, match=r"'cuda:0' was asked for.*no accelerator.*Use 'virtual:2'") as refused:
         RoundPipe(torch.nn.Sequential(*LAYERS), devices="cuda:0")
     devices = re.search(r"Use '(.*)'", str(refused.value))[1]
     config = RoundPipeRunConfig(loss_reduction="mean")
@@ -249,11 +215,10 @@ def test_a_device_that_is_not_there_names_one_that_is():
     ("command", "words"),
     [
         (["verify", "a.txt"], "yobx-flatten verify a.txt --model MODEL"),
-        (["chat", "a.txt"], "a.txt is a file. Name the folder"),
         (["chat", "nowhere"], "There is no folder nowhere. To export one: yobx-flatten export MODEL -o nowhere"),
         (["generate", "a.txt", "--prompt", "x"], "a.txt is a file. Name the folder"),
         (["export", "lama", "-o", "out"], "Did you mean llama"),
-        (["export", r"C:\Users\me\model", "-o", "out"], r"There is no folder C:\Users\me\model. Name a"),
+        (["export", r"C:\model", "-o", "out"], r"There is no folder C:\model. Name a"),
         (["export", "empty", "-o", "out"], "contains no config.json: it is not a folder that save_pretrained wrote"),
         (["export", "llama", "-o", "a.txt"], "a.txt is a file. Name a folder that is new or empty"),
         (["exprot", "llama"], "Did you mean 'export'"),
@@ -265,7 +230,6 @@ def test_a_device_that_is_not_there_names_one_that_is():
         (["plan", "llama", "--memory", "lots"], "--memory 24GiB"),
         (["trian", "llama"], "Did you mean 'train'"),
         (["train", "llama", "--text", "a.txt", "-o", "out", "--learning-rate", "1"], "Did you mean --lr?"),
-        (["train", "llama", "--text", "a.txt", "-o", "out", "--lenght", "9"], "Did you mean --length?"),
         (["train", "llama", "--text", "a.txt", "-o", "out", "--batch_size", "9"], "Did you mean --batch?"),
     ],
 )
@@ -279,16 +243,19 @@ def test_a_wrong_command_is_one_line_and_status_2(command, words, capsys):
 @pytest.mark.parametrize(
     ("loss_fn", "words"),
     [
+        (torch.nn.MSELoss, r"Pass MSELoss\(\)"),  # which would take the outputs for options
+        ("mse", "found 'mse'"),
+        (3, "found 3. Pass no loss_fn if the outputs are"),
         (lambda out, label: mse_loss(out, label).detach(), "nothing would be trained"),
         (lambda out, label: torch.tensor(mse_loss(out, label).item()), "nothing would be trained"),
         (lambda out, label: (out - label - 9).long().sum(), "nothing would be trained"),
         (lambda out, label: mse_loss(out, label) * 1j, "is complex"),
     ],
 )
-def test_a_loss_that_trains_nothing_is_refused(loss_fn, words):
+def test_a_loss_that_is_no_function_or_trains_nothing_is_refused(loss_fn, words):
     """`backward` of torch refuses each of them, too."""
     model = torch.nn.Linear(3, 3)
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, TypeError, AttributeError)):
         loss_fn(model(X), X).backward()
     pipeline = RoundPipe(model, devices="virtual:2")
     with pytest.raises(RoundPipeError, match=words):
@@ -298,13 +265,9 @@ def test_a_loss_that_trains_nothing_is_refused(loss_fn, words):
 
 def interrupted_import(*_arguments, **_options):
     """What transformers makes of Ctrl-C while it imports a model, in a class body of torch."""
-    try:
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt as error:
-            raise RuntimeError("Error calling __set_name__") from error
-    except RuntimeError as error:
-        raise ModuleNotFoundError("Could not import module 'LlamaForCausalLM'.") from error
+    inner = RuntimeError("Error calling __set_name__")
+    inner.__cause__ = KeyboardInterrupt()
+    raise ModuleNotFoundError("Could not import module 'LlamaForCausalLM'.") from inner
 
 
 @pytest.mark.parametrize(

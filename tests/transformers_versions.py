@@ -5,8 +5,6 @@ import importlib.metadata
 import pytest
 from packaging.version import Version
 
-__all__ = ["is_older_than", "needs_transformers"]
-
 
 def is_older_than(version: str) -> bool:
     """Whether transformers is installed in an older version."""
@@ -14,10 +12,5 @@ def is_older_than(version: str) -> bool:
 
 
 def needs_transformers(version: str, before: str) -> pytest.MarkDecorator:
-    """Skip with older versions.
-
-    Args:
-        version: the first one with which the test passes.
-        before: what is so in the versions before.
-    """
+    """Skip with versions before the first one with which the test passes, with what is so in these."""
     return pytest.mark.skipif(is_older_than(version), reason=f"transformers before {version}: {before}")

@@ -14,8 +14,6 @@ from types import ModuleType
 import torch
 from torch.utils import cpp_extension
 
-__all__ = ["load", "reason_not_to_build"]
-
 _SOURCES = Path(__file__).parent / "backend"
 _BUILT = Path(__file__).parents[2] / "build" / "accelerator"
 _COMPILER = os.environ.get("CXX", "c++")
@@ -47,8 +45,6 @@ def load() -> ModuleType:
             if not library.exists():
                 _compile(library)
     spec = importlib.util.spec_from_file_location("late_backend", library)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

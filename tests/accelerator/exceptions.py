@@ -2,8 +2,6 @@
 
 import pytest
 
-__all__ = ["reason_to_skip"]
-
 _FLEX = "torch computes FlexAttention on devices that it knows only"
 
 _VIRTUAL = "it compares with a process that has virtual devices, and kernels of this one round otherwise"

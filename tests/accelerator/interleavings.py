@@ -70,11 +70,6 @@ def _try(seeds: range, mutant: str | None) -> None:
             sys.exit(f"seed {seed}: wrong numbers with {VARIANTS[number]}\n{log.difference(found, right[number])}")
 
 
-def _seeds(text: str) -> range:
-    first, stop = text.split(":")
-    return range(int(first), int(stop))
-
-
 def _run(count: int, jobs: int, record: dict[str, Any]) -> None:
     """Try the seeds below a number that were not tried, in processes of their own."""
     begin, before = time.monotonic(), len(record["done"]) * _CHUNK
@@ -97,25 +92,17 @@ def _run(count: int, jobs: int, record: dict[str, Any]) -> None:
             print(f"{tried} orders, all the same bits; {rate:.0f} a second", flush=True)
 
 
-def _write(file: Path, record: dict[str, Any]) -> None:
-    from benchmarks.bench_flatten import machine, versions
-
-    orders = len(record["done"]) * _CHUNK
-    content = {"machine": machine(), "versions": versions(), "orders": orders, "wrong": 0, "variants": VARIANTS}
-    file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("count", type=int, nargs="?", default=10_000, help="number of orders in all, in thousands")
     parser.add_argument("--again", action="store_true", help="begin with the first seed")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what was tried to this file")
-    parser.add_argument("--seeds", type=_seeds, metavar="FIRST:STOP", help="try these seeds here, and record nothing")
+    parser.add_argument("--seeds", metavar="FIRST:STOP", help="try these seeds here, and record nothing")
     parser.add_argument("--mutant", metavar="NAME", help="with --seeds: a removal of tests.accelerator.mutants")
     arguments = parser.parse_args()
     if arguments.seeds:
-        _try(arguments.seeds, arguments.mutant)
+        _try(range(*map(int, arguments.seeds.split(":"))), arguments.mutant)
         return
     record: dict[str, Any] = {"source": _source(), "done": []}
     if _RECORD.exists() and not arguments.again:
@@ -124,9 +111,13 @@ def main() -> None:
             record = before
     _RECORD.parent.mkdir(parents=True, exist_ok=True)
     _run(arguments.count, arguments.jobs, record)
-    print(f"{len(record['done']) * _CHUNK} orders have been tried with this source, all the same bits")
+    orders = len(record["done"]) * _CHUNK
+    print(f"{orders} orders have been tried with this source, all the same bits")
     if arguments.json:
-        _write(arguments.json, record)
+        from benchmarks.bench_flatten import machine, versions
+
+        content = {"machine": machine(), "versions": versions(), "orders": orders, "wrong": 0, "variants": VARIANTS}
+        arguments.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,6 @@ import torch._meta_registrations  # more operators state what comes out without 
 
 from .build import load
 
-__all__ = [
-    "DEVICES", "clock", "counts", "host_seconds", "lose", "pending", "set_costs", "set_memory", "set_order",
-    "start_again", "trace",
-]  # fmt: skip
-
 DEVICES = int(os.environ.get("LATE_DEVICES", "4"))
 
 _backend = load()

@@ -27,8 +27,6 @@ from typing import Any, NoReturn
 
 from tests.accelerator.planted import FAULTS
 
-__all__ = ["Mutant", "Removal", "install", "mutants", "removals"]
-
 ROOT = Path(__file__).parents[2]
 _FOLDER = ROOT / "roundpipe_runtime" / "device"
 _WAITS = {"wait_event", "record_stream", "synchronize", "result", "wait_for", "wait", "notify_all", "wait_for_futures"}
@@ -132,11 +130,9 @@ def install(name: str) -> None:
 
     class Finder(importlib.abc.MetaPathFinder):
         def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
-            return (
-                importlib.util.spec_from_file_location(module, path, loader=Loader(module, path))
-                if fullname == module
-                else None
-            )
+            if fullname == module:
+                return importlib.util.spec_from_file_location(module, path, loader=Loader(module, path))
+            return None
 
     sys.meta_path.insert(0, Finder())
 
@@ -208,21 +204,15 @@ def check(mutant: str | None) -> str | None:
     return None
 
 
-def planted() -> dict[str, str | None]:
-    """The faults that tests plant in files by themselves, each with the test that finds it."""
-    return {f"model.onnx:: {what}": test for what, test in FAULTS.items()}
-
-
 def page(results: dict[str, str | None]) -> str:
     """The results as a page in Markdown."""
     rows = []
-    waits = {name: found for name, found in results.items() if name not in planted()}
+    waits = {name: found for name, found in results.items() if not name.startswith("model.onnx:: ")}
     for name, found in waits.items():
         file, function, code = name.split(":", 2)
         shown = found or "**nothing**"
-        rows.append(
-            f"| `{file}` | `{function}` | `{code.strip()}` | {shown if ' ' in shown or not found else f'`{shown}`'} |"
-        )
+        shown = shown if " " in shown or not found else f"`{shown}`"
+        rows.append(f"| `{file}` | `{function}` | `{code.strip()}` | {shown} |")
     noticed = sum(found is not None for found in waits.values())
     files = "\n".join(f"| {what} | {test} |" for what, test in FAULTS.items())
     return _PAGE.format(noticed=noticed, all=len(waits), rows="\n".join(rows), files=files)
@@ -266,7 +256,8 @@ def main() -> None:
     if arguments.list:
         print("\n".join(names))
         return
-    results = {name: results[name] for name in names if name in results} | planted()
+    results = {name: results[name] for name in names if name in results}
+    results |= {f"model.onnx:: {what}": test for what, test in FAULTS.items()}
     import torch._dynamo  # noqa: F401 # what takes long to import, before the forks
     import transformers  # noqa: F401
 
@@ -278,10 +269,8 @@ def main() -> None:
         begin = time.monotonic()
         results[name] = check(name)
         output.write_text(json.dumps(results, indent=1) + "\n")
-        print(
-            f"{number}/{len(names)} {name}\n    {results[name] or 'NOT NOTICED'} ({time.monotonic() - begin:.0f} s)",
-            flush=True,
-        )
+        print(f"{number}/{len(names)} {name}\n    {results[name] or 'NOT NOTICED'}", flush=True)
+        print(f"    ({time.monotonic() - begin:.0f} s)", flush=True)
     if arguments.page:
         arguments.page.write_text(page(results))
     tried = [name for name in names if arguments.only in name]

@@ -5,6 +5,7 @@ what is in the record and passed is not run again without ``--again``.
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -14,8 +15,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
-
-__all__ = ["PARTS", "table"]
 
 _ROOT = Path(__file__).parents[2]
 _RECORD = _ROOT / "docs" / "data" / "accelerator.json"
@@ -29,18 +28,13 @@ _SEED = 11
 _SECONDS = 200
 
 
-def _parts() -> dict[str, list[str]]:
-    found = {}
-    runtime = _ROOT / "tests" / "runtime"
-    for folder in (runtime, runtime / "huggingface"):
-        inner = [one for one in sorted(folder.iterdir()) if list(one.glob("test_*.py")) and one.name != "huggingface"]
-        found[folder.name] = [str(file.relative_to(_ROOT)) for file in sorted(folder.glob("test_*.py"))]
-        found |= {str(one.relative_to(runtime)): [str(one.relative_to(_ROOT))] for one in inner}
-    return found
-
-
 # Folders of tests/runtime, and what pytest is given for each; those of files next to folders have the parent's name.
-PARTS = _parts()
+PARTS: dict[str, list[str]] = {}
+_RUNTIME = _ROOT / "tests" / "runtime"
+for _folder in (_RUNTIME, _RUNTIME / "huggingface"):
+    _inner = [one for one in sorted(_folder.iterdir()) if list(one.glob("test_*.py")) and one.name != "huggingface"]
+    PARTS[_folder.name] = [str(file.relative_to(_ROOT)) for file in sorted(_folder.glob("test_*.py"))]
+    PARTS |= {str(one.relative_to(_RUNTIME)): [str(one.relative_to(_ROOT))] for one in _inner}
 
 
 def _run(part: str, order: str, devices: int, logs: Path | None) -> dict[str, Any]:
@@ -112,9 +106,7 @@ def main() -> None:
     from benchmarks.bench_flatten import versions
 
     runs = _recorded()
-    asked = [
-        (part, order, devices) for order in arguments.orders for devices in arguments.devices for part in arguments.only
-    ]
+    asked = [run[::-1] for run in itertools.product(arguments.devices, arguments.orders, arguments.only)]
     for run in asked:
         name = " ".join(map(str, run))
         if arguments.again or name not in runs or runs[name]["failed"]:

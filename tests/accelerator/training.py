@@ -13,8 +13,6 @@ from roundpipe_runtime import Device, RoundPipe, RoundPipeRunConfig, Timeline, V
 from roundpipe_runtime.device.accelerator import AcceleratorDevice
 from tests.runtime.small import Tied, batch, cut_plan, small_model, state
 
-__all__ = ["GRAINS", "Log", "expected", "late_devices", "moved_by_runs", "train"]
-
 F = nn.functional
 GRAINS = ["stage", "layer"]
 _LAYERS = 9

@@ -1,7 +1,5 @@
 """Run more cases of all doors, each door in a process that is started again where it dies. See the package."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json
@@ -20,17 +18,11 @@ FOUND = pathlib.Path(__file__).parent / "found.json"
 _STATE = pathlib.Path("build/fuzz.json")
 
 
-def _work(door: str, seeds: Iterable[int]) -> None:
-    """In a process of its own: print the outcome of each case, its number before it begins."""
-
-    def announced() -> Iterator[int]:
-        for seed in seeds:
-            print(json.dumps([seed]), flush=True)
-            yield seed
-
-    with tempfile.TemporaryDirectory() as folder:
-        for outcome in run_cases(door, announced(), pathlib.Path(folder)):
-            print(json.dumps(outcome), flush=True)
+def _announced(seeds: Iterable[int]) -> Iterator[int]:
+    """In a process of its own, the number of each case is printed before it begins."""
+    for seed in seeds:
+        print(json.dumps([seed]), flush=True)
+        yield seed
 
 
 def _run(door: str, first: int, count: int) -> tuple[collections.Counter[str], list[tuple[int, str]]]:
@@ -75,15 +67,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=1000, help="cases of a door of share 1 (default: 1000)")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.work:
-        door, text = given.work
-        _work(door, range(*map(int, text.split(":"))) if ":" in text else map(int, text.split(",")))
-        return 0
-    if given.seed is not None:
-        os.environ["FUZZ_TRACEBACK"] = "1"
+    if given.work or given.seed is not None:
+        door, text = given.work or (given.door, str(given.seed))
+        seeds = range(*map(int, text.split(":"))) if ":" in text else map(int, text.split(","))
+        if not given.work:
+            os.environ["FUZZ_TRACEBACK"] = "1"
         with tempfile.TemporaryDirectory() as folder:
-            for outcome in run_cases(given.door, [given.seed], pathlib.Path(folder)):
-                print(*outcome)
+            for outcome in run_cases(door, _announced(seeds), pathlib.Path(folder)):
+                print(json.dumps(outcome), flush=True)
         return 0
     state: dict[str, int] = json.loads(_STATE.read_text()) if _STATE.exists() else {}
     found: dict[str, list[int]] = json.loads(FOUND.read_text())

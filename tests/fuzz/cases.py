@@ -1,7 +1,5 @@
 """Run cases of a door in this process, and state what each of them came to."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib
@@ -20,10 +18,7 @@ from yobx_flatten.errors import FlattenError
 from .doors import DOORS
 from .mutations import SECRET, change_file
 
-__all__ = ["SECONDS", "run_cases"]
-
-SECONDS = 10
-"""Of the processor; what waits has six times as long."""
+SECONDS = 10  # of the processor; what waits has six times as long
 _ROOM = 2**30  # bytes that a case may take besides what the process has
 
 _ACTS = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.", "socket.connect", "shutil.rm")

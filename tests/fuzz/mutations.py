@@ -1,7 +1,6 @@
 """Change a file at random: its JSON, wherever that is, its tensors, or its bytes."""
 
-from __future__ import annotations
-
+import contextlib
 import copy
 import json
 import pathlib
@@ -13,10 +12,7 @@ from typing import Any
 
 import onnx
 
-__all__ = ["SECRET", "change_file"]
-
-SECRET = "secret.txt"
-"""A file next to the folder of a case, which no case has a reason to open."""
+SECRET = "secret.txt"  # a file next to the folder of a case, which no case has a reason to open
 
 _STRANGER = "tests.fuzz.stranger:x"
 _HOSTILE: list[Any] = [
@@ -93,10 +89,8 @@ def _change_document(tree: Any, dice: random.Random) -> Any:
 def _change_text(text: str, dice: random.Random) -> str:
     """A text with another character, or, of one that is JSON itself, another document."""
     if text[:1] in ("{", "["):
-        try:
+        with contextlib.suppress(ValueError):
             return _dumped(_change_document(json.loads(text), dice))
-        except ValueError:
-            pass
     place = dice.randrange(len(text) + 1)
     return text[:place] + dice.choice(("", ".", "/", ":", "=", "0", "__", "\0", "é", "'", "]")) + text[place + 1 :]
 
@@ -171,16 +165,9 @@ _FORMS: dict[str, Callable[[bytes, random.Random], bytes]] = {
 }
 
 
-def _change(name: str, data: bytes, dice: random.Random) -> bytes:
-    form = _FORMS.get(pathlib.PurePath(name).suffix)
-    if form is not None and dice.random() < 0.8:
-        try:
-            return form(data, dice)
-        except (ValueError, IndexError, TypeError):  # what is derived is not what it says: bytes, then
-            pass
-    return _change_bytes(data, dice)
-
-
 def change_file(path: pathlib.Path, dice: random.Random) -> None:
-    """Change a file at random."""
-    path.write_bytes(_change(path.name, path.read_bytes(), dice))
+    data, form, changed = path.read_bytes(), _FORMS.get(path.suffix), None
+    if form is not None and dice.random() < 0.8:
+        with contextlib.suppress(ValueError, IndexError, TypeError):  # what is derived is not what it says: bytes, then
+            changed = form(data, dice)
+    path.write_bytes(_change_bytes(data, dice) if changed is None else changed)

@@ -6,16 +6,17 @@ import shutil
 import pytest
 
 from tests import fresh_process
-from tests.killed.writers import WRITERS, value_of
 from yobx_flatten.files.scratch import settle
 
-pytest.importorskip("onnxruntime")
 pytest.importorskip("transformers")
+pytest.importorskip("onnxruntime")
 pytest.importorskip("accelerate")
-
-pytestmark = pytest.mark.slow
 if os.name != "posix":
     pytest.skip("a process is killed in a fork", allow_module_level=True)
+
+from tests.killed.writers import WRITERS, value_of
+
+pytestmark = pytest.mark.slow
 
 # `make kills` asks for thirty.
 KILLS = int(os.environ.get("ROUNDPIPE_KILLS", "2"))

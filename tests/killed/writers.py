@@ -6,22 +6,22 @@ writes what NAME writes with weights or values of VALUE. At the given event, whi
 writing, renamed or deleted in FOLDER, the process ends with status 9; without one it prints how many events there were.
 """
 
-from __future__ import annotations
-
+import functools
 import os
 import pathlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
+import onnx
+import onnxruntime
 import torch
 
 import roundpipe_runtime as rp
 import yobx_flatten as yf
+from roundpipe_runtime.fine_tune import ByteTokenizer, model_source, save_model
+from roundpipe_runtime.timeline.record import merge_timelines
 from tests.runtime import tiny_training as tiny
 from yobx_flatten.export.onnx import file as onnx_file
-
-__all__ = ["WRITERS", "value_of"]
 
 X = torch.ones(2, 64)
 
@@ -40,8 +40,6 @@ class _Scaled(torch.nn.Module):
 
 
 def _run_onnx(path: pathlib.Path) -> float:
-    import onnxruntime
-
     (found,) = onnxruntime.InferenceSession(os.fspath(path)).run(None, {"x": X.numpy()})
     return float(found.mean())
 
@@ -52,93 +50,80 @@ def _filled(value: float) -> Any:
     return model.eval()
 
 
-def _write_onnx(folder: pathlib.Path, value: float) -> None:
+def _write_onnx(folder, value, **options):
     onnx_file.LARGE = 0  # weights beside every file
-    yf.export_onnx(_Scaled(value).eval(), (X,), path=folder / "model.onnx", proof="none")
+    yf.export_onnx(_Scaled(value).eval(), (X,), path=folder / "model.onnx", proof="none", **options)
 
 
-def _write_quantised(folder: pathlib.Path, value: float) -> None:
-    onnx_file.LARGE = 0
-    yf.export_onnx(_Scaled(value).eval(), (X,), path=folder / "model.onnx", proof="none", quantize="int8")
-
-
-def _write_nested(folder: pathlib.Path, value: float) -> None:
+def _write_nested(folder, value):
     yf.save_nested(folder / "values.onnx", {"x": torch.full((5000,), value), "value": value}, external_data=True)
 
 
-def _read_nested(folder: pathlib.Path) -> float:
+def _read_nested(folder):
     found = yf.load_nested(folder / "values.onnx")
     (value,) = {*found["x"].tolist(), found["value"]}
     return float(value)
 
 
-def _write_folder(folder: pathlib.Path, value: float) -> None:
+def _write_folder(folder, value):
     yf.export_folder(_filled(value), folder / "model", proof="sample", overwrite=True)
 
 
-def _read_folder(folder: pathlib.Path) -> float:
+def _read_folder(folder):
     """The manifest, the cases, the weights and the tokens belong together."""
     assert yf.verify_folder(folder / "model")
-    import onnx
-
     graph = onnx.load(folder / "model" / "model.onnx").graph
     norms = [onnx.numpy_helper.to_array(one) for one in graph.initializer if one.name.endswith("norm.weight")]
     (value,) = {float(number) for norm in norms for number in norm.flatten()} - {1.0}
     return value
 
 
-def _write_checkpoint(folder: pathlib.Path, value: float) -> None:
+def _write_checkpoint(folder, value):
     model = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(model.weight, value)
     rp.save_checkpoint(folder / "c", model, data={"value": value}, keep=1)
 
 
-def _read_checkpoint(folder: pathlib.Path) -> float:
+def _read_checkpoint(folder):
     model = torch.nn.Linear(3, 2)
     assert rp.load_checkpoint(folder / "c", model) is not None
     (value,) = set(model.weight.flatten().tolist())
     return float(value)
 
 
-def _write_model(folder: pathlib.Path, value: float) -> None:
-    from roundpipe_runtime.fine_tune import ByteTokenizer, save_model
-
+def _write_model(folder, value):
     save_model(_filled(value), ByteTokenizer(), folder / "model", source=tiny.source(), overwrite=True)
 
 
-def _read_model(folder: pathlib.Path) -> float:
-    from roundpipe_runtime.fine_tune import model_source
-
+def _read_model(folder):
     (value,) = set(model_source(folder / "model").load().model.norm.weight.tolist())
     return float(value)
 
 
-def _write_program(folder: pathlib.Path, value: float) -> None:
+def _write_program(folder, value):
     yf.export_program(_Scaled(value).eval(), (X,), cases=[], proof="none").save(folder / "model.pt2")
 
 
-def _read_program(folder: pathlib.Path) -> float:
+def _read_program(folder):
     with torch.no_grad():
         return float(torch.export.load(folder / "model.pt2").module()(X).mean())
 
 
-def _write_timeline(folder: pathlib.Path, value: float) -> None:
+def _write_timeline(folder, value):
     timeline = rp.Timeline()
     timeline.records = [rp.Record(0, 1, "virtual:0", "forward", 0.0, value)]
     timeline.save(folder / "step.json")
 
 
-def _read_timeline(folder: pathlib.Path) -> float:
-    from roundpipe_runtime.timeline.record import merge_timelines
-
+def _read_timeline(folder):
     (record,) = merge_timelines([folder / "step.json"]).records
     return record.end
 
 
-_Pair = tuple[Callable[[pathlib.Path, float], None], Callable[[pathlib.Path], float]]
-WRITERS: dict[str, _Pair] = {
+# What writes into a folder, and what reads the value back, which fails where files do not belong together.
+WRITERS = {
     "export_onnx": (_write_onnx, lambda folder: _run_onnx(folder / "model.onnx")),
-    "quantize": (_write_quantised, lambda folder: _run_onnx(folder / "model.onnx")),
+    "quantize": (functools.partial(_write_onnx, quantize="int8"), lambda folder: _run_onnx(folder / "model.onnx")),
     "save_nested": (_write_nested, _read_nested),
     "export_folder": (_write_folder, _read_folder),
     "save_checkpoint": (_write_checkpoint, _read_checkpoint),
@@ -146,7 +131,6 @@ WRITERS: dict[str, _Pair] = {
     "program": (_write_program, _read_program),
     "timeline": (_write_timeline, _read_timeline),
 }
-"""What writes into a folder, and what reads the value back, which fails where files do not belong together."""
 
 
 def value_of(name: str, folder: pathlib.Path) -> int:

@@ -1,7 +1,5 @@
 """What a user types who follows a page: its blocks in order, from the built site or from the page's source."""
 
-from __future__ import annotations
-
 import html.parser
 import re
 import shlex
@@ -11,32 +9,18 @@ from typing import NamedTuple
 
 from tests.test_docs_guide import FENCE, NAMED
 
-__all__ = ["Block", "blocks_of", "in_sections", "program_of"]
-
 _HEADING = re.compile(r"^##+ (.*)$", re.MULTILINE)
 _TYPED = ("python", "console", "bash")
 
 
 class Block(NamedTuple):
-    """A block of a page.
-
-    Attributes:
-        kind: the language: ``"python"``, ``"console"``, ``"bash"`` or ``"text"``.
-        text: what is in it.
-        section: the heading above it, in plain letters; empty above the first.
-    """
-
-    kind: str
+    kind: str  # "python", "console", "bash" or "text"
     text: str
-    section: str
+    section: str  # the heading above it, in plain letters; empty above the first
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the blocks of a page in their order.
-
-    Args:
-        page: a page of the built site (``.html``), or its source (``.md``).
-    """
+    """Return the blocks of a page in their order, of the built site (``.html``) or its source (``.md``)."""
     text = page.read_text(encoding="utf-8")
     if page.suffix == ".html":
         built = _BuiltPage()
@@ -84,15 +68,7 @@ class _BuiltPage(html.parser.HTMLParser):
 
 
 def in_sections(blocks: Iterable[Block], sections: Collection[str]) -> list[Block]:
-    """Return the blocks of the sections that a task needs.
-
-    Args:
-        blocks: those of a page.
-        sections: headings; empty for the whole page.
-
-    Raises:
-        AssertionError: when the page has no such section, or it has no block.
-    """
+    """Return the blocks of the sections that a task needs; without one, those of the whole page."""
     blocks = list(blocks)
     missing = set(sections) - {block.section for block in blocks}
     assert not missing, f"the page has no block below {sorted(missing)}, but {sorted({b.section for b in blocks})}"
@@ -104,17 +80,13 @@ def program_of(blocks: Iterable[Block]) -> str:
 
     A block that begins with the name of a file is written to that file; one that ends with an error, as the page shows,
     must end with it. What a shell prints is in `printed_by_shell`. What pip installs is there already.
-
-    Args:
-        blocks: those of a page, in order.
     """
     blocks = list(blocks)
     lines = [_START]
     for block, after in zip(blocks, [*blocks[1:], Block("", "", "")], strict=True):
         if block.kind == "python":
-            error = (
-                re.search(r"^(\w+(?:Error|Exception)): ", after.text, re.MULTILINE) if after.kind == "text" else None
-            )
+            shown = after.text if after.kind == "text" else ""
+            error = re.search(r"^(\w+(?:Error|Exception)): ", shown, re.MULTILINE)
             if named := NAMED.match(block.text):
                 lines.append(f"_pathlib.Path({named[1]!r}).write_text({block.text!r}, encoding='utf-8')")
             elif error:

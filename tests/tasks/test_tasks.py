@@ -4,8 +4,6 @@
 sources of the pages.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -32,32 +30,22 @@ pytestmark = [pytest.mark.slow]
 
 
 class Task(NamedTuple):
-    """What somebody comes for.
-
-    Attributes:
-        page: the page of the guide.
-        sections: headings of the sections to follow; empty for the whole page.
-        needs: libraries that the page tells to install.
-        is_quick: whether it takes less than five seconds.
-    """
-
-    page: str
-    sections: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    is_quick: bool = False
+    page: str  # of the guide
+    sections: tuple[str, ...] = ()  # headings; empty for the whole page
+    needs: tuple[str, ...] = ()  # libraries that the page tells to install
+    is_quick: bool = False  # whether it takes less than five seconds
 
 
+ONNX = ("onnxruntime", "onnxscript")
 # by the file in checks/ that looks at the outcome
 TASKS = {
-    "checkpoint": Task("generate", ("From a checkpoint to tokens",), ("onnxruntime", "onnxscript")),
-    "dataclass": Task(
-        "register_your_class", ("Export a module that takes a dataclass",), ("onnxruntime", "onnxscript"), True
-    ),
+    "checkpoint": Task("generate", ("From a checkpoint to tokens",), ONNX),
+    "dataclass": Task("register_your_class", ("Export a module that takes a dataclass",), ONNX, True),
     "diagnosis": Task(
-        "diagnose", ("See what torch sees", "Check the inputs of an export", "Understand an error"), (), True
+        "diagnose", ("See what torch sees", "Check the inputs of an export", "Understand an error"), is_quick=True
     ),
-    "quantization": Task("quantize", (), ("onnxruntime", "onnxscript")),
-    "embeddings": Task("generate", ("From a checkpoint to tokens", "Embeddings"), ("onnxruntime", "onnxscript")),
+    "quantization": Task("quantize", (), ONNX),
+    "embeddings": Task("generate", ("From a checkpoint to tokens", "Embeddings"), ONNX),
     "failing_call": Task("record", ("", "Export what was recorded", "Reproduce a failing call")),
     "genai": Task("runtimes", ("onnxruntime-genai",), ("onnxruntime_genai", "onnxscript")),
     "sequential": Task("runtime", ("", "The training loop"), (), True),
@@ -77,12 +65,9 @@ def blocks(task: Task):
 
 def environment() -> dict[str, str]:
     """That of a user: commands of the installed package are on the path, and nothing of the repository is."""
-    found = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    if SITE:
-        found.pop("PYTHONPATH", None)
-    else:
-        found["PYTHONPATH"] = str(ROOT)
-    return found
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return {**others, "PATH": path} | ({} if SITE else {"PYTHONPATH": str(ROOT)})
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -148,14 +133,11 @@ def test_two_processes_of_torchrun_end_with_the_weights_of_one(tmp_path):
         folder = tmp_path / typed.split()[0]
         folder.mkdir()
         (folder / NAMED.match(file.text)[1]).write_text(file.text, encoding="utf-8")
-        done = subprocess.run(
-            typed, shell=True, cwd=folder, env=environment(), capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(typed, shell=True, cwd=folder, env=environment(), capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         newest = sorted((folder / "run").glob("checkpoint-*"))[-1]
-        found[typed] = {
-            name: value for file in newest.glob("model*.safetensors") for name, value in load_file(file).items()
-        }
+        weights = map(load_file, newest.glob("model*.safetensors"))
+        found[typed] = {name: value for one in weights for name, value in one.items()}
     one, two = found.values()
     assert len(one) == 4
     assert one.keys() == two.keys()

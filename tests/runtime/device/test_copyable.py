@@ -1,5 +1,7 @@
 """Tests of roundpipe_runtime.device.composite: parameters of which a device cannot get a copy."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,13 +12,6 @@ from roundpipe_runtime.device.composite import check_copyable, weights_kept
 from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 from tests.runtime.few_bits import layer_of
 from tests.runtime.huggingface.hf_small import Toy
-
-
-class State:
-    """What belongs to the numbers of a quantized weight."""
-
-    def __init__(self, **values):
-        self.__dict__.update(values)
 
 
 class Quantized(nn.Parameter):
@@ -51,36 +46,13 @@ def quantized(**values):
 
 @pytest.mark.parametrize("name", ["quant_state", "scale"])
 def test_tensors_next_to_numbers_that_train_are_refused(name):
-    held = {"quant_state": State(absmax=torch.ones(2)), "scale": torch.ones(2)}[name]
+    held = {"quant_state": SimpleNamespace(absmax=torch.ones(2)), "scale": torch.ones(2)}[name]
     with pytest.raises(ConfigError) as caught:
         RoundPipe(model_with(quantized(**{name: held}).requires_grad_()), devices="virtual:1")
     text = str(caught.value)
     assert text.startswith("1.weight is a tests.runtime.device.test_copyable.Quantized, which stores tensors in its")
     assert f"attribute {name!r}, and it is trainable. Quantized weights must be frozen" in text
     assert "    AutoModelForCausalLM.from_pretrained(" in text
-
-
-def test_a_class_without_copies_is_refused_where_it_trains():
-    weight = nn.Parameter(Sealed(torch.ones(2, 2), torch.ones(2, 2)))
-    with pytest.raises(
-        ConfigError, match=r"does not copy it \(NotImplementedError: unimplemented operator\), and it is tr"
-    ):
-        check_copyable(model_with(weight))
-    check_copyable(model_with(weight.requires_grad_(False)))
-
-
-def test_other_classes_are_taken():
-    plain = nn.Parameter(torch.ones(2, 2))
-    plain.mask = torch.ones(2)
-    check_copyable(model_with(plain))
-    check_copyable(model_with(quantized(blocksize=64, kind="nf4", none=None, empty=State(bits=4))))
-    check_copyable(model_with(nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))))
-
-
-class Slotted:
-    """An object whose tensor is not in its `__dict__`."""
-
-    __slots__ = ("scale",)
 
 
 class Forgetful(TwoTensor):
@@ -104,32 +76,41 @@ class Refusing(TwoTensor):
         raise ValueError("not here\nnor there")
 
 
-def slotted():
-    held = Slotted()
-    held.scale = torch.ones(2)
-    return quantized(scale=held)
+class Slotted:
+    """An object whose tensor is not in its `__dict__`."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        self.scale = torch.ones(2)
 
 
-def two(kind):
-    return nn.Parameter(kind(torch.ones(2, 2), torch.ones(2, 2)), requires_grad=False)
+def two(kind, trains=False):
+    return nn.Parameter(kind(torch.ones(2, 2), torch.ones(2, 2)), requires_grad=trains)
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (slotted, "which stores tensors in its attribute 'scale', and a copy would lack these tensors"),
-        (
-            lambda: quantized(scale=torch.ones(2), more=slotted().scale),
-            "stores tensors where the pipeline does not find them",
-        ),
+        (lambda: quantized(scale=Slotted()), "stores tensors in its attribute 'scale', and a copy would lack these"),
+        (lambda: quantized(scale=torch.ones(2), more=Slotted()), "tensors where the pipeline does not find them"),
         (lambda: two(Forgetful), "which has different values when it is rebuilt"),
         (lambda: two(Refusing), r"cannot be rebuilt from copies \(ValueError: not here\)"),
+        (lambda: two(Sealed, trains=True), r"copy it \(NotImplementedError: unimplemented operator\), and it is tr"),
     ],
-    ids=["slots", "more slots", "others", "error"],
+    ids=["slots", "more slots", "others", "error", "no copies"],
 )
-def test_frozen_weights_that_are_not_proved_are_refused(make, said):
+def test_weights_that_are_not_proved_are_refused(make, said):
     with pytest.raises(ConfigError, match=said):
         check_copyable(model_with(make()))
+
+
+def test_other_classes_are_taken():
+    plain = nn.Parameter(torch.ones(2, 2))
+    plain.mask = torch.ones(2)
+    stated = quantized(blocksize=64, kind="nf4", none=None, empty=SimpleNamespace(bits=4))
+    for weight in (plain, stated, two(TwoTensor, trains=True), two(Sealed)):
+        check_copyable(model_with(weight))
 
 
 def test_a_layer_that_computes_otherwise_with_the_copy_is_refused():
@@ -145,7 +126,7 @@ def test_a_layer_that_computes_otherwise_with_the_copy_is_refused():
 def test_a_model_of_transformers_is_refused_before_it_runs():
     """A check of the cut would run it."""
     model = Toy()
-    model.head.weight = slotted()
+    model.head.weight = quantized(scale=Slotted())
     model.register_forward_pre_hook(lambda *_: pytest.fail("the model runs"))
     with pytest.raises(ConfigError, match=r"^head\.weight is a"):
         wrap_model_to_roundpipe(model, devices="virtual:1", lower_threshold=0)

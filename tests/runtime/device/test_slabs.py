@@ -28,12 +28,6 @@ def plain_memory(monkeypatch):
     return allocated
 
 
-def decoder_bytes(vocabulary, width, inner, kv_width, layers, dtype_size):
-    """Bytes of the parameters of a decoder with gated layers and an untied head, written out."""
-    layer = [width * width] * 2 + [width * kv_width] * 2 + [width * inner] * 3 + [width] * 2
-    return [count * dtype_size for count in [vocabulary * width] * 2 + layer * layers + [width]]
-
-
 @pytest.mark.parametrize("dtype_size", [2, 4])
 @pytest.mark.parametrize(
     ("shape", "alone"),
@@ -46,7 +40,9 @@ def decoder_bytes(vocabulary, width, inner, kv_width, layers, dtype_size):
 )
 def test_slabs_take_a_fiftieth_more_than_their_tensors_at_most(shape, alone, dtype_size):
     """Each tensor by itself, rounded to a power of two as torch's allocator does, takes up to twice as much."""
-    sizes = decoder_bytes(*shape, dtype_size)
+    vocabulary, width, inner, kv_width, layers = shape  # of a decoder with gated layers and an untied head
+    layer = [width * width] * 2 + [width * kv_width] * 2 + [width * inner] * 3 + [width] * 2
+    sizes = [count * dtype_size for count in [vocabulary * width] * 2 + layer * layers + [width]]
     assert sum(1 << (size - 1).bit_length() for size in sizes) / sum(sizes) == pytest.approx(alone, abs=0.01)
     planned = plan_slabs(sizes)
     assert all(size & (size - 1) == 0 for size, _ in planned)
@@ -69,6 +65,11 @@ def test_every_tensor_has_a_place_of_its_own(sizes):
     assert sorted(seen) == list(range(len(sizes)))
 
 
+def test_a_slab_holds_small_tensors_after_a_large_one():
+    assert plan_slabs([6000, 2000, 100]) == [(8192, {0: 0, 1: 6016, 2: 8064})]
+    assert plan_slabs([5000, 4096]) == [(8192, {0: 0}), (4096, {1: 0})]
+
+
 def test_a_place_is_free_again_when_its_storage_is(plain_memory):
     memory = PinnedMemory({"a": 24, "b": 8})
     like = torch.empty(3, 2)
@@ -83,6 +84,9 @@ def test_a_place_is_free_again_when_its_storage_is(plain_memory):
     assert not memory.is_held
     assert memory.empty_like("a", like).shape == (3, 2)
     assert len(plain_memory) == 1
+    kept = PinnedMemory({0: 12}).empty_like(0, torch.empty(3)).fill_(2.0)
+    gc.collect()
+    assert kept.tolist() == [2, 2, 2]  # memory stays as long as a tensor
 
 
 def test_tensors_of_one_slab_are_apart():
@@ -97,82 +101,53 @@ def test_tensors_of_one_slab_are_apart():
     assert torch.equal(torch.load(file), torch.full((10,), 3.0))
 
 
-def test_strides_and_dtypes_stay():
+def test_strides_and_dtypes_stay_and_what_does_not_fit_has_no_place():
     like = torch.empty(3, 5, dtype=torch.bfloat16).t()
     found = PinnedMemory({0: 30}).empty_like(0, like)
     assert (found.dtype, found.shape, found.stride()) == (torch.bfloat16, (5, 3), (1, 5))
-
-
-@pytest.mark.parametrize("like", [torch.empty(4), torch.empty(6)[::2], torch.empty(1).expand(3)])
-def test_what_does_not_fit_has_no_place(like):
-    assert PinnedMemory({0: 12}).empty_like(0, like) is None
-
-
-def test_memory_stays_as_long_as_a_tensor(plain_memory):
-    tensor = PinnedMemory({0: 12}).empty_like(0, torch.empty(3)).fill_(2.0)
-    gc.collect()
-    assert tensor.tolist() == [2, 2, 2]
-    assert len(plain_memory) == 1
-
-
-def own_dtype(parameter):
-    return parameter.dtype
+    for other in (torch.empty(4), torch.empty(6)[::2], torch.empty(1).expand(3)):
+        assert PinnedMemory({0: 12}).empty_like(0, other) is None
 
 
 @pytest.fixture
-def layer():
-    return nn.Linear(16, 8)
+def gradients():
+    """The memory for gradients of the layers of each run, and how one is taken."""
+    memory = GradientMemory()
+
+    def begin(*layers, dtype=lambda parameter: parameter.dtype):
+        memory.prepare(scan(list(layers)), dtype)
+        return lambda number=0: memory.take(number, layers[number].weight, torch.empty(8, 16))
+
+    return memory, begin
 
 
-def test_a_gradient_that_was_cleared_leaves_its_memory_to_the_next(layer, plain_memory):
-    memory, addresses = GradientMemory(), []
+def test_a_gradient_that_was_cleared_leaves_its_memory_and_one_that_is_still_there_is_not_overwritten(
+    gradients, plain_memory
+):
+    (memory, begin), layer, addresses = gradients, nn.Linear(16, 8), []
     for _ in range(2):
-        memory.prepare(scan([layer]), own_dtype)
-        layer.weight.grad = memory.take(0, layer.weight, torch.empty(8, 16))
+        layer.weight.grad = begin(layer)()
         addresses.append(layer.weight.grad.data_ptr())
         layer.weight.grad = None
     assert addresses[0] == addresses[1]
     assert len(plain_memory) == 1
-
-
-def test_a_gradient_that_is_still_there_is_not_overwritten(layer):
-    memory = GradientMemory()
-    memory.prepare(scan([layer]), own_dtype)
-    first = memory.take(0, layer.weight, torch.empty(8, 16)).fill_(1.0)
-    one_set = memory.nbytes
-    memory.prepare(scan([layer]), own_dtype)
-    second = memory.take(0, layer.weight, torch.empty(8, 16)).fill_(2.0)
+    first, one_set = begin(layer)().fill_(1.0), memory.nbytes
+    second = begin(layer)().fill_(2.0)
     assert first.eq(1).all()
     assert memory.nbytes == 2 * one_set
     del second
-    memory.prepare(scan([layer]), own_dtype)
+    begin(layer)
     assert memory.nbytes == one_set
 
 
-def test_layers_that_share_a_parameter_have_a_gradient_each(layer):
-    memory = GradientMemory()
-    memory.prepare(scan([layer, layer]), own_dtype)
-    one, other = (memory.take(number, layer.weight, torch.empty(8, 16)) for number in range(2))
-    assert one.data_ptr() != other.data_ptr()
-
-
-def test_what_has_no_place_gets_new_memory(layer):
+def test_layers_that_share_a_parameter_have_a_gradient_each_and_what_has_no_place_gets_new_memory(gradients):
+    """Sums of bfloat16 parameters in float32 have the size of float32."""
+    (memory, begin), layer = gradients, nn.Linear(16, 8)
+    take = begin(layer, layer)
+    assert take(0).data_ptr() != take(1).data_ptr()
     layer.bias.requires_grad_(False)
-    memory = GradientMemory()
-    memory.prepare(scan([layer]), own_dtype)
+    begin(layer)
     assert memory.take(0, layer.bias, torch.empty(8)) is None
     assert memory.take(0, layer.weight, torch.empty(8, 16).to_sparse()) is None
     assert memory.take(0, layer.weight, torch.empty(8, 16, dtype=torch.float64)) is None
-
-
-def test_sums_in_another_dtype_have_its_size(layer):
-    """bfloat16 parameters whose gradients are summed in float32."""
-    layer.bfloat16()
-    memory = GradientMemory()
-    memory.prepare(scan([layer]), lambda parameter: torch.float32)
-    assert memory.take(0, layer.weight, torch.empty(8, 16)).dtype == torch.float32
-
-
-def test_a_slab_holds_small_tensors_after_a_large_one():
-    assert plan_slabs([6000, 2000, 100]) == [(8192, {0: 0, 1: 6016, 2: 8064})]
-    assert plan_slabs([5000, 4096]) == [(8192, {0: 0}), (4096, {1: 0})]
+    assert begin(layer.bfloat16(), dtype=lambda parameter: torch.float32)().dtype == torch.float32

@@ -54,18 +54,13 @@ def test_a_worker_starts_with_its_first_work_and_ends_with_close():
         worker.submit(int)
 
 
-def test_work_runs_in_order(workers):
-    found = []
+def test_work_runs_in_order_and_sees_the_callers_context(workers):
+    variable, found = contextvars.ContextVar("variable", default=0), []
     for number in range(20):
-        workers[0].submit(found.append, number)
+        variable.set(number)
+        workers[0].submit(lambda: found.append(variable.get()))
     workers[0].submit(int).result()
     assert found == list(range(20))
-
-
-def test_work_sees_the_callers_context(workers):
-    variable = contextvars.ContextVar("variable", default=0)
-    variable.set(7)
-    assert workers[0].submit(variable.get).result() == 7
 
 
 def test_work_computes_with_as_many_threads_as_its_caller(workers):
@@ -95,9 +90,8 @@ def test_a_value_is_waited_for_across_threads(workers):
 
 
 def test_a_failure_ends_a_wait_at_once(workers):
-    """Nothing else happens to the mailbox that would wake the thread."""
-    mailbox = Mailbox()
-    waits = threading.Event()
+    """Nothing else happens to the mailbox that would wake the thread; the first failure is raised, once."""
+    mailbox, error, waits = Mailbox(), ValueError("the first"), threading.Event()
 
     def take():
         waits.set()
@@ -107,29 +101,18 @@ def test_a_failure_ends_a_wait_at_once(workers):
     work = workers[0].submit(take)
     assert waits.wait(10)
     time.sleep(0.05)  # it holds the lock until it waits
-    mailbox.fail(ValueError())
+    mailbox.fail(error)
+    mailbox.fail(ValueError("a later one"))
     try:
         work.result(10)
     finally:
         mailbox.put("never", None)
-
-
-def test_a_failure_wakes_whoever_waits_and_is_raised_once(workers):
-    mailbox = Mailbox()
-    error = ValueError("the first")
-
-    def waits():
-        with pytest.raises(StoppedRun):
-            mailbox.take("never")
-
-    def fails():
-        mailbox.fail(error)
-        mailbox.fail(ValueError("a later one"))
-
     with pytest.raises(ValueError, match="the first") as caught:
-        collect(mailbox, [workers[0].submit(waits), workers[1].submit(fails)])
+        collect(mailbox, [work])
     assert caught.value is error
     assert mailbox.error is None
+    with pytest.raises(StoppedRun):
+        mailbox.check()  # it stays stopped
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there are no such alarms here")
@@ -159,136 +142,90 @@ def test_an_alarm_is_raised_when_all_work_has_ended(workers):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_notes_are_not_repeated():
-    error = ValueError()
-    add_note_once(error, "here")
-    add_note_once(error, "here")
-    assert error.__notes__ == ["here"]
-
-
-def test_a_cleared_board_stays_stopped(workers):
-    mailbox = Mailbox()
-    mailbox.fail(ValueError())
-    mailbox.clear()
-    with pytest.raises(StoppedRun):
-        mailbox.check()
-    with pytest.raises(StoppedRun):
-        mailbox.take("never")
-    assert mailbox.error is None
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_work_is_done_after_a_fork():
-    code = (
-        "import os, signal, sys\n"
-        "from roundpipe_runtime.device.worker import Worker\n"
-        "worker = Worker('forked')\n"
-        "assert worker.submit(pow, 2, 3).result() == 8\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    signal.alarm(10)\n"
-        "    os._exit(worker.submit(pow, 2, 4).result())\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 16\n"
-        "assert worker.submit(pow, 2, 5).result() == 32\n"
-    )
+    code = """
+import os, signal, sys
+from roundpipe_runtime.device.worker import Worker
+worker = Worker('forked')
+assert worker.submit(pow, 2, 3).result() == 8
+child = os.fork()
+if child == 0:
+    signal.alarm(10)
+    os._exit(worker.submit(pow, 2, 4).result())
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 16
+assert worker.submit(pow, 2, 5).result() == 32
+"""
     fresh_process.run("-c", code, timeout=60)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_child_has_every_lock_of_the_process_free():
-    code = (
-        "import os, signal, threading, torch\n"
-        "import roundpipe_runtime.checkpoint.save_and_load\n"
-        "from roundpipe_runtime.device import worker\n"
-        "from roundpipe_runtime.optim import layer_contents\n"
-        "layer = torch.nn.Linear(2, 2)\n"
-        "locks = lambda: [*worker._LOCKS, layer_contents.scan([layer])[0].lock]\n"
-        "held, over = threading.Event(), threading.Event()\n"
-        "def hold():\n"
-        "    for lock in reversed(locks()):\n"
-        "        lock.acquire()\n"
-        "    held.set()\n"
-        "    over.wait(30)\n"
-        "thread = threading.Thread(target=hold)\n"
-        "thread.start()\n"
-        "held.wait(30)\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    signal.alarm(10)\n"
-        "    os._exit(sum(lock.acquire(timeout=1) for lock in locks()))\n"
-        "over.set()\n"
-        "thread.join()\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(worker._LOCKS) + 1 == 6\n"
-    )
+    code = """
+import os, signal, threading, torch
+import roundpipe_runtime.checkpoint.save_and_load
+from roundpipe_runtime.device import worker
+from roundpipe_runtime.optim import layer_contents
+layer = torch.nn.Linear(2, 2)
+locks = lambda: [*worker._LOCKS, layer_contents.scan([layer])[0].lock]
+held, over = threading.Event(), threading.Event()
+def hold():
+    for lock in reversed(locks()):
+        lock.acquire()
+    held.set()
+    over.wait(30)
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait(30)
+child = os.fork()
+if child == 0:
+    signal.alarm(10)
+    os._exit(sum(lock.acquire(timeout=1) for lock in locks()))
+over.set()
+thread.join()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(worker._LOCKS) + 1 == 6
+"""
     fresh_process.run("-c", code, timeout=60)
 
 
-def test_the_interruption_comes_at_the_end():
-    done = []
-
-    def block():
-        with Uninterrupted():
-            press()
-            done.append("first")
-            press()
-            done.append("second")
-
-    with pytest.raises(KeyboardInterrupt):
-        block()
-    assert done == ["first", "second"]
-
-
-def test_without_a_signal_nothing_is_raised():
-    with Uninterrupted():
-        pass
-    with pytest.raises(KeyboardInterrupt):
-        press()
-
-
-def test_a_block_inside_of_another_one_is_not_its_end():
-    done = []
+def test_the_interruption_comes_at_the_end_of_the_outermost_block():
+    """A block that can stop is told once; one that raises what it was told raises it once."""
+    done, told = [], []
 
     def block():
         with Uninterrupted():
             with Uninterrupted():
                 press()
+                done.append("first")
+                press()
             done.append("behind the inner block")
 
     with pytest.raises(KeyboardInterrupt):
         block()
-    assert done == ["behind the inner block"]
+    assert done == ["first", "behind the inner block"]
 
-
-def test_a_block_that_can_stop_is_told_once():
-    told = []
-
-    def block():
+    def stopped(raises):
         with Uninterrupted(stop=told.append):
             press()
             assert len(told) == 1
+            if raises:
+                raise told[0]
             press()
 
-    with pytest.raises(KeyboardInterrupt) as caught:
-        block()
-    assert told == [caught.value]
+    for raises in (False, True):
+        told.clear()
+        with pytest.raises(KeyboardInterrupt) as caught:
+            stopped(raises)
+        assert told == [caught.value]
+        assert caught.value.__context__ is None
+    with Uninterrupted():
+        pass  # without a signal nothing is raised
+    with pytest.raises(KeyboardInterrupt):
+        press()
 
 
-def test_the_error_of_the_block_comes_out_as_it_is():
-    """A block that raises what `stop` was given raises it once."""
-    told = []
-
-    def block():
-        with Uninterrupted(stop=told.append):
-            press()
-            raise told[0]
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        block()
-    assert caught.value is told[0]
-    assert caught.value.__context__ is None
-
-
-def test_a_handler_that_does_not_raise_stops_nothing():
+def test_a_handler_that_does_not_raise_stops_nothing_and_other_threads_leave_it_alone(workers):
+    """Only the main thread gets KeyboardInterrupt, and only it may set a handler."""
     noted, told = [], []
     signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
     with Uninterrupted(stop=told.append):
@@ -300,19 +237,11 @@ def test_a_handler_that_does_not_raise_stops_nothing():
     assert told == []
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
-def test_other_threads_leave_the_handler_alone():
-    """Only the main thread gets KeyboardInterrupt, and only it may set a handler."""
-    found = []
-
-    def work():
+    def handler():
         with Uninterrupted():
-            found.append(signal.getsignal(signal.SIGINT))
+            return signal.getsignal(signal.SIGINT)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [signal.default_int_handler]
+    assert workers[0].submit(handler).result() is signal.default_int_handler
 
 
 def test_a_wait_ends_with_the_interruption_at_every_line():
@@ -344,15 +273,6 @@ def test_a_wait_that_is_interrupted_does_not_end_what_it_waits_for():
         assert wait_for(future) is True
 
 
-def test_the_error_that_is_waited_for_is_raised():
-    future = concurrent.futures.Future()
-    future.set_exception(OSError("full"))
-    with pytest.raises(OSError, match="full"):
-        wait_for(future)
-    with concurrent.futures.ThreadPoolExecutor(1) as threads, pytest.raises(OSError, match="full"):
-        threads.submit(wait_for, future).result()
-
-
 class InterruptedLock:
     """A lock in which Ctrl-C comes when it has just been taken: before the block that gives it back begins."""
 
@@ -380,11 +300,17 @@ def test_a_question_that_is_interrupted_leaves_no_lock(asked):
         assert threads.submit(lock.acquire, timeout=5).result()
 
 
-def test_an_error_is_stored_or_acted_on():
+def test_an_error_is_stored_or_acted_on_and_raised_by_a_wait():
     seen: list[BaseException] = []
     with Outcome() as outcome, on_error(seen.append):
         raise ZeroDivisionError("division by zero")
     assert seen == [outcome.error]
-    future: concurrent.futures.Future[int] = concurrent.futures.Future()
-    future.set_result(3)
-    assert wait_for(future) == 3
+    add_note_once(outcome.error, "here")
+    add_note_once(outcome.error, "here")
+    assert outcome.error.__notes__ == ["here"]
+    future = concurrent.futures.Future()
+    future.set_exception(OSError("full"))
+    with pytest.raises(OSError, match="full"):
+        wait_for(future)
+    with concurrent.futures.ThreadPoolExecutor(1) as threads, pytest.raises(OSError, match="full"):
+        threads.submit(wait_for, future).result()

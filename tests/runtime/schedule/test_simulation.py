@@ -2,6 +2,7 @@
 
 import dataclasses
 import textwrap
+import types
 
 import pytest
 import torch
@@ -45,19 +46,18 @@ SMALL = stages_under(model_like(28, 6.0), 18.0)
 LARGE = stages_under(model_like(32, 3.0), 9.0)
 
 
-@pytest.mark.parametrize(("stages", "expected"), [(LARGE, 0.71), (SMALL, 0.53)], ids=["8B-like", "1.7B-like"])
-def test_an_isolated_iteration_reaches_what_was_planned(stages, expected):
+@pytest.mark.parametrize(
+    ("stages", "expected", "with_staleness"), [(LARGE, 0.71, 0.95), (SMALL, 0.53, 0.90)], ids=["8B-like", "1.7B-like"]
+)
+def test_an_iteration_reaches_what_was_planned_and_with_staleness_iterations_close_up(stages, expected, with_staleness):
     """Copies are free here: what is lost is the filling and draining of the pipeline."""
-    result = simulate([StageLoad(time) for time in stages], Machine(8), 9)
+    loads = [StageLoad(time) for time in stages]
+    result = simulate(loads, Machine(8), 9)
     assert result.utilisation == pytest.approx(expected, abs=0.006)
     assert result.bubble == pytest.approx(1 - expected, abs=0.006)
-
-
-@pytest.mark.parametrize(("stages", "expected"), [(LARGE, 0.95), (SMALL, 0.90)], ids=["8B-like", "1.7B-like"])
-def test_with_staleness_iterations_close_up(stages, expected):
-    result = simulate([StageLoad(time) for time in stages], Machine(8), 9, iterations=20, staleness=1)
+    result = simulate(loads, Machine(8), 9, iterations=20, staleness=1)
     per_iteration = (result.iteration_ends[-1] - result.iteration_ends[4]) / 15
-    assert sum(stages) * 9 / 8 / per_iteration == pytest.approx(expected, abs=0.006)
+    assert sum(stages) * 9 / 8 / per_iteration == pytest.approx(with_staleness, abs=0.006)
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
@@ -114,15 +114,11 @@ def test_bytes_and_memory_are_counted():
 def test_too_little_memory_is_said_before_anything_runs():
     with pytest.raises(ConfigError, match=r"needs 2 GB of memory, but has 1.5 GB.*\n.*num_microbatch=4"):
         simulate([StageLoad(1.0, upload=10**9)] * 2, Machine(1, memory=1.5e9), 2)
-
-
-def test_another_staleness_is_refused():
     with pytest.raises(ConfigError, match="staleness must be 0 or 1"):
         simulate([StageLoad(1.0)], Machine(1), 1, staleness=2)
-
-
-def test_nothing_to_do_takes_no_time():
-    result = simulate([], Machine(2), 3)
+    with pytest.raises(ConfigError, match="num_devices must be at least 1"):
+        RoundRobin(0)
+    result = simulate([], Machine(2), 3)  # nothing to do takes no time
     assert (result.time, result.utilisation, result.peak_memory) == (0.0, 1.0, 0)
 
 
@@ -162,28 +158,10 @@ def test_gradients_of_copies_cross_the_host():
 FUSED = stages_of("fused", [range(2), range(2, 3)], [range(3, 4), range(1, 3), range(1)])
 
 
-def diagram(stages, num_devices, num_microbatch, cursor=0):
-    return draw(stages, RoundRobin(num_devices, cursor).assign(len(stages)), num_microbatch)
-
-
-def expect(text):
-    return textwrap.dedent(text).strip("\n")
-
-
-def test_one_device_runs_stage_after_stage():
-    assert diagram(FUSED[:3], 1, 2) == expect("""
-        clock  device 0
-          0    F0 m0
-          1    F0 m1
-          2    F1 m0
-          3    F1 m1
-          4    L  m0
-          5    L  m1
-    """)
-
-
-def test_a_stage_runs_one_microbatch_behind_the_one_before_it():
-    assert diagram(FUSED, 2, 3) == expect("""
+COPIED = stages_of("fused", [range(2)], [range(2, 3), range(2)], last_stage_copies=2)
+# stages, devices, microbatches, where the last iteration stopped, and the drawing
+DIAGRAMS = {
+    "a stage runs one microbatch behind the one before it": (FUSED, 2, 3, 0, """
         clock  device 0  device 1
           0    F0 m0     .
           1    F0 m1     F1 m0
@@ -194,11 +172,8 @@ def test_a_stage_runs_one_microbatch_behind_the_one_before_it():
           6    B1 m0     B0 m2
           7    B1 m1     .
           8    B1 m2     .
-    """)
-
-
-def test_fewer_microbatches_than_devices_leave_bubbles():
-    assert diagram(FUSED, 3, 2) == expect("""
+    """),
+    "fewer microbatches than devices leave bubbles": (FUSED, 3, 2, 0, """
         clock  device 0  device 1  device 2
           0    F0 m0     .         .
           1    F0 m1     F1 m0     .
@@ -206,12 +181,8 @@ def test_fewer_microbatches_than_devices_leave_bubbles():
           3    B0 m0     .         L  m1
           4    B0 m1     B1 m0     .
           5    .         B1 m1     .
-    """)
-
-
-def test_copies_of_the_fused_stage_take_turns():
-    stages = stages_of("fused", [range(2)], [range(2, 3), range(2)], last_stage_copies=2)
-    assert diagram(stages, 3, 3) == expect("""
+    """),
+    "copies of the fused stage take turns": (COPIED, 3, 3, 0, """
         clock  device 0  device 1  device 2
           0    F0 m0     .         .
           1    F0 m1     L  m0     .
@@ -219,33 +190,21 @@ def test_copies_of_the_fused_stage_take_turns():
           3    B0 m0     L  m2     .
           4    B0 m1     .         .
           5    B0 m2     .         .
-    """)
-
-
-def test_the_next_iteration_goes_on_where_the_last_one_stopped():
-    """Five stages on two devices: the second iteration begins on device 1."""
-    deal = RoundRobin(2)
-    assert deal.assign(5) == [0, 1, 0, 1, 0]
-    assert deal.assign(2) == [1, 0]
-    assert diagram(FUSED[:2], 2, 2, cursor=1) == expect("""
+    """),
+    "the next iteration goes on where the last one stopped": (FUSED[:2], 2, 2, 1, """
         clock  device 0  device 1
           0    .         F0 m0
           1    F1 m0     F0 m1
           2    F1 m1     .
-    """)
+    """),
+}  # fmt: skip
 
 
-def test_stages_of_the_three_kinds_of_run():
-    forward, backward = [range(1), range(1, 2)], [range(1, 2), range(1)]
-    assert [stage.kind for stage in stages_of("infer", forward, backward)] == ["forward", "forward"]
-    assert [stage.kind for stage in stages_of("train", forward, backward)] == ["forward"] * 2 + ["backward"] * 2
-    assert [stage.kind for stage in stages_of("fused", forward[:1], backward)] == ["forward", "fused", "backward"]
-
-
-@pytest.mark.parametrize("number", [0, -1])
-def test_no_device_is_refused(number):
-    with pytest.raises(ConfigError, match="num_devices must be at least 1"):
-        RoundRobin(number)
+@pytest.mark.parametrize("claim", DIAGRAMS)
+def test_the_schedule_is_drawn(claim):
+    stages, num_devices, num_microbatch, cursor, text = DIAGRAMS[claim]
+    found = draw(stages, RoundRobin(num_devices, cursor).assign(len(stages)), num_microbatch)
+    assert found == textwrap.dedent(text).strip("\n")
 
 
 @given(
@@ -256,7 +215,9 @@ def test_no_device_is_refused(number):
 )
 @settings(max_examples=100)
 def test_every_step_runs_once_after_what_it_waits_for(num_stages, num_microbatch, num_devices, cursor):
-    devices = RoundRobin(num_devices, cursor).assign(num_stages)
+    dealt = RoundRobin(num_devices, cursor)
+    devices = dealt.assign(num_stages)
+    assert dealt.assign(1) == [(cursor + num_stages) % num_devices]
     ticks = {}
     for tick, steps in enumerate(clock_cycles(devices, num_microbatch)):
         assert len({step.device for step in steps}) == len(steps)
@@ -281,45 +242,30 @@ def test_a_device_holds_more_gradients_of_a_copied_stage(copies, sets):
     assert [stage.gradient_sets for stage in stages if stage.kind == "fused"] == sets
 
 
-def test_a_matrix_costs_one_multiplication_per_element():
+def test_costs_are_guessed_from_the_layers():
+    """Nothing is allocated for it."""
     cost = analytic_cost(nn.Linear(64, 128, bias=False))
     assert cost == LayerCost(64 * 128, 3 * 64 * 128, 4 * 64 * 128, 4 * 64 * 128)
     assert analytic_cost(nn.BatchNorm1d(4)).param_bytes == 4 * (4 + 4 + 4 + 4) + 8
-
-
-def test_frozen_layers_have_no_gradients_and_a_shorter_backward():
-    cost = analytic_cost(nn.Linear(64, 128, bias=False).requires_grad_(False))
-    assert (cost.backward, cost.grad_bytes) == (2 * 64 * 128, 0)
-
-
-def test_an_embedding_looks_up():
-    """However many rows its table has; a head that shares the table multiplies with all of them, in its own layer."""
+    frozen = analytic_cost(nn.Linear(64, 128, bias=False).requires_grad_(False))
+    assert (frozen.backward, frozen.grad_bytes) == (2 * 64 * 128, 0)
+    # an embedding looks up, however many rows its table has
     assert analytic_cost(nn.Embedding(1000, 64)).forward == analytic_cost(nn.Embedding(10, 64)).forward
     assert analytic_cost(nn.Linear(64, 1000)).forward == 64_000
-
-
-def test_a_layer_without_parameters_costs_something():
-    """A plan must not take it for free: it moves activations."""
-    assert analytic_cost(nn.ReLU()).forward > 0
+    assert analytic_cost(nn.ReLU()).forward > 0  # it moves activations
+    with torch.device("meta"):
+        assert analytic_cost(nn.Linear(10_000, 10_000)).param_bytes == 4 * 10_000 * 10_001
+    assert LayerCost(1.0, 2.0, 3, 4) + LayerCost(0.5, 0.25, 10, 20) == LayerCost(1.5, 2.25, 13, 24)
 
 
 def test_a_sequential_has_a_cost_per_child_and_any_other_module_one():
     assert len(layer_costs(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))) == 2
     assert len(layer_costs(nn.ModuleList([nn.Linear(2, 2), nn.ReLU()]))) == 1
-
-
-def test_a_model_that_knows_is_asked():
-    class Pipeline:
-        def layer_costs(self):
-            return [LayerCost(1.0)]
-
-    assert layer_costs(Pipeline()) == [LayerCost(1.0)]
-
-
-@pytest.mark.parametrize(("model", "message"), [(nn.Sequential(), "without layers"), (3, "found int"), ([], "without")])
-def test_what_has_no_layers_is_refused(model, message):
-    with pytest.raises(PlanError, match=message):
-        layer_costs(model)
+    known = types.SimpleNamespace(layer_costs=lambda: [LayerCost(1.0)])
+    assert layer_costs(known) == [LayerCost(1.0)]
+    for model, message in [(nn.Sequential(), "without layers"), (3, "found int"), ([], "without")]:
+        with pytest.raises(PlanError, match=message):
+            layer_costs(model)
 
 
 def test_measured_times_replace_the_guess_and_scale_the_rest():
@@ -331,19 +277,10 @@ def test_measured_times_replace_the_guess_and_scale_the_rest():
     assert costs.is_measured
     assert [(cost.forward, cost.backward) for cost in costs.costs()] == [(10.0, 30.0), (5.0, 15.0)]
     assert costs.costs()[0].param_bytes == 8
-
-
-def test_measurements_are_averaged_with_the_newest_counting_a_fifth():
-    """One slow step does not turn the plan over."""
-    costs = MeasuredCosts([LayerCost(1.0, 3.0)])
-    for seconds in (1.0, 1.0, 6.0):
-        costs.record(0, "forward", seconds)
-    assert costs.costs()[0].forward == pytest.approx(2.0)
-
-
-def test_nothing_is_allocated_for_a_guess():
-    with torch.device("meta"):
-        assert analytic_cost(nn.Linear(10_000, 10_000)).param_bytes == 4 * 10_000 * 10_001
+    # an average in which the newest counts a fifth: one slow step does not turn the plan over
+    costs.record(0, "forward", 10.0)
+    costs.record(0, "forward", 60.0)
+    assert costs.costs()[0].forward == pytest.approx(20.0)
 
 
 def test_the_share_of_quick_layers_is_known_once_measured():
@@ -367,7 +304,3 @@ def test_sums_of_another_dtype_take_memory_next_to_the_gradients(dtype, per_numb
     """bfloat16 parameters: 2 bytes for a gradient, and 4 for its sum where the optimizer works in float32."""
     layer = nn.Linear(8, 4, dtype=torch.bfloat16)
     assert analytic_cost(layer, lambda parameter: dtype).grad_bytes == 36 * per_number
-
-
-def test_costs_of_layers_in_one_stage_are_added():
-    assert LayerCost(1.0, 2.0, 3, 4) + LayerCost(0.5, 0.25, 10, 20) == LayerCost(1.5, 2.25, 13, 24)

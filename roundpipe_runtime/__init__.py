@@ -96,7 +96,7 @@ _HOMES = (
     "huggingface",
     "optim.step",
     "pipeline",
-    "schedule.costs",
+    "schedule.partitioning",
     "schedule.plan",
     "timeline.record",
 )
@@ -131,7 +131,7 @@ if TYPE_CHECKING:  # a type checker sees the same names
     from .huggingface.trainer.classes import RoundPipeTrainer as RoundPipeTrainer
     from .optim.step import GradScaler, OptimizerCtx
     from .pipeline import RoundPipe
-    from .schedule.costs import LayerCost
+    from .schedule.partitioning import LayerCost
     from .schedule.plan import ModelExecutePlan
     from .timeline.record import Record, Timeline
 else:

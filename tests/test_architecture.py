@@ -39,12 +39,11 @@ def called(function):
     return list(seen)
 
 
-class Pair:
-    def __init__(self, left, right):
-        self.left, self.right = left, right
-
-
 def register_a_class(folder, begin_anew):
+    class Pair:
+        def __init__(self, left, right):
+            self.left, self.right = left, right
+
     with yobx_flatten.register_flattening_functions():
         yobx_flatten.register(Pair, children=["left", "right"])
         try:

@@ -88,10 +88,17 @@ def made(tmp_path, monkeypatch):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Give what programs print: a `Done`, or a function of command, environment and limit."""
+    """Give what programs print, a `Done` or a function of their command; the calls are listed."""
 
-    def replace(run):
-        monkeypatch.setattr(gpu_day, "run_apart", run if callable(run) else lambda command, environment, limit: run)
+    def replace(printed):
+        calls = []
+
+        def run(command, environment, limit):
+            calls.append((command, environment, limit))
+            return printed(command) if callable(printed) else printed
+
+        monkeypatch.setattr(gpu_day, "run_apart", run)
+        return calls
 
     return replace
 
@@ -112,19 +119,14 @@ def test_a_program_that_is_ended_keeps_what_it_printed(made, runs, printed):
 
 def test_only_a_program_that_a_launcher_starts_has_a_rank(made, runs, monkeypatch):
     """DeepSpeed would ask MPI for one; the others make their process group themselves."""
-    seen = {}
-
-    def run(command, environment, limit):
-        seen[command[4] if command[1] == "-m" else "compiled"] = environment
-        return Done('{"losses": [1.0]}\n', "", 0)
-
-    runs(run)
+    calls = runs(Done('{"losses": [1.0]}\n', "", 0))
     monkeypatch.setattr(programs, "missing", lambda *_: [])
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     row = rows_of("1.7B", tiny=True)[0]
     for program in ("DeepSpeed ZeRO-3 offload", "FSDP2, CPU offload", OURS[0]):
         assert made._apart(program, row) == {"losses": [1.0]}
+    seen = {command[4] if command[1] == "-m" else "compiled": environment for command, environment, _ in calls}
     launched = seen.pop("DeepSpeed ZeRO-3 offload")
     assert [launched[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["0", "0", "1"]
     with socket.create_server((launched["MASTER_ADDR"], int(launched["MASTER_PORT"]))):
@@ -185,16 +187,10 @@ def test_a_day_that_is_killed_keeps_its_rows_and_goes_on(made, runs, tmp_path):
     assert all(has_ended(int(process)) for process in started.read_text().split())
     with made.records.path.open("a", encoding="utf-8") as file:
         file.write('{"kind": "row", "key"')  # a line that was cut
-    calls = []
-
-    def run(command, environment, limit):
-        calls.append(command[4])
-        return Done(printed, "", 0)
-
-    runs(run)
+    calls = runs(Done(printed, "", 0))
     assert made.run("long")
     here = [name for name in row.programs if name not in programs.CUDA_ONLY]
-    assert calls == here[1:]
+    assert [command[4] for command, *_ in calls] == here[1:]
     found = made.records.of("row")
     assert [one["program"] for one in found.values()] == list(row.programs)
     assert found[f"{row.name} | {OURS[0]}"] == first[f"{row.name} | {OURS[0]}"]
@@ -204,7 +200,7 @@ def test_a_program_that_fails_is_named_and_the_others_run(made, runs, monkeypatc
     (row,) = rows_of("long", tiny=True)
     seen = []
 
-    def run(command, environment, limit):
+    def run(command):
         seen.append(command[2].removeprefix("benchmarks.gpu."))
         if command[4] == "PyTorch, resident":
             return Done("", "at line 3\ntorch.OutOfMemoryError: no memory is left", 1)
@@ -230,13 +226,7 @@ def test_a_program_that_fails_is_named_and_the_others_run(made, runs, monkeypatc
 def test_a_plan_that_takes_too_long_is_ended(made, runs, left):
     first, second = rows_of("lora", tiny=True)
     printed = json.dumps({"row": first.name, "seconds": {}})
-    limits = []
-
-    def run(command, environment, limit):
-        limits.append(limit)
-        return Done(printed, "at line 3", None)
-
-    runs(run)
+    calls = runs(Done(printed, "at line 3", None))
     made.records.machine.touch()
     made._end = time.monotonic() + left
     with contextlib.nullcontext() if left > gpu_day.PLAN_SECONDS else pytest.raises(gpu_day.OutOfTimeError):
@@ -244,7 +234,7 @@ def test_a_plan_that_takes_too_long_is_ended(made, runs, left):
     found = made.records.of("plan")
     assert found.pop(first.name)["seconds"] == {}
     assert [one["error"] for one in found.values()] == ["it was not made in 90 s"] * (left > gpu_day.PLAN_SECONDS)
-    assert limits[0] <= min(gpu_day.PLAN_SECONDS, left)
+    assert calls[0][2] <= min(gpu_day.PLAN_SECONDS, left)
 
 
 def test_a_profile_that_takes_too_long_is_ended_and_time_that_is_over_ends_the_call(made, day, runs, capfd):
@@ -262,13 +252,7 @@ def test_a_profile_that_takes_too_long_is_ended_and_time_that_is_over_ends_the_c
 def test_a_profile_that_breaks_keeps_what_it_found(made, runs, capfd):
     begun = {"machine": "NVIDIA H100; AMD", "device": "cuda", "driver": None, "versions": {"CUDA": "13.0"}}
     error = "RuntimeError: no memory can be pinned"
-    calls = []
-
-    def run(command, environment, limit):
-        calls.append(command)
-        return Done(json.dumps(begun) + "\n", error, 1)
-
-    runs(run)
+    calls = runs(Done(json.dumps(begun) + "\n", error, 1))
     assert not made.run("profile")
     assert not made.run("profile")
     assert len(calls) == 2
@@ -325,7 +309,7 @@ def test_a_program_that_ends_two_calls_is_left_out(made, runs):
     first, second = (f"{row.name} | {program}" for program in OURS[:2])
     seen = []
 
-    def run(command, environment, limit):
+    def run(command):
         seen.append(made.records.of("begun")[f"{row.name} | {command[4]}"])
         return Done('{"losses": [1.0], "seconds": [2.0], "tokens per second": 5.0}', "", 0)
 
@@ -360,7 +344,7 @@ def test_b():
 """
 
 
-def test_a_test_that_ends_its_process_hides_no_other(made, runs, tmp_path, capfd):
+def test_a_test_that_ends_its_process_hides_no_other(made, monkeypatch, tmp_path, capfd):
     (tmp_path / "test_some.py").write_text(_TESTS)
     calls = []
 
@@ -370,16 +354,11 @@ def test_a_test_that_ends_its_process_hides_no_other(made, runs, tmp_path, capfd
         line = [str(tmp_path / "test_some.py") if one == "tests/gpu" else one for one in command]
         return run_apart([*line, *options], environment, limit, log=log)
 
-    runs(run)
+    monkeypatch.setattr(gpu_day, "run_apart", run)
     assert not made.run("tests")
     outcomes = {name.partition("::")[2]: one["outcome"] for name, one in made.records.of("test").items()}
-    assert outcomes == {
-        "test_a": "passed",
-        "test_ends_the_process": "unfinished",
-        "test_breaks_the_device": "failed",
-        "test_skips": "skipped",
-        "test_b": "passed",
-    }
+    names = ("test_a", "test_ends_the_process", "test_breaks_the_device", "test_skips", "test_b")
+    assert outcomes == dict(zip(names, ("passed", "unfinished", "failed", "skipped", "passed"), strict=True))
     assert 3 <= len(calls) <= 4
     assert "2 passed, 1 failed, 1 skipped, 1 unfinished" in capfd.readouterr().out
 
@@ -401,17 +380,18 @@ def test_operators_are_compiled_once_and_before_a_program_has_its_time(made, run
     lock = tmp_path / "operators" / "cpu_adam" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    calls = []
+    was_locked = []
 
-    def run(command, environment, limit):
-        calls.append((command, limit, lock.exists()))
-        return Done("", "c++\nRuntimeError: no compiler", 1 if len(calls) == 1 else 0)
+    def run(command):
+        was_locked.append(lock.exists())
+        return Done("", "c++\nRuntimeError: no compiler", 1 if len(was_locked) == 1 else 0)
 
-    runs(run)
+    calls = runs(run)
     assert made._compiled(name, {})["error"] == "RuntimeError: no compiler"
     assert made._compiled(name, {}) is made._compiled(name, {}) is made._compiled(OURS[0], {}) is None
     line = [sys.executable, "-c", programs.COMPILED[name]]
-    assert calls == [(line, gpu_day.COMPILE_SECONDS, False)] * 2
+    assert [(command, limit) for command, _, limit in calls] == [(line, gpu_day.COMPILE_SECONDS)] * 2
+    assert was_locked == [False, False]
 
 
 def test_other_losses_are_named(made):

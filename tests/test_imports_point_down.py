@@ -48,10 +48,6 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def is_package(module: str) -> bool:
-    return modules()[module].name == "__init__.py"
-
-
 @cache
 def imports_of(importer: str) -> list[Import]:
     tree = ast.parse(modules()[importer].read_text(encoding="utf-8"))
@@ -64,26 +60,19 @@ def _imports(importer: str, node: ast.AST, at_the_top: bool) -> Iterator[Import]
             for alias in child.names:
                 yield Import(importer, alias.name, child.lineno, at_the_top)
         elif isinstance(child, ast.ImportFrom):
-            base = _base(importer, child)
+            base = child.module or ""
+            if child.level:
+                parts = importer.split(".")
+                climb = child.level - (modules()[importer].name == "__init__.py")
+                base = ".".join([*parts[: len(parts) - climb], *([child.module] if child.module else [])])
             for alias in child.names:
                 # `from .backends import torch_fx` names a module, `from .errors import X` something inside one.
                 inner = f"{base}.{alias.name}"
                 yield Import(importer, inner if inner in modules() else base, child.lineno, at_the_top)
         else:
-            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_for_types(child)
+            for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or for_types
             yield from _imports(importer, child, at_the_top and not inside)
-
-
-def _is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-
-
-def _base(importer: str, node: ast.ImportFrom) -> str:
-    if node.level == 0:
-        return node.module or ""
-    parts = importer.split(".")
-    climb = node.level - 1 if is_package(importer) else node.level
-    return ".".join([*parts[: len(parts) - climb], *([node.module] if node.module else [])])
 
 
 def where(found: Import) -> str:
@@ -91,23 +80,15 @@ def where(found: Import) -> str:
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
-def test_optional_frameworks_are_not_imported_at_the_top(module):
-    """Loading a file asks for torch and nothing else that a user may not have."""
-    allowed = MAY_IMPORT_AT_THE_TOP.get(module, set())
-    wrong = [
-        f"{where(found)} imports {found.target}: move it into the function that needs it"
-        for found in imports_of(module)
-        if found.at_the_top and found.target.partition(".")[0] in OPTIONAL - allowed
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_packages_depend_in_one_direction(module):
+def test_packages_depend_in_one_direction_and_optional_frameworks_are_not_imported_at_the_top(module):
     """`yobx_flatten` knows nothing of the runtime; the runtime uses the public names of `yobx_flatten` only.
 
-    Its command line is made of the same pieces as the other one.
+    Its command line is made of the same pieces as the other one. Loading a file asks for torch and nothing else.
     """
+    allowed = MAY_IMPORT_AT_THE_TOP.get(module, set())
+    at_the_top = [found for found in imports_of(module) if found.at_the_top]
+    late = [where(found) for found in at_the_top if found.target.partition(".")[0] in OPTIONAL - allowed]
+    assert late == [], "move it into the function that needs it"
     package = module.partition(".")[0]
     is_command_line = module.startswith(("roundpipe_runtime.cli.", "roundpipe_runtime.__main__"))
     shared = ("yobx_flatten.terminal", "yobx_flatten.cli.", "yobx_flatten.model_folder.") if is_command_line else ()

@@ -33,23 +33,26 @@ PHRASES = {
 }
 
 
+PLAIN = tomllib.loads((ROOT / "tests" / "plain_english.toml").read_text(encoding="utf-8"))
+needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the files are listed by git")
+
+
+def listed(*folders: str) -> list[str]:
+    return subprocess.run(
+        ["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+
+
 def texts() -> list[Path]:
-    folders = [
-        "yobx_flatten", "roundpipe_runtime", "docs", "examples", "matrix", "benchmarks", "notebooks", "README.md",
-    ]  # fmt: skip
-    folders += ["CHANGELOG.md", "CONTRIBUTING.md"]
-    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [ROOT / name for name in listed.split() if name.endswith((".py", ".md", ".ipynb")) and name not in LEFT_OUT]
+    folders = ["yobx_flatten", "roundpipe_runtime", "docs", "examples", "matrix", "benchmarks", "notebooks"]
+    names = listed(*folders, "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+    return [ROOT / name for name in names if name.endswith((".py", ".md", ".ipynb")) and name not in LEFT_OUT]
 
 
 def everything() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     read = (".py", ".md", ".ipynb", ".rst", ".yml", ".toml", ".cff", ".html", ".js", ".mjs", "Makefile")
-    names = [name for name in listed if name.endswith(read) or name.startswith(".ci/")]
+    names = [name for name in listed() if name.endswith(read) or name.startswith(".ci/")]
     return [ROOT / name for name in names if not name.startswith(tuple(PLAIN["left_out"]))]
-
-
-PLAIN = tomllib.loads((ROOT / "tests" / "plain_english.toml").read_text(encoding="utf-8"))
 
 
 def readable(path: Path) -> str:
@@ -59,7 +62,7 @@ def readable(path: Path) -> str:
     return "\n\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the files are listed by git")
+@needs_git
 @pytest.mark.parametrize(("phrase", "instead"), PHRASES.items())
 def test_a_phrase_is_avoided(phrase, instead):
     found = places(phrase, texts())
@@ -76,7 +79,7 @@ def places(phrase: str, paths: list[Path]) -> list[str]:
     ]
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="the files are listed by git")
+@needs_git
 @pytest.mark.parametrize(("phrase", "instead"), PLAIN["instead"].items())
 def test_an_idiom_of_our_own_is_avoided(phrase, instead):
     found = places(rf"\b(?:{phrase})", everything())

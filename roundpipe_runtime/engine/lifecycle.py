@@ -35,7 +35,7 @@ from ..optim.layer_contents import LargeTables, LayerContents, check_gradients, 
 from ..optim.parameters import Update
 from ..optim.readiness import ReadinessTable
 from ..optim.step import wait_for_updates
-from ..schedule.costs import MeasuredCosts
+from ..schedule.partitioning import MeasuredCosts
 from ..schedule.plan import ModelExecutePlan, RunType
 from ..schedule.round_robin import RoundRobin, Stage, stages_within
 from ..timeline.record import CURRENT_TIMELINE

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..device.protocol import Clock, Device
 from ..optim.layer_contents import LargeTables, TableRule, needed_bytes, rule_for, scan
-from ..schedule.costs import LayerCost, MeasuredCosts, analytic_cost
+from ..schedule.partitioning import LayerCost, MeasuredCosts, analytic_cost
 from ..schedule.plan import ModelExecutePlan, RunType
 from ..timeline.record import Timeline
 from .code_state import is_due

@@ -22,8 +22,7 @@ from ..engine.planner import FOR_PARAMETERS, guessed_costs
 from ..errors import ConfigError, PlanError
 from ..optim.layer_contents import TableRule, scan
 from ..optim.parameters import Update
-from ..schedule.costs import LayerCost
-from ..schedule.partitioning import CLEAR_GAIN
+from ..schedule.partitioning import CLEAR_GAIN, LayerCost
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import RoundRobin, Stage
 from ..schedule.simulation import Machine, Simulation, StageLoad

@@ -23,7 +23,7 @@ from ..device.composite import parts_of
 from ..engine.planner import FOR_PARAMETERS, bytes_to_keep
 from ..optim.parameters import Update
 from ..optim.parts import LANDING
-from ..schedule.costs import LayerCost
+from ..schedule.partitioning import LayerCost
 from ..schedule.plan import ModelExecutePlan
 from ..schedule.round_robin import Kind, RoundRobin, Stage
 from ..schedule.simulation import StageLoad

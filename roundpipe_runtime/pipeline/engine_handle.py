@@ -20,7 +20,7 @@ from ..engine.parameters.kept import ParameterTraffic
 from ..errors import ConfigError
 from ..optim.layer_contents import LargeTables, check_large_tables
 from ..optim.parameters import Update
-from ..schedule.costs import LayerCost
+from ..schedule.partitioning import LayerCost
 
 if TYPE_CHECKING:
     from ..distributed.ranks.ranks import Ranks

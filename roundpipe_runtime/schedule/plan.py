@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from ..errors import PlanError
-from .costs import layer_costs
-from .partitioning import partition_and_copy
+from .partitioning import layer_costs, partition_and_copy
 from .round_robin import Stage, stages_of
 
 RunType: TypeAlias = Literal["infer", "train", "fused"]

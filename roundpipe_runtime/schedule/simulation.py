@@ -142,7 +142,9 @@ def simulate(
     ends = []
     deal = RoundRobin(machine.num_devices, cursor)
     for _ in range(iterations):
-        state.begin(0.0 if staleness else state.time)
+        begin = 0.0 if staleness else state.time
+        state.done = [begin] * num_microbatch
+        state.up = [max(free, begin) for free in state.up]
         for index, load in enumerate(stages):
             copies = range(load.copies) if load.copy is None else [load.copy]
             for copy, device in zip(copies, deal.assign(len(copies)), strict=True):
@@ -230,10 +232,6 @@ class _State:
     @property
     def time(self) -> float:
         return max([*self.computed, *self.down, *self.done])
-
-    def begin(self, time: float) -> None:
-        self.done = [time] * len(self.done)
-        self.up = [max(free, time) for free in self.up]
 
     def run(self, index: int, load: StageLoad, device: int, microbatches: Sequence[int]) -> None:
         self.busy += load.compute * len(microbatches)

@@ -97,6 +97,22 @@ def late_devices(count: int) -> list[Device]:
 
 
 @contextlib.contextmanager
+def memory_of(*limits: int) -> Iterator[None]:
+    """Devices with so many bytes each."""
+    from tests.accelerator import late
+
+    before = torch.accelerator.get_memory_info(0)[1]
+    torch.accelerator.empty_cache()
+    for number, limit in enumerate(limits):
+        late.set_memory(number, limit)
+    try:
+        yield
+    finally:
+        for number in range(len(limits)):
+            late.set_memory(number, before)
+
+
+@contextlib.contextmanager
 def moved_by_runs(count: int) -> Iterator[None]:
     """Check that the block moves torch's generator by one number for each run, as runs do in which a layer draws."""
     before = torch.get_rng_state()

@@ -53,52 +53,40 @@ def test_memory_that_another_stream_reads_without_record_stream_is_nan():
     assert found[1].eq(2).all()
 
 
-def test_memory_is_used_again_on_its_stream_at_once():
-    first = torch.ones(1000, device=DEVICE)
+def test_memory_is_nan_used_again_on_its_stream_at_once_and_counted():
+    torch.accelerator.empty_cache()
+    before = torch.accelerator.memory_allocated(0)
+    torch.accelerator.reset_peak_memory_stats(0)
+    first = torch.empty(2**20, device=DEVICE)
+    assert torch.accelerator.memory_allocated(0) - before == first.nbytes
+    assert first.cpu().isnan().all()
     address = first.data_ptr()
     del first
-    assert torch.empty(1000, device=DEVICE).data_ptr() == address
+    assert torch.accelerator.memory_allocated(0) == before
+    assert torch.accelerator.max_memory_allocated(0) - before == 2**22
+    assert torch.empty(2**20, device=DEVICE).data_ptr() == address
     with torch.Stream(DEVICE):
-        assert torch.empty(1000, device=DEVICE).data_ptr() != address
+        assert torch.empty(2**20, device=DEVICE).data_ptr() != address
 
 
-def test_new_memory_is_nan():
-    assert torch.empty(1000, device=DEVICE).cpu().isnan().all()
-
-
-def test_pinned_memory_that_the_host_changes_too_early_is_found():
-    """The copy reads it when its stream comes to it; pageable memory was read when the call returned."""
+def test_copies_of_pinned_memory_take_place_when_their_stream_comes_to_them_and_are_counted():
+    """What the host changes too early is found; pageable memory was read when the call returned."""
     found = []
     for host in (torch.ones(4).pin_memory(), torch.ones(4)):
         there = torch.empty(4, device=DEVICE).copy_(host, non_blocking=True)
         host.fill_(5)
         found.append(there.cpu().tolist())
     assert found == [[5] * 4, [1] * 4]
-
-
-def test_pinned_memory_is_kept_for_its_copies():
+    counted = late.counts()
+    assert (counted["bytes up, pinned"], counted["bytes up, pageable"], counted["bytes down, pageable"]) == (16, 16, 32)
     there = torch.empty(1000, device=DEVICE).copy_(torch.ones(1000).pin_memory(), non_blocking=True)
     others = [torch.zeros(1000).pin_memory() for _ in range(4)]
-    assert there.cpu().eq(1).all()
-    del others
-
-
-def test_a_download_that_is_not_waited_for_is_not_there():
-    host = torch.zeros(4).pin_memory()
-    host.copy_(torch.ones(4, device=DEVICE), non_blocking=True)
-    before = host.tolist()
+    assert there.cpu().eq(1).all()  # it was kept for its copy
+    host = others[0]
+    host.copy_(there, non_blocking=True)
+    before = host.tolist()  # a download that is not waited for is not there
     torch.accelerator.synchronize(0)
-    assert (before, host.tolist()) == ([0] * 4, [1] * 4)
-
-
-def test_copies_are_counted():
-    there = torch.ones(1000, device=DEVICE)
-    late.counts()
-    there.copy_(torch.ones(1000).pin_memory(), non_blocking=True)
-    there.copy_(torch.ones(1000))
-    there.cpu()
-    found = late.counts()
-    assert (found["bytes up, pinned"], found["bytes up, pageable"], found["bytes down, pageable"]) == (4000, 4000, 4000)
+    assert (before, host.tolist()) == ([0] * 1000, [1] * 1000)
 
 
 def test_nothing_runs_until_the_host_waits():
@@ -146,6 +134,8 @@ def test_tensors_of_two_devices_are_refused():
             here + other
     with pytest.raises(TypeError, match="late"):
         here.numpy()
+    with torch.autocast("late", torch.bfloat16):
+        assert (here.view(1, 2) @ here.view(2, 1)).dtype == torch.bfloat16
 
 
 def test_out_of_memory_is_an_error_and_ends_with_it():
@@ -161,17 +151,6 @@ def test_out_of_memory_is_an_error_and_ends_with_it():
         late.set_memory(0, 16 << 30)
 
 
-def test_memory_is_counted():
-    torch.accelerator.empty_cache()
-    before = torch.accelerator.memory_allocated(0)
-    torch.accelerator.reset_peak_memory_stats(0)
-    held = torch.empty(2**20, device=DEVICE)
-    assert torch.accelerator.memory_allocated(0) - before == held.nbytes
-    del held
-    assert torch.accelerator.memory_allocated(0) == before
-    assert torch.accelerator.max_memory_allocated(0) - before == 2**22
-
-
 def test_an_event_passes_when_its_stream_comes_to_it():
     stream = torch.Stream(DEVICE)
     event = torch.Event(DEVICE)
@@ -184,16 +163,12 @@ def test_an_event_passes_when_its_stream_comes_to_it():
     assert event.query()
     assert late.pending(0) > 0
     assert torch.Event(DEVICE).query()
-
-
-def test_who_asks_an_event_again_and_again_is_told_one_day():
-    stream = torch.Stream(DEVICE)
     with stream:
         for _ in range(5):
             torch.ones(4, device=DEVICE)
     event = stream.record_event()
     assert not event.query()
-    for _ in range(10):
+    for _ in range(10):  # who asks again and again is told one day
         event.query()
     assert event.query()
 
@@ -275,13 +250,8 @@ def test_gradients_are_those_of_the_cpu():
 def test_a_device_draws_the_numbers_of_the_cpu_from_a_generator_of_its_own():
     def drawn(device):
         torch.manual_seed(3)
-        noise = torch.randn(7, device=device)
-        return [
-            noise,
-            torch.rand(3, device=device),
-            F.dropout(torch.ones(100, device=device), 0.3),
-            torch.randn(20, device=device),
-        ]
+        noise, other = torch.randn(7, device=device), torch.rand(3, device=device)
+        return [noise, other, F.dropout(torch.ones(100, device=device), 0.3), torch.randn(20, device=device)]
 
     for found, expected in zip(drawn(DEVICE), drawn("cpu"), strict=True):
         assert found.cpu().equal(expected)
@@ -290,8 +260,3 @@ def test_a_device_draws_the_numbers_of_the_cpu_from_a_generator_of_its_own():
     assert torch.get_rng_state().equal(before)
     torch.late.manual_seed(5)
     assert not drawn_before.equal(torch.rand(2, device=DEVICE))
-
-
-def test_autocast_reaches_the_device():
-    with torch.autocast("late", torch.bfloat16):
-        assert (torch.ones(2, 2, device=DEVICE) @ torch.ones(2, 2, device=DEVICE)).dtype == torch.bfloat16

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from roundpipe_runtime import DeviceMemoryError, ModelExecutePlan, RoundPipe, RoundPipeRunConfig
 from tests.accelerator import late
-from tests.accelerator.training import expected, late_devices, moved_by_runs, train
+from tests.accelerator.training import expected, late_devices, memory_of, moved_by_runs, train
 from tests.runtime.small import batch, gradients, same_bits, small_model
 
 F = nn.functional
@@ -33,17 +33,10 @@ def test_out_of_memory(order):
 
     right = loss()
     pipe.zero_grad()
-    limit = torch.accelerator.get_memory_info(0)[1]
-    torch.accelerator.empty_cache()
-    for number in range(2):
-        late.set_memory(number, 200_000)
-    try:
+    with memory_of(200_000, 200_000):
         with pytest.raises(DeviceMemoryError, match=r"late:\d is out of memory"):
             loss()
         assert all(parameter.grad is None for parameter in model.parameters())
-    finally:
-        for number in range(2):
-            late.set_memory(number, limit)
     assert loss().equal(right)
     pipe.close()
 

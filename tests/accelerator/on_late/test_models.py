@@ -9,7 +9,7 @@ from torch import nn
 from roundpipe_runtime import LossError, ModelExecutePlan, RoundPipe, RoundPipeRunConfig, VirtualDevice
 from roundpipe_runtime.engine.parameters import partial_table
 from tests.accelerator import late
-from tests.accelerator.training import late_devices
+from tests.accelerator.training import late_devices, memory_of
 from tests.cases import cases
 from tests.runtime.engine.test_routed import BATCHES, KINDS, model_of, pipe_of, squares
 from tests.runtime.small import batch, gradients, near, relative_error, same_bits, small_model
@@ -101,15 +101,8 @@ def test_devices_of_different_memory(order):
     inputs, labels = torch.randn(8, 64), torch.randn(8, 64)
     right = trained(copy.deepcopy(model), late_devices(1), inputs, labels)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    limit = torch.accelerator.get_memory_info(0)[1]
-    torch.accelerator.empty_cache()
-    late.set_memory(0, size // 2)
-    late.set_memory(1, 8 * size)
-    try:
+    with memory_of(size // 2, 8 * size):
         found = trained(model, late_devices(2), inputs, labels)
-    finally:
-        for number in range(2):
-            late.set_memory(number, limit)
     assert same_bits(found, right)
 
 

@@ -14,7 +14,7 @@ from roundpipe_runtime.device.accelerator import AcceleratorDevice, copy_in_piec
 from roundpipe_runtime.device.protocol import EventClock
 from roundpipe_runtime.engine.planner import Planner
 from roundpipe_runtime.engine.run import Timer
-from roundpipe_runtime.schedule.costs import LayerCost, MeasuredCosts
+from roundpipe_runtime.schedule.partitioning import LayerCost, MeasuredCosts
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from roundpipe_runtime.errors import PlanError
-from roundpipe_runtime.schedule.costs import LayerCost
-from roundpipe_runtime.schedule.partitioning import _time, partition, partition_and_copy
+from roundpipe_runtime.schedule.partitioning import LayerCost, _time, partition, partition_and_copy
 from roundpipe_runtime.schedule.plan import ModelExecutePlan
 from roundpipe_runtime.schedule.simulation import Machine, StageLoad, makespan, simulate
 from tests.runtime.schedule.test_simulation import LARGE, SMALL, model_like

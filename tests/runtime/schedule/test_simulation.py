@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from roundpipe_runtime.errors import ConfigError, PlanError
-from roundpipe_runtime.schedule.costs import LayerCost, MeasuredCosts, analytic_cost, layer_costs
+from roundpipe_runtime.schedule.partitioning import LayerCost, MeasuredCosts, analytic_cost, layer_costs
 from roundpipe_runtime.schedule.round_robin import RoundRobin, clock_cycles, draw, stages_of, steps_in_order
 from roundpipe_runtime.schedule.simulation import Machine, StageLoad, makespan, simulate
 

@@ -60,21 +60,23 @@ def test_the_difference_is_that_of_the_worst_element(expected, found, difference
     assert largest_difference(expected, found) == difference
 
 
-def test_components_of_nested_tensors_are_compared():
-    one = torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)], layout=torch.jagged)
-    other = torch.nested.nested_tensor([torch.zeros(2), torch.full((3,), 3.0)], layout=torch.jagged)
+def test_components_of_nested_tensors_are_compared_and_others_are_refused():
+    one, other, more = (
+        torch.nested.nested_tensor(parts, layout=torch.jagged)
+        for parts in (
+            [torch.zeros(2), torch.ones(3)],
+            [torch.zeros(2), torch.full((3,), 3.0)],
+            [torch.zeros(2)] * 3,
+        )
+    )
     assert largest_difference(one, other) == 2.0
-
-
-def test_nested_tensors_of_other_components_are_refused():
-    one = torch.nested.nested_tensor([torch.zeros(2), torch.ones(2)], layout=torch.jagged)
-    more = torch.nested.nested_tensor([torch.zeros(2)] * 3, layout=torch.jagged)
     with pytest.raises(ReplayError, match="only the expected tensor is a nested tensor"):
         largest_difference(one, torch.zeros(2, 2))
     with pytest.raises(ReplayError, match="only the found tensor is a nested tensor"):
         largest_difference(torch.zeros(2, 2), one)
     with pytest.raises(ReplayError, match="expected 2 components, found 3"):
         largest_difference(one, more)
+    assert size_in_bytes(one) in (0, 20)
 
 
 # torch is about to leave the type out, and warns of its constructor
@@ -145,6 +147,8 @@ def test_rounding_depends_on_the_coarsest_dtype():
     assert tolerance("layers", torch.float32, torch.bfloat16) == pytest.approx(4 * 2**-7)
     assert tolerance("gradients", torch.float32) == pytest.approx(1e-5)
     assert tolerance("file", torch.int64, "bfloat16", "float16") == 0.2
+    assert (tolerance("file", "float32", "float16"), tolerance("file")) == (0.06, 0.0001)
+    assert compare(T([3.0, 4.0]), T([3.0, 4.5]), "layers").difference == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("kind", ["layers", "sums", "kernels"])
@@ -186,20 +190,14 @@ class Items(dict):
     pass
 
 
-def test_slots_are_read_also_of_bases_and_only_where_set():
+def test_slots_of_bases_attributes_and_items_of_built_in_containers_are_read():
     assert held(Both(1, 2)) == {".key": 1, "._Slotted__hidden": 1, ".more": 2}
-
-
-def test_items_of_built_in_containers_are_read():
     items = Items(a=1)
     items.note = 2
     assert held(items) == {".note": 2, "['a']": 1}
     assert held(collections.deque([5])) == {"[0]": 5}
     assert held((5, 6)) == {"[0]": 5, "[1]": 6}
     assert held({7}) == {"{0}": 7}
-
-
-def test_the_arguments_of_a_partial_are_data():
     assert held(functools.partial(print, X))[".args"] == (X,)
 
 
@@ -236,11 +234,7 @@ def test_no_code_of_an_object_runs():
     assert step == "['a']"
     assert value is X
 
-
-def test_an_attribute_called_dict_is_not_asked():
-    """A class may define a property of that name; the base's own dictionary is read."""
-
-    class Hidden(Plain):
+    class Hidden(Plain):  # a property of that name: the dictionary of the base is read
         __dict__ = property(Trap.fail)
 
     hidden = Hidden.__new__(Hidden)
@@ -268,24 +262,6 @@ def test_sizes_are_those_of_the_elements():
     assert size_in_bytes(X.as_subclass(Own)) == 24
 
 
-def test_a_tensor_that_knows_no_size_counts_nothing():
-    ragged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
-    assert size_in_bytes(ragged) in (0, 20)
-
-
-def test_a_comparison_returns_the_difference_and_a_tolerance_that_of_the_least_precise_dtype():
-    assert compare(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.00001]), "file")
-    assert compare(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5]), "layers").difference == pytest.approx(0.1)
-    assert (tolerance("file", "float32", "float16"), tolerance("file")) == (0.06, 0.0001)
-    assert tolerance("layers", torch.bfloat16) == 0.03125
-    assert largest_difference(torch.tensor([1, 2**60]), torch.tensor([1, 2**60 + 1])) == 1.0
-    assert largest_difference(torch.tensor([1 + 2j]), torch.tensor([1 + 0j])) == 2.0
-
-
 def test_the_share_of_nan_is_one_without_a_finite_element():
     values = torch.tensor([1.0, math.nan]), torch.tensor([math.nan, math.inf]), 3
     assert [share_of_nan(value) for value in values] == [0.5, 1.0, 0.0]
-
-
-def test_a_key_that_is_no_built_in_value_is_shown_by_its_class():
-    assert [format_key(key) for key in ("a", (1, "b"), OrderedDict())] == ["'a'", "(1, 'b')", "<OrderedDict>"]

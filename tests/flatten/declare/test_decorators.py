@@ -178,45 +178,27 @@ def local():
         unregister_class_flattening(cls)
 
 
-def test_all_options_of_a_dataclass_are_passed_on(local):
+def test_options_of_a_dataclass_and_of_a_static_field_are_passed_on(local):
 
     @local
     @pytree_dataclass(frozen=True, slots=True, kw_only=True)
     class Point:
         x: Any
+        names: list = static_field(default_factory=lambda: ["a"], metadata={"unit": "m"})
         y: Any = 2
 
     rebuilt = pytree.tree_map(lambda leaf: leaf * 10, Point(x=1))
-    assert rebuilt == Point(x=10, y=20)
+    assert rebuilt == Point(x=10, y=20, names=["a"])
     assert not hasattr(rebuilt, "__dict__")
     with pytest.raises(dataclasses.FrozenInstanceError):
         rebuilt.x = 0
+    assert dataclasses.fields(Point)[1].metadata == {"unit": "m", "static": True}
 
 
 def test_a_dataclass_can_be_decorated_again(local):
-
-    @local
-    @pytree_dataclass
-    @dataclasses.dataclass(frozen=True)
-    class Point:
-        x: Any
-
+    point = local(pytree_dataclass(dataclasses.make_dataclass("Point", ["x"], frozen=True)))(1)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        pytree.tree_map(lambda leaf: leaf, Point(1)).x = 0
-
-
-def test_a_static_field_takes_the_options_of_a_field(local):
-
-    @local
-    @pytree_dataclass
-    class Config:
-        x: Any
-        names: list = static_field(default_factory=lambda: ["a"], metadata={"unit": "m"})
-
-    leaves, spec = pytree.tree_flatten(Config(1))
-    assert leaves == [1]
-    assert pytree.tree_unflatten([2], spec) == Config(2, ["a"])
-    assert dataclasses.fields(Config)[1].metadata == {"unit": "m", "static": True}
+        pytree.tree_map(lambda leaf: leaf, point).x = 0
 
 
 def test_a_subclass_is_a_leaf_until_it_is_decorated(local):
@@ -278,27 +260,41 @@ def test_a_class_is_told_to_the_chosen_libraries_only():
 
 
 @pytest.mark.parametrize("decorator", [register_pytree_node_class, register_pytree_with_keys_class])
-def test_a_decorator_tells_a_class_to_the_chosen_libraries_only(decorator, local):
+def test_a_decorator_tells_a_class_with_methods_to_the_chosen_libraries_only(decorator, local):
     optree = pytest.importorskip("optree", reason="optree is not installed")
 
     @local
     @decorator(backends="optree")
     class Cell:
-        def __init__(self, weight):
-            self.weight = weight
+        def __init__(self, x, y):
+            self.x, self.y = x, y
 
         def tree_flatten(self):
-            return (self.weight,), None
+            return (self.x, self.y), None
 
         def tree_flatten_with_keys(self):
-            return [(pytree.GetAttrKey("weight"), self.weight)], None
+            return ((("x", self.x), (1, self.y)), None)
 
         @classmethod
         def tree_unflatten(cls, static, children):
             return cls(*children)
 
-    cell = Cell(3)
-    assert (pytree.tree_leaves(cell), optree.tree_leaves(cell, namespace="yobx_flatten")) == ([cell], [3])
+    cell = Cell(1, 2)
+    assert (pytree.tree_leaves(cell), optree.tree_leaves(cell, namespace="yobx_flatten")) == ([cell], [1, 2])
+    unregister_class_flattening(Cell)
+    assert (paths(decorator(Cell)(3, 4)), pytree.tree_leaves(cell)) == (["['x']", "[1]"], [1, 2])
+
+
+class Forgot:
+    def tree_flatten(self):
+        return (), None
+
+    def tree_unflatten(self, aux, children):
+        return self
+
+
+class Batch(TypedDict):
+    x: Any
 
 
 @pytest.mark.parametrize(
@@ -322,6 +318,11 @@ def test_a_decorator_tells_a_class_to_the_chosen_libraries_only(decorator, local
             lambda: make_flattening_function_for_dataclass(Pair(1, 2), set()),
             "make_flattening_function_for_dataclass: expected a class",
         ),
+        (
+            lambda: register_pytree_node_class(Forgot),
+            "tree_unflatten creates the object, so it must be a class",  # it would be called without an object
+        ),
+        (lambda: register(Batch), "Batch is a TypedDict, whose instances are plain dicts"),
     ],
 )
 def test_bad_input_is_refused_by_name(register_it, message):
@@ -339,19 +340,6 @@ def test_a_builtin_without_a_signature_can_unflatten():
         unregister_class_flattening(Pair)
 
 
-def test_an_unflatten_that_is_no_class_method_is_refused():
-    """It would be called without an object."""
-    with pytest.raises(InvalidRegistrationError, match="tree_unflatten creates the object, so it must be a class"):
-
-        @register_pytree_node_class
-        class Forgot:
-            def tree_flatten(self):
-                return (), None
-
-            def tree_unflatten(self, aux, children):
-                return self
-
-
 @pytest.mark.parametrize("backends", ["numpy", ("torch", "numpy"), ()])
 def test_an_unknown_library_is_refused_with_those_that_are_known(backends):
     with pytest.raises(InvalidArgumentError, match="'all' or name libraries among 'torch', 'optree', 'jax'") as caught:
@@ -359,25 +347,6 @@ def test_an_unknown_library_is_refused_with_those_that_are_known(backends):
     assert "\n    register_class_flattening(..., backends=('torch',))" in str(caught.value)
     with pytest.raises(InvalidArgumentError, match="pytree_dataclass: backends= must be 'all'"):
         pytree_dataclass(type("Local", (), {}), backends=backends)
-
-
-def test_a_class_with_keyed_methods_is_a_node(local):
-
-    @local
-    @register_pytree_with_keys_class
-    class Special:
-        def __init__(self, x, y):
-            self.x, self.y = x, y
-
-        def tree_flatten_with_keys(self):
-            return ((("x", self.x), (1, self.y)), None)
-
-        @classmethod
-        def tree_unflatten(cls, aux, children):
-            return cls(*children)
-
-    assert pytree.tree_leaves(Special(1, 2)) == [1, 2]
-    assert paths(Special(1, 2)) == ["['x']", "[1]"]
 
 
 class Where(NamedTuple):
@@ -404,29 +373,14 @@ _REGISTRATIONS = {
 
 
 @pytest.mark.parametrize("name", _REGISTRATIONS)
-def test_a_named_tuple_is_refused_by_every_registration(name):
-    """torch would ignore it, and JAX not: the two would disagree on the children. The class is left as it was."""
+def test_a_named_tuple_and_an_enum_are_refused_by_every_registration(name):
+    """torch would ignore the tuple, and JAX not; a member that is put together would not be the member."""
     said = f"{name}: .*Where is a named tuple, which torch, optree and JAX flatten without a registration"
     with pytest.raises(InvalidRegistrationError, match=said) as caught:
         _REGISTRATIONS[name](Where)
     assert "torch.utils._pytree._register_namedtuple(Where, serialized_type_name=" in str(caught.value)
     assert pytree.tree_leaves(Where(1, 2)) == [1, 2]
     assert (Where(1, 2), Where._fields) == ((1, 2), ("x", "y"))
-
-
-def test_a_typed_dict_is_refused():
-    """Its instances are plain dicts, so no registration would ever be asked."""
-
-    class Batch(TypedDict):
-        x: Any
-
-    with pytest.raises(InvalidRegistrationError, match="Batch is a TypedDict, whose instances are plain dicts"):
-        register(Batch)
-
-
-@pytest.mark.parametrize("name", _REGISTRATIONS)
-def test_an_enum_is_refused_by_every_registration(name):
-    """A member that is put together would not be the member; the line makes it static."""
     with pytest.raises(InvalidRegistrationError, match=r'mode: Mode = dataclasses.field\(metadata={"static": True}\)'):
         _REGISTRATIONS[name](Mode)
 
@@ -458,16 +412,12 @@ def _by_functions(cls):
 @pytest.mark.parametrize("way", [_by_names, _by_functions])
 def test_one_line_registers_a_class_by_its_attributes(cls, way):
     obj = cls(torch.ones(2), torch.zeros(3), 4)
-    flatten, flatten_with_keys, unflatten = functions_from_fields(cls, ["key", "value"], ["window"])
-    register_class_flattening(cls, flatten, unflatten, flatten_with_keys)
-    expected, expected_spec = pytree.tree_flatten_with_path(obj)
-    expected_text = repr(expected_spec)
-    unregister_class_flattening(cls)
+    keyed, static = functions_from_fields(cls, ["key", "value"], ["window"]).flatten_with_keys(obj)
     assert way(cls)
     found, spec = pytree.tree_flatten_with_path(obj)
-    assert [path for path, _ in found] == [path for path, _ in expected]
-    assert all(one is other for (_, one), (_, other) in zip(found, expected, strict=True))
-    assert repr(spec) == expected_text
+    assert [path for path, _ in found] == [(key,) for key, _ in keyed]
+    assert all(one is other for (_, one), (_, other) in zip(found, keyed, strict=True))
+    assert spec.context == static
     back = pytree.tree_unflatten([leaf for _, leaf in found], spec)
     assert (type(back), back.key is obj.key, back.value is obj.value, back.window) == (cls, True, True, 4)
     unregister_class_flattening(cls)

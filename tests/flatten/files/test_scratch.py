@@ -1,6 +1,8 @@
 """A file, a file with data and a folder are there whole, old or new: whatever ends the process, and whenever."""
 
+import concurrent.futures
 import errno
+import itertools
 import os
 import pathlib
 import shutil
@@ -52,6 +54,24 @@ def killed(write, target, calls):
     return done.returncode == 9
 
 
+def fail_renames(monkeypatch, error, *calls):
+    real, count = os.replace, itertools.count(1)
+
+    def failing(old, new):
+        if next(count) in calls:
+            raise error
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", failing)
+
+
+def refuse_locks(monkeypatch, error):
+    def refuse(self, *args, **options):
+        raise error
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+
+
 WRITERS = pytest.mark.parametrize("write", [write_file, write_with_data, write_folder])
 
 
@@ -83,16 +103,8 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_one(write, first, tmp_pa
 def test_a_rename_that_fails_leaves_the_old_one(write, call, tmp_path, monkeypatch):
     target = tmp_path / "target"
     write(target, "old")
-    before, real, count = names(tmp_path), os.replace, 0
-
-    def failing(old, new):
-        nonlocal count
-        count += 1
-        if count == call:
-            raise OSError(5, "Input/output error")
-        real(old, new)
-
-    monkeypatch.setattr(os, "replace", failing)
+    before = names(tmp_path)
+    fail_renames(monkeypatch, OSError(5, "Input/output error"), call)
     if call == 2 and write is write_file:  # it needs one
         write(target, "new")
         assert read(write, target) == "new"
@@ -105,17 +117,9 @@ def test_a_rename_that_fails_leaves_the_old_one(write, call, tmp_path, monkeypat
 
 
 def test_where_the_old_folder_cannot_get_its_name_back_the_error_says_where_it_is(tmp_path, monkeypatch):
-    target, real, count = tmp_path / "target", os.replace, 0
+    target = tmp_path / "target"
     write_folder(target, "old")
-
-    def failing(old, new):
-        nonlocal count
-        count += 1
-        if count > 1:
-            raise OSError(30, "Read-only file system")
-        real(old, new)
-
-    monkeypatch.setattr(os, "replace", failing)
+    fail_renames(monkeypatch, OSError(30, "Read-only file system"), 2, 3)
     with pytest.raises(
         OSError, match=r"the former contents of .*target are in .*\.target\.writing-\w+/old until target is written"
     ):
@@ -140,21 +144,14 @@ def test_what_is_being_written_is_left_alone(tmp_path):
 
 
 def test_threads_that_write_to_one_name_leave_one_of_their_files(tmp_path):
-    target, failed = tmp_path / "target", []
+    target = tmp_path / "target"
 
     def write(number):
-        try:
-            for turn in range(10):
-                write_file(target, f"{number}.{turn}" * 1000)
-        except OSError as error:
-            failed.append(error)
+        for turn in range(10):
+            write_file(target, f"{number}.{turn}" * 1000)
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
     assert target.read_text(encoding="utf-8") in {f"{number}.9" * 1000 for number in range(4)}
     assert names(tmp_path) == ["target"]
 
@@ -221,12 +218,8 @@ def test_data_have_another_name_each_time(tmp_path):
 
 
 def test_without_a_lock_nothing_is_written_and_nothing_stays(tmp_path, monkeypatch):
-
-    def refuse(self, *args, **options):
-        raise OSError(24, "Too many open files")
-
     write_file(tmp_path / "target", "old")
-    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    refuse_locks(monkeypatch, OSError(24, "Too many open files"))
     with pytest.raises(OSError, match="Too many open files"):
         write_file(tmp_path / "target", "new")
     assert names(tmp_path) == ["target"]
@@ -236,11 +229,7 @@ def test_without_a_lock_nothing_is_written_and_nothing_stays(tmp_path, monkeypat
 def test_a_leftover_that_cannot_be_locked_is_left_for_the_next_one(tmp_path, monkeypatch):
     (tmp_path / ".target.writing-1" / "old").mkdir(parents=True)
     with monkeypatch.context() as patched:
-
-        def refuse(self, *args, **options):
-            raise OSError(30, "Read-only file system")
-
-        patched.setattr(filelock.FileLock, "acquire", refuse)
+        refuse_locks(patched, OSError(30, "Read-only file system"))
         with pytest.raises(StoredFileError, match=r"The former contents are in .*\.target\.writing-1/old"):
             is_folder(tmp_path / "target")
     assert is_folder(tmp_path / "target")
@@ -378,13 +367,11 @@ def test_a_folder_that_is_a_mount_point_is_refused_before_it_would_be_replaced(t
         assert refused.value.errno == errno.EBUSY
         check_writable(tmp_path / name, in_parent=False)
         check_writable(tmp_path / name / "inside")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="where a disk is mounted that is sure to be there")
-def test_the_mount_points_of_the_system_are_known(tmp_path):
+    monkeypatch.undo()
     check_writable(tmp_path)
-    with pytest.raises(OSError, match="it is a mount point"):
-        check_writable("/proc")
+    if sys.platform == "linux":  # where a disk is mounted that is sure to be there
+        with pytest.raises(OSError, match="it is a mount point"):
+            check_writable("/proc")
 
 
 @pytest.mark.parametrize("has_links", [True, False])

@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
-from tests.modules import module_class
-from yobx_flatten import register_class_flattening, unregister_class_flattening
 from yobx_flatten.errors import InvalidRegistrationError, RoundTripError, StaticDataError, UnsetFieldError
-from yobx_flatten.recipe.attributes import builtin_base, checked, functions_from_fields
+from yobx_flatten.recipe.attributes import checked, functions_from_fields
 
 
 class Cell:
@@ -69,11 +67,16 @@ def test_children_and_static_data_are_told_apart():
     assert vars(unflatten([4, 5], [["hidden", "state"], [6]])) == {"hidden": 4, "state": 5, "size": 6}
 
 
-def test_the_static_part_may_do_without_the_names():
+def test_the_static_part_may_do_without_the_names_and_a_class_without_children():
     flatten, _, unflatten = functions_from_fields(Cell, ["hidden", "state"], ["size"], names_in_static=False)
     assert flatten(Cell(1, 2)) == ([1, 2], (3,))
     assert vars(unflatten([4, 5], (6,))) == {"hidden": 4, "state": 5, "size": 6}
     assert functions_from_fields(Pair, ["hidden", "state"], names_in_static=False)[0](Pair(1, 2)) == ([1, 2], None)
+    flatten, _, unflatten = functions_from_fields(Sized, [], ["size"])
+    assert flatten(Sized()) == ([], [[], [3]])
+    assert vars(unflatten([], [[], [7]])) == {"size": 7}
+    with pytest.raises(ValueError, match=r"is (shorter|longer) than"):
+        unflatten([1], [[], [7]])
 
 
 @pytest.mark.parametrize(
@@ -85,25 +88,33 @@ def test_an_object_is_rebuilt_without_code_of_its_class(obj):
     assert (type(rebuilt), rebuilt.a, rebuilt.b) == (type(obj), 1, 2)
 
 
-def test_a_class_without_children_takes_none():
-    flatten, _, unflatten = functions_from_fields(Sized, [], ["size"])
-    assert flatten(Sized()) == ([], [[], [3]])
-    assert vars(unflatten([], [[], [7]])) == {"size": 7}
-    with pytest.raises(ValueError, match=r"is (shorter|longer) than"):
-        unflatten([1], [[], [7]])
+class Reads:
+    def __init__(self, hidden):
+        self._hidden = hidden
+
+    hidden = property(lambda self: self._hidden)
 
 
-@pytest.mark.parametrize("name", ["a b", "class", "", "a.b", "0"])
-def test_what_is_no_name_of_an_attribute_is_refused(name):
-    """It would end in the source: the message quotes it."""
-    with pytest.raises(InvalidRegistrationError, match=r"is not the name of an attribute") as caught:
-        functions_from_fields(Cell, ["hidden", name])
-    assert repr(name) in str(caught.value)
+@pytest.mark.parametrize(
+    ("cls", "names", "static", "said"),
+    [
+        # the message quotes the name, which would end in the source
+        *((Cell, ["hidden", name], [], f"{name!r} is not the name of") for name in ["a b", "class", "", "a.b", "0"]),
+        (Cell, ["size"], ["size"], "'size' of .*Cell is given twice"),
+        (Slotted, ["a"], ["b", "c"], "Slotted has no slot 'c'"),
+        (Reads, ["hidden"], [], "'hidden' is a property without a setter"),
+        (Reads, [], ["hidden"], "'hidden' is a property without a setter"),
+    ],
+)
+def test_what_cannot_be_set_as_an_attribute_is_refused(cls, names, static, said):
+    with pytest.raises(InvalidRegistrationError, match=said):
+        functions_from_fields(cls, names, static)
 
 
-def test_a_name_given_twice_is_refused():
-    with pytest.raises(InvalidRegistrationError, match=r"'size' of .*Cell is given twice"):
-        functions_from_fields(Cell, ["size"], ["size"])
+def test_what_a_property_reads_is_flattened_and_set_again_and_a_text_is_one_name():
+    flatten, _, unflatten = functions_from_fields(Reads, ["_hidden"])
+    assert unflatten(*flatten(Reads(3))).hidden == 3
+    assert functions_from_fields(Pair, "hidden", "state").flatten(Pair(1, "two")) == ([1], [["hidden"], ["two"]])
 
 
 @pytest.mark.parametrize("value", [["a"], {"a": [1]}, ([1], 2), {1, 2}, OrderedDict(a=[1])], ids=repr)
@@ -135,23 +146,6 @@ def test_flatten_names_the_attribute_that_is_no_static_data(value, found):
             function(Cell(1, 2, value))
 
 
-@pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="dynamo of torch 2.11 reads no `__dict__` of a frozen dataclass"
-)
-def test_a_program_takes_generated_functions_apart():
-
-    half = module_class("Half", lambda self, frozen: Frozen(frozen.a / 2, frozen.b))()
-    flatten, flatten_with_keys, unflatten = functions_from_fields(Frozen, ["a", "b"])
-    register_class_flattening(Frozen, flatten, unflatten, flatten_with_keys)
-    try:
-        example = Frozen(torch.ones(2), torch.zeros(3))
-        for strict in (False, True):
-            program = torch.export.export(half, (example,), strict=strict)
-            assert torch.equal(program.module()(example).a, torch.full((2,), 0.5))
-    finally:
-        unregister_class_flattening(Frozen)
-
-
 def test_a_slot_that_was_never_set_is_named():
     """The error is one of ours, and still the AttributeError that Python raises; the line sets the slot."""
     flatten, flatten_with_keys, _ = functions_from_fields(Slotted, ["a"], ["b"])
@@ -176,51 +170,17 @@ def test_a_misspelt_attribute_is_named_and_the_line_of_the_message_registers_the
     assert (found.hidden, found.state) == (1, "two")
 
 
-def test_a_name_without_a_slot_is_refused():
-    with pytest.raises(InvalidRegistrationError, match="Slotted has no slot 'c'"):
-        functions_from_fields(Slotted, ["a"], ["b", "c"])
-
-
-def test_a_property_without_a_setter_is_refused():
-    """It was found in the middle of a trace; the attribute that it reads is flattened and set again."""
-
-    class Reads:
-        def __init__(self, hidden):
-            self._hidden = hidden
-
-        hidden = property(lambda self: self._hidden)
-
-    for named in ({"names": ["hidden"]}, {"names": [], "static_names": ["hidden"]}):
-        with pytest.raises(InvalidRegistrationError, match="'hidden' is a property without a setter"):
-            functions_from_fields(Reads, **named)
-    flatten, _, unflatten = functions_from_fields(Reads, ["_hidden"])
-    assert unflatten(*flatten(Reads(3))).hidden == 3
-
-
-def test_a_text_is_one_name():
-    made = functions_from_fields(Pair, "hidden", "state")
-    assert made.flatten(Pair(1, "two")) == ([1], [["hidden"], ["two"]])
-
-
-@pytest.mark.parametrize("name", ["A B", "Pair[int]", "x;y", "1st", "π-x", "class", "line\nbreak"])
-def test_a_class_may_bear_any_name(name):
-    cls = type(name, (Cell,), {})
-    flatten, _, unflatten = functions_from_fields(cls, ["hidden", "state"], ["size"])
-    assert vars(unflatten(*flatten(cls(1, 2)))) == {"hidden": 1, "state": 2, "size": 3}
-
-
 @pytest.mark.parametrize(
-    ("cls", "name"),
+    ("name", "function"),
     [
-        ("HiddenState", "flatten_hidden_state"),
         ("BaseModelOutput", "flatten_base_model_output"),
         ("_Private", "flatten__private"),
         ("Pair[int, str]", "flatten_pair_int_str_"),
+        *((name, "flatten_") for name in ("A B", "x;y", "1st", "π-x", "class", "line\nbreak")),
     ],
 )
-def test_a_function_is_named_after_its_class(cls, name):
-    assert functions_from_fields(type(cls, (), {}), []).flatten.__name__ == name
-
-
-def test_the_base_that_makes_an_instance_is_the_built_in_one():
-    assert builtin_base(type("State", (dict,), {})) is dict
+def test_a_class_may_bear_any_name_and_a_function_is_named_after_it(name, function):
+    cls = type(name, (Cell,), {})
+    flatten, _, unflatten = functions_from_fields(cls, ["hidden", "state"], ["size"])
+    assert vars(unflatten(*flatten(cls(1, 2)))) == {"hidden": 1, "state": 2, "size": 3}
+    assert flatten.__name__.startswith(function)

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from tests import fresh_process
 from yobx_flatten.errors import StaticDataError
-from yobx_flatten.recipe import safe_names
-from yobx_flatten.recipe.contract import HeldStatic, hashable, original, own_copy
+from yobx_flatten.recipe.contract import HeldStatic, hashable, original
 from yobx_flatten.recipe.static_codec import check_static, dump_static, is_array, load_static
 from yobx_flatten.trees import walk
 
@@ -60,15 +59,6 @@ class Sentinel:
 
 
 MISSING = Sentinel()
-
-
-class OwnConfig:
-    def to_dict(self):
-        return {}
-
-    @classmethod
-    def from_dict(cls, data):
-        return cls()
 
 
 def through_json(value):
@@ -217,11 +207,8 @@ def test_the_place_of_what_cannot_come_back_is_named(value, path):
     with pytest.raises(StaticDataError) as caught:
         dump_static(value)
     assert f" at {path}" in str(caught.value)
-
-
-def test_the_place_begins_with_what_the_caller_calls_it():
-    with pytest.raises(StaticDataError, match=r" at State.config\['a'\], which cannot be stored"):
-        dump_static({"a": object()}, where="State.config")
+    with pytest.raises(StaticDataError, match=re.escape(f" at {path.replace('static', 'State.config', 1)}")):
+        dump_static(value, where="State.config")
 
 
 def test_nan_comes_back_as_the_one_that_everybody_uses():
@@ -239,14 +226,9 @@ def test_a_dtype_of_another_library_comes_back():
     assert (type(scalar), float(scalar)) == (ml_dtypes.bfloat16, 1.5)
 
 
-@pytest.mark.parametrize(
-    ("value", "answer"), [(torch.zeros(1), True), (np.zeros(1), True), (np.float32(1), False), ([1], False), (1, False)]
-)
-def test_arrays_are_told_from_numbers(value, answer):
-    assert is_array(value) is answer
-
-
-def test_an_array_of_jax_is_one_also_under_a_trace():
+def test_arrays_are_told_from_numbers_also_under_a_trace_of_jax():
+    values = torch.zeros(1), np.zeros(1), np.float32(1), [1], 1
+    assert [is_array(value) for value in values] == [True, True, False, False, False]
     jax = pytest.importorskip("jax", reason="the arrays are JAX's")
     seen = []
     jax.jit(lambda x: seen.append(is_array(x)))(1.0)
@@ -285,12 +267,6 @@ def test_what_nobody_can_find_by_its_name_is_refused():
             dump_static(value)
 
 
-def test_a_configuration_of_another_library_is_refused_by_the_check():
-    """What its `from_dict` does with the values of a file is not known."""
-    with pytest.raises(StaticDataError, match=r"OwnConfig', which is not a config that a file may use"):
-        check_static(OwnConfig(), where="State.mode")
-
-
 def test_data_of_a_newer_version_is_refused():
     with pytest.raises(StaticDataError, match=r"kind 'quaternion'.*\n?.*pip install --upgrade yobx-flatten"):
         load_static([{"!quaternion": [1, 2, 3, 4]}])
@@ -322,16 +298,13 @@ def test_a_function_is_not_called_for_a_class(kind, monkeypatch):
         load_static({f"!{kind}": ["os:system", "exit"]})
 
 
-UNHASHABLE = [["a", 1], {"a": [1, 2], "b": {"c": None}}, ([1], "x"), {1, 2}, [slice(1, 2), {3}]]
-
-
 @pytest.mark.parametrize("static", [None, "relu", 3, (1, "a"), frozenset({1})])
 def test_what_hashes_stays_as_it_is(static):
     assert hashable(static) is static
     assert original(static) is static
 
 
-@pytest.mark.parametrize("static", UNHASHABLE, ids=repr)
+@pytest.mark.parametrize("static", [{"a": [1, 2], "b": {"c": None}}, ([1], "x"), [slice(1, 2), {3}]], ids=repr)
 def test_what_does_not_hash_is_held(static):
     key, again = hashable(static), hashable(static)
     assert type(key) is HeldStatic
@@ -346,12 +319,6 @@ def test_other_data_is_another_key(one, other):
     assert hashable(one) != hashable(other)
 
 
-def test_the_order_of_a_dict_does_not_count():
-    one, other = hashable({"a": [1], "b": [2]}), hashable({"b": [2], "a": [1]})
-    assert one == other
-    assert hash(one) == hash(other)
-
-
 def test_changing_the_data_does_not_change_the_key():
     static = {"names": ["a"]}
     key = hashable(static)
@@ -359,22 +326,5 @@ def test_changing_the_data_does_not_change_the_key():
     original(key)["names"].append("c")
     assert original(key) == {"names": ["a"]}
     assert key == hashable({"names": ["a"]})
-
-
-def test_tuples_and_keys_that_are_no_strings_come_back():
-    assert dump_static(["key_0", ("relu", None)]) == ["key_0", {"!tuple": ["relu", None]}]
-    assert load_static(dump_static({1: (2, torch.float16)})) == {1: (2, torch.float16)}
-    check_static({"sizes": (2, 3)})
-    with pytest.raises(StaticDataError, match=r"the Tensor tensor\(\[0., 0.\]\) at State.config\['sizes'\]\[0\]"):
-        check_static({"sizes": [torch.zeros(2)]}, where="State.config")
-
-
-def test_a_held_value_comes_back_as_a_copy():
-    assert original(hashable({"name": [1, 2]})) == {"name": [1, 2]}
-    names = ["a"]
-    assert own_copy((names, 1))[0] is not names
-
-
-def test_only_modules_of_the_table_may_be_imported():
-    names = "transformers.models.llama.modeling_llama", "numpy.f2py.__main__"
-    assert [bool(safe_names._KNOWN.fullmatch(name)) for name in names] == [True, False]
+    one, other = hashable({"a": [1], "b": [2]}), hashable({"b": [2], "a": [1]})  # the order does not count
+    assert (one, hash(one)) == (other, hash(other))

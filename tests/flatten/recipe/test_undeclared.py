@@ -282,7 +282,7 @@ class Never:
         (  # `torch.export` stops at "Unknown KeyEntry" otherwise, far from the function that gave it
             {"flatten_with_keys": lambda bag: ([("first", child) for child in bag.children], bag.static)},
             Bag([torch.zeros(1)]),
-            "Bag: f_flatten_with_keys returns the key 'first', which torch.export does not know...(GetAttrKey('first'), obj.first)",
+            "returns the key 'first', which torch.export does not know...(GetAttrKey('first'), obj.first)",
         ),
     ],
 )

@@ -29,6 +29,9 @@ def test_sizes_that_vary_together_have_one_name():
     axes = calls.axes()
     assert axes.names == {("x", 0): "batch", ("y", 0): "batch", ("x", 1): "n", ("y", 1): "n"}
     assert axes.sizes["n"] == {0: 5, 1: 7, 2: 9}
+    first = calls[1:]  # states what these calls show
+    assert (type(first), len(first)) == (type(calls), 2)
+    assert first.axes().names == {("x", 1): "n", ("y", 1): "n"}
     assert calls.dynamic_shapes() == {"x": {0: Dim.AUTO, 1: Dim.AUTO}, "y": {0: Dim.AUTO, 1: Dim.AUTO}}
 
 
@@ -86,17 +89,13 @@ def test_an_argument_that_is_there_at_times_names_its_phase():
     assert list(calls.phases()) == ["forward", "forward-pixels"]
 
 
-def test_an_unknown_phase_is_answered_with_those_there_are():
+def test_an_unknown_phase_is_answered_with_those_there_are_and_nothing_recorded_is_said():
     with pytest.raises(RecordError, match=r"No phase 'decode' was recorded\. .*: 'forward' \(1\)"):
         record({"x": (2,)})["decode"]
-    with pytest.raises(RecordError, match=r"No phase 'decode' was recorded\. .*: none"):
-        record()["decode"]
-
-
-def test_nothing_recorded_is_said():
     calls = record()
-    assert len(calls) == 0
     assert str(calls) == "Passes.forward: 0 calls"
+    with pytest.raises(RecordError, match=r"No phase 'decode' was recorded\. .*: none"):
+        calls["decode"]
     with pytest.raises(RecordError, match=r"No call of Passes\.forward was recorded"):
         calls.example()
 
@@ -121,14 +120,6 @@ def test_sizes_that_are_none_are_refused(sizes, message):
         record({"x": (2, 3)}, {"x": (3, 3)}).example(**sizes)
 
 
-def test_a_slice_of_calls_states_what_these_calls_show():
-    calls = record({"x": (2, 5)}, {"x": (3, 5)}, {"x": (4, 9)})
-    assert calls.axes().names == {("x", 0): "batch", ("x", 1): "n"}
-    first = calls[:2]
-    assert (type(first), len(first)) == (type(calls), 2)
-    assert first.axes().names == {("x", 0): "batch"}
-
-
 class Encodes:
     def encode(self, x, scale=2):
         return x * scale
@@ -143,6 +134,7 @@ def test_a_method_of_any_object_is_recorded_and_exported():
     x = torch.randn(7, 4)
     assert torch.equal(program.module()(x=x), x * 5)
     assert calls.replay(program).ok
+    assert not calls.replay(lambda x: x * 5 + 1).ok
 
 
 GEMMA = """\
@@ -328,41 +320,24 @@ def test_an_image_belongs_to_the_prefill():
 
 
 @pytest.mark.slow
-def test_another_number_of_images_is_said_to_be_another_structure():
-    """One tensor per image in a tuple is structure: the replay names the place instead of two walls of text."""
-
-    class Sums(torch.nn.Module):
-        def forward(self, images):
-            return sum(image.sum() for image in images)
-
-    sums = Sums()
-    with record_calls(sums) as two:
-        sums((torch.ones(2), torch.ones(2)))
-    with record_calls(sums) as three:
-        sums((torch.ones(2),) * 3)
-    (result,) = three.replay(export(two)).calls
-    assert result.error == (
-        "SpecMismatchError: other structure: kwargs['images'] exported: tuple of 2 recorded: tuple of 3"
+def test_another_structure_and_an_input_of_the_program_that_is_left_out_are_named():
+    """One tensor per image in a tuple is structure; generate leaves out a mask of ones from transformers 5.23 on."""
+    sums = module_class(
+        "Sums", lambda self, images, y=None: sum(image.sum() for image in images) + (0 if y is None else y)
     )
-
-
-@pytest.mark.slow
-def test_a_call_without_an_input_of_the_program_is_named():
-    """generate leaves out a mask that is 1 everywhere, from transformers 5.23 on."""
-
-    class Adds(torch.nn.Module):
-        def forward(self, x, y=None):
-            return x if y is None else x + y
-
-    adds = Adds()
-    with record_calls(adds) as calls:
-        adds(torch.ones(2), torch.ones(2))
-        adds(torch.ones(2))
-    program = export(calls["forward"])
-    (result,) = calls.replay(program, "forward-y").calls
-    assert result.error == "SpecMismatchError: the call has no y, which the program requires"
-    (result,) = calls.replay(export(calls["forward-y"]), "forward").calls
-    assert result.error == "SpecMismatchError: the program does not take y"
+    with record_calls(model := sums()) as calls:
+        model((torch.ones(2), torch.ones(2)))
+        model((torch.ones(2), torch.ones(2)), torch.ones(2))
+    with record_calls(model) as three:
+        model((torch.ones(2),) * 3)
+    (without, with_y) = (export(calls[phase]) for phase in ("forward", "forward-y"))
+    for replayed, error in (
+        (three.replay(without), "other structure: kwargs['images'] exported: tuple of 2 recorded: tuple of 3"),
+        (calls.replay(with_y, "forward"), "the call has no y, which the program requires"),
+        (calls.replay(without, "forward-y"), "the program does not take y"),
+    ):
+        (result,) = replayed.calls
+        assert result.error == f"SpecMismatchError: {error}"
 
 
 @pytest.mark.slow

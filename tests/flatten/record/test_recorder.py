@@ -1,5 +1,6 @@
 """Recording keeps copies of what went in and came out, leaves the model as it was, and stores calls on disk."""
 
+import concurrent.futures
 import copy
 import dataclasses
 import json
@@ -54,29 +55,24 @@ def registered_state():
 
 
 def test_arguments_are_kept_by_name_however_they_were_passed():
-    model = Adds()
-    with record_calls(model) as calls:
-        model(torch.ones(2), torch.ones(2))
-        model(y=3, x=torch.zeros(2))
-    assert [list(call.inputs) for call in calls] == [["x", "y"], ["x", "y"]]
-    assert calls[1].args == ()
-    assert calls[1].kwargs["y"] == 3
-    assert torch.equal(calls[0].outputs, torch.full((2,), 2.0))
-
-
-def test_positional_only_and_starred_arguments_come_back_by_position():
 
     class Starred(torch.nn.Module):
         def forward(self, x, /, y, *rest, scale=1, **more):
             return (x + y + sum(rest)) * scale + more["offset"]
 
-    model, one = Starred(), torch.ones(2)
-    with record_calls(model) as calls:
-        model(one, one, one, one, scale=2, offset=5)
-        model(one, y=one, offset=5)
-    assert [len(call.args) for call in calls] == [4, 1]
-    for call in calls:
-        assert torch.equal(model(*call.args, **call.kwargs), call.outputs)
+    model, starred, one = Adds(), Starred(), torch.ones(2)
+    with record_calls(model) as calls, record_calls(starred) as others:
+        model(one, one)
+        model(y=3, x=torch.zeros(2))
+        starred(one, one, one, one, scale=2, offset=5)
+        starred(one, y=one, offset=5)
+    assert [list(call.inputs) for call in calls] == [["x", "y"], ["x", "y"]]
+    assert (calls[1].args, calls[1].kwargs["y"]) == ((), 3)
+    assert torch.equal(calls[0].outputs, torch.full((2,), 2.0))
+    # positional-only and starred arguments come back by position
+    assert [len(call.args) for call in others] == [4, 1]
+    for call in others:
+        assert torch.equal(starred(*call.args, **call.kwargs), call.outputs)
 
 
 def test_a_record_is_not_changed_by_what_happens_to_its_tensors():
@@ -120,16 +116,15 @@ def test_a_cache_is_kept_as_it_was_before_the_call():
     model, cache, x = Remembers(), transformers.DynamicCache(), torch.ones(1, 2, 3, 4)
     with record_calls(model) as calls:
         model(x, cache)
-        model(x, cache)
+        with register_flattening_functions(patch_transformers=True):
+            model(x, cache)
     assert [call.inputs["past_key_values"].get_seq_length() for call in calls] == [0, 3]
     assert [call.outputs.get_seq_length() for call in calls] == [3, 6]
     assert [(call.kind, call.past, call.new) for call in calls] == [("prefill", 0, 3), ("decode", 3, 3)]
 
 
 def test_a_dataclass_comes_back_as_itself(registered_state):
-
-    reads = module_class("Reads", lambda self, x, state: State(state.hidden + x, state.mode))()
-    model = reads
+    model = module_class("Reads", lambda self, x, state: State(state.hidden + x, state.mode))()
     with record_calls(model) as calls:
         for rows in (2, 3):
             model(torch.ones(rows, 4), State(torch.zeros(rows, 4), "sum"))
@@ -154,22 +149,14 @@ def test_a_class_that_nobody_registered_is_named_with_the_line_to_type():
     assert "forward" not in vars(model)
 
 
-def test_limit_records_the_first_calls_that_return():
+def test_limit_records_the_first_calls_that_return_and_outputs_may_be_left_out():
     model = Adds()
-    with record_calls(model, limit=2) as calls:
-        for value in (torch.ones(1), "text", torch.ones(2), torch.ones(3)):
-            if isinstance(value, str):
-                with pytest.raises(TypeError):
-                    model(value)
-            else:
-                model(value)
-    assert [tuple(call.inputs["x"].shape) for call in calls] == [(1,), (2,)]
-
-
-def test_outputs_may_be_left_out():
-    model = Adds()
-    with record_calls(model, outputs=False) as calls:
+    with record_calls(model, limit=2, outputs=False) as calls:
         model(torch.ones(1))
+        with pytest.raises(TypeError):
+            model("text")
+        model(torch.ones(2)), model(torch.ones(3))
+    assert [tuple(call.inputs["x"].shape) for call in calls] == [(1,), (2,)]
     with pytest.raises(RecordError, match="outputs=True"):
         _ = calls[0].outputs
 
@@ -216,54 +203,36 @@ def test_the_model_is_as_it_was_after_an_exception():
     assert len(found[0]) == 1
 
 
-def test_a_forward_of_the_instance_is_put_back():
+def test_recordings_may_be_left_in_any_order_and_what_others_put_on_the_model_stays():
     model = Adds()
     own = model.forward = lambda x: x * 5
-    with record_calls(model) as calls:
-        assert model(torch.ones(1)).item() == 5
-    assert model.forward is own
-    assert len(calls) == 1
-
-
-def test_recordings_may_be_left_in_any_order():
-    model = Adds()
     first, second = record_calls(model), record_calls(model)
     one, two = first.__enter__(), second.__enter__()
-    model(torch.ones(1))
+    assert model(torch.ones(1)).item() == 5
     first.__exit__(None, None, None)
     model(torch.ones(1))
     second.__exit__(None, None, None)
     model(torch.ones(1))
     assert (len(one), len(two)) == (1, 2)
-    assert "forward" not in vars(model)
-
-
-def test_what_others_put_on_the_model_meanwhile_stays():
-    model = Adds()
+    assert model.forward is own
     with record_calls(model) as calls:
         inner = model.forward
         outer = model.forward = lambda x: inner(x) * 2
         model(torch.ones(1))
     assert model.forward is outer
-    assert model(torch.ones(1)).item() == 4
+    assert model(torch.ones(1)).item() == 10
     assert len(calls) == 1
 
 
-def test_a_deep_copy_made_meanwhile_is_not_recorded():
+def test_neither_a_deep_copy_made_meanwhile_nor_a_trace_is_recorded():
+    """The tensors of a trace are placeholders."""
     model = torch.nn.Linear(2, 2)
     with record_calls(model) as calls:
         twin = copy.deepcopy(model)
         with torch.no_grad():
             twin.weight.zero_(), twin.bias.zero_()
         assert twin(torch.ones(1, 2)).abs().sum() == 0
-    assert len(calls) == 0
-
-
-def test_a_trace_is_not_recorded():
-    """Its tensors are placeholders."""
-    model = Adds()
-    with record_calls(model) as calls:
-        torch.export.export(model, (torch.ones(2),))
+        torch.export.export(model, (torch.ones(1, 2),))
     assert len(calls) == 0
 
 
@@ -275,25 +244,10 @@ def test_calls_of_several_threads_are_all_recorded():
         for _ in range(20):
             model(torch.full((2,), float(number)))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    with record_calls(model) as calls:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with record_calls(model) as calls, concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert [call.index for call in calls] == list(range(80))
     assert all(torch.equal(call.outputs, call.inputs["x"] + 1) for call in calls)
-
-
-def test_inside_the_block_of_the_user_too():
-
-    passes = module_class("Passes", lambda self, past_key_values: past_key_values)()
-    model = passes
-    with register_flattening_functions(patch_transformers=True):
-        with record_calls(model) as calls:
-            model(transformers.DynamicCache())
-        assert torch.utils._pytree.tree_leaves(transformers.DynamicCache()) == []
-    assert type(calls[0].outputs) is transformers.DynamicCache
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.complex128, torch.int8]
@@ -330,6 +284,7 @@ def test_every_kind_of_leaf_comes_back_bit_equal(tmp_path):
 
 
 def test_a_file_per_call_appears_when_it_is_complete(tmp_path):
+    """Two recordings in one folder would be mixed; a model is named when the calls are exported."""
     model = Passes()
     with record_calls(model, to=tmp_path) as calls:
         for rows in (1, 2):
@@ -337,6 +292,14 @@ def test_a_file_per_call_appears_when_it_is_complete(tmp_path):
             assert len(list(tmp_path.iterdir())) == rows
     assert sorted(path.name for path in tmp_path.iterdir()) == ["call-00000.safetensors", "call-00001.safetensors"]
     assert tuple(calls[1].inputs["x"].shape) == (2,)
+    with pytest.raises(RecordError, match="holds recorded calls already"), record_calls(model, to=tmp_path):
+        pass
+    assert "forward" not in vars(model)
+    with pytest.raises(RecordError, match=r"RecordedCalls.load\(folder, model\)"):
+        RecordedCalls.load(tmp_path).module()
+    assert RecordedCalls.load(tmp_path, model).module()(x=torch.ones(3))["x"].shape == (3,)
+    with pytest.raises(RecordError, match="contains no recorded calls"):
+        RecordedCalls.load(tmp_path / "nothing")
 
 
 def test_a_generate_is_loaded_by_a_fresh_process(tmp_path):
@@ -356,30 +319,6 @@ def test_a_generate_is_loaded_by_a_fresh_process(tmp_path):
     found = fresh_process.run("-c", program).stdout
     first = "<3 calls of MistralForCausalLM.forward (prefill: 1, decode: 2)> DynamicCache 9 8"
     assert found == f"{first}\n{calls}\n"
-
-
-def test_a_model_is_named_when_the_calls_are_exported(tmp_path):
-    model = Passes()
-    with record_calls(model, to=tmp_path):
-        model(torch.ones(2))
-    with pytest.raises(RecordError, match=r"RecordedCalls.load\(folder, model\)"):
-        RecordedCalls.load(tmp_path).module()
-    assert RecordedCalls.load(tmp_path, model).module()(x=torch.ones(3))["x"].shape == (3,)
-
-
-def test_a_folder_with_calls_is_not_written_into(tmp_path):
-    """Two recordings in one folder would be mixed."""
-    model = Passes()
-    with record_calls(model, to=tmp_path):
-        model(torch.ones(2))
-    with pytest.raises(RecordError, match="holds recorded calls already"), record_calls(model, to=tmp_path):
-        pass
-    assert "forward" not in vars(model)
-
-
-def test_an_empty_folder_is_said_to_be_empty(tmp_path):
-    with pytest.raises(RecordError, match="contains no recorded calls"):
-        RecordedCalls.load(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -437,15 +376,6 @@ def test_a_call_of_a_newer_version_says_what_to_do(tmp_path):
     save_file(load_file(file), file, metadata=metadata)
     with pytest.raises(RecordError, match=r"(?s)needs a newer yobx-flatten:.*pip install --upgrade yobx-flatten"):
         RecordedCalls.load(tmp_path)
-
-
-def test_calls_are_replayed_in_any_function(tmp_path):
-    model = Passes()
-    with record_calls(model) as calls:
-        for rows in (2, 3):
-            model(torch.ones(rows), scale=3)
-    assert calls.replay(lambda x: {"x": x, "scale": 3}).ok
-    assert not calls.replay(lambda x: {"x": x + 1, "scale": 3}).ok
 
 
 def test_a_call_that_cannot_be_stored_leaves_no_file(tmp_path):

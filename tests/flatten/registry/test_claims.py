@@ -12,22 +12,15 @@ import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 
 from tests import fresh_process
-from tests.flatten.pair import Pair as Pair_of_states
-from tests.flatten.pair import flatten as flatten_of_states
-from tests.flatten.pair import flatten_with_keys
-from tests.flatten.pair import unflatten as unflatten_of_states
+from tests.flatten.pair import Pair, flatten, flatten_with_keys, unflatten
 from yobx_flatten import Undo
 from yobx_flatten.core import interrupts
 from yobx_flatten.errors import AlreadyRegisteredError, MissingDependencyError, NotRegisteredError
 from yobx_flatten.recipe.contract import Recipe
 from yobx_flatten.registry.claims import Registry
 from yobx_flatten.registry.optional import _Optional
-from yobx_flatten.registry.patches import LOCK, AttributePatch, ImportedPatch
+from yobx_flatten.registry.patches import LOCK, ImportedPatch
 from yobx_flatten.registry.torch_tables import TorchCpp, TorchFx, TorchPython
-
-
-class Pair:
-    pass
 
 
 class Other:
@@ -58,14 +51,6 @@ class Shelf:
             self.held[recipe.cls] = found
 
 
-def flatten(obj):
-    return [], None
-
-
-def unflatten(children, static):
-    return Pair()
-
-
 def recipe_for(cls=Pair, flatten=flatten):
     return Recipe.from_functions(cls, flatten, unflatten, None, remedy=f"register {cls.__name__}")
 
@@ -80,28 +65,27 @@ def registry(shelves):
     return Registry({"torch": shelves})
 
 
-def test_an_old_claim_does_not_end_a_new_one(registry):
+def test_an_old_claim_does_not_end_a_new_one_and_a_claim_puts_back_what_was_taken_away(registry, shelves):
     old = registry.claim(recipe_for())
     registry.release(old)
     registry.claim(recipe_for())
     registry.release(old)
     assert registry.recipe_in_force(Pair) is not None
-
-
-def test_a_claim_puts_back_what_was_taken_away(registry, shelves):
-    registry.claim(recipe_for())
     del shelves[0].held[Pair]
     registry.claim(recipe_for())
     assert Pair in shelves[0].held
 
 
-def test_a_user_may_not_take_a_class_from_a_block(registry):
+def test_a_user_may_neither_take_a_class_from_a_block_nor_give_it_up(registry):
     registry.claim(recipe_for())
     with pytest.raises(AlreadyRegisteredError, match="by a block") as caught:
         registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)))
     assert "register before you enter it:\n    register_class_flattening(Pair, ...)\n    register Pair" in str(
         caught.value
     )
+    with pytest.raises(NotRegisteredError, match="is registered by a block, until the block ends:\n    register Pair"):
+        registry.release_user(Pair)
+    assert registry.recipe_in_force(Pair) is not None
 
 
 def test_the_user_may_register_again_what_was_taken_away(registry, shelves):
@@ -116,16 +100,9 @@ def test_an_unknown_class_cannot_be_given_up(registry):
     with pytest.raises(NotRegisteredError) as caught:
         registry.release_user(Pair)
     assert str(caught.value) == (
-        f"unregister_class_flattening(Pair): {__name__}.Pair is not registered. Register the class:\n"
+        f"unregister_class_flattening(Pair): tests.flatten.pair.Pair is not registered. Register the class:\n"
         "    register_class_flattening(Pair, ...)"
     )
-
-
-def test_a_class_of_a_block_cannot_be_given_up(registry):
-    registry.claim(recipe_for())
-    with pytest.raises(NotRegisteredError, match="is registered by a block, until the block ends:\n    register Pair"):
-        registry.release_user(Pair)
-    assert registry.recipe_in_force(Pair) is not None
 
 
 def test_the_remedy_outlives_the_registration(registry):
@@ -144,16 +121,13 @@ def two_libraries():
     return Registry({name: (shelf,) for name, shelf in shelves.items()}), shelves
 
 
-def test_other_functions_in_one_library_refuse_the_whole_call(two_libraries):
+def test_a_second_library_that_refuses_or_fails_undoes_the_whole_call(two_libraries):
     registry, shelves = two_libraries
     registry.claim_for_user(recipe_for(), ("optree",))
     with pytest.raises(AlreadyRegisteredError):
         registry.claim_for_user(recipe_for(flatten=lambda obj: ([], 1)), ("torch", "optree"))
     assert shelves["torch"].held == {}
-
-
-def test_a_second_library_that_fails_undoes_the_first(two_libraries):
-    registry, shelves = two_libraries
+    registry.release_user(Pair)
     shelves["optree"].refuses = True
     with pytest.raises(KeyboardInterrupt):
         registry.claim_for_user(recipe_for(), ("torch", "optree"))
@@ -172,15 +146,11 @@ def test_a_block_and_a_user_in_another_library_do_not_meet(two_libraries):
     assert [shelf.held for shelf in shelves.values()] == [{}, {}]
 
 
-def test_libraries_are_chosen_by_name(two_libraries):
+def test_libraries_are_chosen_by_name_and_one_that_is_not_installed_is_refused(two_libraries, monkeypatch):
     pytest.importorskip("optree", reason="optree is not installed")
     registry, _ = two_libraries
     chosen = [registry.libraries(names, "register") for names in ("optree", ("optree", "torch"), "all", ["all"])]
     assert chosen == [("optree",), ("torch", "optree"), ("torch", "optree"), ("torch", "optree")]
-
-
-def test_a_library_that_is_not_installed_is_refused_by_name(two_libraries, monkeypatch):
-    registry, _ = two_libraries
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match="which is not installed:\n    pip install optree"):
         registry.libraries("optree", "register")
@@ -224,65 +194,53 @@ def test_neither_eq_nor_repr_of_a_function_runs_under_the_lock(registry):
     assert True not in one.held + other.held
 
 
-RECIPE = Recipe(Pair_of_states, flatten_of_states, unflatten_of_states, flatten_with_keys, "tests:Rare", "register it")
+RECIPE = Recipe(Pair, flatten, unflatten, flatten_with_keys, "tests:Rare", "register it")
 
 
-def test_an_entry_of_a_dict_that_was_not_there_is_gone_again():
-    table = {"kept": 1}
-    patch = AttributePatch(table, "made", 2)
-    patch.acquire()
-    assert table == {"kept": 1, "made": 2}
-    patch.release()
-    assert table == {"kept": 1}
-
-
-def test_a_module_whose_import_ends_after_the_block_is_not_patched():
+def test_a_module_whose_import_ends_after_the_block_is_neither_patched_nor_has_its_class_registered():
     """The import began inside; the hook of the loader is called when nothing wants the patch any more."""
     patch = ImportedPatch("a_module_that_is_not_there", lambda module: pytest.fail("patched after the block"))
     patch.acquire()
     patch.release()
     patch._on_import(types.ModuleType("a_module_that_is_not_there"))
-
-
-def test_a_class_of_a_module_whose_import_ends_after_the_block_is_not_registered():
     undo = Undo()
     undo._undo()
-    undo._add(Pair_of_states, RECIPE)
-    assert (Pair_of_states in undo, Pair_of_states in pytree.SUPPORTED_NODES) == (False, False)
+    undo._add(Pair, RECIPE)
+    assert (Pair in undo, Pair in pytree.SUPPORTED_NODES) == (False, False)
 
 
 def test_without_its_cpp_pytree_torch_has_nothing_to_register_there(monkeypatch):
     monkeypatch.setattr(pytree, "_cxx_pytree_exists", False)
     before, backend = list(pytree._cxx_pytree_pending_imports), TorchCpp()
     backend.write(RECIPE)
-    assert backend.read(Pair_of_states) is None
+    assert backend.read(Pair) is None
     backend.restore(RECIPE, None)
     assert pytree._cxx_pytree_pending_imports == before
 
 
-NODE = pytree.NodeDef(Pair_of_states, flatten_of_states, unflatten_of_states, None)
+NODE = pytree.NodeDef(Pair, flatten, unflatten, None)
 
 
 @pytest.mark.parametrize(
     ("make", "nodes", "held", "other"),
     [
-        (TorchFx, fx_pytree.SUPPORTED_NODES, flatten_of_states, fx_pytree.SUPPORTED_NODES_EXACT_MATCH),
+        (TorchFx, fx_pytree.SUPPORTED_NODES, flatten, fx_pytree.SUPPORTED_NODES_EXACT_MATCH),
         (TorchPython, pytree.SUPPORTED_NODES, NODE, pytree.SUPPORTED_SERIALIZED_TYPES),
     ],
 )
 def test_a_class_that_torch_knows_in_one_of_two_tables_is_so_again(make, nodes, held, other):
     """Without an exact match, or without a way to store it."""
-    nodes[Pair_of_states] = held
+    nodes[Pair] = held
     backend = make()
     try:
-        found = backend.read(Pair_of_states)
+        found = backend.read(Pair)
         backend.write(RECIPE)
-        assert Pair_of_states in other
+        assert Pair in other
         backend.restore(RECIPE, found)
-        assert nodes[Pair_of_states] is held
-        assert Pair_of_states not in other
+        assert nodes[Pair] is held
+        assert Pair not in other
     finally:
-        nodes.pop(Pair_of_states, None)
+        nodes.pop(Pair, None)
 
 
 def test_a_library_that_refuses_a_class_is_imported_all_the_same(caplog):

@@ -1,5 +1,6 @@
 """A patched attribute is put back as it was found, whoever leaves first; a hook for an import leaves nothing behind."""
 
+import concurrent.futures
 import importlib
 import sys
 import threading
@@ -43,6 +44,14 @@ def test_an_inherited_attribute_is_inherited_again():
     patch.release()
     assert inside == ("replaced", "original")
     assert "method" not in vars(Child)
+    table = {"kept": 1}
+    patch = AttributePatch(table, "made", 2)
+    patch.acquire()
+    assert table == {"kept": 1, "made": 2}
+    patch.release()
+    assert table == {"kept": 1}
+    with pytest.raises(TypeError):  # where the attribute cannot be set
+        AttributePatch(int, "bit_length", replacement).acquire()
 
 
 def test_an_import_in_another_thread_meanwhile_patches_a_module_once(monkeypatch):
@@ -58,30 +67,17 @@ def test_an_import_in_another_thread_meanwhile_patches_a_module_once(monkeypatch
     assert module.function is original
 
 
-def test_the_last_holder_puts_the_original_back(owner):
+def test_the_last_holder_puts_the_original_back_unless_somebody_else_put_theirs_there(owner):
     patch = AttributePatch(owner, "method", replacement)
     seen = []
     for step in (patch.acquire, patch.acquire, patch.release, patch.release):
         step()
         seen.append(owner().method())
     assert seen == ["replaced", "replaced", "replaced", "original"]
-
-
-def test_what_somebody_else_put_there_stays(owner):
-    patch = AttributePatch(owner, "method", replacement)
     patch.acquire()
     owner.method = theirs = lambda self: "theirs"
     patch.release()
     assert vars(owner)["method"] is theirs
-
-
-def test_a_patch_that_fails_holds_nothing():
-    """Where the attribute cannot be set, a later release has nothing to undo."""
-    patch = AttributePatch(int, "bit_length", replacement)
-    with pytest.raises(TypeError):
-        patch.acquire()
-    patch = AttributePatch(int, "bit_length", replacement)
-    assert vars(int)["bit_length"] is not replacement
 
 
 @pytest.mark.parametrize("name", ["method", "static", "of_class"])
@@ -143,12 +139,15 @@ def hook_for():
         hook.remove()
 
 
-def test_the_action_runs_once_right_after_the_import(module_name, hook_for):
+def test_the_action_of_each_hook_runs_once_right_after_the_import(module_name, hook_for):
+    """`find_spec` finds the module; the action waits for its execution."""
     seen = []
-    hook_for(module_name, lambda module: seen.append((module.__name__, module.value)))
+    for number in (1, 2):
+        hook_for(module_name, lambda module, number=number: seen.append((number, module.__name__, module.value)))
+    assert (importlib.util.find_spec(module_name).name, seen) == (module_name, [])
     module = importlib.import_module(module_name)
     assert importlib.import_module(module_name) is module
-    assert seen == [(module_name, 1)]
+    assert sorted(seen) == [(1, module_name, 1), (2, module_name, 1)]
     assert module is sys.modules[module_name]
     assert "exec_module" not in vars(module.__spec__.loader)
 
@@ -157,23 +156,11 @@ def test_removing_leaves_the_import_system_as_it_was(hook_for):
     before = list(sys.meta_path)
     hook = hook_for("no_such_module", lambda module: None)
     assert sys.meta_path == [hook, *before]
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_module")
     hook.remove()
     hook.remove()
     assert sys.meta_path == before
-
-
-def test_a_module_that_does_not_exist_is_not_found(hook_for):
-    hook_for("no_such_module", lambda module: None)
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("no_such_module")
-
-
-def test_asking_whether_the_module_is_there_is_no_import(module_name, hook_for):
-    """`find_spec` finds the module; the action waits for its execution."""
-    seen = []
-    hook_for(module_name, seen.append)
-    spec = importlib.util.find_spec(module_name)
-    assert (spec.name, seen) == (module_name, [])
 
 
 def test_an_import_that_fails_runs_no_action(module_name, hook_for, tmp_path):
@@ -183,22 +170,6 @@ def test_an_import_that_fails_runs_no_action(module_name, hook_for, tmp_path):
     with pytest.raises(RuntimeError, match="broken"):
         importlib.import_module(module_name)
     assert (seen, module_name in sys.modules) == ([], False)
-
-
-def test_two_hooks_for_one_module_both_act(tmp_path, monkeypatch):
-    (tmp_path / "waited_for_twice.py").write_text("VALUE = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    heard = []
-    hooks = [ImportHook("waited_for_twice".__eq__, lambda module, n=n: heard.append((n, module.VALUE))) for n in (1, 2)]
-    for hook in hooks:
-        hook.install()
-    try:
-        __import__("waited_for_twice")
-    finally:
-        for hook in hooks:
-            hook.remove()
-        sys.modules.pop("waited_for_twice", None)
-    assert sorted(heard) == [(1, 1), (2, 1)]
 
 
 class Finder:
@@ -232,19 +203,16 @@ def test_hooks_of_several_threads_leave_every_finder_in_place():
     """Blocks are entered and left by several threads at once; without a lock a finder of Python was gone for good."""
     before, interval = list(sys.meta_path), sys.getswitchinterval()
 
-    def come_and_go():
+    def come_and_go(_):
         for _ in range(2000):
             hook = ImportHook("another_module".__eq__, lambda module: None)
             hook.install()
             hook.remove()
 
-    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
     sys.setswitchinterval(1e-6)
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            list(pool.map(come_and_go, range(4)))
     finally:
         sys.setswitchinterval(interval)
     assert sys.meta_path == before

@@ -100,7 +100,7 @@ def test_an_unknown_class_cannot_be_given_up(registry):
     with pytest.raises(NotRegisteredError) as caught:
         registry.release_user(Pair)
     assert str(caught.value) == (
-        f"unregister_class_flattening(Pair): tests.flatten.pair.Pair is not registered. Register the class:\n"
+        "unregister_class_flattening(Pair): tests.flatten.pair.Pair is not registered. Register the class:\n"
         "    register_class_flattening(Pair, ...)"
     )
 

@@ -9,3 +9,14 @@ import torch
 def module_class(name: str, forward: Callable[..., Any]) -> type[torch.nn.Module]:
     """Return a class of modules with this `forward`, whose first argument is the module."""
     return type(name, (torch.nn.Module,), {"forward": forward, "__module__": forward.__module__})
+
+
+class Answers(torch.nn.Module):
+    """A module that returns what a function makes of its input."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, given: Any) -> Any:
+        return self.answer(given)

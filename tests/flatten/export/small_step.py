@@ -1,6 +1,7 @@
 """A small module with a cache, written with plain tensors: what it costs to compile is little."""
 
 import torch
+from torch._higher_order_ops.scan import scan
 from torch.export import Dim
 
 from yobx_flatten import Case
@@ -66,3 +67,20 @@ def cases():
         Case("padded", (), inputs(3, 5, 2, padded=2, seed=4)),
         Case("strided", (), strided(inputs(3, 4, 2, seed=5))),
     ]
+
+
+class Decay(torch.nn.Module):
+    """A loop over tokens."""
+
+    def forward(self, decay, added, state):
+        def step(state, given):
+            state = given[0] * state + given[1]
+            return state, state.sum(-1)
+
+        return scan(step, state, (decay.transpose(0, 1), added.transpose(0, 1)))
+
+
+def loop_inputs(batch, tokens):
+    generator = torch.Generator().manual_seed(batch + 8 * tokens)
+    shapes = {"decay": (batch, tokens, 4), "added": (batch, tokens, 4), "state": (batch, 4)}
+    return {name: torch.rand(shape, generator=generator) for name, shape in shapes.items()}

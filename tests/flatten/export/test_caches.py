@@ -13,18 +13,9 @@ from transformers import cache_utils
 from tests.cache_words import WORD, cache_of
 from tests.models import make_model
 from tests.transformers_versions import needs_transformers
-from yobx_flatten import (
-    DecodeSizes,
-    InvalidArgumentError,
-    ReplayError,
-    decode_inputs,
-    dynamic_shapes,
-    export_folder,
-    export_onnx,
-    export_program,
-    open_generator,
-    open_model,
-)
+from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, export_folder, open_generator, open_model
+from yobx_flatten.errors import InvalidArgumentError, ReplayError
+from yobx_flatten.export import export_onnx, export_program
 from yobx_flatten.export.proof.eager_runs import Case
 from yobx_flatten.export.proof.replay import check_last_scores
 from yobx_flatten.huggingface.cache_names import argument_of
@@ -105,23 +96,16 @@ def test_several_tokens_of_several_rows_after_others_are_read_in_several_calls(l
 def test_layers_that_slide_keep_their_cache_and_the_others_share(tmp_path):
     model = small_model("gemma3_text")
     export_onnx(model, (), decode_inputs(model, DecodeSizes()), tmp_path / "a.onnx", optimize="onnxruntime")
-    kinds = model.config.layer_types
-    assert list(open_runner(tmp_path / "a.onnx").shared) == [
-        f"past_key_values.{layer}.{part}"
-        for layer, kind in enumerate(kinds)
-        if kind == "full_attention"
-        for part in ("key", "value")
-    ]
+    full = [layer for layer, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
+    shared = list(open_runner(tmp_path / "a.onnx").shared)
+    assert shared == [f"past_key_values.{layer}.{part}" for layer in full for part in ("key", "value")]
 
 
-def test_a_model_without_attention_stays_as_it_is(tmp_path):
-    report = export_onnx(torch.nn.Linear(3, 2), (torch.ones(2, 3),), path=tmp_path / "a.onnx", optimize="onnxruntime")
-    assert report.report.operators == {}
-
-
-def test_there_is_one_runtime_to_optimize_for(tmp_path):
+def test_a_model_without_attention_stays_as_it_is_and_another_runtime_is_refused(tmp_path):
+    given = torch.nn.Linear(3, 2), (torch.ones(2, 3),)
+    assert export_onnx(*given, path=tmp_path / "a.onnx", optimize="onnxruntime").report.operators == {}
     with pytest.raises(InvalidArgumentError, match='optimize must be "onnxruntime" or None'):
-        export_onnx(torch.nn.Linear(3, 2), (torch.ones(2, 3),), path=tmp_path / "a.onnx", optimize="tensorrt")
+        export_onnx(*given, path=tmp_path / "a.onnx", optimize="tensorrt")
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +120,8 @@ def placed(tmp_path_factory):
 
 def test_rotations_and_norms_are_one_operator_each_and_the_mask_is_read_as_it_is(placed):
     model, path, operators = placed
-    assert operators["RMSNormalization"] == 2 * model.config.num_hidden_layers + 1
-    assert operators["RotaryEmbedding"] == 2 * model.config.num_hidden_layers
+    layers = model.config.num_hidden_layers
+    assert (operators["RMSNormalization"], operators["RotaryEmbedding"]) == (2 * layers + 1, 2 * layers)
     assert "GatherND" not in {node.op_type for node in onnx.load(path).graph.node}
 
 
@@ -155,8 +139,7 @@ def test_positions_are_those_of_the_caller_in_each_row(placed, past, first):
     columns = torch.arange(inputs["input_ids"].shape[1])
     inputs["position_ids"] = torch.stack([columns + first, columns + first + 11])
     feeds = {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    names = [f"past_key_values.{layer}.{part}" for layer in range(2) for part in ("key", "value")]
-    found = open_runner(path).run({**feeds, **dict(zip(names, leaves, strict=True))})
+    found = open_runner(path).run({**feeds, **dict(zip(NAMES, leaves, strict=True))})
     with torch.no_grad():
         wanted = model(**inputs, use_cache=True)
     torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-4, rtol=0)
@@ -168,16 +151,9 @@ LAYERS, HEADS, SIZE = 2, 2, 8
 
 def _model(family):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=HEADS,
-        head_dim=SIZE,
-        initializer_range=0.3,
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": SIZE}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, initializer_range=0.3)
     return getattr(transformers, f"{family}ForCausalLM")(config).eval()
 
 
@@ -246,15 +222,6 @@ def test_a_text_in_pieces_gives_the_scores_of_the_whole(kind, family, tmp_path):
             np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-FAMILIES = ["llama", "gemma3_text", "gpt2"]
-
-
-def _session(path):
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # of an input with a value it says that it is no constant
-    return onnxruntime.InferenceSession(path, options)
-
-
 def _prompt():
     tokens = torch.randint(4, 90, (2, 7), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(tokens)
@@ -275,11 +242,13 @@ def _watched(monkeypatch, decoder):
 
 
 @pytest.mark.parametrize("optimize", [None, "onnxruntime"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2"])
 def test_a_file_returns_the_scores_of_as_many_last_tokens_as_are_asked_for(tmp_path, family, optimize):
     model = small_model(family)
     export_folder(model, tmp_path / "folder", optimize=optimize)
-    session = _session(tmp_path / "folder" / "model.onnx")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # of an input with a value it says that it is no constant
+    session = onnxruntime.InferenceSession(tmp_path / "folder" / "model.onnx", options)
     assert [one.name for one in session.get_overridable_initializers()] == [KEPT_SCORES]
     tokens, mask = _prompt()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
@@ -314,23 +283,6 @@ def test_a_quantised_file_has_the_input_too(tmp_path, options):
     torch.testing.assert_close(last["logits"], every["logits"][:, -1:], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("optimize", [None, "onnxruntime"])
-def test_a_binding_does_not_remember_what_the_call_before_asked_for(tmp_path, optimize):
-    model, path = small_model("llama"), tmp_path / "model.onnx"
-    export_onnx(model, (), decode_inputs(model, DecodeSizes()), path, optimize=optimize)
-    runner = open_runner(path)
-    tokens = _prompt()[0][:1]
-    cache = runner.cache({slot.port.name: torch.zeros(1, 2, 0, 16) for slot in runner.slots})
-    first, cache = runner.step(
-        {"input_ids": tokens[:, :5], "attention_mask": torch.ones(1, 5, dtype=torch.int64)}, cache, last_scores=True
-    )
-    then, _ = runner.step({"input_ids": tokens[:, 5:], "attention_mask": torch.ones(1, 7, dtype=torch.int64)}, cache)
-    with torch.no_grad():
-        wanted = model(input_ids=tokens).logits
-    found = torch.cat([first["logits"], then["logits"]], dim=1)
-    torch.testing.assert_close(found, wanted[:, -3:], atol=2e-4, rtol=1e-3)
-
-
 def test_the_loop_asks_for_the_last_scores_and_generates_the_tokens_of_the_model(tmp_path, monkeypatch):
     model = small_model("llama")
     export_folder(model, tmp_path / "folder", optimize="onnxruntime")
@@ -341,6 +293,9 @@ def test_the_loop_asks_for_the_last_scores_and_generates_the_tokens_of_the_model
     wanted = model.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False)
     assert torch.equal(found, wanted)
     assert set(seen) == {1}
+    drafted = generator.generate(tokens[1:], max_new_tokens=8, prompt_lookup_num_tokens=3)
+    assert torch.equal(drafted, model.generate(tokens[1:], max_new_tokens=8, do_sample=False))
+    assert max(seen) > 1  # a binding does not remember what the call before asked for
 
 
 def test_a_decoder_with_an_encoder_has_no_such_input(tmp_path):
@@ -417,23 +372,12 @@ def test_one_program_serves_all_lengths_of_an_fp8_cache():
 
 @pytest.mark.slow
 @has_fp8_layers
-def test_what_is_not_of_the_shape_that_its_name_says_stays_as_it_is():
-    """A scale has no axes, and the empty tensor in place of the keys has one."""
+def test_other_parts_of_a_quantized_cache_stay_fixed_and_another_quantisation_is_not_made_up():
+    """A scale has no axes, and the empty tensor in place of the keys has one; the report names what is not resized."""
     model = make_model("llama")
     shapes = dynamic_shapes(_inputs(model, 2, 5, 3))[WORD]
     assert [sorted(entry) for entry in shapes[:6]] == [[], [], [0, 2], [], [0, 2], []]
-
-
-@pytest.mark.slow
-@has_fp8_layers
-def test_another_quantisation_is_not_made_up():
-    """The replay in other sizes would be one with another cache; the report says that there is none."""
-
-    class Layer:
-        pass
-
-    model = make_model("llama")
     cache = cache_utils.QuantizedCache("fp8", model.config)
-    cache.layers = [Layer()]
+    cache.layers = [type("Layer", (), {})()]
     kwargs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), WORD: cache}
     assert "quantized cache" in why_not_resizable(model, kwargs, WORD)

@@ -1,31 +1,24 @@
-"""A cache that files of ExecuTorch write into buffers of their caller: proven, rewound and reordered next to eager."""
+"""Files of ExecuTorch: a cache in buffers of the caller, rewound and reordered next to eager, and the sizes of loops."""
 
 import importlib
 
 import pytest
 import torch
+from torch.export import Dim
 from transformers import T5Config, T5ForConditionalGeneration
 
 from tests.flatten.export.rewound_rows import LEAVES, WritesIntoBuffers, small_llama, small_mistral
-from yobx_flatten import (
-    DamagedFileError,
-    DecodeSizes,
-    FlattenError,
-    GenerationError,
-    InvalidArgumentError,
-    ReplayError,
-    decode_inputs,
-    export_folder,
-    export_program,
-    open_generator,
-    register_flattening_functions,
-)
-from yobx_flatten.export import CaseResult, quantization
+from tests.flatten.export.small_step import Decay, loop_inputs
+from tests.models import make_model
+from yobx_flatten import dynamic_shapes, export_folder, open_generator, register_flattening_functions
+from yobx_flatten.errors import DamagedFileError, FlattenError, GenerationError, InvalidArgumentError, ReplayError
+from yobx_flatten.export import Case, CaseResult, export_program, quantization
 from yobx_flatten.export.exported_model import source_of
 from yobx_flatten.export.flat_program import flat_program, signature_of
 from yobx_flatten.export.runtimes import executorch
 from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.export.runtimes.executorch_cache import with_row_buffers
+from yobx_flatten.huggingface.cases import DecodeSizes, decode_inputs
 from yobx_flatten.runners.executorch_runner import Rows
 from yobx_flatten.runners.open import open_runner
 from yobx_flatten.runners.ports import present_of
@@ -38,11 +31,14 @@ def model():
     return small_llama()
 
 
+def _exported(model, sizes, **options):
+    bounds = {"batch": 4, "length": 64}
+    return export_program(model, kwargs=decode_inputs(model, sizes), bounds=bounds, **options)
+
+
 @pytest.fixture(scope="module")
 def exported(model):
-    return export_program(
-        model, kwargs=decode_inputs(model, DecodeSizes()), bounds={"batch": 4, "length": 64}, cases=[]
-    )
+    return _exported(model, DecodeSizes(), cases=[])
 
 
 def _buffers(exported):
@@ -67,24 +63,14 @@ def test_a_program_for_one_row_returns_the_scores_alone(exported):
     assert tuple(map(str, returned.meta["val"].shape))[::2] == ("1", "128")
 
 
-def test_layers_that_slide_have_no_buffers():
-    """Such a layer returns something else than its input with new tokens after it."""
-    model = small_mistral()
-    inputs = decode_inputs(model, DecodeSizes(2, 20, 3))
-    exported = export_program(model, kwargs=inputs, bounds={"batch": 4, "length": 64}, cases=[])
+def test_layers_that_slide_and_masks_of_each_head_have_no_buffers():
+    """The first return something else than their input with new tokens after it; T5 adds a bias of each head."""
     with pytest.raises(FlattenError, match="no attention layer reads both a mask and a cache input with new tokens"):
-        _buffers(exported)
-
-
-def test_a_mask_of_each_head_has_no_buffers():
-    """T5 adds a bias of each head to its scores, and the operator takes one mask for all heads."""
+        _buffers(_exported(small_mistral(), DecodeSizes(2, 20, 3), cases=[]))
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
-    exported = export_program(
-        model, kwargs=decode_inputs(model, DecodeSizes()), bounds={"batch": 4, "length": 64}, proof="none"
-    )
     with pytest.raises(FlattenError, match="reads both a mask and a cache"):
-        _buffers(exported)
+        _buffers(_exported(model, DecodeSizes(), proof="none"))
 
 
 TEXTS = ["{}", '{"in_place": 3, "inputs": {}, "outputs": {}}', '{"in_place": [], "inputs": {"a": "b"}, "outputs": {}}']
@@ -138,12 +124,9 @@ def test_the_first_form_that_replays_is_written(exported, written, tmp_path, dif
     assert report.in_place == (["past_key_values.0.key"] if found[-1][1] else [])
 
 
-def test_a_file_that_returns_its_cache_is_written_on_demand(exported, written, tmp_path):
+def test_forms_and_kernels_that_are_asked_for_have_none_in_their_place(exported, written, tmp_path):
     report = exported.to_executorch(tmp_path / "model.pte", cache="returned")
     assert (written[0], report.remarks, report.in_place) == ([("xnnpack", False)], [], [])
-
-
-def test_kernels_that_are_asked_for_have_none_in_their_place(exported, written, tmp_path):
     written[1].update(ORDER[:2])
     with pytest.raises(ReplayError, match="differs from the eager model"):
         exported.to_executorch(tmp_path / "model.pte", backend="xnnpack", cache="returned")
@@ -151,13 +134,6 @@ def test_kernels_that_are_asked_for_have_none_in_their_place(exported, written, 
     assert (written[0][-1], report.remarks) == (("portable", False), [KERNELS])
     with pytest.raises(InvalidArgumentError, match="backend must be one of"):
         exported.to_executorch(tmp_path / "other.pte", backend="cuda")
-
-
-def test_portable_kernels_of_quantized_weights_are_refused(exported, written, tmp_path):
-    """ExecuTorch has such kernels only in XNNPACK: no file is written, and the error has the line to type."""
-    with pytest.raises(InvalidArgumentError, match=r'contradicts quantize=.*\n    backend="xnnpack"'):
-        exported.to_executorch(tmp_path / "model.pte", backend="portable", quantize="int8")
-    assert written[0] == []
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
@@ -171,8 +147,13 @@ def test_an_error_of_xnnpack_advises_what_can_be_written(exported, written, tmp_
         exported.to_executorch(tmp_path / "model.pte", backend="xnnpack", cache="returned", quantize=quantize)
 
 
-def test_the_remark_names_the_file_in_float_when_weights_are_quantized(exported, written, tmp_path, monkeypatch):
-    """The quantized file has the kernels of XNNPACK, also if its file in float has portable kernels."""
+def test_quantized_weights_have_no_portable_kernels_and_the_remark_names_the_file_in_float(
+    exported, written, tmp_path, monkeypatch
+):
+    """ExecuTorch has such kernels only in XNNPACK, also if the file in float has portable kernels."""
+    with pytest.raises(InvalidArgumentError, match=r'contradicts quantize=.*\n    backend="xnnpack"'):
+        exported.to_executorch(tmp_path / "model.pte", backend="portable", quantize="int8")
+    assert written[0] == []
     written[1].update(ORDER[:2])
     monkeypatch.setattr(runtimes._Job, "quantize", lambda job, rewrite: None)
     monkeypatch.setattr(quantization, "require", lambda *_, **__: None)  # torchao
@@ -223,3 +204,42 @@ def test_a_cache_is_filled_up_to_its_bound(model, folder):
         wanted = model(ids[:, :600]).logits[:, -1]
     torch.testing.assert_close(found["logits"][:, -1], wanted, atol=1e-5, rtol=0)
     assert cache.shapes["past_key_values.0.key"] == (1, 2, 600, 16)
+
+
+@pytest.fixture
+def _executorch():
+    pytest.importorskip("executorch.exir")
+    # lowering imports them, and they register classes
+    pytest.importorskip("torchao.quantization")
+    pytest.importorskip("torchao.prototype.mx_formats")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_executorch")
+def test_a_loop_computes_in_every_size(tmp_path):
+    axes = {0: Dim.AUTO(max=4), 1: Dim.AUTO(max=8)}
+    shapes = {"decay": axes, "added": axes, "state": {0: axes[0]}}
+    exported = export_program(Decay(), (), loop_inputs(2, 3), dynamic_shapes=shapes, cases=[])
+    exported.to_executorch(tmp_path / "loop.pte", backend="portable")
+    runner = open_runner(tmp_path / "loop.pte")
+    for sizes in ((4, 8), (1, 1), (3, 5), (4, 1), (2, 8)):
+        given = loop_inputs(*sizes)
+        with torch.no_grad():
+            expected = Decay()(**given)
+        found = [runner.run(given)[name] for name in runner.outputs]
+        torch.testing.assert_close(found, list(expected))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_executorch")
+def test_memory_is_planned_for_the_largest_batch_of_a_decoder_with_windows(tmp_path):
+    """Lowering loses the bound of a size that several inputs share: a batch above the example's was refused."""
+    model = make_model("mistral")
+    given = decode_inputs(model, DecodeSizes(2, 20, 3))  # more than the window
+    shapes = dynamic_shapes(given, bounds={"batch": 4, "length": 64})
+    largest = Case("the largest batch", (), decode_inputs(model, DecodeSizes(4, 5, 3)), 1)
+    with register_flattening_functions(patch_transformers=True):
+        exported = export_program(model, (), given, dynamic_shapes=shapes, cases=[largest])
+        report = exported.to_executorch(tmp_path / "mistral.pte", backend="portable")
+    assert [case.error for case in report.cases] == [None, None]
+    assert max(case.max_difference for case in report.cases) <= report.tolerance

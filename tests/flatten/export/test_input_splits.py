@@ -64,13 +64,6 @@ def test_a_limit_brings_back_what_large_channels_cost_the_others(tmp_path):
     assert numpy.square(exact - wanted).mean() < 0.1 * numpy.square(parted - wanted).mean()
 
 
-def test_a_limit_is_above_the_small_channels_and_below_the_large_ones():
-    x = _with_outliers()
-    x[0] *= 1000
-    assert 1 < _split(x, 32).limit < 60
-    assert _split(torch.zeros(5, 64), 32) is None
-
-
 def test_inputs_without_large_numbers_stay_in_one_part(tmp_path):
     """Of numbers of one size two parts leave a third of the error, for five operators."""
     x = torch.rand(48, 128, generator=torch.Generator().manual_seed(0)) + 0.5
@@ -90,16 +83,19 @@ def _with_large_channels(rows=64, width=576, seed=0):
     return x
 
 
-def test_large_channels_are_found_where_they_are_the_same_for_all_tokens():
+def test_large_channels_are_found_where_they_are_the_same_for_all_tokens_and_a_limit_below_others():
     assert _split(_with_large_channels(), 32) == InputSplit(channels=tuple(range(4, 576, 48)))
     draw = torch.Generator().manual_seed(3)
     moving = torch.randn(64, 288, generator=draw)
     moving[torch.arange(64)[:, None], torch.rand(64, 288, generator=draw).argsort(1)[:, :9]] *= 50
-    assert 0 < _split(moving, 32).limit < math.inf
-    assert not _split(moving, 32).channels
-    few = _split(_with_large_channels()[:, :32], 32)
-    assert not few.channels
-    assert 0 < few.limit < math.inf
+    for inputs in (moving, _with_large_channels()[:, :32]):  # channels that change, and too few
+        split = _split(inputs, 32)
+        assert 0 < split.limit < math.inf
+        assert not split.channels
+    x = _with_outliers()
+    x[0] *= 1000
+    assert 1 < _split(x, 32).limit < 60
+    assert _split(torch.zeros(5, 64), 32) is None
 
 
 def _stored(bits, columns=40, width=576):
@@ -146,27 +142,36 @@ def test_large_channels_in_float_are_nearer_than_two_rows(tmp_path, bits):
     assert errors["float"].mean() < 0.01 * errors["channels"].mean()
 
 
+class Parts(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.parts = torch.nn.ModuleList(_stored(4) for _ in range(count))
+
+    def forward(self, x):
+        return [part(x) for part in self.parts]
+
+
+class Shared(Parts):
+    def forward(self, x, y):
+        return self.parts[0](x), self.parts[0](y)
+
+
+def _kept(path, splits):
+    stored = ir.load(path)
+    quantize_model(stored, Quantization("keep"), rounds_inputs=False, splits=splits)
+    ir.save(stored, path)
+    return stored.graph, onnxruntime.InferenceSession(path)
+
+
 def test_products_of_the_same_inputs_share_the_parts(tmp_path):
-
-    class Three(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = torch.nn.ModuleList(_stored(4) for _ in range(3))
-
-        def forward(self, x):
-            return [part(x) for part in self.parts]
-
-    model, path, x = Three().eval(), tmp_path / "m.onnx", _with_large_channels(6).reshape(2, 3, -1)
+    model, path, x = Parts(3).eval(), tmp_path / "m.onnx", _with_large_channels(6).reshape(2, 3, -1)
     free = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
     export_onnx(model, (x,), path=path, cases=[], dynamic_shapes=free)
-    stored = ir.load(path)
-    quantize_model(stored, Quantization("keep"), rounds_inputs=False, splits={"x": _split(_with_large_channels(), 32)})
-    ir.save(stored, path)
-    kinds = [node.op_type for node in stored.graph]
+    graph, session = _kept(path, {"x": _split(_with_large_channels(), 32)})
+    kinds = [node.op_type for node in graph]
     assert [kinds.count(kind) for kind in ("ReduceSum", "MatMulNBits", "MatMul")] == [1, 3, 3]
-    shared = [node for node in stored.graph if node.inputs and node.inputs[0] is stored.graph.inputs[0]]
+    shared = [node for node in graph if node.inputs and node.inputs[0] is graph.inputs[0]]
     assert sorted(node.op_type for node in shared) == ["Gather", "Mul"]
-    session = onnxruntime.InferenceSession(path)
     for batch in (0, 1, 5):
         given = _with_large_channels(batch * 4, seed=5).reshape(batch, 4, 576)
         with torch.no_grad():
@@ -178,25 +183,12 @@ def test_products_of_the_same_inputs_share_the_parts(tmp_path):
 
 def test_layers_that_share_a_matrix_have_large_channels_of_their_own(tmp_path):
     """As those of ALBERT: the rows in float are those that meet the channels of each input."""
-
-    class Shared(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = _stored(4)
-
-        def forward(self, x, y):
-            return self.part(x), self.part(y)
-
-    model, path = Shared().eval(), tmp_path / "m.onnx"
+    model, path = Shared(1).eval(), tmp_path / "m.onnx"
     given = {"x": _with_large_channels(6), "y": _with_large_channels(6, seed=4).roll(7, 1)}
     export_onnx(model, tuple(given.values()), path=path, cases=[])
-    stored = ir.load(path)
-    splits = {"x": tuple(range(4, 576, 48)), "y": tuple(range(11, 576, 48))}
-    splits = {name: InputSplit(channels=channels) for name, channels in splits.items()}
-    quantize_model(stored, Quantization("keep"), rounds_inputs=False, splits=splits)
-    ir.save(stored, path)
-    feeds = {name: value.numpy() for name, value in given.items()}
-    found = onnxruntime.InferenceSession(path).run(None, feeds)
+    splits = {name: InputSplit(channels=tuple(range(first, 576, 48))) for name, first in (("x", 4), ("y", 11))}
+    _, session = _kept(path, splits)
+    found = session.run(None, {name: value.numpy() for name, value in given.items()})
     with torch.no_grad():
         wanted = model(*given.values())
     for one, expected in zip(found, wanted, strict=True):
@@ -267,7 +259,7 @@ def _quality(divergence):
     ("whole", "parted", "exact", "kind"),
     [
         (3e-3, 4e-4, None, "parts"),  # near enough: inputs as they are need not be measured
-        (5e-3, 2e-3, None, "parts"),
+        (2e-2, 4e-4, None, "parts"),  # above 1.01, which is allowed: before a matrix is put into full
         (5e-3, 2.1e-3, 1.5e-3, "parts"),  # the weights cost as much
         (5e-3, 4e-3, 1e-3, "exact"),
         (5e-4, 4e-4, 3e-4, "whole"),  # two parts gain little
@@ -277,24 +269,13 @@ def test_inputs_are_as_near_as_the_weights_are_worth(tmp_path, monkeypatch, whol
     measured = iter([_quality(one) for one in (whole, parted, exact) if one is not None])
     monkeypatch.setattr(quantized, "measure", lambda *_, **__: next(measured))
     monkeypatch.setattr(quantized, "input_splits", lambda *_, **__: {"input": InputSplit(0.5)})
-    linear, x = torch.nn.Linear(64, 64).eval(), torch.randn(3, 64)
-    done = export_onnx(linear, (x,), path=tmp_path / "m.onnx", quantize="int8", cases=[])
+    layers, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).eval(), torch.randn(3, 64)
+    done = export_onnx(layers, (x,), path=tmp_path / "m.onnx", quantize="int8", cases=[])
     assert next(measured, None) is None
     kinds = [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node]
     assert ("Clip" in kinds, "Round" in kinds) == (kind == "parts", kind == "exact")
-    assert done.report.quality.divergence == {"parts": parted, "exact": exact, "whole": whole}[kind]
-
-
-def test_weights_stay_in_8_bits_where_only_their_inputs_cost_too_much(tmp_path, monkeypatch):
-    """How inputs are rounded is decided before a matrix is put into full."""
-    measured = iter([_quality(2e-2), _quality(4e-4)])  # perplexities 1.02 and 1.0004 times the model's; 1.01 is allowed
-    monkeypatch.setattr(quantized, "measure", lambda *_, **__: next(measured))
-    monkeypatch.setattr(quantized, "input_splits", lambda *_, **__: {"input": InputSplit(0.5)})
-    layers, x = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).eval(), torch.randn(3, 64)
-    done = export_onnx(layers, (x,), path=tmp_path / "m.onnx", quantize="int8", cases=[])
-    kinds = [node.op_type for node in onnx.load(tmp_path / "m.onnx").graph.node]
     assert (kinds.count("MatMulNBits"), kinds.count("MatMul")) == (2, 0)
-    assert done.report.quality.divergence == 4e-4
+    assert done.report.quality.divergence == {"parts": parted, "exact": exact, "whole": whole}[kind]
 
 
 BY_TOKEN = Quantization("int8", activations="token")
@@ -310,26 +291,19 @@ class _Layers(torch.nn.Module):
         return self.outer(torch.relu(self.inner(self.inner(x))))
 
 
-def _run(path, feeds):
-    return onnxruntime.InferenceSession(path).run(None, feeds)[0]
-
-
-def _layers(seed=0):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return _Layers().eval()
-
-
 @pytest.mark.parametrize("shape", [(5, 96), (2, 5, 96)], ids=["Gemm", "MatMul"])
-def test_products_are_near_those_in_float(tmp_path, shape):
-    module, draw = _layers(), torch.Generator().manual_seed(1)
-    x = torch.randn(shape, generator=draw) * torch.logspace(-3, 3, shape[-2])[:, None]
+def test_products_are_near_those_in_float_and_cannot_overflow_the_sums_of_other_processors(tmp_path, shape):
+    """Without VNNI two products of a byte and a weight are added in 16 bits."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = _Layers().eval()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, shape[-2])[:, None]
     x[..., 1, :] = 0  # as a token of padding can be
     free = (dict.fromkeys(range(len(shape) - 1), torch.export.Dim.DYNAMIC),)
     exported = export_onnx(module, (x,), path=tmp_path / "m.onnx", dynamic_shapes=free, quantize=BY_TOKEN)
     assert exported.report.quality.block_size == 0
-    found, wanted = _run(tmp_path / "m.onnx", {"x": x.numpy()}), module(x).detach().numpy()
-    bias = module.outer.bias.detach().numpy()
+    found = onnxruntime.InferenceSession(tmp_path / "m.onnx").run(None, {"x": x.numpy()})[0]
+    wanted, bias = module(x).detach().numpy(), module.outer.bias.detach().numpy()
     assert numpy.isfinite(found).all()
     assert numpy.allclose(found[..., 1, :], bias, atol=1e-6)
     apart = numpy.linalg.norm(found - wanted, axis=-1) / numpy.linalg.norm(wanted - bias + 1e-12, axis=-1)
@@ -338,12 +312,7 @@ def test_products_are_near_those_in_float(tmp_path, shape):
     operators = [node.op_type for node in graph]
     assert operators.count("MatMulIntegerToFloat") == 3
     assert not {"MatMul", "Gemm", "MatMulNBits"} & set(operators)
-
-
-def test_weights_cannot_overflow_the_sums_of_other_processors(tmp_path):
-    """Without VNNI two products of a byte and a weight are added in 16 bits."""
-    export_onnx(_layers(), (torch.randn(4, 96),), path=tmp_path / "m.onnx", quantize=BY_TOKEN)
-    held = [v.const_value.numpy() for v in ir.load(tmp_path / "m.onnx").graph.initializers.values()]
+    held = [value.const_value.numpy() for value in graph.initializers.values()]
     stored = [one for one in held if one.dtype == numpy.int8]
     assert len(stored) == 2  # the matrix of two products is in the file once
     assert all(2 * 255 * int(numpy.abs(one.astype(int)).max()) < 2**15 for one in stored)
@@ -385,7 +354,10 @@ def _tokenizer(folder, words=96):
     PreTrainedTokenizerFast(tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
 
 
-def _sentence_model(folder):
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """A folder of sentence-transformers, and its model."""
+    folder = tmp_path_factory.mktemp("sentences") / "bert"
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -394,29 +366,18 @@ def _sentence_model(folder):
         layer.output.LayerNorm.weight.data[[3, 40]] = 8
     model.save_pretrained(folder)
     _tokenizer(folder)
-    kinds = ("Transformer", "Pooling", "Normalize")
-    paths = ("", "1_Pooling", "2_Normalize")
-    modules = [
-        {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for n, (kind, path) in enumerate(zip(kinds, paths, strict=True))
-    ]
+    parts = enumerate({"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}.items())
+    kind = "sentence_transformers.models."
+    modules = [{"idx": n, "name": str(n), "path": path, "type": kind + part} for n, (part, path) in parts]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling/config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    return model
+    return folder, model
 
 
-def _embeddings(model, ids, mask):
-    with torch.no_grad():
-        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
-    mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-    return torch.nn.functional.normalize(mean, dim=1)
-
-
-def test_a_folder_of_an_encoder_states_the_cosine_of_its_embeddings(tmp_path):
-    (tmp_path / "bert").mkdir()
-    model = _sentence_model(tmp_path / "bert")
-    done = export_folder(tmp_path / "bert", tmp_path / "out", quantize="int8")
+def test_a_folder_of_an_encoder_states_the_cosine_of_its_embeddings(bert, tmp_path):
+    folder, model = bert
+    done = export_folder(folder, tmp_path / "out", quantize="int8")
     stated = done.reports["model.onnx"].quality
     assert stated.block_size == 0
     assert 0.995 <= stated.cosine < 1
@@ -428,19 +389,28 @@ def test_a_folder_of_an_encoder_states_the_cosine_of_its_embeddings(tmp_path):
     feeds = {"input_ids": ids.numpy(), "attention_mask": mask.numpy(), "token_type_ids": torch.zeros_like(ids).numpy()}
     session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
     found = torch.from_numpy(session.run(["sentence_embedding"], feeds)[0])
-    assert float((found * _embeddings(model, ids, mask)).sum(1).min()) > 0.99
+    with torch.no_grad():
+        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
+    mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    assert float((found * torch.nn.functional.normalize(mean, dim=1)).sum(1).min()) > 0.99
     verified = verify_folder(tmp_path / "out")
     assert verified.ok
     assert math.isclose(verified.checks[0].quality.cosine, stated.cosine, abs_tol=1e-4)
 
 
-def test_an_encoder_that_loses_too_much_gets_blocks(tmp_path, monkeypatch):
-    (tmp_path / "bert").mkdir()
-    _sentence_model(tmp_path / "bert")
+def test_an_encoder_that_loses_too_much_gets_blocks_or_is_refused_with_what_to_type(bert, tmp_path, monkeypatch):
+    folder, _ = bert
     monkeypatch.setattr(quantized, "_NEAR", 0.0)
-    done = export_folder(tmp_path / "bert", tmp_path / "out", quantize="int8")
+    done = export_folder(folder, tmp_path / "blocks", quantize="int8")
     assert done.reports["model.onnx"].quality.block_size == 32
     assert done.verified.ok
+    monkeypatch.undo()
+    monkeypatch.setattr(quality, "_COSINE", 1.0)
+    with pytest.raises(ReplayError, match=r"Leave activations=\"token\" \(--activations token\) out"):
+        export_folder(folder, tmp_path / "out", quantize=BY_TOKEN)
+    with pytest.raises(ReplayError, match=r"--dtype float16"):
+        export_folder(folder, tmp_path / "out", quantize="int8")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_tied_head_stays_in_blocks(tmp_path):
@@ -452,17 +422,6 @@ def test_a_tied_head_stays_in_blocks(tmp_path):
     operators = [node.op_type for node in ir.load(tmp_path / "out/model.onnx").graph]
     assert operators.count("MatMulIntegerToFloat") == 14
     assert verify_folder(tmp_path / "out").ok
-
-
-def test_a_file_that_is_too_far_is_refused_with_what_to_type(tmp_path, monkeypatch):
-    (tmp_path / "bert").mkdir()
-    _sentence_model(tmp_path / "bert")
-    monkeypatch.setattr(quality, "_COSINE", 1.0)
-    with pytest.raises(ReplayError, match=r"Leave activations=\"token\" \(--activations token\) out"):
-        export_folder(tmp_path / "bert", tmp_path / "out", quantize=BY_TOKEN)
-    with pytest.raises(ReplayError, match=r"--dtype float16"):
-        export_folder(tmp_path / "bert", tmp_path / "out", quantize="int8")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", ["Albert", "Roberta"])

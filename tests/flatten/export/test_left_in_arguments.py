@@ -53,17 +53,6 @@ class Logged(torch.nn.Module):
         return x + 1, x - 1
 
 
-class Memory:
-    def __init__(self, layers):
-        self.layers = layers
-
-
-class Remembers(torch.nn.Module):
-    def forward(self, x, memory):
-        memory.layers = [torch.cat([layer, x], dim=1) for layer in memory.layers]
-        return {"y": sum(layer.sum(1) for layer in memory.layers)}
-
-
 @pytree_dataclass
 @dataclasses.dataclass
 class RowsCache:
@@ -93,12 +82,31 @@ def _counts():
     return {"x": torch.randn(2, 4), "memory": RowsCache(torch.zeros(2, 4))}
 
 
+# class, its arguments, and what a call leaves in them
 ALL = [
-    (Written, _written, ["present.cache"]),
-    (Sliced, _sliced, ["present.slots.keys", "present.slots.places.0"]),
-    (Logged, _logged, ["present.log.1", "present.state.old", "present.state.new"]),
-    (Counts, _counts, ["present.memory.rows"]),
+    (Written, _written, {"present.cache": lambda left: left["cache"]}),
+    (
+        Sliced,
+        _sliced,
+        {
+            "present.slots.keys": lambda left: left["slots"].keys,
+            "present.slots.places.0": lambda left: left["slots"].places[0],
+        },
+    ),
+    (
+        Logged,
+        _logged,
+        {
+            "present.log.1": lambda left: left["log"][1],
+            "present.state.old": lambda left: left["state"]["old"],
+            "present.state.new": lambda left: left["state"]["new"],
+        },
+    ),
+    (Counts, _counts, {"present.memory.rows": lambda left: left["memory"].rows}),
 ]
+KINDS = pytest.mark.parametrize(
+    ("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"]
+)
 
 
 def same(one, other):
@@ -109,60 +117,33 @@ def same(one, other):
         torch.testing.assert_close(found, leaf, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize(("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"])
-def test_a_program_returns_what_the_module_does_and_leaves_the_same(module, make, present):
+@KINDS
+def test_a_program_leaves_what_the_module_does_and_a_file_returns_it(module, make, present, tmp_path):
     model = module().eval()
-    program = export_program(model, kwargs=make())
-    (note,) = [remark for remark in program.report.remarks if "does not return the result" in remark]
+    exported = export_onnx(model, kwargs=make(), path=tmp_path / "m.onnx")
+    report = exported.report
+    (note,) = [remark for remark in report.remarks if "does not return the result" in remark]
     assert all(name in note for name in present)
     assert "loop=False" in note
+    assert [name for name in report.output_names if name.startswith("present.")] == [*present]
+    assert all(set(case.differences) >= set(present) for case in report.cases)
     torch.manual_seed(1)
     theirs = make()
     ours = copy.deepcopy(theirs)
     identity = [id(value) for value in ours.values()]
+    values = [leaf.numpy().copy() for leaf in pytree.tree_leaves(theirs) if isinstance(leaf, torch.Tensor)]
     with torch.no_grad():
-        expected, found = model(**theirs), program(**ours)
+        expected, found = model(**theirs), exported(**ours)
     assert type(found) is type(expected)
     same(expected, found)
     same(theirs, ours)
     assert [id(value) for value in ours.values()] == identity
-
-
-@pytest.mark.parametrize(("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"])
-def test_a_file_returns_what_the_module_leaves(module, make, present, tmp_path):
-    model = module().eval()
-    report = export_onnx(model, kwargs=make(), path=tmp_path / "m.onnx").report
-    assert [name for name in report.output_names if name.startswith("present.")] == present
     session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
-    torch.manual_seed(2)
-    given = make()
-    values = [leaf.numpy().copy() for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
-    feeds = dict(zip(report.input_names, values, strict=True))
     taken = {one.name for one in session.get_inputs()}
-    found = session.run(None, {name: value for name, value in feeds.items() if name in taken})
-    with torch.no_grad():
-        outputs = model(**given)
-    own = pytree.tree_leaves(outputs)
-    for leaf, value in zip(own, found, strict=False):
-        torch.testing.assert_close(torch.from_numpy(value), leaf, atol=1e-6, rtol=0)
-    after = {
-        "present.cache": lambda: given["cache"],
-        "present.slots.keys": lambda: given["slots"].keys,
-        "present.slots.places.0": lambda: given["slots"].places[0],
-        "present.log.1": lambda: given["log"][1],
-        "present.state.old": lambda: given["state"]["old"],
-        "present.state.new": lambda: given["state"]["new"],
-        "present.memory.rows": lambda: given["memory"].rows,
-    }
-    for name, value in zip(present, found[len(own) :], strict=True):
-        torch.testing.assert_close(torch.from_numpy(value), after[name](), atol=1e-6, rtol=0)
-
-
-def test_the_replay_is_a_loop_over_what_was_left(tmp_path):
-    report = export_onnx(Written().eval(), kwargs=_written(), path=tmp_path / "m.onnx").report
-    of_example = [(case.runtime, case.steps) for case in report.cases if case.case == "the example"]
-    assert of_example == [("torch.export", 3), ("onnxruntime", 3)]
-    assert all(set(case.differences) == {"y", "present.cache"} for case in report.cases)
+    feeds = zip(report.input_names, values, strict=True)
+    found = session.run(None, {name: value for name, value in feeds if name in taken})
+    wanted = [*pytree.tree_leaves(expected), *(leaf(theirs) for leaf in present.values())]
+    torch.testing.assert_close([*map(torch.from_numpy, found)], wanted, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("suffix", ["to_aotinductor.pt2", "to_openvino.xml"])
@@ -197,23 +178,17 @@ def test_what_is_returned_anyway_is_not_returned_twice():
     assert not any(name.startswith("present.") for name in report.output_names)
 
 
-@pytest.mark.parametrize(("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"])
+@KINDS
 def test_without_a_loop_the_report_says_what_is_lost(module, make, present, tmp_path):
-    report = export_onnx(module().eval(), kwargs=make(), path=tmp_path / "m.onnx", loop=False).report
-    assert not any(name.startswith("present.") for name in report.output_names)
-    (note,) = [remark for remark in report.remarks if "does not return the change" in remark]
-    assert present[0].split(".")[1] in note
-
-
-@pytest.mark.parametrize(("module", "make", "present"), ALL, ids=["tensor", "dataclass", "list and dict", "cache"])
-def test_a_program_of_torch_export_is_proven_with_a_note(module, make, present):
-    """It was traced by other code, and returns what it returns."""
+    """So it is with a program of torch.export, which was traced by other code, and returns what it returns."""
     model = module().eval()
+    report = export_onnx(model, kwargs=make(), path=tmp_path / "m.onnx", loop=False).report
+    assert not any(name.startswith("present.") for name in report.output_names)
     with register_flattening_functions():
-        program = torch.export.export(model, (), make())
-        report = prove_program(program, model).report
-    (note,) = [remark for remark in report.remarks if "does not return the change" in remark]
-    assert present[0].split(".")[1] in note
+        given = prove_program(torch.export.export(model, (), make()), model).report
+    for remarks in (report.remarks, given.remarks):
+        (note,) = [remark for remark in remarks if "does not return the change" in remark]
+        assert next(iter(present)).split(".")[1] in note
 
 
 def test_an_attribute_that_no_field_holds_is_refused():
@@ -250,43 +225,36 @@ def test_a_module_that_reads_a_cache_for_a_score_names_the_option(tmp_path):
 
 
 @pytest.mark.slow
-class TestCacheOfTransformers:
-    @pytest.fixture
-    def scores(self):
-        class Scores(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                torch.manual_seed(0)
-                sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-                self.lm = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.5))
+def test_a_program_extends_the_cache_of_its_caller_and_a_file_returns_it(tmp_path):
+    class Scores(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+            self.lm = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, initializer_range=0.5))
 
-            def forward(self, input_ids, past_key_values):
-                return {"y": self.lm(input_ids, **{installed_name(): past_key_values}).logits}
+        def forward(self, input_ids, past_key_values):
+            return {"y": self.lm(input_ids, **{installed_name(): past_key_values}).logits}
 
-        return Scores().eval()
-
-    @staticmethod
-    def _given(scores):
+    def given():
         with torch.no_grad():
             cache = cache_of(scores.lm(torch.arange(10).view(2, 5) + 3))
         return {"input_ids": torch.tensor([[5, 6], [7, 8]]), "past_key_values": cache}
 
-    def test_a_program_extends_the_cache_of_its_caller(self, scores):
-        program = export_program(scores, kwargs=self._given(scores))
-        ours, theirs = self._given(scores), self._given(scores)
-        for token in range(3):
-            ids = {"input_ids": torch.tensor([[20 + token], [30 + token]])}
-            with torch.no_grad():
-                expected, found = scores(**(theirs | ids)), program(**(ours | ids))
-            assert found.keys() == {"y"}
-            torch.testing.assert_close(found["y"], expected["y"], atol=1e-4, rtol=0)
-        assert ours["past_key_values"].get_seq_length() == 8
-
-    def test_a_file_returns_the_cache(self, scores, tmp_path):
-        report = export_onnx(scores, kwargs=self._given(scores), path=tmp_path / "m.onnx").report
-        presents = [f"present.{layer}.{leaf}" for layer in (0, 1) for leaf in ("key", "value")]
-        assert report.output_names == ["y", *presents]
-        assert {case.steps for case in report.cases if case.case == "the example"} == {3}
+    scores = Scores().eval()
+    exported = export_onnx(scores, kwargs=given(), path=tmp_path / "m.onnx")
+    ours, theirs = given(), given()
+    for token in range(3):
+        ids = {"input_ids": torch.tensor([[20 + token], [30 + token]])}
+        with torch.no_grad():
+            expected, found = scores(**(theirs | ids)), exported(**(ours | ids))
+        assert found.keys() == {"y"}
+        torch.testing.assert_close(found["y"], expected["y"], atol=1e-4, rtol=0)
+    assert ours["past_key_values"].get_seq_length() == 8
+    presents = [f"present.{layer}.{leaf}" for layer in (0, 1) for leaf in ("key", "value")]
+    assert exported.report.output_names == ["y", *presents]
+    steps = [(case.runtime, case.steps) for case in exported.report.cases if case.case == "the example"]
+    assert steps == [("torch.export", 3), ("onnxruntime", 3)]
 
 
 class Queued(torch.nn.Module):

@@ -29,22 +29,20 @@ def folder(model, tmp_path_factory):
     return export_folder(model, place, target="openvino", proof="sample")
 
 
-def test_the_cache_is_no_input_of_the_file(folder):
-    model = read_model(folder.path / "model.xml")
-    inputs = {name for port in model.inputs for name in port.names}
-    assert inputs == {"input_ids", "attention_mask", "position_ids", "beam_idx"}
+def _inputs_of(path):
+    return {name for port in read_model(path).inputs for name in port.names}
+
+
+def test_the_cache_is_no_input_of_the_file_which_writes_all_of_it_in_place(folder):
+    """All layers add one mask of numbers: OpenVINO would convert one of booleans in each layer, entry by entry."""
+    path = folder.path / "model.xml"
+    model = read_model(path)
+    assert _inputs_of(path) == {"input_ids", "attention_mask", "position_ids", "beam_idx"}
     assert [next(iter(port.names)) for port in model.outputs] == ["logits"]
     compiled = import_openvino().Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     assert "float32" in str(compiled.get_property("KV_CACHE_PRECISION"))
-
-
-def test_openvino_writes_all_of_it_in_place(folder):
-    assert copied_states(folder.path / "model.xml") == []
-
-
-def test_all_layers_add_one_mask_of_numbers(folder):
-    """OpenVINO would convert a mask of booleans in each layer, entry by entry."""
-    nodes = read_model(folder.path / "model.xml").get_ops()
+    assert copied_states(path) == []
+    nodes = read_model(path).get_ops()
     masks = [node.input(3).get_source_output() for node in nodes if node.get_type_name().endswith("Attention")]
     assert len(masks) == 2
     assert masks[0] == masks[1]
@@ -74,8 +72,7 @@ def test_two_texts_at_a_time_do_not_mix(model, folder):
 def test_a_file_whose_calls_return_the_cache_is_there_on_request(model, tmp_path):
     exported = export_program(model, kwargs=decode_inputs(model, DecodeSizes()), proof="none")
     report = exported.to_openvino(tmp_path / "model.xml", cache="returned")
-    inputs = {name for port in read_model(tmp_path / "model.xml").inputs for name in port.names}
-    assert "past_key_values.0.key" in inputs
+    assert "past_key_values.0.key" in _inputs_of(tmp_path / "model.xml")
     assert report.in_place == []
     with pytest.raises(InvalidArgumentError, match='cache must be "in_place" or "returned", found \'state\''):
         exported.to_openvino(tmp_path / "other.xml", cache="state")
@@ -118,9 +115,7 @@ def test_a_form_that_does_not_pass_is_left_out(model, tmp_path, monkeypatch, rep
     expected = f"the cache is copied by each call: a file that writes it in place was left out: {reason}"
     assert [note for note in report.remarks if note.startswith(expected)], report.remarks
     assert (report.ok, report.in_place, len(report.cases)) == (True, [], 1)
-    assert "past_key_values.0.key" in {
-        name for port in read_model(tmp_path / "model.xml").inputs for name in port.names
-    }
+    assert "past_key_values.0.key" in _inputs_of(tmp_path / "model.xml")
 
 
 def test_weights_in_8_bits_have_such_a_cache_too(model, tmp_path):

@@ -1,7 +1,6 @@
 """What an export refuses or does without: errors name the case, the line of the module, and what was not equal."""
 
 import dataclasses
-import importlib.util
 import math
 from typing import Any
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 from torch.export import Dim
 
-from tests.flatten.export.answers import Answers
-from tests.modules import module_class
+from tests.modules import Answers, module_class
 from yobx_flatten import (
     Case,
     DynamicShapesError,
@@ -34,15 +32,6 @@ from yobx_flatten.core.compare import share_of_nan
 from yobx_flatten.errors import ReplayError
 
 X = torch.ones(2, 3)
-
-
-class Calls(torch.nn.Module):
-    def __init__(self, function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, given):
-        return self.function(given)
 
 
 @dataclasses.dataclass
@@ -82,30 +71,22 @@ def registered():
 def test_a_size_of_the_trace_is_no_static_data(make, place):
     """A program has one static part; the size of the example would stay in it."""
     with pytest.raises(StaticDataError, match=rf"{place}.*among the children"):
-        export_program(Calls(make), (X,), cases=[])
-
-
-class Carrier(torch.nn.Module):
-    def __init__(self, x) -> None:
-        super().__init__()
-        self.x = x
+        export_program(Answers(make), (X,), cases=[])
 
 
 def test_a_module_among_the_inputs_is_refused_by_path():
     with pytest.raises(NotRegisteredError, match=r"(?s)given\.part is a module \(.*Linear\).*self\.part = part"):
-        export_program(Calls(lambda h: h.part(h.x)), (Holder(X, torch.nn.Linear(3, 3)),))
+        export_program(Answers(lambda h: h.part(h.x)), (Holder(X, torch.nn.Linear(3, 3)),))
+    carrier = module_class("Carrier", lambda self: self.x)()
+    carrier.x = X
     with pytest.raises(NotRegisteredError, match=r"(?s)given is a .*Carrier.*register\(Carrier, children=\['x'\]\)"):
-        export_program(Calls(lambda c: c.x + 1), (Carrier(X),))
-
-
-class Result:
-    def __init__(self, x) -> None:
-        self.x = x
+        export_program(Answers(lambda c: c.x + 1), (carrier,))
 
 
 def test_an_output_of_an_unregistered_class_is_refused_with_the_line():
+    made = type("Result", (), {"__init__": lambda self, x: setattr(self, "x", x)})
     with pytest.raises(NotRegisteredError, match=r"(?s)output is a .*Result.*register\(Result, children=\['x'\]\)"):
-        export_program(Calls(lambda x: Result(x + 1)), (X,))
+        export_program(Answers(lambda x: made(x + 1)), (X,))
 
 
 def test_a_float_does_not_vary():
@@ -119,14 +100,11 @@ def test_inputs_on_another_device_are_named():
     module, given = torch.nn.Linear(3, 4), torch.ones(2, 3, device="meta")
     (warning,) = check_inputs(module, (given,))
     assert "input is on meta, the weights are on cpu" in str(warning)
-    with pytest.raises(
-        InvalidArgumentError, match=r"input is on meta, the weights are on cpu.*\n    input.to\('cpu'\)"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"input is on meta.* are on cpu.*\n    input.to\('cpu'\)"):
         export_program(module, (given,))
     assert not check_inputs(module, (X,))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_offloaded_weights_are_named_before_a_plain_export():
     module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
     accelerate.cpu_offload(module, torch.device("cpu"))
@@ -137,10 +115,9 @@ def test_offloaded_weights_are_named_before_a_plain_export():
     assert not check_inputs(module, (X,))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="onnxscript is not installed")
 def test_numbers_alone_are_replaced_by_tensors_as_the_line_states(tmp_path):
     """Without an input, torch's exporter finds no tensor at all."""
-    module = Calls(lambda given: [item * 2 for item in given])
+    module = Answers(lambda given: [item * 2 for item in given])
     with pytest.raises(InvalidArgumentError, match="No input is a tensor") as caught:
         export_onnx(module, ([1.5, 2.5],), path=tmp_path / "model.onnx")
     tensor = eval(str(caught.value).splitlines()[-1], {"torch": torch})
@@ -149,10 +126,9 @@ def test_numbers_alone_are_replaced_by_tensors_as_the_line_states(tmp_path):
     assert [float(one) for one in exported([tensor + 2, tensor + 3])] == [7.0, 9.0]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="onnxscript is not installed")
 def test_sizes_are_not_named_where_fixing_them_does_not_help(tmp_path):
     """torch's exporter refuses a branch that returns a view of its input, with sizes that vary and without."""
-    module = Calls(lambda x: torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.view(-1).view(2, 3), (x,)))
+    module = Answers(lambda x: torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.view(-1).view(2, 3), (x,)))
     with pytest.raises(InvalidArgumentError, match="aliasing") as caught:
         export_onnx(module, (X,), path=tmp_path / "model.onnx")
     assert "sizes" not in str(caught.value)
@@ -162,22 +138,14 @@ def test_sizes_are_not_named_where_fixing_them_does_not_help(tmp_path):
     torch.testing.assert_close(exported(-X), -X)
 
 
-class Planted(torch.nn.Module):
-    def forward(self, x):
-        return x + torch.ones(3, 4)
-
-
-Stacked = module_class("Stacked", lambda self, x: torch.cat([x, torch.ones(3, 4)], dim=1))
-
-
-Multiplied = module_class("Multiplied", lambda self, x: torch.ones(2, 3) @ x)
-Viewed = module_class("Viewed", lambda self, x: x.reshape(3, 4))
-
-
-Expanded = module_class("Expanded", lambda self, x: x[:, :1].T.expand(4, 3))
-
-
-PLANTED = [Planted, Stacked, Multiplied, Viewed, Expanded]
+Planted = module_class("Planted", lambda self, x: x + torch.ones(3, 4))
+PLANTED = [
+    Planted,
+    module_class("Stacked", lambda self, x: torch.cat([x, torch.ones(3, 4)], dim=1)),
+    module_class("Multiplied", lambda self, x: torch.ones(2, 3) @ x),
+    module_class("Viewed", lambda self, x: x.reshape(3, 4)),
+    module_class("Expanded", lambda self, x: x[:, :1].T.expand(4, 3)),
+]
 
 
 @pytest.mark.parametrize("kind", PLANTED)
@@ -193,30 +161,25 @@ def test_a_case_at_which_the_module_stops_is_named_with_its_line(kind):
 
 def test_explain_error_knows_a_planted_size():
     """The line of the module, which the traceback has below torch's."""
-    try:
+    with pytest.raises(RuntimeError) as caught:
         Planted()(torch.randn(9, 4))
-    except RuntimeError as error:
-        explanation = explain_error(error)
+    explanation = explain_error(caught.value)
     assert explanation.known
     assert "The size of tensor a (9) must match the size of tensor b (3)" in explanation.text
-    assert "in forward" in explanation.text
     assert "x + torch.ones(3, 4)" in explanation.text
 
 
-class Branches(torch.nn.Module):
-    def forward(self, x):
-        if x.sum() > 0:
-            return x + 1
-        return x - 1
+BRANCHES = {
+    "if x.sum() > 0": lambda self, x: x + 1 if x.sum() > 0 else x - 1,
+    "x[: int(x.max().item())]": lambda self, x: x[: int(x.max().item())],
+}
 
 
-Counts = module_class("Counts", lambda self, x: x[: int(x.max().item())])
-
-
-@pytest.mark.parametrize(("kind", "line"), [(Branches, "if x.sum() > 0:"), (Counts, "x[: int(x.max().item())]")])
-def test_a_branch_on_values_is_pointed_to(kind, line, capfd):
-    with pytest.raises(InvalidArgumentError, match=f"{kind.__name__} cannot be traced. The code branches on") as caught:
-        export_program(kind(), (torch.ones(4, 3),))
+@pytest.mark.parametrize("line", BRANCHES)
+def test_a_branch_on_values_is_pointed_to(line, capfd):
+    module = module_class("Branches", BRANCHES[line])()
+    with pytest.raises(InvalidArgumentError, match=r"Branches cannot be traced\. The code branches on") as caught:
+        export_program(module, (torch.ones(4, 3),))
     assert line in str(caught.value)
     assert len(str(caught.value).splitlines()) == 3
     assert capfd.readouterr() == ("", "")
@@ -270,15 +233,14 @@ def test_what_a_trace_does_not_follow_has_a_cure(kind):
         export_program(kind(), (torch.ones(4, 3),))
 
 
-class Differentiates(torch.nn.Module):
-    def forward(self, x):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(x.pow(3).sum(), x)
-        return gradient
-
-
 def test_the_cure_is_exported():
+    class Differentiates(torch.nn.Module):
+        def forward(self, x):
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                (gradient,) = torch.autograd.grad(x.pow(3).sum(), x)
+            return gradient
+
     x = torch.randn(5, 3)
     assert torch.allclose(export_program(Differentiates(), (torch.ones(4, 3),))(x), 3 * x**2)
 
@@ -311,25 +273,20 @@ def test_the_share_of_a_leaf(leaf, share):
 @pytest.mark.parametrize("answer", [lambda x: x / 0.0 * 0.0, lambda x: x / 0.0], ids=["NaN", "infinite"])
 def test_outputs_without_a_number_prove_nothing(tmp_path, answer):
     module = Answers(lambda x: {"sum": x.sum(), "nothing": answer(x)})
-    with pytest.raises(
-        ReplayError,
-        match=r"Answers could not be checked: the model itself returns only NaN or infinite values in nothing",
-    ):
+    returns = r"Answers could not be checked: the model itself returns only NaN or infinite values in nothing"
+    with pytest.raises(ReplayError, match=returns):
         export_program(module, (torch.ones(3, 2),))
     with pytest.raises(ReplayError, match=r"could not be checked"):
         export_onnx(module, (torch.ones(3, 2),), path=tmp_path / "nan.onnx")
     assert not any(tmp_path.iterdir())
 
 
-def test_a_row_of_nan_is_noted():
+def test_nan_of_a_row_and_of_one_case_is_noted():
     linear = torch.nn.Linear(3, 4)
     linear.weight.data[1] = NAN
     report = export_program(linear, (torch.ones(5, 3),)).report
     assert report.ok
     assert "note: values that are NaN in the model itself were not compared: up to 25.0% of output." in str(report)
-
-
-def test_nan_of_one_case_is_noted():
     module = Answers(lambda x: (x - x.mean(0)).square().sum(0) / (x.shape[0] - 1))
     cases = [Case("one row", (torch.rand(1, 3),)), Case("five rows", (torch.rand(5, 3),))]
     report = export_program(module, (torch.rand(4, 3),), cases=cases).report

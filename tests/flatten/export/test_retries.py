@@ -9,7 +9,6 @@ import onnxscript
 import pytest
 import torch
 
-from tests.modules import module_class
 from yobx_flatten import Case, export_onnx, export_program, record_calls
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
 
@@ -44,39 +43,36 @@ def _differences(path, module, *calls):
     return found
 
 
-def _summed_loss(self, x, labels):
-    return {"y": nn.functional.mse_loss(x, labels, reduction="sum") / labels.numel()}
-
-
 def _grid(self, x):
     rows, columns = torch.meshgrid(torch.arange(x.shape[1]), torch.arange(x.shape[2]), indexing="ij")
     return {"y": x + rows - columns}
 
 
-def _mean_of_integers(self, x):
-    return {"y": x.mean(dtype=torch.float32)}
-
-
-def _ensemble(self, x):
-    return {"y": torch.vmap(lambda weight: nn.functional.linear(x, weight).relu())(self.weight)}
-
-
-def _row_by_row(self, x, y):
-    return {"y": torch.vmap(lambda a, b: a @ b)(x, y)}
-
-
 ALL_SIZES = {
-    "numel": (_module(_summed_loss), lambda n: {"x": torch.randn(n, 3), "labels": torch.randn(n, 3)}),
-    "meshgrid": (_module(_grid), lambda n: {"x": torch.randn(n, 3, n + 2)}),
-    "mean of integers": (_module(_mean_of_integers), lambda n: {"x": torch.randint(0, 9, (n, n + 1))}),
-    "vmap over weights": (_module(_ensemble, weight=torch.randn(3, 4, 6)), lambda n: {"x": torch.randn(n, 6)}),
-    "vmap over rows": (_module(_row_by_row), lambda n: {"x": torch.randn(n, 3), "y": torch.randn(n, 3, n)}),
+    "numel": (
+        lambda self, x, labels: {"y": nn.functional.mse_loss(x, labels, reduction="sum") / labels.numel()},
+        lambda n: {"x": torch.randn(n, 3), "labels": torch.randn(n, 3)},
+    ),
+    "meshgrid": (_grid, lambda n: {"x": torch.randn(n, 3, n + 2)}),
+    "mean of integers": (
+        lambda self, x: {"y": x.mean(dtype=torch.float32)},
+        lambda n: {"x": torch.randint(0, 9, (n, n + 1))},
+    ),
+    "vmap over weights": (
+        lambda self, x: {"y": torch.vmap(lambda weight: nn.functional.linear(x, weight).relu())(self.weight)},
+        lambda n: {"x": torch.randn(n, 6)},
+    ),
+    "vmap over rows": (
+        lambda self, x, y: {"y": torch.vmap(lambda a, b: a @ b)(x, y)},
+        lambda n: {"x": torch.randn(n, 3), "y": torch.randn(n, 3, n)},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ALL_SIZES)
 def test_sizes_that_the_code_counts_with_all_vary(name, tmp_path):
-    module, make = ALL_SIZES[name]
+    forward, make = ALL_SIZES[name]
+    module = _module(forward, weight=torch.randn(3, 4, 6))
     exported = export_onnx(module, kwargs=make(2), path=tmp_path / "m.onnx")
     assert not [remark for remark in exported.report.remarks if "fixed" in remark]
     assert max(_differences(tmp_path / "m.onnx", module, make(5), make(3), make(1))) < 1e-5
@@ -116,17 +112,9 @@ def test_a_recurrent_layer_with_its_state_takes_any_batch(kind, options, tmp_pat
     assert isinstance(shapes["state"][1], str)
 
 
-def _rolled(self, x):
-    return {"y": torch.roll(x, x.shape[1] // 2, 1)}
-
-
-def _chunks(self, x):
-    return {"y": torch.stack(x.chunk(x.shape[1] // 2, 1))}
-
-
 def test_chunks_of_a_varying_size_need_no_retry(tmp_path):
     """torch's exporter refuses them, a translation here does not; the program has as many chunks as the example."""
-    module = _module(_chunks)
+    module = _module(lambda self, x: {"y": torch.stack(x.chunk(x.shape[1] // 2, 1))})
     report = export_onnx(module, kwargs={"x": torch.randn(3, 6)}, path=tmp_path / "m.onnx").report
     assert not [remark for remark in report.remarks if "fixed as in the example" in remark]
     assert _differences(tmp_path / "m.onnx", module, {"x": torch.randn(7, 6)}) == [0.0]
@@ -134,82 +122,52 @@ def test_chunks_of_a_varying_size_need_no_retry(tmp_path):
         _differences(tmp_path / "m.onnx", module, {"x": torch.randn(3, 8)})
 
 
+ROLLED = _module(lambda self, x: {"y": torch.roll(x, x.shape[1] // 2, 1)})
+
+
 def test_a_size_that_fails_is_fixed_and_named(tmp_path):
-    module = _module(_rolled)
-    report = export_onnx(module, kwargs={"x": torch.randn(3, 6)}, path=tmp_path / "m.onnx").report
+    report = export_onnx(ROLLED, kwargs={"x": torch.randn(3, 6)}, path=tmp_path / "m.onnx").report
     (note,) = [remark for remark in report.remarks if "fixed as in the example" in remark]
     assert note.startswith("x.shape[1] is fixed")
     assert "torch's exporter raises" in note
     assert "dynamic_shapes=" in note
-    assert _differences(tmp_path / "m.onnx", module, {"x": torch.randn(7, 6)}) == [0.0]
+    assert _differences(tmp_path / "m.onnx", ROLLED, {"x": torch.randn(7, 6)}) == [0.0]
     with pytest.raises(Exception, match=r"(?i)dimension"):  # onnxruntime has classes for each of its codes
-        _differences(tmp_path / "m.onnx", module, {"x": torch.randn(3, 8)})
+        _differences(tmp_path / "m.onnx", ROLLED, {"x": torch.randn(3, 8)})
 
 
-def test_sizes_that_were_stated_are_never_fixed(tmp_path):
-    with pytest.raises(InvalidArgumentError, match=r"(?s)aten\.roll\.default.*translations=") as caught:
-        export_onnx(
-            _module(_rolled),
-            kwargs={"x": torch.randn(3, 6)},
-            path=tmp_path / "m.onnx",
-            dynamic_shapes={"x": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}},
-        )
-    assert len(str(caught.value).splitlines()) <= 4
-    assert not (tmp_path / "m.onnx").exists()
-
-
-def test_cases_of_the_caller_are_sizes_that_have_to_vary(tmp_path):
+def test_sizes_that_were_stated_and_those_of_cases_are_never_fixed(tmp_path):
     """A file of one size does not pass a case of another, so the first error comes out."""
+    free = {"x": {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}}
     other = Case("8 columns", (), {"x": torch.randn(3, 8)})
-    with pytest.raises(InvalidArgumentError, match=r"aten\.roll\.default"):
-        export_onnx(_module(_rolled), kwargs={"x": torch.randn(3, 6)}, cases=[other], path=tmp_path / "m.onnx")
-
-
-@torch.library.custom_op("yobx_tests::halved", mutates_args=())
-def halved(x: torch.Tensor) -> torch.Tensor:
-    return x / 2
-
-
-@halved.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
-class Halved(nn.Module):
-    def forward(self, x):
-        return {"y": torch.ops.yobx_tests.halved(x)}
-
-
-class Reread(nn.Module):
-    def forward(self, x):
-        return {"y": x.view(torch.int32)}
+    for stated in ({"dynamic_shapes": free}, {"cases": [other]}):
+        with pytest.raises(InvalidArgumentError, match=r"(?s)aten\.roll\.default.*translations=") as caught:
+            export_onnx(ROLLED, kwargs={"x": torch.randn(3, 6)}, path=tmp_path / "m.onnx", **stated)
+        assert len(str(caught.value).splitlines()) <= 4
+        assert not (tmp_path / "m.onnx").exists()
 
 
 @pytest.mark.usefixtures("_lines_of_code")
 @pytest.mark.parametrize(
-    ("module", "operator"), [(Halved(), "yobx_tests.halved.default"), (Reread(), "aten.view.dtype")]
+    ("forward", "operator"),
+    [
+        (lambda self, x: {"y": torch.ops.yobx_tests.twice_plus(x, 1.0)}, "yobx_tests.twice_plus.default"),
+        (lambda self, x: {"y": x.view(torch.int32)}, "aten.view.dtype"),
+    ],
 )
-def test_an_operator_without_translation_is_named_with_the_line_to_type(module, operator, tmp_path):
+def test_an_operator_without_translation_is_named_with_the_line_to_type(forward, operator, tmp_path):
     with pytest.raises(InvalidArgumentError, match="has no translation") as caught:
-        export_onnx(module, kwargs={"x": torch.randn(2, 3, 4)}, path=tmp_path / "m.onnx")
+        export_onnx(_module(forward), kwargs={"x": torch.randn(2, 3, 4)}, path=tmp_path / "m.onnx")
     first, last = str(caught.value).splitlines()
     assert operator in first
     assert "test_retries.py" in first
     assert last.strip() == f"translations={{torch.ops.{operator}: function}}"
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.convolution, self.norm = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return {"y": self.norm(self.convolution(x))}
-
-
 def test_a_module_made_in_inference_mode_is_exported(tmp_path):
     with torch.inference_mode():
-        module = Normed().eval()
+        module = _module(lambda self, x: {"y": self.norm(self.convolution(x))})
+        module.convolution, module.norm = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4).eval()
     export_onnx(module, kwargs={"x": torch.randn(2, 3, 9)}, path=tmp_path / "m.onnx")
     assert all(one.requires_grad and one.is_inference() for one in module.parameters())
     assert max(_differences(tmp_path / "m.onnx", module, {"x": torch.randn(1, 3, 9)})) < 1e-5
@@ -226,33 +184,24 @@ def test_a_program_checks_a_size_of_one_value():
         exported(x=torch.ones(7, 3))
 
 
-class Mixed(nn.Module):
-    """Rounds to 16 bits inside, which onnxruntime has no kernels for on the CPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
+def test_autocast_inside_forward_is_named_as_the_cause(tmp_path):
+    """It rounds to 16 bits, which onnxruntime has no kernels for on the CPU."""
 
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
-            return {"y": self.linear(x)}
+            return {"y": x @ self.weight}
 
-
-def test_autocast_inside_forward_is_named_as_the_cause(tmp_path):
+    module = _module(forward, weight=torch.randn(6, 6))
     with pytest.raises(ReplayError, match=r"torch\.autocast\('cpu', torch\.bfloat16\).*enabled=False"):
-        export_onnx(Mixed(), kwargs={"x": torch.randn(2, 6)}, path=tmp_path / "m.onnx")
-
-
-class Differentiated(nn.Module):
-    def forward(self, x):
-        return {"y": torch.func.grad(lambda value: (value**3).sum())(x)}
+        export_onnx(module, kwargs={"x": torch.randn(2, 6)}, path=tmp_path / "m.onnx")
 
 
 @pytest.mark.filterwarnings("ignore:A model attribute:UserWarning")  # torch's, of what it lifts out of such a trace
 def test_an_error_of_torch_is_one_line_and_a_line_to_type():
-    known = "Differentiated (cannot be exported: torch raises|is not traced. forward uses torch.func)"  # by version
+    module = _module(lambda self, x: {"y": torch.func.grad(lambda value: (value**3).sum())(x)})
+    known = "Own (cannot be exported: torch raises|is not traced. forward uses torch.func)"  # by version
     with pytest.raises(InvalidArgumentError, match=known) as caught:
-        export_program(Differentiated(), kwargs={"x": torch.randn(2, 4)})
+        export_program(module, kwargs={"x": torch.randn(2, 4)})
     assert len(str(caught.value).splitlines()) <= 5
     assert "torch raises" not in str(caught.value) or "\n    explain_error(error.__cause__, " in str(caught.value)
     *_, (innermost, _) = traceback.walk_tb(caught.value.__cause__.__traceback__)
@@ -270,9 +219,7 @@ def _twice(x, more):
 
 
 OPERATOR = torch.ops.yobx_tests.twice_plus.default
-
-
-Own = module_class("Own", lambda self, x: (torch.ops.yobx_tests.twice_plus(x * 0.5, 3.0)).relu() + 1)
+OWN = _module(lambda self, x: (torch.ops.yobx_tests.twice_plus(x * 0.5, 3.0)).relu() + 1)
 
 
 def _translated(factor):
@@ -286,7 +233,7 @@ def _translated(factor):
 
 def test_an_operator_of_ones_own_is_written_with_its_translation(tmp_path):
     x = torch.randn(4, 3)
-    export_onnx(Own(), (x,), path=tmp_path / "own.onnx", translations={OPERATOR: _translated(2.0)})
+    export_onnx(OWN, (x,), path=tmp_path / "own.onnx", translations={OPERATOR: _translated(2.0)})
     session = onnxruntime.InferenceSession(tmp_path / "own.onnx")
     (found,) = session.run(None, {"x": x.numpy()})
     torch.testing.assert_close(torch.tensor(found), (x + 3).relu() + 1)
@@ -294,7 +241,7 @@ def test_an_operator_of_ones_own_is_written_with_its_translation(tmp_path):
 
 def test_a_wrong_translation_is_refused(tmp_path):
     with pytest.raises(ReplayError, match="differs from the eager model") as caught:
-        export_onnx(Own(), (torch.randn(4, 3),), path=tmp_path / "o.onnx", translations={OPERATOR: _translated(5.0)})
+        export_onnx(OWN, (torch.randn(4, 3),), path=tmp_path / "o.onnx", translations={OPERATOR: _translated(5.0)})
     assert "the first value that differs is 'twice_plus' (yobx_tests.twice_plus.default" in str(caught.value)
     assert not (tmp_path / "o.onnx").exists()
 
@@ -302,7 +249,7 @@ def test_a_wrong_translation_is_refused(tmp_path):
 @pytest.mark.parametrize("translations", [{"twice_plus": _translated}, {OPERATOR: "Add"}])
 def test_what_is_no_translation_is_named(translations, tmp_path):
     with pytest.raises(InvalidArgumentError, match=r"(?s)translations: expected a dict from operators.*translations="):
-        export_onnx(Own(), (torch.randn(4, 3),), path=tmp_path / "o.onnx", translations=translations)
+        export_onnx(OWN, (torch.randn(4, 3),), path=tmp_path / "o.onnx", translations=translations)
 
 
 class Encodes(torch.nn.Module):

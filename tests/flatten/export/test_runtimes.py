@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from tests.flatten.export.small_step import cases, inputs, make_step, shapes, strided
-from yobx_flatten import (
-    Case,
+from yobx_flatten import Case, Quantization, export_program
+from yobx_flatten.errors import (
     DynamicShapesError,
     InvalidArgumentError,
     MissingDependencyError,
-    Quantization,
     ReplayError,
-    export_program,
+    dependencies,
 )
-from yobx_flatten.errors import dependencies
 from yobx_flatten.export.runtimes.openvino import blocks_of, quantized_example
 from yobx_flatten.runners.open import open_runner
 
@@ -59,11 +57,8 @@ def written(request, exported, tmp_path_factory):
 
 
 def _named(kwargs):
-    return {**{k: kwargs[k] for k in ("input_ids", "attention_mask")}, "past_key_values.0.key": _key(kwargs)}
-
-
-def _key(kwargs):
-    return kwargs["past_key_values"][0]["key"]
+    cache = {"past_key_values.0.key": kwargs["past_key_values"][0]["key"]}
+    return {"input_ids": kwargs["input_ids"], "attention_mask": kwargs["attention_mask"], **cache}
 
 
 def test_every_case_is_replayed_in_the_runtime(written):
@@ -89,8 +84,8 @@ def test_strided_inputs_give_the_numbers_of_the_module(written):
 def test_what_a_step_returns_is_kept_by_the_next(written):
     _, _, runner = written
     given = inputs(2, 3, 2, seed=3)
-    feeds = {name: given[name] for name in ("input_ids", "attention_mask")}
-    first, cache = runner.step(feeds, runner.cache({"past_key_values.0.key": _key(given)}))
+    feeds = _named(given)
+    first, cache = runner.step(feeds, runner.cache({"past_key_values.0.key": feeds.pop("past_key_values.0.key")}))
     kept = first["logits"].clone()
     longer = {**feeds, "attention_mask": torch.ones(2, 7, dtype=torch.int64)}
     second, _ = runner.step(longer, cache)
@@ -108,6 +103,7 @@ WRONG = {
     "a token that is not there": lambda n: n | {"input_ids": torch.full((2, 2), 16)},
     "a token below 0": lambda n: n | {"input_ids": torch.full((2, 2), -1)},
     "another number of axes": lambda n: n | {"input_ids": n["input_ids"][0]},
+    "a length above the bound": lambda n: _named(inputs(2, 18, 2)),
 }
 
 
@@ -115,27 +111,19 @@ WRONG = {
 def test_inputs_that_do_not_fit_are_refused(written, what):
     """Compiled code would read other memory and return numbers."""
     runtime, _, runner = written
-    if (runtime, what) == ("onnxruntime", "a token below 0"):
-        pytest.skip("ONNX counts from the end then")
-    with pytest.raises(ReplayError):
+    if runtime == "onnxruntime" and what in ("a token below 0", "a length above the bound"):
+        pytest.skip("ONNX counts from the end then, and its file takes any length")
+    with pytest.raises(ReplayError, match="has size 20 in axis 1.* at most 12" if "bound" in what else None):
         runner.run(WRONG[what](_named(inputs(2, 4, 2))))
-
-
-def test_a_length_above_the_bound_is_refused(written):
-    runtime, _, runner = written
-    if runtime == "onnxruntime":
-        pytest.skip("an ONNX file takes any length")
-    with pytest.raises(ReplayError, match=r"attention_mask has size 20 in axis 1.* at most 12"):
-        runner.run(_named(inputs(2, 18, 2)))
 
 
 def test_a_file_that_differs_is_not_left(tmp_path):
     pytest.importorskip("openvino")
     module = make_step()
-    exported = export_program(module, (), inputs(2, 3, 2), dynamic_shapes=shapes(), cases=[])
-    frozen = export_program(make_step(), (), inputs(2, 3, 2), dynamic_shapes=shapes(), cases=[])
-    other = type(frozen._source)(**{**vars(frozen._source), "example": exported._source.example})
-    frozen._source = other
+    exported, frozen = (
+        export_program(one, (), inputs(2, 3, 2), dynamic_shapes=shapes(), cases=[]) for one in (module, make_step())
+    )
+    frozen._source = type(frozen._source)(**{**vars(frozen._source), "example": exported._source.example})
     with torch.no_grad():
         module.keys.weight += 1.0
     with pytest.raises(ReplayError, match="differs from the eager model") as caught:
@@ -159,18 +147,29 @@ def test_another_suffix_is_refused(exported, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("runtime", "extra"), [("openvino", "openvino"), ("executorch", "executorch"), ("onnx", "onnx")]
+    ("runtime", "extra", "quantize"),
+    [
+        ("openvino", "openvino", None),
+        ("executorch", "executorch", None),
+        ("onnx", "onnx", None),
+        ("openvino", "nncf", "int8"),
+        ("executorch", "executorch", "int8"),
+    ],
 )
-def test_a_missing_library_is_named(exported, tmp_path, monkeypatch, runtime, extra):
-    monkeypatch.setattr(dependencies, "is_installed", lambda library: False)
+def test_a_missing_library_or_compiler_is_named(quantized_module, tmp_path, monkeypatch, runtime, extra, quantize):
+    if extra == "nncf":
+        pytest.importorskip("openvino")
+    found, how = dependencies.is_installed, {"quantize": quantize} if quantize else {}
+
+    def is_installed(library):
+        return quantize is not None and library != extra and found(library)
+
+    monkeypatch.setattr(dependencies, "is_installed", is_installed)
     with pytest.raises(MissingDependencyError, match=rf"pip install .*\[{extra}\]'"):
-        getattr(exported, f"to_{runtime}")(tmp_path / f"step{SUFFIX[runtime]}")
-
-
-def test_a_missing_compiler_is_named(exported, tmp_path, monkeypatch):
+        getattr(quantized_module, f"to_{runtime}")(tmp_path / f"scores{SUFFIX[runtime]}", **how)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(MissingDependencyError, match="apt install"):
-        exported.to_aotinductor(tmp_path / "step.pt2")
+        quantized_module.to_aotinductor(tmp_path / "scores.pt2")
 
 
 class Scores(torch.nn.Module):
@@ -190,12 +189,6 @@ def tokens(*shape):
     return torch.randint(0, 32, shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def _needs_library(library):
-    """Skip without importing: the import itself is what a test looks at."""
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
-
-
 @pytest.fixture(scope="module")
 def quantized_module():
     cases = [Case("three rows", (), {"input_ids": tokens(3, 7)})]
@@ -213,17 +206,16 @@ def quantized_module():
 )
 def quantized_file(request, quantized_module, tmp_path_factory):
     runtime, bits = request.param
-    _needs_library({"openvino": "nncf", "executorch": "executorch"}[runtime])
-    folder = tmp_path_factory.mktemp("quantized")
-    suffix = {"openvino": ".xml", "executorch": ".pte"}[runtime]
-    path = folder / f"scores{suffix}"
-    write = getattr(quantized_module, f"to_{runtime}")
+    if importlib.util.find_spec({"openvino": "nncf", "executorch": "executorch"}[runtime]) is None:
+        pytest.skip("a library is not installed")  # its import is what another test looks at
+    folder, write = tmp_path_factory.mktemp("quantized"), getattr(quantized_module, f"to_{runtime}")
+    path = folder / f"scores{SUFFIX[runtime]}"
     report = write(path, quantize=Quantization(bits, perplexity_ratio=1.2))
-    return runtime, bits, report, path, write(folder / f"float{suffix}").file_bytes
+    return runtime, bits, report, path, write(folder / f"float{SUFFIX[runtime]}").file_bytes
 
 
-def test_the_distance_is_that_of_the_file_to_the_module(quantized_file):
-    _, bits, report, path, _ = quantized_file
+def test_the_distance_is_that_of_the_file_to_the_module_and_the_file_is_smaller(quantized_file):
+    runtime, bits, report, path, size = quantized_file
     runner = open_runner(path)
     found = []
     for given in (tokens(2, 5), tokens(3, 7)):
@@ -235,6 +227,15 @@ def test_the_distance_is_that_of_the_file_to_the_module(quantized_file):
     assert report.quality.positions == 2 * 5 + 3 * 7
     assert report.quality.weights == bits
     assert report.ok
+    assert report.quality.block_size == {"int8": 0, "int4": 32}[bits]
+    shown = str(report)
+    assert f"{bits}, {'one scale per output' if bits == 'int8' else 'blocks of 32'}: max difference" in shown
+    assert f"{'NNCF' if runtime == 'openvino' else 'torchao'} stored the weights" in shown
+    assert "the table shows the file before its weights were quantized" in shown
+    stored = sum(file.stat().st_size for file in path.parent.glob("scores.*"))
+    assert report.file_bytes == stored
+    saved = 3.0 * (64 * 128 + 128 * 32)
+    assert size - stored > 0.7 * saved - (12_000 if runtime == "openvino" else 0)  # its .xml states each scale
 
 
 def test_a_file_of_executorch_computes_what_torchao_does(quantized_file, quantized_module):
@@ -249,27 +250,10 @@ def test_a_file_of_executorch_computes_what_torchao_does(quantized_file, quantiz
     assert float((found - expected).abs().max()) < 0.01 * float(expected.abs().max())
 
 
-def test_the_file_is_smaller_than_one_in_float(quantized_file):
-    runtime, bits, report, path, size = quantized_file
-    projections = 64 * 128 + 128 * 32
-    stored = sum(file.stat().st_size for file in path.parent.glob("scores.*"))
-    assert report.file_bytes == stored
-    saved = {"int8": 3.0, "int4": 3.0}[bits] * projections
-    assert size - stored > 0.7 * saved - (12_000 if runtime == "openvino" else 0)  # its .xml states each scale
-
-
-def test_a_file_in_blocks_states_them(quantized_file):
-    runtime, bits, report, _, _ = quantized_file
-    assert report.quality.block_size == {"int8": 0, "int4": 32}[bits]
-    shown = str(report)
-    assert f"{bits}, {'one scale per output' if bits == 'int8' else 'blocks of 32'}: max difference" in shown
-    assert f"{'NNCF' if runtime == 'openvino' else 'torchao'} stored the weights" in shown
-    assert "the table shows the file before its weights were quantized" in shown
-
-
 @pytest.mark.slow  # the import of NNCF takes 3 seconds
 def test_a_file_that_is_too_far_is_not_written(quantized_module, tmp_path, capfd):
-    _needs_library("nncf")
+    if importlib.util.find_spec("nncf") is None:
+        pytest.skip("NNCF is not installed")
     with pytest.raises(ReplayError, match="differs more from the eager model than its quantised weights explain"):
         quantized_module.to_openvino(tmp_path / "scores.xml", quantize=Quantization("int4", perplexity_ratio=1.0000001))
     assert list(tmp_path.iterdir()) == []
@@ -277,44 +261,22 @@ def test_a_file_that_is_too_far_is_not_written(quantized_module, tmp_path, capfd
     assert capfd.readouterr().out == ""
 
 
-def test_eight_bits_have_a_scale_for_each_output():
+def test_blocks_are_of_whole_projections_and_have_a_size_that_xnnpack_has(quantized_module, tmp_path, monkeypatch):
+    """Eight bits have a scale for each output."""
     assert blocks_of(Quantization("int8", block_size=64)) == 0
     assert blocks_of(Quantization("int4", block_size=64)) == 64
-
-
-@pytest.mark.parametrize(("runtime", "missing"), [("openvino", "nncf"), ("executorch", "executorch")])
-def test_a_missing_tool_is_named(quantized_module, tmp_path, monkeypatch, runtime, missing):
-    if runtime == "openvino":
-        pytest.importorskip("openvino")
-    found = dependencies.is_installed
-    monkeypatch.setattr(dependencies, "is_installed", lambda library: library != missing and found(library))
-    suffix = {"openvino": ".xml", "executorch": ".pte"}[runtime]
-    with pytest.raises(MissingDependencyError, match=rf"pip install .*\[{missing}\]'"):
-        getattr(quantized_module, f"to_{runtime}")(tmp_path / f"scores{suffix}", quantize="int8")
-
-
-def test_blocks_that_xnnpack_lacks_are_refused(quantized_module, tmp_path, monkeypatch):
+    source = export_program(torch.nn.Sequential(torch.nn.Linear(24, 8)), (torch.randn(2, 24),), proof="none")._source
+    with pytest.raises(InvalidArgumentError, match=r"no torch.nn.Linear whose number of inputs is a multiple of 32"):
+        quantized_example(source.example, Quantization("int4"), source)
     monkeypatch.setattr("yobx_flatten.export.runtimes.write.require_executorch", lambda caller: None)
     monkeypatch.setattr(dependencies, "is_installed", lambda library: True)
     with pytest.raises(InvalidArgumentError, match=r'found 16:\n    Quantization\("int4", block_size=32\)'):
         quantized_module.to_executorch(tmp_path / "scores.pte", quantize=Quantization("int4", block_size=16))
 
 
-def test_projections_without_whole_blocks_are_refused():
-    small = torch.nn.Sequential(torch.nn.Linear(24, 8))
-    source = export_program(small, (torch.randn(2, 24),), proof="none")._source
-    with pytest.raises(InvalidArgumentError, match=r"no torch.nn.Linear whose number of inputs is a multiple of 32"):
-        quantized_example(source.example, Quantization("int4"), source)
-
-
-@pytest.fixture(scope="module")
-def torchao():
-    """torchao, which registers classes of its own with torch when it is imported."""
+def test_the_module_stays_as_it_is():
     pytest.importorskip("torchao")
-    return importlib.import_module("torchao.quantization.quant_api")
-
-
-def test_the_module_stays_as_it_is(torchao):
+    importlib.import_module("torchao.quantization.quant_api")  # registers classes
     exported = export_program(Scores(), (), {"input_ids": tokens(2, 5)}, proof="none")
     example = exported._source.example
     quantized = quantized_example(example, Quantization("int8"), exported.report).module

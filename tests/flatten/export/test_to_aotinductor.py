@@ -8,19 +8,12 @@ from typing import ClassVar
 
 import pytest
 import torch
-from torch._higher_order_ops.scan import scan
 from torch.export import Dim
 
 from tests.flatten.export.rewound_rows import WritesIntoBuffers, small_llama, small_mistral
-from tests.flatten.export.small_step import inputs, make_step, shapes
-from yobx_flatten import (
-    DecodeSizes,
-    ReplayError,
-    decode_inputs,
-    export_folder,
-    export_program,
-    register_flattening_functions,
-)
+from tests.flatten.export.small_step import Decay, inputs, loop_inputs, make_step, shapes
+from yobx_flatten import DecodeSizes, decode_inputs, export_folder, export_program, register_flattening_functions
+from yobx_flatten.errors import ReplayError
 from yobx_flatten.export.flat_program import flat_program, signature_of
 from yobx_flatten.export.runtimes import write as runtimes
 from yobx_flatten.export.runtimes.aotinductor import lift_sizes, refused_when_empty, transposed_weights, write_package
@@ -40,16 +33,6 @@ def convolved():
     return export_program(Convolved(), (), given, dynamic_shapes={"x": free, "state": {0: Dim.AUTO}}, cases=[])
 
 
-def _named(program):
-    signature = signature_of(program._source.traced)
-    return {
-        (name, axis): next(iter(size))
-        for name, _, sizes in signature.inputs
-        for axis, size in enumerate(sizes)
-        if isinstance(size, dict)
-    }
-
-
 def _refused(program):
     traced = program._source.traced
     with register_flattening_functions():
@@ -61,24 +44,18 @@ def test_a_size_is_refused_where_the_module_refuses_it(convolved):
     with pytest.raises(RuntimeError, match="must match"):
         module(torch.ones(2, 0, 4), torch.ones(2, 5, 4))
     assert module(torch.ones(0, 3, 4), torch.ones(0, 5, 4))["y"].shape == (0, 3, 4)
-    assert _refused(convolved) == [_named(convolved)["x", 1]]
-
-
-def test_sizes_that_depend_on_each_other_are_changed_together():
-    step = make_step()
+    sizes = {name: sizes for name, _, sizes in signature_of(convolved._source.traced).inputs}
+    assert _refused(convolved) == [next(iter(sizes["x"][1]))]
+    step = make_step()  # sizes that depend on each other are changed together
     with torch.no_grad():
         assert step(**inputs(2, 0, 2))["logits"].shape == (2, 2, 16)
-    exported = export_program(step, (), inputs(2, 3, 2), dynamic_shapes=shapes(), cases=[])
-    assert _refused(exported) == []
+    assert _refused(export_program(step, (), inputs(2, 3, 2), dynamic_shapes=shapes(), cases=[])) == []
 
 
 def test_the_package_states_it(convolved, monkeypatch, tmp_path):
     written = {}
-    monkeypatch.setattr(
-        torch._inductor,
-        "aoti_compile_and_package",
-        lambda program, **options: written.update(options["inductor_configs"]),
-    )
+    compiles = lambda program, **options: written.update(options["inductor_configs"])  # noqa: E731 # returns None
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiles)
     with register_flattening_functions():
         write_package(convolved._source.traced, tmp_path / "model.pt2")
     signature = Signature.from_json(written["aot_inductor.metadata"][KEY], "model.pt2")
@@ -154,88 +131,40 @@ class Tied(torch.nn.Module):
         return self.head(hidden)
 
 
-@pytest.fixture
-def tied_module():
+def test_a_weight_that_only_products_and_a_table_read_is_exchanged():
+    """Only products in float32 are exchanged, as only those were measured."""
     torch.manual_seed(0)
-    return Tied().eval()
-
-
-def _changed(tied_module):
-    program = torch.export.export(tied_module, (torch.tensor([[1, 2, 3]]),), dynamic_shapes=({1: Dim.AUTO},))
-    return program, transposed_weights(program)
-
-
-def test_the_numbers_are_those_of_the_module(tied_module):
-    _, made = _changed(tied_module)
+    module = Tied().eval()
+    program = torch.export.export(module, (torch.tensor([[1, 2, 3]]),), dynamic_shapes=({1: Dim.AUTO},))
+    made = transposed_weights(program)
     ids = torch.tensor([[4, 0, 10, 7, 7]])
-    torch.testing.assert_close(made.module()(ids), tied_module(ids), atol=1e-6, rtol=0)
-
-
-def test_a_weight_that_only_products_and_a_table_read_is_exchanged(tied_module):
-    program, made = _changed(tied_module)
-    shapes = {name: tuple(weight.shape) for name, weight in made.state_dict.items() if weight.dim() == 2}
-    assert {name: shape for name, shape in shapes.items() if name.startswith(("product", "scaled"))} == {
-        "product.weight": (6, 5),
-        "scaled.weight": (6, 5),
-    }
-    tied = [
-        made.state_dict[name] for name in made.graph_signature.parameters if name in ("table.weight", "head.weight")
-    ]
+    torch.testing.assert_close(made.module()(ids), module(ids), atol=1e-6, rtol=0)
+    weights = made.state_dict
+    assert [tuple(weights[f"{name}.weight"].shape) for name in ("product", "scaled")] == [(6, 5), (6, 5)]
+    tied = [weights[name] for name in made.graph_signature.parameters if name in ("table.weight", "head.weight")]
     assert {tuple(weight.shape) for weight in tied} == {(6, 11)}
     assert len({weight.data_ptr() for weight in tied}) == 1
-    assert tied_module.product.weight.shape == (5, 6)
-    assert program.state_dict["product.weight"].shape == (5, 6)
-
-
-def test_other_types_stay_as_they_are(tied_module):
-    """Only products in float32 are exchanged, as only those were measured."""
-    _, made = _changed(tied_module.double())
-    assert made.state_dict["product.weight"].shape == (5, 6)
-
-
-SCAN = torch.ops.higher_order.scan
-
-
-class Decay(torch.nn.Module):
-    def forward(self, decay, added, state):
-        def step(state, given):
-            state = given[0] * state + given[1]
-            return state, state.sum(-1)
-
-        return scan(step, state, (decay.transpose(0, 1), added.transpose(0, 1)))
-
-
-def loop_inputs(batch, tokens):
-    generator = torch.Generator().manual_seed(batch)
-    return tuple(torch.rand(*shape, 4, generator=generator) for shape in ((batch, tokens), (batch, tokens), (batch,)))
-
-
-def exported_loop():
-    free, tokens = torch.export.Dim.AUTO, torch.export.Dim.AUTO
-    return torch.export.export(
-        Decay(), loop_inputs(2, 3), dynamic_shapes=({0: free, 1: tokens}, {0: free, 1: tokens}, {0: free})
-    )
+    assert module.product.weight.shape == program.state_dict["product.weight"].shape == (5, 6)
+    wide = torch.export.export(module.double(), (torch.tensor([[1, 2, 3]]),))
+    assert transposed_weights(wide).state_dict["product.weight"].shape == (5, 6)
 
 
 def test_the_sizes_of_outputs_are_inputs_of_the_loop_which_returns_what_it_returned():
     """AOTInductor allocates the outputs before the loop, from the sizes that it is given."""
-    program = exported_loop()
+    free = {0: Dim.AUTO, 1: Dim.AUTO}
+    program = torch.export.export(Decay(), (), loop_inputs(2, 3), dynamic_shapes=(free, free, {0: Dim.AUTO}))
     lift_sizes(program.graph_module)
-    for found, right in zip(program.module()(*loop_inputs(3, 5)), Decay()(*loop_inputs(3, 5)), strict=True):
-        torch.testing.assert_close(found, right)
-    (node,) = program.graph.find_nodes(op="call_function", target=SCAN)
+    torch.testing.assert_close(program.module()(**loop_inputs(3, 5)), Decay()(**loop_inputs(3, 5)))
+    (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)
     given = {str(size.meta["val"]) for size in node.args[3]}
     asked = {str(size) for value in node.meta["val"] for size in value.shape if isinstance(size, torch.SymInt)}
     assert asked == given
     body = getattr(program.graph_module, node.args[0].target)
     assert len(body.graph.find_nodes(op="placeholder")) == 1 + 2 + len(given)
-
-
-def test_a_graph_without_loops_stays_as_it_is():
-    program = torch.export.export(torch.nn.Linear(3, 2), (torch.ones(4, 3),))
-    before = str(program.graph)
-    lift_sizes(program.graph_module)
-    assert str(program.graph) == before
+    plain = torch.export.export(torch.nn.Linear(3, 2), (torch.ones(4, 3),))
+    before = str(plain.graph)
+    lift_sizes(plain.graph_module)
+    assert str(plain.graph) == before
 
 
 if shutil.which(os.environ.get("CXX", "g++")) is None:

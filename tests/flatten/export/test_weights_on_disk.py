@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import collections
 import sys
 import textwrap
 
@@ -25,37 +25,23 @@ from yobx_flatten.runners.onnx_session import mapped_options, open_session
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def external(tmp_path, monkeypatch):
-    """A file whose weights are next to it, as those of a model of 256 MB are."""
+def test_tied_weights_are_on_disk_once_and_the_head_multiplies_with_the_table_itself(tmp_path, monkeypatch):
+    """Weights are next to the file, as those of a model of 256 MB are."""
     monkeypatch.setattr(onnx_file, "LARGE", 0)
-    module = TiedHead(512, 32).eval()
-    path = tmp_path / "a.onnx"
+    module, path = TiedHead(512, 32).eval(), tmp_path / "a.onnx"
     found = export_onnx(module, kwargs={"tokens": TOKENS}, path=path, cases=[])
-    return module, path, found
-
-
-def test_tied_weights_are_on_disk_once(external):
-    _, path, _ = external
-    assert (path.parent / "a.onnx.data").stat().st_size == 512 * 32 * 4 + 2 * 32 * 32 * 4
+    stored = (tmp_path / "a.onnx.data").stat().st_size
+    assert stored == 512 * 32 * 4 + 2 * 32 * 32 * 4
+    assert found.report.onnx_bytes == path.stat().st_size + stored
     model = onnx.load(path, load_external_data=False)
     entries = [{entry.key: entry.value for entry in tensor.external_data} for tensor in model.graph.initializer]
     places = [(int(entry["offset"]), int(entry["length"])) for entry in entries if entry]
     assert sorted(length for _, length in places) == [32 * 32 * 4, 32 * 32 * 4, 512 * 32 * 4]
     assert all(offset % 4096 == 0 for offset, _ in places)
-
-
-def test_onnxruntime_computes_with_the_second_file(external):
-    module, path, found = external
-    assert found.report.onnx_bytes == path.stat().st_size + (path.parent / "a.onnx.data").stat().st_size
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     tokens = torch.arange(20).reshape(4, 5)
     (logits,) = session.run(["logits"], {"tokens": tokens.numpy()})
     assert np.abs(logits - module(tokens)["logits"].detach().numpy()).max() < 1e-5
-
-
-def test_the_head_multiplies_with_the_table_itself(external, tmp_path):
-    _, path, _ = external
     options = mapped_options(path)
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     open_session(path, caller="a test", options=options)
@@ -92,11 +78,6 @@ def test_an_export_holds_the_weights_twice_at_most(tmp_path):
     assert int(done.stdout.splitlines()[-1]) < 2 * weights + 200e6
 
 
-needs_accelerate = pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed"
-)
-
-
 class TiedHead(torch.nn.Module):
     def __init__(self, words=40, width=16):
         super().__init__()
@@ -121,12 +102,13 @@ def tied_head():
         return TiedHead().eval()
 
 
-def streamed(module):
-    reads: dict[str, int] = {}
+def test_a_streamed_module_gives_the_same_file_and_holds_a_layer_while_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_file, "LARGE", 0)
+    module, reads = tied_head(), collections.Counter()
 
     def reader(name, weight):
         def read():
-            reads[name] = reads.get(name, 0) + 1
+            reads[name] += 1
             return weight
 
         return read
@@ -135,12 +117,6 @@ def streamed(module):
         empty = TiedHead().eval()
     by_weight = {id(p): reader(name, p.detach()) for name, p in module.named_parameters()}
     stream_layers(empty, {name: by_weight[id(p)] for name, p in module.named_parameters(remove_duplicate=False)})
-    return empty, reads
-
-
-def test_a_layer_holds_its_weights_while_it_is_called():
-    module = tied_head()
-    empty, reads = streamed(module)
     assert torch.equal(empty(TOKENS)["logits"], module(TOKENS)["logits"])
     assert all(parameter.is_meta for parameter in empty.parameters())
     assert reads["table.weight"] == 2  # for the table, and for the head
@@ -148,12 +124,6 @@ def test_a_layer_holds_its_weights_while_it_is_called():
         empty(TOKENS + 100)
     assert all(parameter.is_meta for parameter in empty.parameters())
     assert empty.head.weight is empty.table.weight
-
-
-def test_a_streamed_module_gives_the_same_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_file, "LARGE", 0)
-    module = tied_head()
-    empty, _ = streamed(module)
     for name, one in (("whole", module), ("streamed", empty)):
         report = export_onnx(one, kwargs={"tokens": TOKENS}, path=tmp_path / name / "m.onnx", cases=[]).report
         assert [case.runtime for case in report.cases][-1] == "onnxruntime"
@@ -180,25 +150,21 @@ def test_an_interrupted_file_is_not_there(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_quantised_weights_are_those_of_the_float_file(tmp_path, monkeypatch, bits):
-    monkeypatch.setattr(onnx_file, "LARGE", 0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        linear, x = torch.nn.Linear(64, 48).eval(), torch.randn(3, 64)
+@pytest.mark.parametrize("large", [0, 8000])  # the second is between the sizes of both files
+def test_quantised_weights_are_those_of_the_float_file(tmp_path, monkeypatch, bits, large):
+    monkeypatch.setattr(onnx_file, "LARGE", large)
+    linear, x, weights = torch.nn.Linear(64, 48).eval(), torch.randn(3, 64), []
     for proof in ("full", "none"):
-        export_onnx(linear, (x,), path=tmp_path / proof / "m.onnx", cases=[], quantize=bits, proof=proof)
-    weights = [
-        {
-            tensor.name: onnx.numpy_helper.to_array(tensor)
-            for tensor in onnx.load(tmp_path / proof / "m.onnx").graph.initializer
-        }
-        for proof in ("full", "none")
-    ]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
+        folder = tmp_path / proof
+        how = {"quantize": bits, "proof": proof}
+        report = export_onnx(linear, (x,), path=folder / "m.onnx", cases=[], **how).report
+        assert report.onnx_bytes == sum(path.stat().st_size for path in folder.iterdir())
+        assert {path.name for path in folder.iterdir()} == {"m.onnx", *(() if large else ("m.onnx.data",))}
+        stored = onnx.load(folder / "m.onnx").graph.initializer
+        weights.append({tensor.name: onnx.numpy_helper.to_array(tensor).tolist() for tensor in stored})
+    assert weights[0] == weights[1]
 
 
-@needs_accelerate
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_weights_that_accelerate_offloads_are_traced_and_replayed(where, tmp_path):
     module = tied_head()
@@ -215,7 +181,6 @@ def test_weights_that_accelerate_offloads_are_traced_and_replayed(where, tmp_pat
     assert export_onnx(module, kwargs={"tokens": TOKENS}, path=tmp_path / "m.onnx", cases=[]).report.ok
 
 
-@needs_accelerate
 def test_inputs_are_made_for_an_offloaded_model():
     model = small_model("llama")
     expected = decode_inputs(model, DecodeSizes())
@@ -238,24 +203,15 @@ class Joins(torch.nn.Module):
         return {"joined": torch.cat([x, self.weight]) + self.shift}
 
 
-def _on_meta():
-    with torch.device("meta"):
-        return Joins()
-
-
-def _fake():
-    with FakeTensorMode():
-        return Joins()
-
-
-@pytest.mark.parametrize("make", [_on_meta, _fake])
-def test_a_program_without_weights_computes_with_those_it_is_given(make, tmp_path):
+@pytest.mark.parametrize("mode", [lambda: torch.device("meta"), FakeTensorMode])
+def test_a_program_without_weights_computes_with_those_it_is_given(mode, tmp_path):
     """The inputs are on the CPU, the weights have shapes only; the report states that nothing was replayed.
 
     ONNX files have weights in them.
     """
-    module, x = make(), torch.ones(4, 3)
-    weight = module.weight
+    with mode():
+        module = Joins()
+    weight, x = module.weight, torch.ones(4, 3)
     exported = export_program(module, (x,))
     assert (exported.report.input_names, exported.report.output_names) == (["x"], ["joined"])
     assert exported.report.cases == []

@@ -106,7 +106,7 @@ mutants: $(VENV)/.has-test  ## remove each wait, event and pin from the device c
 executorch:  ## run the tests of ExecuTorch, in .venv-executorch, because ExecuTorch installs torchao, which other tests do not expect
 	@$(MAKE) VENV=.venv-executorch .venv-executorch/.has-executorch
 	.venv-executorch/bin/python -m pytest -k executorch $(PYTEST_ARGS) tests/flatten/runners tests/flatten/verify \
-		tests/flatten/export/test_runtimes.py tests/flatten/export/test_executorch_in_place.py \
+		tests/flatten/export/test_runtimes.py tests/flatten/export/test_executorch.py \
 		tests/flatten/model_folder/test_targets.py tests/flatten/generate/test_by_transformers.py
 
 # Next to the libraries of the tests and not among them: transformers imports torchao where it finds it.

@@ -1,6 +1,5 @@
 """What a file that writes its cache in place does, whatever its runtime: next to the eager model."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -44,52 +43,11 @@ def padded_prompt(rows: int = 3) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def assert_a_call_is_right_without_a_loop(model: Any, runner: Any, file: str) -> None:
-    given = decode_inputs(model, DecodeSizes(batch=3, past=4, new=2))
-    named = {name: given[name] for name in ("input_ids", "attention_mask")}
-    named["position_ids"] = torch.arange(4, 6).expand(3, -1)
-    for number, layer in enumerate(cache_of(given).layers):
-        named |= {f"past_key_values.{number}.{part}": getattr(layer, f"{part}s").clone() for part in ("key", "value")}
-    before = {name: tensor.clone() for name, tensor in named.items()}
-    for _ in range(2):
-        found = runner.run(named)
-    with torch.no_grad():
-        wanted = model(**given, position_ids=named["position_ids"])
-    assert list(found) == list(runner.outputs)
-    torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-5, rtol=0)
-    torch.testing.assert_close(found["present.1.value"], cache_of(wanted).layers[1].values, atol=1e-5, rtol=0)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in named.items())
-    with pytest.raises(ReplayError, match=rf"past_key_values.0.key has size 2 in axis 0, and {file} takes 3 there"):
-        runner.run({**named, "past_key_values.0.key": named["past_key_values.0.key"][:2]})
-
-
 def _feeds(tokens: torch.Tensor, seen: int) -> dict[str, torch.Tensor]:
     rows, new = tokens.shape
     positions = torch.arange(seen, seen + new).expand(rows, -1)
     mask = torch.ones(rows, seen + new, dtype=torch.int64)
     return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
-
-
-def assert_rows_go_on_after_a_rewind(model: Any, runner: Any, calls: Sequence[int]) -> None:
-    """Read so many tokens per call, take two back, go on with rows 1, 0 and 1."""
-    count = sum(calls)
-    ids = torch.randint(3, 128, (2, count), generator=torch.Generator().manual_seed(2))
-    cache = runner.cache({name: torch.zeros(2, 2, 0, 16) for name in runner.in_place})
-    seen = 0
-    for new in calls:
-        _, cache = runner.step(_feeds(ids[:, seen : seen + new], seen), cache)
-        seen += new
-    assert {tuple(leaf.shape) for leaf in cache_tensors(cache).values()} == {(2, 2, count, 16)}
-    cache = cropped(runner, cache, count, count - 2)
-    cache = runner.select_rows(cache, torch.tensor([1, 0]))
-    cache = runner.select_rows(cache, torch.tensor([0, 1, 0]))
-    new = torch.tensor([[9], [10], [11]])
-    found, cache = runner.step(_feeds(new, count - 2), cache)
-    with torch.no_grad():
-        wanted = model(torch.cat([ids[[1, 0, 1], : count - 2], new], dim=1), use_cache=True)
-    torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-5, rtol=0)
-    keys = cache_tensors(cache)["past_key_values.1.key"]
-    torch.testing.assert_close(keys, cache_of(wanted).layers[1].keys, atol=1e-5, rtol=0)
 
 
 class WritesInPlace:
@@ -121,12 +79,45 @@ class WritesInPlace:
         assert torch.equal(found, model.generate(ids, do_sample=False, max_new_tokens=20))
 
     def test_a_cache_grows_is_cut_and_has_other_rows(self, model, folder):
+        """Read so many tokens per call, take two back, go on with rows 1, 0 and 1."""
         runner = open_runner(folder.path / self.file, **self.opened)
-        assert_rows_go_on_after_a_rewind(model, runner, self.calls)
+        count = sum(self.calls)
+        ids = torch.randint(3, 128, (2, count), generator=torch.Generator().manual_seed(2))
+        cache = runner.cache({name: torch.zeros(2, 2, 0, 16) for name in runner.in_place})
+        seen = 0
+        for new in self.calls:
+            _, cache = runner.step(_feeds(ids[:, seen : seen + new], seen), cache)
+            seen += new
+        assert {tuple(leaf.shape) for leaf in cache_tensors(cache).values()} == {(2, 2, count, 16)}
+        cache = cropped(runner, cache, count, count - 2)
+        cache = runner.select_rows(cache, torch.tensor([1, 0]))
+        cache = runner.select_rows(cache, torch.tensor([0, 1, 0]))
+        new = torch.tensor([[9], [10], [11]])
+        found, cache = runner.step(_feeds(new, count - 2), cache)
+        with torch.no_grad():
+            wanted = model(torch.cat([ids[[1, 0, 1], : count - 2], new], dim=1), use_cache=True)
+        torch.testing.assert_close(found["logits"][:, -1], wanted.logits[:, -1], atol=1e-5, rtol=0)
+        keys = cache_tensors(cache)["past_key_values.1.key"]
+        torch.testing.assert_close(keys, cache_of(wanted).layers[1].keys, atol=1e-5, rtol=0)
 
     def test_a_call_without_a_loop_leaves_its_inputs_as_they_are(self, model, folder):
         runner = open_runner(folder.path / self.file, **self.opened)
-        assert_a_call_is_right_without_a_loop(model, runner, self.file)
+        given = decode_inputs(model, DecodeSizes(batch=3, past=4, new=2))
+        named = {name: given[name] for name in ("input_ids", "attention_mask")}
+        named["position_ids"] = torch.arange(4, 6).expand(3, -1)
+        leaves = [leaf.clone() for layer in cache_of(given).layers for leaf in (layer.keys, layer.values)]
+        named |= dict(zip(LEAVES, leaves, strict=True))
+        before = {name: tensor.clone() for name, tensor in named.items()}
+        for _ in range(2):
+            found = runner.run(named)
+        with torch.no_grad():
+            wanted = model(**given, position_ids=named["position_ids"])
+        assert list(found) == list(runner.outputs)
+        torch.testing.assert_close(found["logits"], wanted.logits, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found["present.1.value"], cache_of(wanted).layers[1].values, atol=1e-5, rtol=0)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in named.items())
+        with pytest.raises(ReplayError, match=rf"0.key has size 2 in axis 0, and {self.file} takes 3 there"):
+            runner.run({**named, "past_key_values.0.key": named["past_key_values.0.key"][:2]})
 
 
 class WritesIntoBuffers(WritesInPlace):

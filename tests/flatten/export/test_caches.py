@@ -306,7 +306,6 @@ def test_a_decoder_with_an_encoder_has_no_such_input(tmp_path):
 
 
 def test_a_file_that_returns_other_scores_is_refused():
-
     class Wrong:
         name, has_kept_scores, slots = "model.onnx", True, ()
         shared, ports = None, ("input_ids",)

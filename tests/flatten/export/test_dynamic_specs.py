@@ -228,7 +228,6 @@ def test_entries_of_both_kinds_stand_next_to_each_other():
 
 @torch_takes_them
 def test_the_decorator_is_followed_where_no_shapes_are_passed():
-
     class Decorated(torch.nn.Module):
         @specs.dynamic_spec({"x": TensorSpec([ShapeVar("b", max=9), STATIC])})
         def forward(self, x):

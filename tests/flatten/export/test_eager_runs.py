@@ -163,7 +163,6 @@ Adds = module_class("Adds", lambda self, given: given.x if given.bias is None el
 
 @pytest.fixture
 def lossy():
-
     def keyed(obj):
         return [(pytree.GetAttrKey("x"), obj.x)], None
 

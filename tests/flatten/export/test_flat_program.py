@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import inspect
@@ -150,7 +151,6 @@ def test_a_program_without_assertions_hands_its_guards_on():
 
 
 def test_a_program_of_a_file_does_not_write_to_its_inputs():
-
     class Counts(torch.nn.Module):
         def forward(self, x, state):
             state.transpose(0, 1).copy_(state.transpose(0, 1) + x.sum())
@@ -190,10 +190,9 @@ class Scale(torch.nn.Module):
 
 
 def export_scale():
-    module = Scale().eval()
+    module, example = Scale().eval(), {"x": torch.ones(3, 2), "factor": 2.0}
     shapes = {"x": {0: Dim.AUTO(max=8)}, "factor": None}
-    program = torch.export.export(module, (), {"x": torch.ones(3, 2), "factor": 2.0}, dynamic_shapes=shapes)
-    return module, program
+    return module, torch.export.export(module, (), example, dynamic_shapes=shapes)
 
 
 def rows(count):
@@ -237,25 +236,20 @@ class Pair:
         self.a, self.b = a, b
 
 
-AddPair = module_class("AddPair", lambda self, pair: pair.a + pair.b)
-
-
-def _register_pair(static):
+@contextlib.contextmanager
+def _pair_registered(static):
     register_class_flattening(Pair, lambda p: ([p.a, p.b], static), lambda children, _: Pair(*children), None)
+    yield
+    unregister_class_flattening(Pair)
 
 
 def test_a_program_of_another_registration_is_refused():
-    _register_pair("theirs")
-    try:
-        program = torch.export.export(AddPair(), (), {"pair": Pair(torch.ones(2), torch.ones(2))})
-    finally:
-        unregister_class_flattening(Pair)
-    _register_pair("ours")
-    try:
-        with pytest.raises(SpecMismatchError, match=r"(?s)registered differently.*theirs.*ours.*with register_flatt"):
-            prove_program(program, AddPair())
-    finally:
-        unregister_class_flattening(Pair)
+    add = module_class("AddPair", lambda self, pair: pair.a + pair.b)()
+    with _pair_registered("theirs"):
+        program = torch.export.export(add, (), {"pair": Pair(torch.ones(2), torch.ones(2))})
+    message = r"(?s)registered differently.*theirs.*ours.*with register_flatt"
+    with _pair_registered("ours"), pytest.raises(SpecMismatchError, match=message):
+        prove_program(program, add)
 
 
 @pytest.fixture(scope="module")
@@ -307,6 +301,15 @@ def test_a_file_is_made_of_the_given_program_as_it_is(mistral, tmp_path):
 
 
 @needs_exporters
+@pytest.mark.slow
+def test_the_cache_of_an_encoder_is_proven_also(traced):
+    model = copy.deepcopy(make_model("t5"))
+    proven = prove_program(traced(model, decode_inputs(model, DecodeSizes())), model)
+    assert [case.steps for case in proven.report.cases] == [3] * 4
+    assert proven.report.max_difference < 2e-5
+
+
+@needs_exporters
 @pytest.mark.filterwarnings("ignore:.treespec.children_specs. is deprecated:FutureWarning")  # in their runner
 def test_transformers_saves_loads_and_calls_a_proven_program(mistral, past_the_window, tmp_path):
     from transformers.exporters import ExportedModel
@@ -323,16 +326,6 @@ def test_transformers_saves_loads_and_calls_a_proven_program(mistral, past_the_w
     assert type(found) is type(expected)
     torch.testing.assert_close(found.logits, expected.logits, atol=2e-5, rtol=0)
     assert cache_of(found).get_seq_length() == 2 * WINDOW + 3
-
-
-@needs_exporters
-@pytest.mark.slow  # each exports a model
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_other_caches_are_proven_also(traced, name):
-    model = copy.deepcopy(make_model(name))
-    proven = prove_program(traced(model, decode_inputs(model, DecodeSizes())), model)
-    assert [case.steps for case in proven.report.cases] == [3] * 4
-    assert proven.report.max_difference < 2e-5
 
 
 @needs_exporters
@@ -363,7 +356,6 @@ def test_positional_arguments_are_refused_for_transformers():
 
 
 ATEN = torch.ops.aten
-BATCH = {0: Dim.AUTO}
 
 
 class Mixed(torch.nn.Module):
@@ -387,13 +379,9 @@ def table():
     return found | {ATEN.__and__.Tensor: lambda a, b: ATEN.bitwise_and.Tensor(a, b)}
 
 
-def exported(module, *args, shapes=None):
-    return torch.export.export(module, args, dynamic_shapes=shapes)
-
-
 def test_the_decomposed_program_computes_the_same_and_is_a_copy():
     module = Mixed().eval()
-    program = exported(module, torch.randn(3, 4), shapes=(BATCH,))
+    program = torch.export.export(module, (torch.randn(3, 4),), dynamic_shapes=({0: Dim.AUTO},))
     before = str(program.graph), str(program.graph_signature)
     found = decompose_untranslated(program, table())
     assert (str(program.graph), str(program.graph_signature)) == before
@@ -429,4 +417,4 @@ class Counter(InPlace):
 @pytest.mark.parametrize("module", [Counter(), InPlace()], ids=lambda module: type(module).__name__)
 def test_a_program_that_writes_is_left_to_torch(module):
     """A node of it does not stand for itself."""
-    assert decompose_untranslated(exported(module, torch.randn(3, 4)), table()) is None
+    assert decompose_untranslated(torch.export.export(module, (torch.randn(3, 4),)), table()) is None

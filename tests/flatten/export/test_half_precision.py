@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import importlib.util
 import json
 import shutil
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from tests.modules import module_class
 from yobx_flatten import Case, export_folder, export_onnx, export_program, prove_program, verify_folder
 from yobx_flatten.errors import ReplayError
 from yobx_flatten.export.onnx import attempts as onnx_attempts
@@ -114,25 +114,17 @@ def test_a_wrong_file_of_a_model_with_small_scores_is_refused(fault, tmp_path, m
 
 
 _WRITERS = [
-    pytest.param(
-        "to_openvino",
-        "write_openvino",
-        ".xml",
-        FAULTS,
-        marks=pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="no OpenVINO"),
-    ),
-    pytest.param(
-        "to_aotinductor",
-        "write_package",
-        ".pt2",
-        [_no_scale],  # each is compiled, for a minute
-        marks=pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler"),
-    ),
+    ("to_openvino", "write_openvino", ".xml", FAULTS),
+    ("to_aotinductor", "write_package", ".pt2", [_no_scale]),  # each is compiled, for a minute
 ]
 
 
 @pytest.mark.parametrize(("method", "writer", "suffix", "faults"), _WRITERS)
 def test_files_of_other_runtimes_have_the_same_yardstick(method, writer, suffix, faults, tmp_path, monkeypatch):
+    if suffix == ".xml":
+        pytest.importorskip("openvino")
+    elif shutil.which("c++") is None:
+        pytest.skip("no compiler")
     model = _llama(layers=2)
     example = decode_inputs(model, DecodeSizes())
     exported = export_program(model, kwargs=example, proof="sample")
@@ -199,18 +191,11 @@ def test_what_is_explained_is_bounded_by_the_output():
     assert explained(0.0, values.float()) == 1e-4
 
 
-class _Large(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((64,), 1e4 / 3))
-
-    def forward(self, x):
-        return {"sum": (x * self.weight).sum(-1)}
-
-
 def test_float32_is_judged_by_float64_where_a_case_differs():
     """Five times what the type costs, no more than a part of the range; a stated tolerance stays as it is."""
-    module, x = _Large(), {"x": torch.randn(9, 64, generator=torch.Generator().manual_seed(0))}
+    module = module_class("Large", lambda self, x: {"sum": (x * self.weight).sum(-1)})()
+    module.weight = torch.nn.Parameter(torch.full((64,), 1e4 / 3))
+    x = {"x": torch.randn(9, 64, generator=torch.Generator().manual_seed(0))}
     report = export_program(module, (), x, cases=[]).report
     assert report.yardstick is None  # nothing differed, so nothing was measured
     case = Case("the example", (), x)

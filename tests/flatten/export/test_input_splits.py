@@ -47,6 +47,7 @@ def _product(path, linear, x, how="int8", **options):
 
 
 def test_a_limit_brings_back_what_large_channels_cost_the_others(tmp_path):
+    """Of inputs without large numbers two parts leave a third of the error, for five operators: they stay whole."""
     draw = torch.Generator().manual_seed(1)
     linear, x = torch.nn.Linear(128, 40).eval(), _with_outliers()
     numbers = torch.randint(-126, 127, (40, 4, 32), generator=draw).float()
@@ -62,14 +63,9 @@ def test_a_limit_brings_back_what_large_channels_cost_the_others(tmp_path):
     exact, graph = _product(tmp_path / "exact.onnx", linear, x, rounds_inputs=False)
     assert [node.op_type for node in graph].count("Clip") == 0
     assert numpy.square(exact - wanted).mean() < 0.1 * numpy.square(parted - wanted).mean()
-
-
-def test_inputs_without_large_numbers_stay_in_one_part(tmp_path):
-    """Of numbers of one size two parts leave a third of the error, for five operators."""
-    x = torch.rand(48, 128, generator=torch.Generator().manual_seed(0)) + 0.5
+    x = torch.rand(48, 128, generator=draw) + 0.5
     assert _split(x, 32) == InputSplit(math.inf)
-    linear = torch.nn.Linear(128, 40).eval()
-    whole, _ = _product(tmp_path / "whole.onnx", linear, x)
+    whole, _ = _product(tmp_path / "m.onnx", linear, x)
     found, graph = _product(tmp_path / "m.onnx", linear, x, rounds_inputs=False, splits={"input": InputSplit(math.inf)})
     assert [node.op_type for node in graph] == ["MatMulNBits", "Add"]
     assert numpy.array_equal(found, whole)
@@ -210,20 +206,24 @@ def _spoiled():
     return model
 
 
-def test_a_model_with_large_channels_is_written_with_inputs_in_two_parts(tmp_path):
-    model, losses, kinds = _spoiled(), {}, {}
+def _written(model, path, weights, kept):
+    """Return the operators of the file, and the report."""
     tokens = text_of(argparse)[:160].reshape(2, 80)
     kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
-    for kept in ("int8", "auto"):
-        how, path = Quantization("int8", tokens=tokens, activations=kept), tmp_path / f"{kept}.onnx"
-        report = export_onnx(model, kwargs=kwargs, path=path, cases=[], quantize=how).report
-        kinds[kept] = [node.op_type for node in onnx.load(path).graph.node]
-        losses[kept] = report.quality.text_divergence
-    assert kinds["auto"].count("Gather") > kinds["int8"].count("Gather")  # after norms; other inputs may stay whole
-    assert not {"Round", "Clip", "Abs"} & {*kinds["int8"]}
-    assert "Abs" not in kinds["auto"]  # the exact rest of each number, for inputs without a text
-    assert losses["auto"] < 0.5 * losses["int8"]
-    assert [remark for remark in report.remarks if "in two parts" in remark]
+    how = Quantization(weights, tokens=tokens, activations=kept)
+    report = export_onnx(model, kwargs=kwargs, path=path, cases=[], quantize=how).report
+    return [node.op_type for node in onnx.load(path).graph.node], report
+
+
+def test_a_model_with_large_channels_is_written_with_inputs_in_two_parts(tmp_path):
+    model = _spoiled()
+    plain, first = _written(model, tmp_path / "int8.onnx", "int8", "int8")
+    parted, second = _written(model, tmp_path / "auto.onnx", "int8", "auto")
+    assert parted.count("Gather") > plain.count("Gather")  # after norms; other inputs may stay whole
+    assert not {"Round", "Clip", "Abs"} & {*plain}
+    assert "Abs" not in parted  # the exact rest of each number, for inputs without a text
+    assert second.quality.text_divergence < 0.5 * first.quality.text_divergence
+    assert [remark for remark in second.remarks if "in two parts" in remark]
 
 
 @pytest.mark.parametrize("weights", ["int8", "keep"])
@@ -235,13 +235,10 @@ def test_a_head_that_an_embedding_reads_is_split_too(tmp_path, monkeypatch, weig
         for matrix in [one for one in model.parameters() if one.dim() == 2] if weights == "keep" else []:
             steps = matrix.reshape(len(matrix), -1, 32).abs().amax(2, keepdim=True) / 127
             matrix.copy_((matrix.reshape(len(matrix), -1, 32) / steps).round().mul(steps).reshape(matrix.shape))
-    tokens = text_of(argparse)[:160].reshape(2, 80)
-    kwargs = decode_inputs(model, DecodeSizes(batch=2, past=5, new=3))
     for name, share in (("rows", 10**6), ("channels", 32)):
         monkeypatch.setattr(rounding, "_SHARE", share)
-        path, how = tmp_path / f"{name}.onnx", Quantization(weights, tokens=tokens, activations="split")
-        report = export_onnx(model, kwargs=kwargs, path=path, cases=[], quantize=how).report
-        kinds = [node.op_type for node in onnx.load(path).graph.node]
+        path = tmp_path / f"{name}.onnx"
+        kinds, report = _written(model, path, weights, "split")
         sizes[name] = kinds.count("Gather"), kinds.count("Clip")
         losses[name] = report.quality.text_divergence
         head = [node for node in onnx.load(path).graph.node if node.op_type == "MatMulNBits"][-1]
@@ -327,8 +324,7 @@ def test_channels_make_large_ones_smaller_and_leave_the_product_as_it_is():
     assert torch.allclose((x / channels) @ (weight * channels[:, None]), x @ weight)
     assert float((x / channels).abs().max() / x.abs().max()) < 0.2
     assert math.isclose(float(channels.log().mean()), 0, abs_tol=1e-6)
-    still = _channels(torch.zeros(4, 4), [torch.zeros(4)])
-    assert torch.equal(still, torch.ones(4))
+    assert torch.equal(_channels(torch.zeros(4, 4), [torch.zeros(4)]), torch.ones(4))
 
 
 def test_seven_bits_share_one_zero_and_lose_less_than_rounding_to_nearest():

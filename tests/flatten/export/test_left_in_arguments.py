@@ -166,7 +166,6 @@ def test_a_program_of_positional_arguments_leaves_the_same():
 
 
 def test_what_is_returned_anyway_is_not_returned_twice():
-
     class Returns(torch.nn.Module):
         def forward(self, x, cache, log):
             cache.add_(x)
@@ -192,7 +191,6 @@ def test_without_a_loop_the_report_says_what_is_lost(module, make, present, tmp_
 
 
 def test_an_attribute_that_no_field_holds_is_refused():
-
     class Notes(torch.nn.Module):
         def forward(self, x, slots):
             slots.seen = x.sum()

@@ -52,7 +52,6 @@ def decode(model):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-
     @functools.cache
     def export(name):
         model, path = make(*MODELS[name]), tmp_path_factory.mktemp("attention") / "model.onnx"
@@ -69,7 +68,6 @@ def nodes_of(path, *types):
 def test_attention_is_one_operator_per_layer_that_takes_the_cache(exported, name):
     path, report = exported(name)
     attention = nodes_of(path, "Attention", "Softmax")
-
     assert report.opset == 23
     assert report.operators["Attention"] == 2
     assert [node.op_type for node in attention] == ["Attention", "Attention"]
@@ -99,7 +97,6 @@ def test_keys_have_the_heads_of_the_cache_and_no_axis_is_moved(exported):
 def test_an_opset_that_was_asked_for_is_written(tmp_path):
     model = make("Llama", SMALL)
     report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx", opset_version=18).report
-
     assert report.opset == 18
     assert report.operators == {"Softmax": 2}
 
@@ -126,7 +123,6 @@ def test_attention_that_is_spelled_out_becomes_the_operator_unless_its_scores_ar
     report = export_onnx(Spelled(), spelled_inputs(), path=tmp_path / "model.onnx", dynamic_shapes=None).report
     (node,) = nodes_of(tmp_path / "model.onnx", "Attention")
     attributes = {attribute.name: attribute.f for attribute in node.attribute}
-
     assert attributes == pytest.approx({"scale": 0.25, "softcap": 3.0})
     assert not nodes_of(tmp_path / "model.onnx", "Softmax", "Expand", "Tanh")
     # other cases have numbers of other sizes, whose outputs are as much larger
@@ -150,14 +146,12 @@ def test_a_mask_made_of_the_keys_keeps_their_concatenation(tmp_path):
     inputs = [torch.randn(2, 4, tokens, 8) for tokens in (3, 3, 3, 4, 4)]
     inputs[1][0], inputs[3][0] = -1.0, -1.0  # no key of the first row is seen
     report = export_onnx(MaskOfKeys(), tuple(inputs), path=tmp_path / "model.onnx", dynamic_shapes=None).report
-
     assert report.operators == {"Attention": 1}
     assert len(nodes_of(tmp_path / "model.onnx", "Attention")[0].output) == 1
     assert report.max_difference < 1e-5
 
 
 def test_operators_whose_replay_fails_are_left_out_and_named(tmp_path, monkeypatch):
-
     def wrong(model):
         for node in model.graph:
             if node.op_type == "Attention":
@@ -166,7 +160,6 @@ def test_operators_whose_replay_fails_are_left_out_and_named(tmp_path, monkeypat
     monkeypatch.setattr("yobx_flatten.export.onnx.file.fuse_attention", wrong)
     model = make("Llama", SMALL)
     report = export_onnx(model, kwargs=decode(model), path=tmp_path / "model.onnx").report
-
     assert report.ok
     assert "Attention" not in report.operators
     (remark,) = [remark for remark in report.remarks if "was left out" in remark]
@@ -177,7 +170,6 @@ def test_a_module_that_is_wrong_in_every_opset_fails_once(tmp_path):
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Softmax(-1))  # torch and onnxruntime round apart
     with pytest.raises(ReplayError) as caught:
         export_onnx(module, (torch.linspace(-2, 2, 2048).reshape(32, 64),), path=tmp_path / "a.onnx", tolerance=0.0)
-
     assert [case.runtime for case in caught.value.report.cases] == [*["torch.export"] * 3, "onnxruntime"]
     assert not list(tmp_path.iterdir())
 

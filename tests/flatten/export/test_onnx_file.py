@@ -95,26 +95,22 @@ def test_outputs_may_be_called_like_nodes_and_parameters(tmp_path):
         def forward(self, x):
             return {"sigmoid": torch.relu(x).sigmoid(), "relu": x.tanh() + self.weight, "weight": x * self.weight}
 
-    x = torch.tensor([[-1.0, 0.5, 2.0], [1.0, -3.0, 0.0]])
-    export_onnx(Named(), (x,), path=tmp_path / "named.onnx", cases=[])
+    x, module = torch.tensor([[-1.0, 0.5, 2.0], [1.0, -3.0, 0.0]]), Named()
+    export_onnx(module, (x,), path=tmp_path / "named.onnx", cases=[])
     onnx.checker.check_model(tmp_path / "named.onnx")
-    found = _run(tmp_path / "named.onnx", x=x.numpy())
-    weight = torch.tensor([1.0, -2.0, 3.0])
-    expected = {"sigmoid": x.clamp(min=0).sigmoid(), "relu": x.tanh() + weight, "weight": x * weight}
+    found = {name: torch.from_numpy(value) for name, value in _run(tmp_path / "named.onnx", x=x.numpy()).items()}
+    expected = {name: value.detach() for name, value in module(x).items()}
     assert list(found) == list(expected)
-    for name, value in expected.items():
-        torch.testing.assert_close(torch.from_numpy(found[name]), value)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("opset", cases([20, 23], quick=[20]))
 def test_a_decode_call_of_several_rows_holds_in_every_opset(opset, tmp_path):
     """In 23 the exporter makes RotaryEmbedding of cosines with one row, which onnxruntime refuses for two."""
-    model = make_model("llama")
-    exported = export_onnx(
-        model, kwargs=decode_inputs(model, DecodeSizes()), path=tmp_path / "a.onnx", opset_version=opset
-    )
+    model, path = make_model("llama"), tmp_path / "a.onnx"
+    exported = export_onnx(model, kwargs=decode_inputs(model, DecodeSizes()), path=path, opset_version=opset)
     assert exported.report.max_difference < 1e-4
-    model_file = onnx.load(exported.path)
+    model_file = onnx.load(path)
     assert [entry.version for entry in model_file.opset_import if entry.domain == ""] == [opset]
     onnx.checker.check_model(model_file)
 
@@ -136,17 +132,11 @@ def test_an_opset_below_the_first_of_the_exporter_is_refused_before_the_trace(op
 
 def test_a_type_without_kernels_is_an_error_that_says_so(tmp_path):
     """https://github.com/pytorch/pytorch/issues/143643; the file can be kept for another provider."""
-    module = torch.nn.Linear(3, 4).bfloat16()
+    module, x, failed = torch.nn.Linear(3, 4).bfloat16(), torch.ones(2, 3, dtype=torch.bfloat16), tmp_path / "failed"
     with pytest.raises(ReplayError, match=r"(?s)onnxruntime lacks kernels for bfloat16 on the CPU.*failed.a\.onnx"):
-        export_onnx(
-            module,
-            (torch.ones(2, 3, dtype=torch.bfloat16),),
-            path=tmp_path / "a.onnx",
-            cases=[],
-            keep_failed=tmp_path / "failed",
-        )
+        export_onnx(module, (x,), path=tmp_path / "a.onnx", cases=[], keep_failed=failed)
     assert not (tmp_path / "a.onnx").exists()
-    kept = onnx.load(tmp_path / "failed" / "a.onnx").graph
+    kept = onnx.load(failed / "a.onnx").graph
     assert kept.input[0].type.tensor_type.elem_type == onnx.TensorProto.BFLOAT16
 
 
@@ -171,12 +161,12 @@ def test_complex_numbers_are_pairs_in_the_file(tmp_path):
 def test_8_bit_floats_go_in_and_come_out(tmp_path):
     """NumPy has no such type (https://github.com/pytorch/pytorch/issues/106877)."""
 
-    class Cast(torch.nn.Module):
-        def forward(self, x):
-            return {"wide": x.to(torch.float32) * 3, "narrow": (x.to(torch.float32) * 3).to(torch.float8_e5m2)}
+    def forward(self, x):
+        return {"wide": x.to(torch.float32) * 3, "narrow": (x.to(torch.float32) * 3).to(torch.float8_e5m2)}
 
     x = torch.tensor([[0.5, -1.0, 2.0], [3.0, 0.0, 7.0]]).to(torch.float8_e4m3fn)
-    report = export_onnx(Cast(), (x,), path=tmp_path / "a.onnx", cases=[], opset_version=20).report
+    cast = module_class("Cast", forward)()
+    report = export_onnx(cast, (x,), path=tmp_path / "a.onnx", cases=[], opset_version=20).report
     assert [case.runtime for case in report.cases] == ["torch.export", "onnxruntime"]
     assert report.cases[-1].differences == {"wide": 0.0, "narrow": 0.0}
 
@@ -250,26 +240,27 @@ def test_pictures_have_a_name_of_their_own_where_there_are_texts(tmp_path, forwa
     assert outputs[0][0] == axes.get("input_ids", [texts])[0] == texts
 
 
-class _Prompted(torch.nn.Module):
-    """Reads a prompt whose mask also covers what was read before, and a canvas: as DiffusionGemma does."""
-
-    def forward(self, input_ids, attention_mask, decoder_input_ids):
-        """Weigh each of all tokens by its distance to the end, in parts that onnxruntime gives memory of their own."""
-        new = torch.arange(input_ids.shape[1]).float()
-        whole = torch.arange(attention_mask.shape[1]).float()
-        read = (input_ids * new.sin()).sum(1, keepdim=True)
-        return (attention_mask * whole.sin()).sum(1, keepdim=True) + read * decoder_input_ids
+def _prompted(self, input_ids, attention_mask, decoder_input_ids):
+    """Weigh each of all tokens by its distance to the end, in parts that onnxruntime gives memory of their own."""
+    new = torch.arange(input_ids.shape[1]).float()
+    whole = torch.arange(attention_mask.shape[1]).float()
+    read = (input_ids * new.sin()).sum(1, keepdim=True)
+    return (attention_mask * whole.sin()).sum(1, keepdim=True) + read * decoder_input_ids
 
 
 def test_axes_of_two_sizes_have_two_names(tmp_path):
-    """Where both would be the encoder's length: onnxruntime gives axes of one name memory of one size."""
-    kwargs = {
-        "input_ids": torch.ones(2, 3),
-        "attention_mask": torch.ones(2, 8),
-        "decoder_input_ids": torch.arange(12.0).reshape(2, 6),
-    }
-    other = {"input_ids": torch.ones(3, 4), "attention_mask": torch.ones(3, 9), "decoder_input_ids": torch.ones(3, 2)}
-    report = export_onnx(_Prompted(), kwargs=kwargs, path=tmp_path / "a.onnx", cases=[Case("other", (), other)]).report
+    """Where both would be the encoder's length: onnxruntime gives axes of one name memory of one size.
+
+    A prompt whose mask also covers what was read before, and a canvas: as DiffusionGemma does.
+    """
+
+    def inputs(rows, new, whole, canvas):
+        ids, mask = torch.ones(rows, new), torch.ones(rows, whole)
+        decoded = torch.arange(float(rows * canvas)).reshape(rows, canvas)
+        return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": decoded}
+
+    module, other = module_class("Prompted", _prompted)(), Case("other", (), inputs(3, 4, 9, 2))
+    report = export_onnx(module, kwargs=inputs(2, 3, 8, 6), path=tmp_path / "a.onnx", cases=[other]).report
     assert report.ok
     axes = _axes(tmp_path / "a.onnx")
     assert axes["input_ids"] == ["batch_size", "encoder_sequence_length"]

@@ -69,7 +69,6 @@ def test_a_trained_model_keeps_its_perplexity(tmp_path, weights, allowed, bytes_
     assert len(stored) == 2 * 7 + 1
     assert sum(size for size, _ in stored.values()) <= bytes_each * sum(full for _, full in stored.values())
     assert exported.report.onnx_bytes == os.path.getsize(path)
-
     # the perplexity again, of all tokens but the first of each row, without any of our own code
     model, session = trained_model(), onnxruntime.InferenceSession(path)
     feeds = {"input_ids": tokens.numpy(), "attention_mask": torch.ones_like(tokens).numpy()}

@@ -186,7 +186,6 @@ def test_a_branch_on_values_is_pointed_to(line, capfd):
 
 
 def test_what_was_not_equal_is_in_the_first_line():
-
     grows = module_class("Grows", lambda self, x: x[: 2 if x.shape[0] < 4 else 3])()
     with pytest.raises(ReplayError) as caught:
         export_program(grows, (torch.ones(3, 3),), cases=[Case("seven rows", (torch.ones(7, 3),))])

@@ -13,7 +13,6 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from transformers import BertConfig, BertModel
 
 from tests.flatten.export.trained_model import text_of, trained_model
 from yobx_flatten import DecodeSizes, decode_inputs, export_onnx, register_flattening_functions
@@ -39,24 +38,6 @@ class Reader(torch.nn.Module):
 def _initializers(path):
     graph = onnx.load(path).graph
     return graph, {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
-
-
-def test_an_encoder_is_a_quarter_of_its_size_and_keeps_its_embeddings(tmp_path):
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = BertConfig(**sizes, vocab_size=1200, max_position_embeddings=64)
-        model, path = BertModel(config, add_pooling_layer=False).eval(), tmp_path / "m.onnx"
-    ids = torch.randint(0, 1200, (8, 12), generator=torch.Generator().manual_seed(1))
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    report = export_onnx(model, kwargs=given, path=path, quantize="int8").report
-    assert any("embedding tables, in int8" in remark for remark in report.remarks)
-    assert path.stat().st_size < 0.3 * sum(weight.nbytes for weight in model.parameters()) + 60_000
-    found = onnxruntime.InferenceSession(path).run(None, {name: value.numpy() for name, value in given.items()})[0]
-    with torch.no_grad():
-        expected = model(**given).last_hidden_state.mean(1)
-    cosines = torch.nn.functional.cosine_similarity(torch.from_numpy(found).mean(1), expected)
-    assert float(cosines.min()) >= 0.995
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
@@ -371,27 +352,3 @@ def test_a_small_ratio_gets_a_larger_file_and_no_error(tmp_path):
     assert len(products) == 15
     assert {a.name: a.i for a in products[-1].attribute}["bits"] == 8
     assert not [remark for remark in loose.remarks if remark.startswith("stored in")]
-
-
-def test_a_tied_table_is_in_the_file_once(tmp_path):
-
-    class Tied(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = torch.nn.Embedding(80, 64)
-            self.head = torch.nn.Linear(64, 80, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, ids, x):
-            return self.table(ids), self.head(x)
-
-    torch.manual_seed(0)
-    module, path, given = Tied().eval(), tmp_path / "m.onnx", (torch.tensor([[3, 79, 0]]), torch.eye(64))
-    report = export_onnx(module, given, path=path, cases=[], quantize="int8", dynamic_shapes=None).report
-    assert sum(len(tensor.raw_data) for tensor in onnx.load(path).graph.initializer) < 1.3 * 80 * 64
-    session = onnxruntime.InferenceSession(path)
-    feeds = {one.name: value.numpy() for one, value in zip(session.get_inputs(), given, strict=True)}
-    rows, columns = map(torch.from_numpy, session.run(None, feeds))
-    torch.testing.assert_close(rows, module.table.weight.detach()[given[0]], atol=0.02, rtol=0)
-    torch.testing.assert_close(columns.T[given[0]], rows, atol=0.02, rtol=0)
-    assert any("is in the file once" in remark for remark in report.remarks)

@@ -144,7 +144,6 @@ def test_a_module_that_amplifies_rounding_is_exported(kind, tmp_path):
 
 
 def test_vocabulary_and_mask_are_varied_within_what_the_module_takes(tmp_path):
-
     class Pools(torch.nn.Module):
         def __init__(self):
             super().__init__()

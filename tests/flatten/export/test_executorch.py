@@ -1,6 +1,6 @@
-"""Files of ExecuTorch: a cache in buffers of the caller, rewound and reordered next to eager, and the sizes of loops."""
+"""Files of ExecuTorch: a cache in buffers of the caller, sizes of loops, and operators that it has no kernel for."""
 
-import importlib
+import importlib.util
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from tests.flatten.export.rewound_rows import LEAVES, WritesIntoBuffers, small_llama, small_mistral
 from tests.flatten.export.small_step import Decay, loop_inputs
 from tests.models import make_model
+from tests.modules import module_class
 from yobx_flatten import dynamic_shapes, export_folder, open_generator, register_flattening_functions
 from yobx_flatten.errors import DamagedFileError, FlattenError, GenerationError, InvalidArgumentError, ReplayError
 from yobx_flatten.export import Case, CaseResult, export_program, quantization
@@ -17,6 +18,7 @@ from yobx_flatten.export.exported_model import source_of
 from yobx_flatten.export.flat_program import flat_program, signature_of
 from yobx_flatten.export.runtimes import executorch
 from yobx_flatten.export.runtimes import write as runtimes
+from yobx_flatten.export.runtimes.executorch import grouped_product, written_out
 from yobx_flatten.export.runtimes.executorch_cache import with_row_buffers
 from yobx_flatten.huggingface.cases import DecodeSizes, decode_inputs
 from yobx_flatten.runners.executorch_runner import Rows
@@ -184,9 +186,7 @@ def test_executorch_has_as_many_threads_as_are_asked_for(folder):
         opened = None  # without an open file the pool can be another
         opened = open_generator(folder.path, threads=threads)
         assert pool._threadpool_get_thread_count() == threads
-    with pytest.raises(
-        GenerationError, match=r"model\.pte is open with 1 threads\. Open the first file with threads=2"
-    ):
+    with pytest.raises(GenerationError, match=r"model\.pte is open with 1 threads\. Open the first .* threads=2"):
         open_generator(folder.path, threads=2)
     assert opened.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2).shape == (1, 5)
 
@@ -243,3 +243,79 @@ def test_memory_is_planned_for_the_largest_batch_of_a_decoder_with_windows(tmp_p
         report = exported.to_executorch(tmp_path / "mistral.pte", backend="portable")
     assert [case.error for case in report.cases] == [None, None]
     assert max(case.max_difference for case in report.cases) <= report.tolerance
+
+
+if importlib.util.find_spec("transformers.integrations.moe"):
+    importlib.import_module("transformers.integrations.moe")  # registers the operator
+has_grouped_products = pytest.mark.skipif(
+    not hasattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback"),
+    reason="this version of transformers has no grouped product",
+)
+
+
+class Experts(torch.nn.Module):
+    """Rows sorted by expert, multiplied in groups, and put back: what transformers' mixtures do."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.weight = torch.nn.Parameter(torch.randn(4, 5, 6))
+
+    def forward(self, rows, expert):
+        order = torch.argsort(expert, stable=True)
+        counts = torch.histc(expert.float(), bins=4, min=0, max=3)
+        ends = counts.cumsum(0).to(torch.int32)
+        product = torch.ops.transformers.grouped_mm_fallback(rows[order], self.weight, ends)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0])
+        return product[back]
+
+
+@has_grouped_products
+def test_a_mixture_without_its_operators_computes_the_same():
+    rows, experts = torch.randn(7, 5), torch.tensor([3, 0, 1, 0, 3, 3, 1])
+    free = {0: Dim.DYNAMIC}
+    program = torch.export.export(Experts(), (rows, experts), dynamic_shapes=(free, free)).run_decompositions({})
+    found = written_out(program)
+    names = {str(node.target) for node in found.graph.nodes}
+    assert [n for n in names if any(word in n for word in ("grouped_mm", "sort", "histc", "empty"))] == []
+    for count in (2, 7, 12):
+        given = torch.randn(count, 5), torch.arange(count) % 3
+        with torch.no_grad():
+            torch.testing.assert_close(found.module()(*given), Experts()(*given))
+    plain = torch.export.export(torch.nn.Linear(3, 2), (torch.zeros(4, 3),))
+    assert written_out(plain) is plain
+
+
+@has_grouped_products
+def test_rows_after_the_last_expert_are_zeros():
+    rows, weight, ends = torch.randn(6, 5), torch.randn(3, 5, 4), torch.tensor([2, 2, 5], dtype=torch.int32)
+    expected = torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)
+    torch.testing.assert_close(grouped_product(rows, weight, ends), expected)
+
+
+def test_the_inverse_of_erf_is_computed_without_its_operator():
+    """From -1 to 1, where it is infinite; Gemma 3n cuts its activations off with it."""
+    cut = module_class("Cut", lambda self, x: torch.erfinv(x))()
+    program = written_out(torch.export.export(cut, (torch.zeros(3, 3),), dynamic_shapes=({0: Dim.DYNAMIC},)))
+    assert [node for node in program.graph.nodes if "erfinv" in str(node.target)] == []
+    given = torch.cat([torch.linspace(-1, 1, 21), torch.tensor([0.99, 0.9999, -0.99999, 1e-7, 0.0, -1e-3])]).view(9, 3)
+    torch.testing.assert_close(program.module()(given), torch.erfinv(given), atol=1e-6, rtol=2e-6)
+
+
+def test_memory_is_filled_before_it_is_written_to():
+    """ExecuTorch would take its sizes from the example: A.X K2 puts keys together in it, and fits no longer cache."""
+
+    class Joined(torch.nn.Module):
+        def forward(self, x, y):
+            found = x.new_empty(x.shape[0], 5)
+            found[:, :3], found[:, 3:] = x, y
+            return found + torch.empty(x.shape[0], 5, dtype=x.dtype).zero_()
+
+    rows = {0: torch.export.Dim.DYNAMIC}
+    program = torch.export.export(Joined(), (torch.ones(2, 3), torch.ones(2, 2)), dynamic_shapes=(rows, rows))
+    found = written_out(program)
+    assert [node for node in found.graph.nodes if "empty" in str(node.target)] == []
+    given = torch.randn(7, 3), torch.randn(7, 2)
+    torch.testing.assert_close(found.module()(*given), torch.cat(given, dim=1))

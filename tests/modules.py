@@ -20,3 +20,11 @@ class Answers(torch.nn.Module):
 
     def forward(self, given: Any) -> Any:
         return self.answer(given)
+
+
+def module_of(forward: Callable[..., Any], **parts: Any) -> torch.nn.Module:
+    """Return a module in evaluation mode with this `forward`; tensors among its parts become parameters."""
+    made = module_class("Own", forward)()
+    for name, part in parts.items():
+        setattr(made, name, torch.nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
+    return made.eval()

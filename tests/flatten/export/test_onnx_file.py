@@ -20,7 +20,7 @@ from torch.export import Dim
 from tests.cases import cases
 from tests.flatten.export.exported_files import exported_file
 from tests.models import make_model
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, register_flattening_functions
 from yobx_flatten.errors import DynamicShapesError, InvalidArgumentError, ReplayError
 from yobx_flatten.export import Case, export_onnx, export_program
@@ -37,9 +37,7 @@ from yobx_flatten.export.traced import _WithoutGraphs
 pytestmark = pytest.mark.slow
 
 
-class Drifts(torch.nn.Module):
-    def forward(self, x):
-        return x + (0.0 if torch.compiler.is_exporting() else 0.5)
+Drifts = module_class("Drifts", lambda self, x: x + (0.0 if torch.compiler.is_exporting() else 0.5))
 
 
 Twice = module_class("Twice", lambda self, x: {"y": x * 2})
@@ -87,15 +85,13 @@ def test_weights_beside_an_older_file_go_with_it(refers, left, tmp_path):
 def test_outputs_may_be_called_like_nodes_and_parameters(tmp_path):
     """An ONNX graph has one namespace for all values (https://github.com/pytorch/pytorch/issues/165758)."""
 
-    class Named(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
+    def named(self, x):
+        return {"sigmoid": torch.relu(x).sigmoid(), "relu": x.tanh() + self.weight, "weight": x * self.weight}
 
-        def forward(self, x):
-            return {"sigmoid": torch.relu(x).sigmoid(), "relu": x.tanh() + self.weight, "weight": x * self.weight}
-
-    x, module = torch.tensor([[-1.0, 0.5, 2.0], [1.0, -3.0, 0.0]]), Named()
+    module, x = (
+        module_of(named, weight=torch.tensor([1.0, -2.0, 3.0])),
+        torch.tensor([[-1.0, 0.5, 2.0], [1.0, -3.0, 0.0]]),
+    )
     export_onnx(module, (x,), path=tmp_path / "named.onnx", cases=[])
     onnx.checker.check_model(tmp_path / "named.onnx")
     found = {name: torch.from_numpy(value) for name, value in _run(tmp_path / "named.onnx", x=x.numpy()).items()}

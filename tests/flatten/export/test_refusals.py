@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.export import Dim
 
-from tests.modules import Answers, module_class
+from tests.modules import Answers, module_class, module_of
 from yobx_flatten import (
     Case,
     DynamicShapesError,
@@ -194,54 +194,42 @@ def test_what_was_not_equal_is_in_the_first_line():
     assert "inf" not in first
 
 
-Gradient = module_class("Gradient", lambda self, x: torch.vmap(torch.func.grad(lambda row: row.pow(3).sum()))(x))
+def _sets_data(self, x):
+    self.weight.data = self.weight.data * 2
+    return x * self.weight
 
 
-class GradientOfLayer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(3, 1)
-
-    def forward(self, x):
-        return torch.func.grad(lambda y: self.linear(y).pow(2).sum())(x)
+def _writes_data(self, x):
+    x.data.add_(1)
+    return x * 2
 
 
-class SetsData(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        self.weight.data = self.weight.data * 2
-        return x * self.weight
-
-
-class WritesData(torch.nn.Module):
-    def forward(self, x):
-        x.data.add_(1)
-        return x * 2
+UNTRACEABLE = {
+    "gradient": lambda self, x: torch.vmap(torch.func.grad(lambda row: row.pow(3).sum()))(x),
+    "gradient of a layer": lambda self, x: torch.func.grad(lambda y: self.linear(y).pow(2).sum())(x),
+    "sets .data": _sets_data,
+    "writes .data": _writes_data,
+    "asks for numbers": lambda self, x: x * torch.tensor(x.numpy() ** 2),
+}
 
 
-AsksForNumbers = module_class("AsksForNumbers", lambda self, x: x * torch.tensor(x.numpy() ** 2))
-
-
-@pytest.mark.parametrize("kind", [Gradient, GradientOfLayer, SetsData, WritesData, AsksForNumbers])
+@pytest.mark.parametrize("kind", UNTRACEABLE)
 def test_what_a_trace_does_not_follow_has_a_cure(kind):
     """Each is one of torch's own assertions, which name neither the cause nor what to write."""
-    with pytest.raises(InvalidArgumentError, match=f"{kind.__name__} is not traced. forward uses torch.func, .data"):
-        export_program(kind(), (torch.ones(4, 3),))
+    module = module_of(UNTRACEABLE[kind], weight=torch.ones(3), linear=torch.nn.Linear(3, 1))
+    with pytest.raises(InvalidArgumentError, match=r"Own is not traced\. forward uses torch\.func, \.data"):
+        export_program(module, (torch.ones(4, 3),))
 
 
 def test_the_cure_is_exported():
-    class Differentiates(torch.nn.Module):
-        def forward(self, x):
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                (gradient,) = torch.autograd.grad(x.pow(3).sum(), x)
-            return gradient
+    def differentiates(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(x.pow(3).sum(), x)
+        return gradient
 
-    x = torch.randn(5, 3)
-    assert torch.allclose(export_program(Differentiates(), (torch.ones(4, 3),))(x), 3 * x**2)
+    exported, x = export_program(module_of(differentiates), (torch.ones(4, 3),)), torch.randn(5, 3)
+    assert torch.allclose(exported(x), 3 * x**2)
 
 
 NAN = float("nan")
@@ -296,13 +284,12 @@ def test_nan_of_a_row_and_of_one_case_is_noted():
 def test_nan_at_padding_is_not_compared_and_not_noted():
     """A row that sees no position is a softmax over nothing."""
 
-    class Tokens(torch.nn.Module):
-        def forward(self, input_ids, attention_mask):
-            return torch.where(attention_mask == 0, NAN, input_ids.float())[..., None].repeat(1, 1, 2)
+    def tokens(self, input_ids, attention_mask):
+        return torch.where(attention_mask == 0, NAN, input_ids.float())[..., None].repeat(1, 1, 2)
 
     given = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": torch.ones(2, 3, dtype=torch.int64)}
     padded = {**given, "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]])}
-    report = export_program(Tokens(), (), given, cases=[Case("padded", (), padded)]).report
+    report = export_program(module_of(tokens), (), given, cases=[Case("padded", (), padded)]).report
     assert report.ok
     assert "NaN" not in str(report)
     assert "positions that the attention mask excludes were not compared" in str(report)

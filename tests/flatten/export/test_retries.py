@@ -9,6 +9,7 @@ import onnxscript
 import pytest
 import torch
 
+from tests.modules import module_of
 from yobx_flatten import Case, export_onnx, export_program, record_calls
 from yobx_flatten.errors import InvalidArgumentError, ReplayError
 
@@ -18,17 +19,6 @@ nn = torch.nn
 @pytest.fixture
 def _lines_of_code(monkeypatch):
     monkeypatch.setattr(torch.fx.config, "do_not_emit_stack_traces", False)
-
-
-def _module(forward, **parameters):
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            for name, value in parameters.items():
-                setattr(self, name, nn.Parameter(value))
-
-    Own.forward = forward
-    return Own().eval()
 
 
 def _differences(path, module, *calls):
@@ -71,7 +61,7 @@ ALL_SIZES = {
 @pytest.mark.parametrize("name", ALL_SIZES)
 def test_sizes_that_the_code_counts_with_all_vary(name, tmp_path):
     forward, make = ALL_SIZES[name]
-    module = _module(forward, weight=torch.randn(3, 4, 6))
+    module = module_of(forward, weight=torch.randn(3, 4, 6))
     exported = export_onnx(module, kwargs=make(2), path=tmp_path / "m.onnx")
     assert not [remark for remark in exported.report.remarks if "fixed" in remark]
     assert max(_differences(tmp_path / "m.onnx", module, make(5), make(3), make(1))) < 1e-5
@@ -113,7 +103,7 @@ def test_a_recurrent_layer_with_its_state_takes_any_batch(kind, options, tmp_pat
 
 def test_chunks_of_a_varying_size_need_no_retry(tmp_path):
     """torch's exporter refuses them, a translation here does not; the program has as many chunks as the example."""
-    module = _module(lambda self, x: {"y": torch.stack(x.chunk(x.shape[1] // 2, 1))})
+    module = module_of(lambda self, x: {"y": torch.stack(x.chunk(x.shape[1] // 2, 1))})
     report = export_onnx(module, kwargs={"x": torch.randn(3, 6)}, path=tmp_path / "m.onnx").report
     assert not [remark for remark in report.remarks if "fixed as in the example" in remark]
     assert _differences(tmp_path / "m.onnx", module, {"x": torch.randn(7, 6)}) == [0.0]
@@ -121,7 +111,7 @@ def test_chunks_of_a_varying_size_need_no_retry(tmp_path):
         _differences(tmp_path / "m.onnx", module, {"x": torch.randn(3, 8)})
 
 
-ROLLED = _module(lambda self, x: {"y": torch.roll(x, x.shape[1] // 2, 1)})
+ROLLED = module_of(lambda self, x: {"y": torch.roll(x, x.shape[1] // 2, 1)})
 
 
 def test_a_size_that_fails_is_fixed_and_named(tmp_path):
@@ -146,17 +136,23 @@ def test_sizes_that_were_stated_and_those_of_cases_are_never_fixed(tmp_path):
         assert not (tmp_path / "m.onnx").exists()
 
 
+class Doubled(nn.Module):
+    def forward(self, x):
+        return {"y": torch.ops.yobx_tests.twice_plus(x, 1.0)}
+
+
+class Reread(nn.Module):
+    def forward(self, x):
+        return {"y": x.view(torch.int32)}
+
+
 @pytest.mark.usefixtures("_lines_of_code")
 @pytest.mark.parametrize(
-    ("forward", "operator"),
-    [
-        (lambda self, x: {"y": torch.ops.yobx_tests.twice_plus(x, 1.0)}, "yobx_tests.twice_plus.default"),
-        (lambda self, x: {"y": x.view(torch.int32)}, "aten.view.dtype"),
-    ],
+    ("module", "operator"), [(Doubled(), "yobx_tests.twice_plus.default"), (Reread(), "aten.view.dtype")]
 )
-def test_an_operator_without_translation_is_named_with_the_line_to_type(forward, operator, tmp_path):
+def test_an_operator_without_translation_is_named_with_the_line_to_type(module, operator, tmp_path):
     with pytest.raises(InvalidArgumentError, match="has no translation") as caught:
-        export_onnx(_module(forward), kwargs={"x": torch.randn(2, 3, 4)}, path=tmp_path / "m.onnx")
+        export_onnx(module, kwargs={"x": torch.randn(2, 3, 4)}, path=tmp_path / "m.onnx")
     first, last = str(caught.value).splitlines()
     assert operator in first
     assert "test_retries.py" in first
@@ -165,15 +161,15 @@ def test_an_operator_without_translation_is_named_with_the_line_to_type(forward,
 
 def test_a_module_made_in_inference_mode_is_exported(tmp_path):
     with torch.inference_mode():
-        module = _module(lambda self, x: {"y": self.norm(self.convolution(x))})
-        module.convolution, module.norm = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4).eval()
+        parts = {"convolution": nn.Conv1d(3, 4, 3), "norm": nn.BatchNorm1d(4)}
+        module = module_of(lambda self, x: {"y": self.norm(self.convolution(x))}, **parts)
     export_onnx(module, kwargs={"x": torch.randn(2, 3, 9)}, path=tmp_path / "m.onnx")
     assert all(one.requires_grad and one.is_inference() for one in module.parameters())
     assert max(_differences(tmp_path / "m.onnx", module, {"x": torch.randn(1, 3, 9)})) < 1e-5
 
 
 def test_a_program_checks_a_size_of_one_value():
-    module = _module(lambda self, x: {"y": x @ self.weight}, weight=torch.randn(4, 5))
+    module = module_of(lambda self, x: {"y": x @ self.weight}, weight=torch.randn(4, 5))
     exported = export_program(module, kwargs={"x": torch.randn(3, 4)})
     (x,) = [node.meta["val"] for node in exported.program.graph.nodes if node.name == "x"]
     assert type(x.shape[1]) is int
@@ -190,14 +186,14 @@ def test_autocast_inside_forward_is_named_as_the_cause(tmp_path):
         with torch.autocast("cpu", torch.bfloat16):
             return {"y": x @ self.weight}
 
-    module = _module(forward, weight=torch.randn(6, 6))
+    module = module_of(forward, weight=torch.randn(6, 6))
     with pytest.raises(ReplayError, match=r"torch\.autocast\('cpu', torch\.bfloat16\).*enabled=False"):
         export_onnx(module, kwargs={"x": torch.randn(2, 6)}, path=tmp_path / "m.onnx")
 
 
 @pytest.mark.filterwarnings("ignore:A model attribute:UserWarning")  # torch's, of what it lifts out of such a trace
 def test_an_error_of_torch_is_one_line_and_a_line_to_type():
-    module = _module(lambda self, x: {"y": torch.func.grad(lambda value: (value**3).sum())(x)})
+    module = module_of(lambda self, x: {"y": torch.func.grad(lambda value: (value**3).sum())(x)})
     known = "Own (cannot be exported: torch raises|is not traced. forward uses torch.func)"  # by version
     with pytest.raises(InvalidArgumentError, match=known) as caught:
         export_program(module, kwargs={"x": torch.randn(2, 4)})
@@ -218,7 +214,7 @@ def _twice(x, more):
 
 
 OPERATOR = torch.ops.yobx_tests.twice_plus.default
-OWN = _module(lambda self, x: (torch.ops.yobx_tests.twice_plus(x * 0.5, 3.0)).relu() + 1)
+OWN = module_of(lambda self, x: (torch.ops.yobx_tests.twice_plus(x * 0.5, 3.0)).relu() + 1)
 
 
 def _translated(factor):

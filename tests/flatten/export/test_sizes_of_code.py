@@ -11,7 +11,7 @@ from torch.export import Dim
 from tests.cache_words import WORD
 from tests.flatten.export.small_step import cases, inputs, make_step
 from tests.models import make_model
-from tests.modules import module_class
+from tests.modules import module_class, module_of
 from yobx_flatten import DecodeSizes, decode_inputs, dynamic_shapes, explain_error, register_flattening_functions
 from yobx_flatten.errors import DynamicShapesError, FlattenError, InvalidArgumentError
 from yobx_flatten.export import Case, export_onnx, export_program, prove_program
@@ -173,21 +173,17 @@ def test_depth_anything_takes_pictures_of_any_size(tmp_path):
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
 
 
-class Biased(torch.nn.Module):
-    """Adds a bias whose length is that of two others together, as ALiBi of Bloom does with a cache."""
-
-    def forward(self, query, x, y, bias):
-        return bias[:, None].baddbmm(query, torch.cat([x, y], 1).transpose(1, 2))
-
-
 def test_a_size_that_is_one_or_a_sum_stays_dynamic():
-    """torch asserts *or*; no size is fixed for it."""
+    """torch asserts *or*; no size is fixed for it: a bias as long as two others, as ALiBi of Bloom with a cache."""
 
     def inputs(first, second):
         names = {"query": (2, 3, 4), "x": (2, first, 4), "y": (2, second, 4), "bias": (2, first + second)}
         return {name: torch.randn(*shape) for name, shape in names.items()}
 
-    module = Biased()
+    def biased(self, query, x, y, bias):
+        return bias[:, None].baddbmm(query, torch.cat([x, y], 1).transpose(1, 2))
+
+    module = module_of(biased)
     exported = export_program(module, kwargs=inputs(5, 3))
     assert not any("fixed" in remark for remark in exported.report.remarks)
     for sizes in ((7, 4), (2, 9)):
@@ -274,33 +270,14 @@ def test_an_example_above_a_bound_and_a_bound_above_the_positions_are_refused_be
 
 
 def test_a_fixed_axis_needs_no_room_below_the_bound_and_one_that_varies_does():
-    class Features(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = torch.nn.Linear(9, 3)
-
-        def forward(self, features):
-            return self.head(features)
-
-    given = {"features": torch.randn(2, 3, 9)}
-    exported = export_program(Features(), (), given, bounds={"length": 8})
+    given, head = {"features": torch.randn(2, 3, 9)}, torch.nn.Linear(9, 3)
+    module = module_of(lambda self, features: self.head(features), head=head)
+    exported = export_program(module, (), given, bounds={"length": 8})
     assert exported.report.ok
     with pytest.raises(AssertionError, match="Guard failed"):
         exported(features=torch.randn(2, 9, 9))
-    sums = module_class("Sums", lambda self, features: features.sum(2))()
     with pytest.raises(DynamicShapesError, match=r"features\.axis 2: size 9 of the example is above the bound 8"):
-        export_program(sums, (), given, bounds={"length": 8})
-
-
-class Reader(torch.nn.Module):
-    """An LSTM, whose trace is a loop over the steps of the example."""
-
-    def __init__(self):
-        super().__init__()
-        self.reads = torch.nn.LSTM(8, 8, batch_first=True)
-
-    def forward(self, x):
-        return self.reads(x)[0]
+        export_program(module_of(lambda self, features: features.sum(2)), (), given, bounds={"length": 8})
 
 
 class Loop(torch.nn.Module):
@@ -314,7 +291,8 @@ class Loop(torch.nn.Module):
 # torch says so of the weights of an LSTM
 @pytest.mark.filterwarnings("ignore:The tensor attributes:UserWarning")
 def test_the_length_of_an_lstm_is_stated_and_its_width_is_not():
-    module = Reader().eval()
+    """Its trace is a loop over the steps of the example."""
+    module = module_of(lambda self, x: self.reads(x)[0], reads=torch.nn.LSTM(8, 8, batch_first=True))
     exported = export_program(module, (torch.randn(2, 7, 8),), cases=[])
     assert "x.shape[1] is fixed at 7 by the trace: the model accepts other sizes;" in str(exported.report)
     assert "x.shape[2]" not in str(exported.report)
@@ -328,17 +306,12 @@ def test_the_length_of_an_lstm_is_stated_and_its_width_is_not():
 def test_a_model_that_writes_to_its_weights_is_as_it_was():
     """It is called once more, with one row more of each size that was fixed."""
 
-    class Learns(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    def learns(self, x):
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return sum(x[:, place] for place in range(x.shape[1])) * self.weight
 
-        def forward(self, x):
-            with torch.no_grad():
-                self.weight.mul_(2)
-            return sum(x[:, place] for place in range(x.shape[1])) * self.weight
-
-    module = Learns()
+    module = module_of(learns, weight=torch.ones(3)).requires_grad_(False)
     report = export_program(module, (torch.randn(2, 4, 3),), cases=[]).report
     assert "x.shape[1] is fixed at 4 by the trace: the model accepts other sizes" in str(report)
     assert module.weight.tolist() == [1, 1, 1]

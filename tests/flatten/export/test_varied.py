@@ -8,6 +8,7 @@ import onnxscript
 import pytest
 import torch
 
+from tests.modules import module_of
 from yobx_flatten import export_onnx, export_program
 from yobx_flatten.errors import ReplayError
 
@@ -24,15 +25,6 @@ class Calls(torch.nn.Module):
 
     def forward(self, x, mask=None):
         return self.function(x) if mask is None else self.function(x, mask)
-
-
-class Looks(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = torch.nn.Embedding(10, 4)
-
-    def forward(self, ids):
-        return self.table(ids)
 
 
 def _cut_ids(weight, ids, *_):
@@ -76,8 +68,8 @@ FAULTS = {
         lambda x, by: op.Div(x, op.CastLike(op.Constant(value_int=by), x)), "zeros, False and lowest values",
     ),
     "the highest integer": Fault(
-        Looks(), (torch.tensor([[0, 3, 1], [2, 4, 1]]),), ATEN.embedding.default, _cut_ids,
-        "large, small and highest values",
+        module_of(lambda self, ids: self.table(ids), table=torch.nn.Embedding(10, 4)),
+        (torch.tensor([[0, 3, 1], [2, 4, 1]]),), ATEN.embedding.default, _cut_ids, "large, small and highest values",
     ),
     "a large number": Fault(
         Calls(lambda x: x.clamp(-9.0, 9.0)), (SMALL,), ATEN.clamp.default, lambda x, *_: op.Identity(x),
@@ -144,17 +136,13 @@ def test_a_module_that_amplifies_rounding_is_exported(kind, tmp_path):
 
 
 def test_vocabulary_and_mask_are_varied_within_what_the_module_takes(tmp_path):
-    class Pools(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = torch.nn.Embedding(7, 4)
-
-        def forward(self, ids, mask):
-            seen = self.table(ids) * mask[..., None]
-            return seen.sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
+    def pooled(self, ids, mask):
+        return (self.table(ids) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
     ids, mask = torch.tensor([[0, 1, 2], [3, 1, 0]]), torch.ones(2, 3, dtype=torch.int64)
-    report = export_onnx(Pools(), (ids, mask), path=tmp_path / "m.onnx").report
+    report = export_onnx(
+        module_of(pooled, table=torch.nn.Embedding(7, 4)), (ids, mask), path=tmp_path / "m.onnx"
+    ).report
     names = [case.case for case in report.cases if case.runtime == "onnxruntime"]
     assert names == [
         "the example",

@@ -19,28 +19,41 @@ from yobx_flatten import make_dynamic_cache, register_flattening_functions
 
 
 def test_packed_data_goes_entry_by_entry_and_the_rest_follows_its_rows():
-    packed = RoundPipePackedData([rows(3, 2), rows(1, 2)], rows=[3, 1])
+    waits = []
+    packed = RoundPipePackedData([rows(3, 2), rows(1, 2)], rows=[3, 1], wait=lambda: waits.append(1))
+    assert packed.synchronize().synchronize() is packed
+    assert waits == [1]
     parts = split((packed,), {}, rows(4), 8)
     assert [part.args[0] is entry for part, entry in zip(parts, packed, strict=True)] == [True, True]
     assert firsts(parts, lambda part: part.label) == [[0, 1, 2], [3]]
 
 
-def test_packed_data_of_different_lengths_is_refused():
-    one, two = RoundPipePackedData([rows(2)], rows=[2]), RoundPipePackedData([rows(1), rows(1)], rows=[1, 1])
-    with pytest.raises(SplitError, match="These arguments were split into different numbers of microbatches"):
-        split((one, two), {}, None, 2)
-
-
-def test_labels_that_do_not_fit_packed_data_are_refused():
-    """Handed on whole they would be wrong without a word."""
-    packed = RoundPipePackedData([rows(3, 2), rows(1, 2)], rows=[3, 1])
-    with pytest.raises(SplitError, match=re.escape("axis 0 has 4 in args[0]; 5 in label")):
-        split((packed,), {}, rows(5), 2)
+@pytest.mark.parametrize(
+    ("args", "label", "message"),
+    [
+        (([2], [1, 1]), None, "These arguments were split into different numbers of microbatches"),
+        # entry i goes to microbatch i, which has one number of rows
+        (([2, 1], [1, 2]), None, "args[0], args[1] are split into different numbers of rows per microbatch"),
+        (([3, 1],), rows(5), "axis 0 has 4 in args[0]; 5 in label"),  # whole they would be wrong without a word
+    ],
+)
+def test_packed_data_that_does_not_fit_is_refused(args, label, message):
+    packed = [RoundPipePackedData(map(rows, sizes), rows=sizes) for sizes in args]
+    with pytest.raises(SplitError, match=re.escape(message)):
+        split(tuple(packed), {}, label, 2)
 
 
 def test_packed_data_whose_rows_are_not_told_is_counted():
     packed = RoundPipePackedData([rows(2), rows(1)])
     assert [part.label.tolist() for part in split((packed,), {}, rows(3), 8)] == [[0, 1], [2]]
+    packed = RoundPipePackedData([rows(3), rows(1), rows(2)], rows=[3, 1, 2])
+    packed.pop(0)
+    assert [part.label.tolist() for part in split((packed,), {}, rows(3), 2)] == [[0], [1, 2]]
+    packed = RoundPipePackedData([torch.zeros(7, 1), torch.zeros(7, 2)])
+    parts = split((packed,), {}, rows(3), 2, split_input=((TensorChunkSpec(1),), None))
+    assert [part.label.tolist() for part in parts] == [[0], [1, 2]]
+    (part,) = split((RoundPipePackedData(["a"]), torch.zeros(3)), {}, None, 2)
+    assert (part.args[0], part.args[1].shape, part.rows) == ("a", (3,), 3)
 
 
 def test_packed_data_in_which_nothing_can_be_counted_does_not_say_where_to_cut():
@@ -49,13 +62,6 @@ def test_packed_data_in_which_nothing_can_be_counted_does_not_say_where_to_cut()
         split((RoundPipePackedData([1.0, 2.0]),), {}, rows(3), 8)
     parts = split((RoundPipePackedData([1.0, 2.0]),), {}, None, 8)
     assert [(part.args[0], part.rows) for part in parts] == [(1.0, None), (2.0, None)]
-
-
-def test_a_table_beside_packed_data_is_not_taken_for_the_batch():
-    table = rows(5, 6)
-    parts = split((RoundPipePackedData([rows(2, 6)] * 4), table), {}, None, 4)
-    assert [part.args[1] is table for part in parts] == [True] * 4
-    assert [part.rows for part in parts] == [2] * 4
 
 
 def test_of_several_packed_leaves_the_one_that_others_agree_with_counts():
@@ -73,12 +79,6 @@ def test_a_rule_for_packed_data_is_taken(rule):
     parts = split((rows(3), packed), {}, None, 2, split_input=spec)
     assert [part.args[1] is entry for part, entry in zip(parts, packed, strict=True)] == [True, True]
     assert firsts(parts, lambda part: part.args[0]) == [[0, 1], [2]]
-
-
-def test_a_rule_says_along_which_axis_packed_data_is_counted():
-    packed = RoundPipePackedData([torch.zeros(7, 1), torch.zeros(7, 2)])
-    parts = split((packed,), {}, rows(3), 2, split_input=((TensorChunkSpec(1),), None))
-    assert [part.label.tolist() for part in parts] == [[0], [1, 2]]
 
 
 def test_packed_labels_are_taken_entry_by_entry():
@@ -99,86 +99,29 @@ def test_packed_labels_of_other_rows_than_packed_inputs_are_refused(told):
         split((packed,), {}, RoundPipePackedData([rows(2), rows(1)]), 2)
 
 
-def test_packed_data_that_was_made_shorter_is_counted_anew():
-    packed = RoundPipePackedData([rows(3), rows(1), rows(2)], rows=[3, 1, 2])
-    packed.pop(0)
-    assert [part.label.tolist() for part in split((packed,), {}, rows(3), 2)] == [[0], [1, 2]]
-
-
-def test_packed_data_waits_once():
-    calls = []
-    packed = RoundPipePackedData([1], wait=lambda: calls.append(1))
-    assert packed.synchronize().synchronize() is packed
-    assert calls == [1]
-
-
 TABLE = torch.arange(30.0).reshape(5, 6)
 
 
-def parts_of(sizes, **others):
-    return [{"args": (torch.zeros(size, 4), *(make(size) for make in others.values()))} for size in sizes]
+def parts_of(sizes, make):
+    return [{"args": (torch.zeros(size, 4), make(size))} for size in sizes]
 
 
-def test_what_is_one_object_in_all_parts_was_not_cut():
-    """A table of five beside parts of one row: the part has one row and not five."""
-    assert rows_of_parts(parts_of([1, 2, 1], table=lambda size: TABLE), {"args": (torch.zeros(4, 4), TABLE)}) == [
-        1,
-        2,
-        1,
-    ]
+def test_rows_of_the_parts_of_a_function():
+    """What is one object in all parts was not cut; of what was made anew, what adds up to the batch tells rows.
 
-
-def test_of_what_was_made_anew_only_what_adds_up_to_the_batch_tells_rows():
-    """A copy of the table in each part, and a triangle of each part's own."""
+    Such as a table of five beside parts of one row, a copy of it in each part, and a triangle of each part's own.
+    """
     whole = {"args": (torch.zeros(4, 4), TABLE)}
-    assert rows_of_parts(parts_of([1, 2, 1], table=lambda size: TABLE.clone()), whole) == [1, 2, 1]
-    assert rows_of_parts(parts_of([1, 1], mask=lambda size: torch.zeros(3, 3)), whole) == [None, None]
-
-
-def test_the_labels_decide_where_the_inputs_do_not():
-    made, whole = parts_of([1, 2], table=lambda size: TABLE.clone()), {}
-    assert rows_of_parts(made, whole) == [None, None]
-    assert rows_of_parts(made, whole, [{"label": torch.zeros(1)}, {"label": torch.zeros(2)}]) == [1, 2]
-
-
-def test_parts_without_tensors_have_no_rows():
+    assert rows_of_parts(parts_of([1, 2, 1], lambda size: TABLE), whole) == [1, 2, 1]
+    assert rows_of_parts(parts_of([1, 2, 1], lambda size: TABLE.clone()), whole) == [1, 2, 1]
+    assert rows_of_parts(parts_of([1, 1], lambda size: torch.zeros(3, 3)), whole) == [None, None]
+    copies = parts_of([1, 2], lambda size: TABLE.clone())
+    assert rows_of_parts(copies, {}) == [None, None]
+    assert rows_of_parts(copies, {}, [{"label": torch.zeros(1)}, {"label": torch.zeros(2)}]) == [1, 2]
     assert rows_of_parts([{"args": (1,)}, {"args": (2,)}], {"args": ((1, 2),)}) == [None, None]
-
-
-def test_packed_data_in_the_parts_tells_their_rows():
-    packed = RoundPipePackedData(["a", "b"], rows=[3, 1])
-    assert rows_of_parts([{"args": (packed, torch.zeros(9))}] * 2, {}) == [3, 1]
-
-
-def test_a_split_function_weights_a_mean_by_the_rows_of_its_parts():
-    """With the table in each part; five for each would have been a mean of equals."""
-
-    def cut(args, kwargs, count):
-        x, table = args
-        return [(x[:1], table), (x[1:], table)], [kwargs, kwargs]
-
-    assert [part.rows for part in split((torch.zeros(4, 2), TABLE), {}, None, 2, split_input=cut)] == [1, 3]
-
-
-def test_packed_data_of_two_pipelines_must_have_the_same_rows():
-    """Entry i goes to microbatch i, which has one number of rows."""
-    one = RoundPipePackedData([torch.zeros(2), torch.zeros(1)], rows=[2, 1])
-    other = RoundPipePackedData([torch.zeros(1), torch.zeros(2)], rows=[1, 2])
-    with pytest.raises(
-        SplitError, match=r"args\[0\], args\[1\] are split into different numbers of rows per microbatch"
-    ):
-        split((one, other), {}, None, 2)
-
-
-def test_packed_data_of_one_entry_is_one_microbatch():
-    (part,) = split((RoundPipePackedData(["a"]), torch.zeros(3)), {}, None, 2)
-    assert (part.args[0], part.args[1].shape, part.rows) == ("a", (3,), 3)
-
-
-def test_rows_that_packed_data_states_are_those_of_the_parts_of_a_function():
-    """A function hands the packed data on; what is the same object in all parts states nothing."""
-    packed, table = RoundPipePackedData(["a", "b"], rows=[2, 1]), torch.zeros(5, 6)
-    assert rows_of_parts([{"x": packed, "table": table}] * 2, {}) == [2, 1]
+    stated, counted = RoundPipePackedData(["a", "b"], rows=[2, 1]), RoundPipePackedData([rows(2, 3), rows(1, 3)])
+    for packed in (stated, counted):
+        assert rows_of_parts([{"args": (packed, TABLE)}] * 2, {}) == [2, 1]
 
 
 def test_rows_of_packed_inputs_are_those_of_labels_that_a_function_cut():
@@ -188,19 +131,15 @@ def test_rows_of_packed_inputs_are_those_of_labels_that_a_function_cut():
     assert [(part.rows, part.label) for part in parts] == [(2, "a"), (1, "b")]
 
 
-def test_rows_that_are_counted_in_packed_data_are_those_of_the_parts_of_a_function():
-    assert rows_of_parts([{"x": RoundPipePackedData([torch.zeros(2, 3), torch.zeros(1, 3)])}] * 2, {}) == [2, 1]
-
-
 def test_a_class_that_declares_its_batch_axis_decides_over_copies_of_a_table():
     pytest.importorskip("transformers")
+
+    def cache_of(rows):
+        return make_dynamic_cache([(torch.zeros(rows, 2, 3, 4), torch.zeros(rows, 2, 3, 4))])
+
     parts = [{"past": cache_of(rows), "table": torch.zeros(length, 6)} for rows, length in ((2, 5), (1, 7))]
     with register_flattening_functions(patch_transformers=True):
         assert rows_of_parts(parts, {}) == [2, 1]
-
-
-def cache_of(rows):
-    return make_dynamic_cache([(torch.zeros(rows, 2, 3, 4), torch.zeros(rows, 2, 3, 4))])
 
 
 CUT_APART = {"args[0]": Replicate, "args[1]": TensorChunkSpec(0), "args[2]": TensorChunkSpec(0)}

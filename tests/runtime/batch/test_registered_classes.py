@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from roundpipe_runtime import Replicate, RoundPipe, RoundPipeRunConfig, SplitError, TensorChunkSpec
 from roundpipe_runtime.batch.joining import join
 from roundpipe_runtime.batch.splitting import split
-from roundpipe_runtime.device.transfer import cut_mask, flatten_value, parts_of_mask, shapes_of
+from roundpipe_runtime.device.transfer import cut_mask, parts_of_mask
 from roundpipe_runtime.errors import UnregisteredObjectError
 from tests.flatten.nodes import Dense, TrainState
 from tests.runtime.batch.rows import rows
@@ -29,61 +29,55 @@ from yobx_flatten import (
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 
 
-def test_registered_classes_of_the_document_are_cut():
+def test_registered_classes_are_cut():
+    """Those of the document, and classes written as for JAX."""
     batch = (
         TransformerOutput(rows(5, 3), rows(5, 2, 2), loss=0.5),
         FlexibleOutput(rows(5)),
         FlexibleOutput(rows(5), rows(5, 4)),
         BatchResult([rows(5), rows(5, 2)], {"x": rows(5), "name": "first"}),
+        TrainState({"w": rows(5, 2)}, {"m": [rows(5)]}, step=7),
+        Dense(rows(5, 2), rows(5), activation="tanh"),
     )
-    first, second = split(batch, {}, None, 2)
-    assert type(first.args[0]) is TransformerOutput
-    assert first.args[0].logits.shape == (3, 3)
-    assert second.args[0].hidden_states[:, 0, 0].tolist() == [3, 4]
-    assert second.args[0].loss == 0.5
-    assert first.args[1].attentions is None
-    assert second.args[2].attentions.shape == (2, 4)
-    assert [t.shape[0] for t in second.args[3].outputs] == [2, 2]
-    assert second.args[3].metadata["x"].tolist() == [3, 4]
-    assert second.args[3].metadata["name"] == "first"
-
-
-def test_classes_written_as_for_jax_are_cut():
-    state = TrainState({"w": rows(4, 2)}, {"m": [rows(4)]}, step=7)
-    first, second = split((state, Dense(rows(4, 2), rows(4), activation="tanh")), {}, None, 2)
-    assert first.args[0].params["w"][:, 0].tolist() == [0, 1]
-    assert second.args[0].opt_state["m"][0].tolist() == [2, 3]
-    assert second.args[0].step == 7
-    assert second.args[1].bias.tolist() == [2, 3]
-    assert second.args[1].activation == "tanh"
+    first, second = (part.args for part in split(batch, {}, None, 2))
+    assert type(first[0]) is TransformerOutput
+    assert first[0].logits.shape == (3, 3)
+    assert (second[0].hidden_states[:, 0, 0].tolist(), second[0].loss) == ([3, 4], 0.5)
+    assert first[1].attentions is None
+    assert second[2].attentions.shape == (2, 4)
+    assert [t.shape[0] for t in second[3].outputs] == [2, 2]
+    assert (second[3].metadata["x"].tolist(), second[3].metadata["name"]) == ([3, 4], "first")
+    assert first[4].params["w"][:, 0].tolist() == [0, 1, 2]
+    assert (second[4].opt_state["m"][0].tolist(), second[4].step) == ([3, 4], 7)
+    assert (second[5].bias.tolist(), second[5].activation) == ([3, 4], "tanh")
 
 
 def test_an_unregistered_object_with_tensors_is_refused_with_the_line_to_type():
-    """The document's first example: handed on whole, its tensors would be neither cut nor moved."""
+    """The document's first example: handed on whole, its tensors would be neither cut nor moved; a rule may say so."""
+    state = ModelOutput(rows(4), rows(4))
     with pytest.raises(UnregisteredObjectError) as caught:
-        split((rows(4),), {"state": [ModelOutput(rows(4), rows(4))]}, None, 2)
+        split((rows(4),), {"state": [state]}, None, 2)
     message = str(caught.value)
     assert message.startswith("kwargs['state'][0] is a tests.runtime.documents.ModelOutput, which torch does not know")
     assert "It holds 2 tensors, 64 bytes. Register it first:\n" in message
-
-
-def test_an_unregistered_object_goes_whole_if_a_rule_says_so():
-    state = ModelOutput(rows(4), rows(4))
     parts = split((rows(4), state), {}, None, 2, split_input={"args[1]": Replicate})
     assert all(part.args[1] is state for part in parts)
 
 
 def test_a_cache_is_cut_along_the_axis_that_its_registration_declares():
-    pytest.importorskip("transformers")
+    """An empty one is made anew for each microbatch."""
+    transformers = pytest.importorskip("transformers")
     cache = make_dynamic_cache([(torch.randn(4, 2, 3, 5), torch.randn(4, 2, 3, 5)) for _ in range(2)])
     with register_flattening_functions(patch_transformers=True):
         parts = split((), {"input_ids": rows(4, 1), "held": cache}, None, 3)
         alone = split((), {"held": cache, "table": torch.zeros(9)}, None, 3)
+        first, second = split((rows(4),), {"held": transformers.DynamicCache()}, None, 2)
     assert [part.rows for part in alone] == [2, 1, 1]
     for layer in range(2):
         keys = [part.kwargs["held"].layers[layer].keys for part in parts]
         assert torch.equal(torch.cat(keys), cache.layers[layer].keys)
     assert [part.kwargs["held"].get_seq_length() for part in parts] == [3, 3, 3]
+    assert first.kwargs["held"] is not second.kwargs["held"]
 
 
 @pytest.mark.parametrize("filled", [True, False])
@@ -96,13 +90,6 @@ def test_an_unregistered_cache_is_refused(filled):
         UnregisteredObjectError, match=re.escape("register_flattening_functions(patch_transformers=True)")
     ):
         split((rows(4),), {"held": cache}, None, 2)
-
-
-def test_an_empty_registered_cache_is_one_per_microbatch():
-    transformers = pytest.importorskip("transformers")
-    with register_flattening_functions(patch_transformers=True):
-        first, second = split((rows(4),), {"held": transformers.DynamicCache()}, None, 2)
-    assert first.kwargs["held"] is not second.kwargs["held"]
 
 
 class TimeMajor:
@@ -234,36 +221,19 @@ def test_a_mask_for_all_rows_goes_whole(pipe, model):
 
 
 def test_a_mask_tells_how_many_rows_there_are():
-    """(4, ...) of the mask: a table of three beside it is no batch."""
-    parts = split((mask_of(by_row),), {"table": torch.zeros(3)}, torch.arange(4), 2)
+    """(4, ...) of the mask: a table of three beside it is no batch. A rule cuts it along the batch or not at all."""
+    mask = mask_of(by_row)
+    parts = split((mask,), {"table": torch.zeros(3)}, torch.arange(4), 2)
     assert [part.label.tolist() for part in parts] == [[0, 1], [2, 3]]
     assert [part.args[0].shape for part in parts] == [(2, 1, LENGTH, LENGTH)] * 2
-
-
-def test_rules_of_a_mask():
-    """Whole or along the batch; it has no other axis to cut."""
-    mask = mask_of(by_row)
     whole = split((mask, torch.zeros(6)), {}, None, 2, split_input={"args[0]": Replicate})
     assert [part.args[0] is mask for part in whole] == [True, True]
     cut = split((mask,), {}, None, 2, split_input={"args[0]": TensorChunkSpec(0)})
     assert [part.args[0].shape[0] for part in cut] == [2, 2]
     with pytest.raises(SplitError, match="a BlockMask is split along its batch, axis 0"):
         split((mask,), {}, None, 2, split_input={"args[0]": TensorChunkSpec(2)})
-
-
-def test_a_mask_of_other_rows_is_refused():
     with pytest.raises(SplitError, match=r"4 in args\[0\]; 6 in args\[1\]"):
-        split((mask_of(by_row), torch.zeros(6)), {}, torch.zeros(6), 2, split_input={"args[1]": TensorChunkSpec(0)})
-
-
-def test_a_part_has_the_blocks_and_the_places_of_its_rows():
-    mask = mask_of(by_document)
-    part = cut_mask(mask, 1, 3)
-    assert torch.equal(part.to_dense(), mask.to_dense()[1:3])
-    at = torch.arange(LENGTH)
-    for row in range(2):
-        found = part.mask_mod(torch.tensor(row), torch.tensor(0), at[:, None], at[None, :])
-        assert torch.equal(found, DOCUMENTS[row + 1][:, None] == DOCUMENTS[row + 1][None, :])
+        split((mask, torch.zeros(6)), {}, torch.zeros(6), 2, split_input={"args[1]": TensorChunkSpec(0)})
 
 
 @pytest.mark.parametrize("name", ["a closure", "a partial"])
@@ -278,9 +248,3 @@ def test_tensors_of_a_closure_travel_with_the_mask(name):
     if name == "a partial":
         assert moved.mask_mod(*at)  # every place is of document 0 now
     assert moved is not mask
-
-
-def test_a_value_is_rebuilt_around_other_tensors():
-    structure, tensors = flatten_value({"a": torch.ones(1), "b": 3})
-    assert structure.rebuild(["here"]) == {"a": "here", "b": 3}
-    assert (shapes_of(tensors), shapes_of([torch.ones(2, 3)])) == ("float32(1,)", "float32(2, 3)")

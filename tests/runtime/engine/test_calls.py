@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig, StageError
 from roundpipe_runtime.errors import ConfigError
+from tests.modules import module_class
 from tests.runtime.small import all_recomputed, batch, near, near_gradients, same_bits, small_model
 
 F = nn.functional
@@ -39,6 +40,19 @@ def test_gradients_can_be_asked_for(pair):
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
+def test_parameters_that_are_part_of_a_graph(devices):
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    pipe = RoundPipe(copy.deepcopy(plain), devices=devices)
+    inputs, labels = batch(6)
+    gradients = []
+    for model in (pipe, plain):
+        made_of = {name: parameter.detach().clone().requires_grad_() for name, parameter in plain.named_parameters()}
+        weights = {name: 2 * tensor for name, tensor in made_of.items()}
+        F.mse_loss(torch.func.functional_call(model, weights, (inputs,)), labels).backward()
+        gradients.append([tensor.grad for tensor in made_of.values()])
+    assert all(near(one, other) for one, other in zip(*gradients, strict=True))
+
+
 def test_hooks_on_parameters_run(pair):
     pipe, plain = pair
     seen = {"pipe": [], "plain": []}
@@ -56,68 +70,37 @@ def test_hooks_on_parameters_run(pair):
     assert all(near(p.grad, q.grad) for p, q in zip(pipe.parameters(), plain.parameters(), strict=True))
 
 
-def test_parameters_that_are_part_of_a_graph(devices):
-    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    pipe = RoundPipe(copy.deepcopy(plain), devices=devices)
-    inputs, labels = batch(6)
-    gradients = []
-    for model in (pipe, plain):
-        made_of = {name: parameter.detach().clone().requires_grad_() for name, parameter in plain.named_parameters()}
-        weights = {name: 2 * tensor for name, tensor in made_of.items()}
-        F.mse_loss(torch.func.functional_call(model, weights, (inputs,)), labels).backward()
-        gradients.append([tensor.grad for tensor in made_of.values()])
-    assert all(near(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def test_forward_mode_gradients_are_refused(devices):
-    """Outputs would have no tangents."""
-    pipe = RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), devices=devices)
+def test_forward_mode_and_gradients_of_gradients_are_refused(pair):
+    """Outputs would have no tangents; a penalty on a gradient would count in the loss and not in its gradient."""
+    pipe, _ = pair
+    inputs = batch(6)[0]
     with forward_ad.dual_level(), pytest.raises(StageError, match="forward-mode"):
-        pipe(forward_ad.make_dual(torch.ones(2, 4), torch.ones(2, 4)))
-    assert pipe(torch.ones(2, 4)).shape == (2, 4)
+        pipe(forward_ad.make_dual(inputs, torch.ones_like(inputs)))
+    output = pipe(inputs.requires_grad_()).sum()
+    with pytest.raises(StageError, match="create_graph=True"):
+        torch.autograd.grad(output, inputs, create_graph=True)
 
 
-def test_sparse_and_dense_gradients_of_one_weight(devices):
+def test_sparse_and_dense_gradients_of_one_weight():
     """The table looks up, the head multiplies: the sum is dense, also of two backwards."""
-
-    class Head(nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x):
-            return x @ self.weight.T
-
-    table = nn.Embedding(7, 4, sparse=True)
-    plain = nn.Sequential(table, nn.Linear(4, 4), Head(table.weight))
+    table, head = nn.Embedding(7, 4, sparse=True), module_class("Head", lambda self, x: x @ self.weight.T)()
+    head.weight = table.weight
+    plain = nn.Sequential(table, nn.Linear(4, 4), head)
     model = copy.deepcopy(plain)
     pipe = RoundPipe(model, devices="virtual:2", model_run_config=RoundPipeRunConfig(num_microbatch=3))
     ids = torch.tensor([[0, 1], [2, 2], [6, 0]])
     for _ in range(2):
         pipe(ids).square().mean().backward()
         plain(ids).square().mean().backward()
-    assert all(near(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-def test_gradients_of_gradients_are_refused(pair):
-    """Otherwise a penalty on a gradient would count in the loss and not in its gradient."""
-    pipe, _ = pair
-    inputs = batch(6)[0].requires_grad_()
-    output = pipe(inputs).sum()
-    with pytest.raises(StageError, match="create_graph=True"):
-        torch.autograd.grad(output, inputs, create_graph=True)
-
-
-STATE = threading.local()
-SWITCHES = types.SimpleNamespace(local=threading.local())
-X, Y = (torch.randn(6, size, generator=torch.Generator().manual_seed(size)) for size in (8, 4))
+    assert near_gradients(model, plain)
 
 
 class Own(threading.local):
     scale = 1.0
 
 
-OWN = Own()
+STATE, OWN = threading.local(), Own()
+SWITCHES = types.SimpleNamespace(local=threading.local())
 
 
 def factor():
@@ -163,6 +146,9 @@ class Holds(nn.Linear):
         return super().forward(x) * getattr(self.state, "scale", 1.0)
 
 
+X, Y = (torch.randn(6, size, generator=torch.Generator().manual_seed(size)) for size in (8, 4))
+
+
 @pytest.mark.parametrize("devices", ["virtual:1", "virtual:2"])
 @pytest.mark.parametrize("kind", [Reads, Asks, OfObject, OfClass, Holds])
 def test_a_thread_local_of_the_caller_is_seen_by_layers(kind, devices):
@@ -176,9 +162,8 @@ def test_a_thread_local_of_the_caller_is_seen_by_layers(kind, devices):
             local.scale = scale
         expected = F.mse_loss(plain(X), Y) * factor()
         expected.backward()
-        config = all_recomputed(3, 1)
         found = pipeline.forward_backward(
-            (X,), label=Y, loss_fn=lambda out, y: F.mse_loss(out, y) * factor(), run_config=config
+            (X,), label=Y, loss_fn=lambda out, y: F.mse_loss(out, y) * factor(), run_config=all_recomputed(3, 1)
         )
         assert near(found, expected)
         assert near_gradients(model, plain)
@@ -190,26 +175,17 @@ class Doubles(TorchFunctionMode):
         return found * 2 if func is F.linear else found
 
 
-def test_a_function_mode_of_the_caller_is_seen_by_layers():
+def test_modes_of_the_caller_are_seen_by_layers():
+    """A function mode, and one that counts operations."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     pipeline = RoundPipe(copy.deepcopy(model), devices="virtual:2")
+    config = RoundPipeRunConfig(num_microbatch=1, loss_reduction="mean")
     with Doubles():
         expected = F.mse_loss(model(X), Y)
-        config = RoundPipeRunConfig(num_microbatch=1, loss_reduction="mean")
         assert near(pipeline.forward_backward((X,), label=Y, loss_fn=F.mse_loss, run_config=config), expected)
-
-
-def test_operations_of_layers_are_counted():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    pipeline = RoundPipe(copy.deepcopy(model), devices="virtual:2")
-    counted = []
-    config = {"roundpipe_run_config": RoundPipeRunConfig(num_microbatch=1)}
-    with torch.no_grad():
-        for run, options in ((model, {}), (pipeline, config)):
-            with FlopCounterMode(display=False) as counter:
-                run(X, **options)
-            counted.append(counter.get_total_flops())
-    assert counted[0] == counted[1] == 2 * 6 * 8 * (8 + 4)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        pipeline(X, roundpipe_run_config=config)
+    assert counter.get_total_flops() == 2 * 6 * 8 * (8 + 4)
 
 
 def test_a_call_goes_before_the_model():
@@ -239,11 +215,6 @@ def test_a_wrong_value_names_its_field(field, value, expected):
         ConfigError, match=re.escape(f"RoundPipeRunConfig: {field} must be {expected}, found {value!r}.")
     ):
         RoundPipeRunConfig(**{field: value})
-
-
-def test_something_else_is_no_configuration():
-    with pytest.raises(ConfigError, match="Expected a RoundPipeRunConfig, found dict"):
-        RoundPipeRunConfig().over({})
 
 
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
@@ -287,11 +258,9 @@ def test_copies_of_the_optimizer_are_left_out_where_there_are_none():
     with_copies.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     before = [parameter.detach().clone() for parameter in without.parameters()]
     without.load_progress(with_copies.progress())
-    assert without.progress().runs == 1
-    assert without.progress().masters == {}
+    assert (without.progress().runs, without.progress().masters) == (1, {})
     assert same_bits(before, [parameter.detach() for parameter in without.parameters()])
-    expected = [gradient.float() for gradient in gradients_of(with_copies)]
-    assert same_bits(gradients_of(without), expected)
+    assert same_bits(gradients_of(without), [gradient.float() for gradient in gradients_of(with_copies)])
     with_copies.close(), without.close()
 
 

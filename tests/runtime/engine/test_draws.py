@@ -5,6 +5,7 @@ import pathlib
 import random
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -23,17 +24,20 @@ from tests.runtime.small import near_gradients
 
 F = nn.functional
 
+
+def table_of(draw, shape):
+    return [[draw() for _ in range(shape[1])] for _ in range(shape[0])]
+
+
 KINDS = {
     "numpy": lambda layer, shape: np.random.rand(*shape),
     "numpy normal": lambda layer, shape: np.random.normal(size=shape),
-    "python": lambda layer, shape: [[random.random() for _ in range(shape[1])] for _ in range(shape[0])],
-    "python normal": lambda layer, shape: [[random.gauss(0, 1) for _ in range(shape[1])] for _ in range(shape[0])],
+    "python": lambda layer, shape: table_of(random.random, shape),
+    "python normal": lambda layer, shape: table_of(lambda: random.gauss(0, 1), shape),
     "held by torch": lambda layer, shape: torch.rand(shape, generator=layer.torch, dtype=torch.float64),
     "held by numpy": lambda layer, shape: layer.numpy.random(shape),
     "held by an older numpy": lambda layer, shape: layer.many["old"].rand(*shape),
-    "held by python": lambda layer, shape: [
-        [layer.many["own"].random() for _ in range(shape[1])] for _ in range(shape[0])
-    ],
+    "held by python": lambda layer, shape: table_of(layer.many["own"].random, shape),
 }
 
 
@@ -78,10 +82,7 @@ def found_states():
 
 @pytest.fixture
 def pipe():
-    def make(model, devices="virtual:2:check", **options):
-        return RoundPipe(model, devices=devices, **options)
-
-    return make
+    return lambda model, devices="virtual:2:check", **options: RoundPipe(model, devices=devices, **options)
 
 
 def all_recomputed(layers, microbatches, **fields):
@@ -131,16 +132,26 @@ def test_gradients_are_those_of_the_loss_with_several_microbatches(pipe, kind, c
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_masks_do_not_depend_on_the_devices(pipe, kind):
+def test_masks_do_not_depend_on_the_devices_and_a_failed_run_draws_nothing(pipe, kind):
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ValueError("on purpose")
+
     seen = []
+    config = RoundPipeRunConfig(num_microbatch=3)
     for devices in ("virtual:1", "virtual:3"):
         np.random.seed(7), random.seed(7)
         model = pipe(model_of(kind), devices)
-        config = RoundPipeRunConfig(num_microbatch=3)
         found = [model.forward_backward((INPUTS,), loss_fn=total, run_config=config).item() for _ in range(2)]
         seen.append((found, states(model.model)))
     assert seen[0] == seen[1]
     assert seen[0][0][0] != seen[0][0][1]
+    model = pipe(nn.Sequential(Masks(kind), Fails()))
+    before = states(model.model), torch.get_rng_state()
+    with pytest.raises(ValueError, match="on purpose"):
+        model.forward_backward((INPUTS,), loss_fn=total, run_config=config)
+    assert states(model.model) == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 @pytest.mark.parametrize("kind", ["numpy", "python", "python normal"])
@@ -154,20 +165,6 @@ def test_a_layer_that_begins_to_draw_later_is_noticed(pipe, kind):
         assert (weight * weight.grad).item() == pytest.approx(loss.item(), rel=1e-12)
         losses.append(loss.item())
     assert losses[0] == 2 * INPUTS.sum().item() != losses[1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_failed_run_leaves_all_generators_alone(pipe, kind):
-    class Fails(nn.Module):
-        def forward(self, x):
-            raise ValueError("on purpose")
-
-    model = pipe(nn.Sequential(Masks(kind), Fails()))
-    before = states(model.model), torch.get_rng_state()
-    with pytest.raises(ValueError, match="on purpose"):
-        model.forward_backward((INPUTS,), loss_fn=total, run_config=RoundPipeRunConfig(num_microbatch=2))
-    assert states(model.model) == before[0]
-    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 def test_a_recomputation_that_draws_alone_is_refused(pipe):
@@ -252,22 +249,16 @@ def test_pipelines_of_several_threads_draw_for_themselves(pipe):
                 both.wait()
             return x
 
-    found = {}
-
-    def run(number):
-        model = made[number]
-        found[number] = model(torch.ones(12, 64), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
+    def run(model):
+        return model(torch.ones(12, 64), roundpipe_run_config=RoundPipeRunConfig(num_microbatch=1))
 
     made = [pipe(nn.Sequential(Waits(), nn.Dropout(0.5)).train(), "virtual:1") for _ in range(2)]
-    for number in range(2):  # what the layers do is known
-        run(number)
+    for model in made:  # what the layers do is known
+        run(model)
     Waits.waits = True
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert 0.3 < (found[0] != found[1]).float().mean() < 0.7
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(run, made, timeout=60)
+    assert 0.3 < (first != second).float().mean() < 0.7
 
 
 def test_a_run_that_ends_meanwhile_is_not_taken_for_a_draw():
@@ -340,22 +331,9 @@ class Checkpointed(nn.Module):
         return checkpoint(self.part, x, use_reentrant=self.reentrant)
 
 
-class DrawsOnce(nn.Module):
-    """Draws, and says when it has."""
-
-    def __init__(self):
-        super().__init__()
-        self.has_drawn = threading.Event()
-
-    def forward(self):
-        self.has_drawn.set()
-        return torch.rand(1)
-
-
 def drawn_meanwhile(function, repeats, device=CPU):
     """Whether another thread could draw while `function` went backward, for each time that it does."""
-    found = []
-    threads = []
+    found, threads = [], []
 
     class Look(torch.autograd.Function):
         @staticmethod
@@ -364,11 +342,16 @@ def drawn_meanwhile(function, repeats, device=CPU):
 
         @staticmethod
         def backward(ctx, gradient):
-            draws = DrawsOnce()
+            has_drawn = threading.Event()
+
+            def draws():
+                has_drawn.set()
+                return torch.rand(1)
+
             thread = threading.Thread(target=lambda: run_seeded(draws, draws, lambda: 1, VisitGenerator(CPU), draws))
             threads.append(thread)
             thread.start()
-            found.append(draws.has_drawn.wait(0.2))
+            found.append(has_drawn.wait(0.2))
             return gradient
 
     for _ in range(repeats):
@@ -398,19 +381,8 @@ def test_others_draw_while_a_plain_layer_goes_backward(device, first):
     assert drawn_meanwhile(lambda x: torch.sin(x), 3, torch.device(device)) == [first, True, True]
 
 
-def test_a_forward_without_gradients_decides_nothing():
-    """Models do not checkpoint there."""
-
-    def function(x):
-        return torch.sin(x)
-
-    with torch.no_grad():
-        watch_forward(lambda: function(torch.ones(1)), function, torch.device("cuda:0"))
-    assert traits_of(function).reenters == {}
-
-
-def test_what_cannot_be_remembered_is_run_alone():
-    """An object of slots takes no weak reference."""
+def test_what_cannot_be_remembered_is_run_alone_and_a_forward_without_gradients_decides_nothing():
+    """An object of slots takes no weak reference; models do not checkpoint without gradients."""
 
     class Loss:
         __slots__ = ()
@@ -419,6 +391,13 @@ def test_what_cannot_be_remembered_is_run_alone():
             return torch.sin(x)
 
     assert drawn_meanwhile(Loss(), 2) == [False, False]
+
+    def function(x):
+        return torch.sin(x)
+
+    with torch.no_grad():
+        watch_forward(lambda: function(torch.ones(1)), function, torch.device("cuda:0"))
+    assert traits_of(function).reenters == {}
 
 
 def test_an_error_in_the_first_backward_comes_out_and_decides_nothing():
@@ -435,7 +414,10 @@ def test_an_error_in_the_first_backward_comes_out_and_decides_nothing():
 
 
 def test_a_profiler_of_the_users_is_not_replaced():
-    """It sees the whole backward, and is there afterwards; the backward is run alone, as nobody knows what it does."""
+    """It sees the whole backward, and is there afterwards; the backward is run alone, as nobody knows what it does.
+
+    So is one that starts in a backward, which is the last one that is run alone.
+    """
     names = []
 
     def look(frame, event, argument):
@@ -445,38 +427,27 @@ def test_a_profiler_of_the_users_is_not_replaced():
     def function(x):
         return checkpoint(torch.sin, x * 2, use_reentrant=False)
 
+    def seen_in_backward(gradient):
+        return gradient
+
     loss = function(torch.ones(3, requires_grad=True)).sum()
     loss.register_hook(lambda gradient: seen_in_backward(gradient))
 
-    def seen_in_backward(gradient):
-        return gradient
+    def other(x):
+        return torch.sin(x)
 
     sys.setprofile(look)
     try:
         run_backward(loss.backward, function, CPU)
         assert sys.getprofile() is look
+        sys.setprofile(None)
+        run_backward(lambda: sys.setprofile(look), other, CPU)
+        assert sys.getprofile() is look
     finally:
         sys.setprofile(None)
     assert "seen_in_backward" in names
     assert drawn_meanwhile(function, 2) == [False, False]
-
-
-def test_a_profiler_that_starts_meanwhile_stays():
-    def look(frame, event, argument):
-        pass
-
-    def backward():
-        sys.setprofile(look)
-
-    def function(x):
-        return torch.sin(x)
-
-    try:
-        run_backward(backward, function, CPU)
-        assert sys.getprofile() is look
-    finally:
-        sys.setprofile(None)
-    assert drawn_meanwhile(function, 2) == [False, True]
+    assert drawn_meanwhile(other, 2) == [False, True]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -45,28 +45,12 @@ def test_no_grad_and_eval_give_plain_outputs(wrap):
     pipe = wrap(model)
     with torch.no_grad():
         found = pipe(inputs)
+        assert pipe(inputs, roundpipe_run_config=RoundPipeRunConfig(requires_grad=True)).requires_grad
+        with pytest.raises(ConfigError, match="Use forward"):
+            pipe.forward_backward((inputs,))
     assert not found.requires_grad
     assert torch.allclose(found, model(inputs), atol=1e-6)
     assert not pipe(inputs, roundpipe_run_config=RoundPipeRunConfig(requires_grad=False)).requires_grad
-    with torch.no_grad():
-        assert pipe(inputs, roundpipe_run_config=RoundPipeRunConfig(requires_grad=True)).requires_grad
-
-
-def test_forward_backward_without_gradients_is_refused(wrap):
-    with pytest.raises(ConfigError, match="Use forward"), torch.no_grad():
-        wrap(small_model()).forward_backward((batch(4)[0],))
-
-
-def test_outputs_are_returned_in_order_and_detached(wrap):
-    model = small_model()
-    inputs, labels = batch(8)
-    loss, outputs = wrap(model).forward_backward(
-        (inputs,), label=labels, loss_fn=F.mse_loss, return_outputs=True, run_config=MEAN
-    )
-    expected = model(inputs)
-    assert not outputs.requires_grad
-    assert torch.allclose(outputs, expected, atol=1e-6)
-    assert near(loss, F.mse_loss(expected, labels).detach())
 
 
 def test_a_sequence_of_losses_is_a_list_of_totals(wrap):
@@ -94,18 +78,7 @@ def test_the_caller_s_autocast_holds_in_the_layers(wrap):
     assert torch.equal(found, expected)
 
 
-def test_weights_changed_between_forward_and_backward_are_refused(wrap):
-    """The recomputation would be of another function."""
-    model = small_model()
-    loss = wrap(model)(batch(4)[0]).sum()
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    with pytest.raises(StageError, match=r"layer 0 \(Linear\) was changed between"):
-        loss.backward()
-
-
-def test_inputs_changed_after_forward_change_nothing(wrap):
-    """Backward recomputes from what the inputs were."""
+def test_a_backward_recomputes_from_what_the_inputs_were_and_refuses_other_weights(wrap):
     model, (inputs, labels) = small_model(), batch(6)
     F.mse_loss(model(inputs), labels).backward()
     exact = gradients(model)
@@ -114,6 +87,11 @@ def test_inputs_changed_after_forward_change_nothing(wrap):
     inputs.zero_()
     loss.backward()
     assert all(near(p.grad, exact[name]) for name, p in model.named_parameters())
+    loss = wrap(model)(inputs).sum()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    with pytest.raises(StageError, match=r"layer 0 \(Linear\) was changed between"):
+        loss.backward()
 
 
 def test_pipelines_are_chained_by_packed_data(wrap):
@@ -207,7 +185,7 @@ class Contrast(nn.Module):
         self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
 
     def forward(self, outputs, labels):
-        return nn.functional.cross_entropy(self.scale * outputs @ labels.T, torch.arange(len(outputs)))
+        return F.cross_entropy(self.scale * outputs @ labels.T, torch.arange(len(outputs)))
 
 
 def made():
@@ -247,23 +225,17 @@ def test_sums_with_weights_and_lists_are_read_as_ever():
     assert [loss.item() for loss in several] == pytest.approx([plain(x).std().item(), y.std().item()], rel=1e-12)
 
 
-def test_a_wrong_loss_changes_no_gradient():
+def test_a_loss_that_cannot_be_joined_changes_no_gradient():
+    """A process of a mesh does not see the rows of the others."""
     model, x, y = made()
     pipeline = RoundPipe(model, devices="virtual:2")
     with pytest.raises(LossError, match="loss_fn must return"):
         pipeline.forward_backward((x,), label=y, loss_fn=lambda *_: "loss", run_config=JOINED)
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_processes_with_rows_of_their_own_refuse_it():
-    """A process of a mesh does not see the rows of the others."""
-    model, x, y = made()
-    pipeline = RoundPipe(model, devices="virtual:2", replicas=2)
     with pytest.raises(LossError, match="each process of a mesh has only some of them"):
-        pipeline.forward_backward((x,), label=y, loss_fn=Contrast(), run_config=JOINED)
-
-
-MSE = nn.functional.mse_loss
+        RoundPipe(model, devices="virtual:2", replicas=2).forward_backward(
+            (x,), label=y, loss_fn=Contrast(), run_config=JOINED
+        )
 
 
 def of_pairs(outputs, labels):
@@ -271,8 +243,8 @@ def of_pairs(outputs, labels):
 
 
 LOSSES = {
-    "a mean": (MSE, "mean", True),
-    "a mean, added": (MSE, "sum", True),
+    "a mean": (F.mse_loss, "mean", True),
+    "a mean, added": (F.mse_loss, "sum", True),
     "a sum": (lambda out, y: (out - y).abs().sum(), "sum", True),
     "a sum as a mean": (lambda out, y: (out - y).abs().sum(), "mean", False),
     "pairs": (of_pairs, "mean", False),
@@ -283,9 +255,9 @@ LOSSES = {
         False,
     ),
     "a sum with its weight": (lambda out, y: WeightedLoss((out - y).abs().sum(), out.numel()), "sum", True),
-    "a mean with a weight of one": (lambda out, y: WeightedLoss(MSE(out, y), 1), "sum", False),
-    "a root": (lambda out, y: MSE(out, y).sqrt(), "mean", False),
-    "two, of which one is wrong": (lambda out, y: [MSE(out, y), of_pairs(out, y)], "mean", False),
+    "a mean with a weight of one": (lambda out, y: WeightedLoss(F.mse_loss(out, y), 1), "sum", False),
+    "a root": (lambda out, y: F.mse_loss(out, y).sqrt(), "mean", False),
+    "two, of which one is wrong": (lambda out, y: [F.mse_loss(out, y), of_pairs(out, y)], "mean", False),
     "noise": (lambda out, y: (torch.rand_like(out) * out).mean(), "mean", True),
 }
 
@@ -307,29 +279,18 @@ def test_a_loss_that_is_not_what_its_reduction_states_is_refused(name, microbatc
             assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_loss_is_checked_once():
+def test_a_loss_is_checked_once_and_for_several_microbatches():
     """Made anew in each step, as in a loop of a script, it is called once per microbatch from the second run on."""
-    model, x, y = made()
-    pipeline = RoundPipe(model, devices="virtual:2")
-    calls = []
-    counts = []
-    for _ in range(3):
-        before = len(calls)
-        pipeline.forward_backward(
-            (x,),
-            label=y,
-            loss_fn=lambda out, y: calls.append(1) or MSE(out, y),
-            run_config=RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean"),
-        )
-        counts.append(len(calls) - before)
-    assert counts[1:] == [3, 3]
-
-
-def test_one_microbatch_is_not_checked():
-    """Its loss is that of the batch, whatever it compares."""
     model, x, y = made()
     plain = copy.deepcopy(model)
     pipeline = RoundPipe(model, devices="virtual:2")
-    config = RoundPipeRunConfig(num_microbatch=1)
-    loss = pipeline.forward_backward((x,), label=y, loss_fn=of_pairs, run_config=config)
+    loss = pipeline.forward_backward((x,), label=y, loss_fn=of_pairs, run_config=RoundPipeRunConfig(num_microbatch=1))
     assert loss.item() == pytest.approx(of_pairs(plain(x), y).item(), rel=1e-12)
+    calls, counts = [], []
+    for _ in range(3):
+        calls.clear()
+        pipeline.forward_backward(
+            (x,), label=y, loss_fn=lambda out, y: calls.append(1) or F.mse_loss(out, y), run_config=MEAN
+        )
+        counts.append(len(calls))
+    assert counts[1:] == [3, 3]

@@ -21,7 +21,18 @@ from roundpipe_runtime import (
     VirtualDevice,
 )
 from roundpipe_runtime.engine import planner
-from tests.runtime.small import allocated, batch, gradients, near, relative_error, same_bits, small_model, state
+from tests.modules import module_class
+from tests.runtime.small import (
+    allocated,
+    batch,
+    gradients,
+    near,
+    near_gradients,
+    relative_error,
+    same_bits,
+    small_model,
+    state,
+)
 
 F = nn.functional
 MEAN = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
@@ -85,25 +96,18 @@ def test_what_fits_stays_between_forward_and_backward(room, uploads):
     assert device.allocated == 0
 
 
-def test_the_plan_follows_what_was_measured(wrap):
+def test_the_plan_follows_what_was_measured_in_training(wrap):
+    """A forward alone says nothing: one row in inference is quicker than a batch."""
     pipe = wrap(small_model())
     guessed = [cost.forward for cost in pipe.layer_costs()]
     inputs, labels = batch(6)
     for _ in range(3):
         pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
-    assert max([cost.forward for cost in pipe.layer_costs()]) < 1 < min(guessed)
-    assert isinstance(ModelExecutePlan.auto("fused", pipe), ModelExecutePlan)
-
-
-def test_a_forward_alone_says_nothing_about_training(wrap):
-    """One row in inference is quicker than a batch; the plan for training compares what was measured in training."""
-    pipe = wrap(small_model())
-    inputs, labels = batch(6)
-    pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
     before = pipe.layer_costs()
-    for _ in range(3):
-        with torch.no_grad():
-            pipe(inputs[:1])
+    assert max(cost.forward for cost in before) < 1 < min(guessed)
+    assert isinstance(ModelExecutePlan.auto("fused", pipe), ModelExecutePlan)
+    with torch.no_grad():
+        pipe(inputs[:1])
     assert pipe.layer_costs() == before
 
 
@@ -154,30 +158,56 @@ def test_one_thread_computes_brief_layers(wrap, monkeypatch, brief, threads):
         assert len(_Watched.threads) == threads
 
 
-def test_two_threads_may_share_devices(devices):
-    inputs, labels = batch(6)
-    found, errors = {}, []
+def in_two_threads(work):
+    errors = []
 
-    def train(seed, model):
+    def guarded(number):
         try:
-            pipe = RoundPipe(model, devices=devices, model_run_config=MEAN)
-            for _ in range(5):
-                pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
-            found[seed] = state(model)
+            work(number)
         except BaseException as error:  # shown by the assertion
             errors.append(error)
 
-    models = [small_model(seed=seed) for seed in (0, 1)]  # made here: both would draw from one generator
-    threads = [threading.Thread(target=train, args=(seed, copy.deepcopy(models[seed]))) for seed in (0, 1)]
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert not errors
+
+
+def test_two_threads_may_share_devices(devices):
+    inputs, labels = batch(6)
+    models = [small_model(seed=seed) for seed in (0, 1)]  # made here: both would draw from one generator
+    found = {}
+
+    def train(number):
+        model = copy.deepcopy(models[number])
+        pipe = RoundPipe(model, devices=devices, model_run_config=MEAN)
+        for _ in range(5):
+            pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
+        found[number] = state(model)
+
+    in_two_threads(train)
     together = dict(found)
-    for seed in (0, 1):
-        train(seed, models[seed])
-    assert all(same_bits(together[seed], found[seed]) for seed in (0, 1))
+    for number in (0, 1):
+        train(number)
+        assert same_bits(together[number], found[number])
+
+
+def test_one_pipeline_in_two_threads_loses_no_gradient(wrap):
+    model = small_model()
+    plain = copy.deepcopy(model)
+    pipe = wrap(model)
+    batches = [batch(6, seed) for seed in range(8)]
+
+    def work(number):
+        for inputs, labels in batches[number::2]:
+            pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
+
+    in_two_threads(work)
+    for inputs, labels in batches:
+        F.mse_loss(plain(inputs), labels).backward()
+    assert near_gradients(model, plain)
 
 
 def test_the_next_run_starts_on_the_device_after_the_last_one(devices, wrap):
@@ -193,25 +223,12 @@ def test_the_next_run_starts_on_the_device_after_the_last_one(devices, wrap):
     assert starts == [devices[3 * run % len(devices)].name for run in range(3)]
 
 
-def test_a_closed_pipeline_says_so():
-    pipe = RoundPipe(small_model(), devices="virtual:2")
-    pipe(batch(6)[0])
-    pipe.close()
-    names = "|".join(device.name for device in pipe.devices)
-    with pytest.raises(DeviceError, match=rf"({names}) was closed, .*\n    RoundPipe\(model, devices="):
-        pipe(batch(6)[0])
-
-
-def test_a_pipeline_inside_of_a_layer_needs_devices_of_its_own(devices, wrap):
+def test_a_pipeline_inside_of_a_layer_needs_devices_of_its_own(wrap):
     """On the same devices it would wait for itself: an error says so."""
     inner = wrap(nn.Linear(4, 3))
-
-    class Outer(nn.Module):
-        def forward(self, x):
-            return inner(x)
-
+    outer = module_class("Outer", lambda self, x: inner(x))()
     with pytest.raises(StageError, match="its own devices"):
-        wrap(Outer())(batch(4)[0])
+        wrap(outer)(batch(4)[0])
 
 
 def test_closing_one_pipeline_leaves_its_devices_to_the_other():
@@ -226,23 +243,6 @@ def test_closing_one_pipeline_leaves_its_devices_to_the_other():
         first(inputs)
     second.close()
     assert set(threading.enumerate()) <= before
-
-
-def test_one_pipeline_in_two_threads_loses_no_gradient(wrap):
-    model = small_model()
-    plain = copy.deepcopy(model)
-    pipe = wrap(model)
-    batches = [batch(6, seed) for seed in range(8)]
-
-    def work(mine):
-        for inputs, labels in mine:
-            pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
-
-    threads = [threading.Thread(target=work, args=(batches[part::2],)) for part in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for inputs, labels in batches:
-        F.mse_loss(plain(inputs), labels).backward()
-    assert all(near(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    names = "|".join(device.name for device in first.devices)
+    with pytest.raises(DeviceError, match=rf"({names}) was closed, .*\n    RoundPipe\(model, devices="):
+        second(inputs)

@@ -20,7 +20,7 @@ from roundpipe_runtime import (
 )
 from roundpipe_runtime.device.disk import disk_of
 from tests import fresh_process
-from tests.runtime.small import Tied
+from tests.runtime.small import Tied, same_bits
 
 WIDTH, CLASSES = 64, 50
 OPTIMIZERS = {
@@ -41,11 +41,22 @@ def model(*, half: bool = False, frozen: bool = False) -> nn.Sequential:
     return made.bfloat16() if half else made
 
 
-def wrapped(host: str, *, half: bool = False, frozen: bool = False, devices: int = 2, name: str = "run") -> RoundPipe:
+def wrapped(host: str, *, half: bool = False, frozen: bool = False, devices: int = 2) -> RoundPipe:
     config = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3)
     dtype = torch.float32 if half else None
     made = model(half=half, frozen=frozen)
-    return RoundPipe(made, dtype, name, config, devices=f"virtual:{devices}", host=host)
+    return RoundPipe(made, dtype, "run", config, devices=f"virtual:{devices}", host=host)
+
+
+TOKENS = torch.arange(24).reshape(6, 4)
+
+
+def run(pipe, loss=None):
+    pipe.forward_backward((TOKENS,), label=TOKENS, loss_fn=loss or loss_fn)
+
+
+def copies_of(tensors):
+    return [tensor.detach().clone() for tensor in tensors]
 
 
 def loss_fn(outputs, labels):
@@ -77,12 +88,7 @@ def train(pipe, optimizer, steps, *, is_async=False, batches=1, first=0):
 
 def all_of(pipe, optimizer):
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return [tensor.detach().clone() for tensor in [*pipe.parameters(), *pipe.optim_parameters(), *states]]
-
-
-def assert_same(one, other):
-    assert len(one) == len(other)
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return copies_of([*pipe.parameters(), *pipe.optim_parameters(), *states])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +109,7 @@ def test_twenty_steps_have_the_bits_of_memory(folder_on_disk, options, how):
         found.append((train(pipe, optimizer, 20, **how), all_of(pipe, optimizer)))
         pipe.close()
     assert found[0][0] == found[1][0]
-    assert_same(found[0][1], found[1][1])
+    assert same_bits(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
@@ -111,8 +117,7 @@ def test_all_of_the_training_is_on_the_disk(folder_on_disk, kind):
     pipe = wrapped(f"disk:{folder_on_disk}", half=True)
     optimizer = optimizer_of(pipe, kind)
     train(pipe, optimizer, 2)
-    tokens = torch.zeros(6, 4, dtype=torch.long)
-    pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
+    run(pipe)
     held = [*pipe.parameters(), *pipe.optim_parameters(), *(p.grad for p in pipe.optim_parameters())]
     held += [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.nbytes >= 4096]
     assert all(disk_of(tensor) is not None for tensor in held)
@@ -121,41 +126,38 @@ def test_all_of_the_training_is_on_the_disk(folder_on_disk, kind):
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_clipping_has_the_bits_of_torch(folder_on_disk, norm_type):
     pipe = wrapped(f"disk:{folder_on_disk}")
-    tokens = torch.arange(24).reshape(6, 4)
-    pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
-    copies = [nn.Parameter(p.detach().clone()) for p in pipe.parameters()]
+    run(pipe)
+    copies = [nn.Parameter(copy) for copy in copies_of(pipe.parameters())]
     for copy, parameter in zip(copies, pipe.parameters(), strict=True):
         copy.grad = parameter.grad.clone()
     for limit in (1e9, 0.01):
         expected = torch.nn.utils.clip_grad_norm_(copies, limit, norm_type)
         assert torch.equal(torch.nn.utils.clip_grad_norm_(pipe.parameters(), limit, norm_type), expected)
-        assert_same([p.grad for p in pipe.parameters()], [copy.grad for copy in copies])
+        assert same_bits([p.grad for p in pipe.parameters()], [copy.grad for copy in copies])
     next(pipe.parameters()).grad.fill_(math.nan)
     with pytest.raises(RuntimeError, match="non-finite"):
         torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0, error_if_nonfinite=True)
 
 
 def test_a_run_that_fails_changes_nothing(folder_on_disk):
+    def fails(outputs, labels):
+        if labels[0, 0] == 8:
+            raise ValueError("no loss")
+        return loss_fn(outputs, labels)
+
     found = []
     for host in ("memory", f"disk:{folder_on_disk}"):
         pipe = wrapped(host, half=True)
         optimizer = optimizer_of(pipe)
-        tokens = torch.arange(24).reshape(6, 4)
-        pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
-        before = [p.grad.clone() for p in pipe.optim_parameters()]
-
-        def fails(outputs, labels):
-            if labels[0, 0] == 8:
-                raise ValueError("no loss")
-            return loss_fn(outputs, labels)
-
+        run(pipe)
+        before = copies_of(p.grad for p in pipe.optim_parameters())
         with pytest.raises(ValueError, match="no loss"):
-            pipe.forward_backward((tokens,), label=tokens, loss_fn=fails)
-        assert_same(before, [p.grad for p in pipe.optim_parameters()])
+            run(pipe, fails)
+        assert same_bits(before, [p.grad for p in pipe.optim_parameters()])
         train(pipe, optimizer, 2)
         found.append(all_of(pipe, optimizer))
         pipe.close()
-    assert_same(*found)
+    assert same_bits(*found)
 
 
 def test_changed_parameters_are_what_trains(folder_on_disk):
@@ -175,7 +177,7 @@ def test_changed_parameters_are_what_trains(folder_on_disk):
         if host != "memory":
             assert disk_of(pipe.model[3].weight) is not None
         pipe.close()
-    assert_same(*found)
+    assert same_bits(*found)
 
 
 class OfAll(torch.optim.SGD):
@@ -191,23 +193,21 @@ class OfAll(torch.optim.SGD):
                     parameter.sub_(parameter.grad / norm)
 
 
-def test_an_optimizer_without_parts_is_refused(folder_on_disk):
+def test_what_a_disk_cannot_hold_is_refused(tmp_path, folder_on_disk):
+    """An optimizer without parts, a copy of the state in memory, or sums of groups, which are in memory."""
     pipe = wrapped(f"disk:{folder_on_disk}")
     optimizer = OfAll(pipe.optim_parameters(), lr=0.1)
-    tokens = torch.zeros(6, 4, dtype=torch.long)
-    pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
-    before = [p.detach().clone() for p in pipe.parameters()]
+    run(pipe)
+    before = copies_of(pipe.parameters())
     with pytest.raises(ConfigError, match=r'does not update one parameter after the other.*\n.*host="memory"'):
         pipe.step(optimizer.step)
     with pytest.raises(ConfigError, match="LBFGS was given a closure"):
         torch.optim.LBFGS(pipe.optim_parameters()).step(lambda: torch.zeros(()))
     with pytest.raises(ConfigError, match=r'is_async="exact"'):
         pipe.step(torch.optim.SGD(pipe.optim_parameters(), lr=0.1).step, is_async=True)
-    assert_same(before, list(pipe.parameters()))
-
-
-def test_several_processes_are_refused(folder_on_disk):
-    """Groups have sums of their own, which are in memory."""
+    with pytest.raises((ConfigError, CheckpointError), match=r"is_async=False"):
+        save_checkpoint(tmp_path, pipe, is_async=True)
+    assert same_bits(before, list(pipe.parameters()))
     mesh = object.__new__(DeviceMesh)  # it is not asked for anything
     for options in ({"mesh": mesh}, {"replicas": 2}):
         with pytest.raises(ConfigError, match="works only in one process, without mesh="):
@@ -216,28 +216,27 @@ def test_several_processes_are_refused(folder_on_disk):
 
 def test_nothing_changes_where_the_disk_is_full(folder_on_disk, monkeypatch):
     """The room is taken before a parameter is moved, and before a step changes anything."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
     made = model()
     with monkeypatch.context() as patch:
-        patch.setattr("os.posix_fallocate", _full)
+        patch.setattr("os.posix_fallocate", full)
         with pytest.raises(ConfigError, match="too small for this training"):
             RoundPipe(made, devices="virtual:1", host=f"disk:{folder_on_disk}")
     assert all(disk_of(p) is None for p in made.parameters())
     pipe = wrapped(f"disk:{folder_on_disk}")
     optimizer = optimizer_of(pipe)
-    tokens = torch.zeros(6, 4, dtype=torch.long)
-    pipe.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
-    before = [p.detach().clone() for p in pipe.parameters()]
+    run(pipe)
+    before = copies_of(pipe.parameters())
     with monkeypatch.context() as patch:
-        patch.setattr("os.posix_fallocate", _full)
+        patch.setattr("os.posix_fallocate", full)
         with pytest.raises(ConfigError, match="too small for this training"):
             pipe.step(optimizer.step)
     assert not optimizer.state
-    assert_same(before, list(pipe.parameters()))
+    assert same_bits(before, list(pipe.parameters()))
     pipe.step(optimizer.step)
-
-
-def _full(*_):
-    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("way", [("memory", "disk"), ("disk", "memory"), ("disk", "disk")])
@@ -261,14 +260,7 @@ def test_checkpoints_go_from_either_place_to_either(tmp_path, folder_on_disk, wa
         assert moments
         assert all(disk_of(moment) is not None for moment in moments)
     train(pipe, optimizer, 3, first=3)
-    assert_same(all_of(pipe, optimizer), expected)
-
-
-def test_a_checkpoint_in_the_background_is_refused(tmp_path, folder_on_disk):
-    """It would copy the state in memory."""
-    pipe = wrapped(f"disk:{folder_on_disk}")
-    with pytest.raises((ConfigError, CheckpointError), match=r"is_async=False"):
-        save_checkpoint(tmp_path, pipe, is_async=True)
+    assert same_bits(all_of(pipe, optimizer), expected)
 
 
 @pytest.mark.slow

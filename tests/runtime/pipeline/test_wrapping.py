@@ -1,12 +1,11 @@
 """A wrapped model is used as the model itself; its parameters, buffers and shared modules."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 from roundpipe_runtime import ConfigError, ModelExecutePlan, OptimizerCtx, RoundPipe, RoundPipeRunConfig, StageError
+from tests.modules import module_class
 from tests.runtime.small import batch, gradients, near, same_bits, small_model, state
 
 F = nn.functional
@@ -48,12 +47,11 @@ def test_what_can_be_wrapped(wrap, make):
         ((3,), "wraps an nn.Module"),
         (([],), "found list of no layers"),
         ((nn.Sequential(),), r"found Sequential of no layers. Give RoundPipe layers:\n    RoundPipe\(nn.Seq"),
-        ((nn.ModuleList(),), "found ModuleList of no layers"),
         (([nn.Linear(2, 2), len],), "found list with builtin_function_or_method"),
         ((nn.Linear,), "found the class Linear"),
         ((nn.Linear(2, 2, device="meta"),), "weight is on the meta device, and has no values"),
         ((nn.Linear(2, 2), torch.int8), "optim_dtype"),
-        ((nn.Linear(2, 2), None, None, {"num_microbatch": 2}), "model_run_config"),
+        ((nn.Linear(2, 2), None, None, {"num_microbatch": 2}), "model_run_config must be a RoundPipeRunConfig"),
         ((nn.Linear(2, 2), None, None, None, "sometimes"), "pin_model"),
     ],
 )
@@ -62,36 +60,29 @@ def test_wrong_arguments_are_refused(arguments, message):
         RoundPipe(*arguments, devices="virtual:1")
 
 
-def test_a_pipeline_is_not_wrapped_again(wrap):
-    pipeline = wrap(nn.Linear(2, 2))
+def test_wrong_uses_of_a_pipeline_are_refused(wrap):
+    pipeline, x = wrap(nn.Linear(4, 4)), torch.ones(2, 4)
     with pytest.raises(ConfigError, match="is a RoundPipe already: do not wrap the model again"):
         RoundPipe(pipeline, devices="virtual:1")
-
-
-def test_a_step_of_another_kind_is_refused(wrap):
-    pipeline = wrap(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"step_fn must be a function, found None:\n.*model\.step\(lambda"):
         pipeline.step(None)
     with pytest.raises(ConfigError, match=r'is_async must be True, False or "exact", found \'later\''):
         pipeline.step(lambda: None, is_async="later")
+    for config in ({"num_microbatch": 2}, 3):
+        with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
+            pipeline(x, roundpipe_run_config=config)
+        with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
+            pipeline.forward_backward((x,), label=x, loss_fn=F.mse_loss, run_config=config)
+    with pytest.raises(StageError, match="Run the model once"):  # a parameter without a shape cannot travel
+        wrap(nn.Sequential(nn.LazyLinear(3)))(x)
 
 
 def test_keyword_arguments_reach_the_first_layer(wrap):
-    class Scaled(nn.Module):
-        def forward(self, x, *, options):
-            return x * options["scale"] + options["shift"]
-
+    scaled = module_class("Scaled", lambda self, x, *, options: x * options["scale"] + options["shift"])()
     inputs, _ = batch(6)
     options = {"scale": torch.arange(6.0).reshape(6, 1), "shift": 2.0}
     with torch.no_grad():
-        found = wrap(nn.Sequential(Scaled(), nn.Identity()).__getitem__(0))(inputs, options=options)
-    assert torch.equal(found, inputs * options["scale"] + 2.0)
-
-
-def test_lazy_layers_are_refused_with_the_remedy(wrap):
-    """A parameter without a shape cannot travel."""
-    with pytest.raises(StageError, match="Run the model once"):
-        wrap(nn.Sequential(nn.LazyLinear(3)))(torch.zeros(4, 4))
+        assert torch.equal(wrap(scaled)(inputs, options=options), inputs * options["scale"] + 2.0)
 
 
 def test_attributes_are_those_of_the_model(wrap):
@@ -133,16 +124,8 @@ def test_the_name_is_the_call_site_or_given(wrap):
     assert wrap(nn.Linear(2, 2), name="mine").name == "mine"
 
 
-def test_parameters_inside_the_optimizer_context(wrap):
-    model = small_model().to(torch.bfloat16)
-    pipe = wrap(model, optim_dtype=torch.float32)
-    assert next(pipe.parameters()) is model[0].weight
-    with OptimizerCtx():
-        inside = dict(pipe.named_parameters())
-    assert inside.keys() == dict(model.named_parameters()).keys()
-    assert {p.dtype for p in inside.values()} == {torch.float32}
-    assert inside["0.weight"] is next(pipe.optim_parameters())
-    plain = wrap(copy.deepcopy(model))
+def test_without_a_dtype_the_optimizer_has_the_parameters_of_the_model(wrap):
+    plain = wrap(small_model().bfloat16())
     assert next(plain.optim_parameters()) is next(plain.parameters())
 
 
@@ -175,6 +158,8 @@ def test_a_parent_module_finds_the_optimizers_parameters(wrap):
         inside = dict(parent.named_parameters())
         optimizer = torch.optim.SGD(parent.parameters(), lr=0.5)
     assert list(inside) == [name for name, _ in outside]
+    assert outside[0][1] is parent["net"][0].weight
+    assert inside["net.0.weight"] is next(parent["net"].optim_parameters())
     assert [p.dtype for n, p in outside if n.startswith("net")] == [torch.bfloat16] * (len(inside) - 2)
     assert all(parameter.dtype == torch.float32 for parameter in inside.values())
     before = parent["net"][0].weight.detach().clone()
@@ -184,39 +169,15 @@ def test_a_parent_module_finds_the_optimizers_parameters(wrap):
     assert all(parameter.grad is None for parameter in inside.values())
 
 
-@pytest.mark.parametrize("config", [{"num_microbatch": 2}, 3])
-def test_a_run_configuration_is_of_its_class(wrap, config):
-    pipe = wrap(small_model())
-    with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
-        pipe(batch(6)[0], roundpipe_run_config=config)
-    with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
-        pipe.forward_backward((batch(6)[0],), label=batch(6)[1], loss_fn=F.mse_loss, run_config=config)
-    with pytest.raises(ConfigError, match="must be a RoundPipeRunConfig"):
-        wrap(small_model(), model_run_config={})
-
-
-def test_frozen_parameters_get_no_gradient(wrap):
-    model, inputs, labels = small_model(), *batch(6)
+def test_frozen_and_unused_parameters_get_no_gradient(wrap):
+    """None, as in PyTorch, and not zeros: an optimizer skips it."""
+    model, (inputs, labels) = small_model(), batch(6)
+    model[2].spare = nn.Parameter(torch.ones(2))
     pipe = wrap(model)
     model[0].requires_grad_(False)
     pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
-    assert [p.grad is None for p in model[0].parameters()] == [True, True]
+    assert [p.grad for p in [*model[0].parameters(), model[2].spare]] == [None] * 3
     assert model[2].weight.grad is not None
-
-
-def test_a_parameter_that_no_microbatch_uses_has_no_gradient(wrap):
-    """None, as in PyTorch, and not zeros: an optimizer skips it."""
-
-    class Spare(nn.Linear):
-        def __init__(self):
-            super().__init__(4, 4)
-            self.spare = nn.Parameter(torch.ones(2))
-
-    model = nn.Sequential(Spare(), nn.Linear(4, 3))
-    inputs, labels = batch(6)
-    wrap(model).forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=MEAN)
-    assert model[0].spare.grad is None
-    assert model[0].weight.grad is not None
 
 
 def test_one_module_in_two_places(wrap):
@@ -236,32 +197,39 @@ def test_one_module_in_two_places(wrap):
         assert all(near(p.grad, exact[name]) for name, p in model.named_parameters())
 
 
-def test_one_norm_in_two_places_is_refused(wrap):
-    """Both places write the running statistics, and stages run one microbatch apart: an error that names both."""
-    norm = nn.BatchNorm1d(4)
-    model = nn.Sequential(norm, nn.Linear(4, 4), norm)
-    before = norm.running_mean.clone()
+class Counts(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.register_buffer("count", count)
+
+    def forward(self, x):
+        self.count += 1
+        return x + 0
+
+
+def test_one_buffer_that_two_layers_write_is_refused(wrap):
+    """Each would have overwritten what the other counted, in one module or two: stages run one microbatch apart."""
+    norm, count = nn.BatchNorm1d(4), torch.zeros(())
     with pytest.raises(StageError, match=r"layer 0 \(BatchNorm1d\) and layer 2 \(BatchNorm1d\)"):
-        wrap(model).forward_backward((batch(6)[0],), loss_fn=lambda o, _: o.mean(), run_config=MEAN)
-    assert torch.equal(norm.running_mean, before)
+        wrap(nn.Sequential(norm, nn.Linear(4, 4), norm)).forward_backward(
+            (batch(6)[0],), loss_fn=lambda o, _: o.mean(), run_config=MEAN
+        )
+    assert torch.equal(norm.running_mean, torch.zeros(4))
+    with pytest.raises(StageError, match="both write its buffer 'count'"):
+        wrap(nn.Sequential(Counts(count), nn.Linear(4, 4), Counts(count)))(batch(6)[0])
+    assert count.item() == 0
 
 
 def test_a_skip_connection_travels_in_a_tuple(wrap):
-    class Split(nn.Module):
-        def forward(self, x):
-            return x, x
-
     class Body(nn.Linear):
         def forward(self, pair):
             assert pair[0] is pair[1] or pair[0].shape != pair[1].shape or not torch.equal(*pair)
             return super().forward(pair[0]), pair[1]
 
-    class Add(nn.Module):
-        def forward(self, pair):
-            return pair[0] + pair[1]
-
+    split = module_class("Split", lambda self, x: (x, x))()
+    add = module_class("Add", lambda self, pair: pair[0] + pair[1])()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), Split(), Body(4, 4), Add())
+    model = nn.Sequential(nn.Linear(4, 4), split, Body(4, 4), add)
     inputs, labels = batch(6)[0], batch(6, seed=2)[0]
     F.mse_loss(model(inputs), labels).backward()
     exact = gradients(model)
@@ -276,25 +244,6 @@ def test_a_skip_connection_travels_in_a_tuple(wrap):
         assert all(near(p.grad, exact[name]) for name, p in model.named_parameters())
         found.append(state(model))
     assert same_bits(*found)
-
-
-def test_one_buffer_in_two_modules_is_refused_when_both_write(wrap):
-    """The tensor is shared, the modules are not: each would have overwritten what the other counted."""
-
-    class Counts(nn.Module):
-        def __init__(self, count):
-            super().__init__()
-            self.register_buffer("count", count)
-
-        def forward(self, x):
-            self.count += 1
-            return x + 0
-
-    count = torch.zeros(())
-    pipe = wrap(nn.Sequential(Counts(count), nn.Linear(4, 4), Counts(count)))
-    with pytest.raises(StageError, match="both write its buffer 'count'"):
-        pipe(batch(6)[0])
-    assert count.item() == 0
 
 
 def test_a_parameter_keeps_its_class(wrap):

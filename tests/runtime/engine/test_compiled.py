@@ -88,17 +88,16 @@ def data(rows=7):
 
 
 def learnt(model, compile, config=None, steps=2, devices="virtual:2"):
-    """Losses, and the gradients of the last step."""
-    model, losses = copy.deepcopy(model), []
-    x, y = data()
+    """Losses, and the gradients of the last step; buffers, too."""
+    model, losses, (x, y) = copy.deepcopy(model), [], data()
+    config = config or RoundPipeRunConfig(num_microbatch=3, **MEAN)
     with pipeline(model, devices=devices, compile=compile, name="compiled") as pipe:
         for step in range(steps):
             model.zero_grad()
             torch.manual_seed(step)
-            config = config or RoundPipeRunConfig(num_microbatch=3, **MEAN)
             losses.append(pipe.forward_backward((x,), label=y, loss_fn=nn.functional.mse_loss, run_config=config))
         pipe.synchronize()
-        return losses, gradients(model)
+        return losses, {**gradients(model), **dict(model.named_buffers())}
 
 
 @pytest.fixture(params=cases(["aot_eager", "inductor"], quick=["aot_eager"]))
@@ -180,21 +179,6 @@ class Writing(nn.Module):
         return self.linear(x)
 
 
-def test_layers_that_write_buffers_and_inputs_do_so_once():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Writing(), Counting(), Writing(), nn.Linear(8, 8))
-    found = []
-    for compile in (False, {"backend": "aot_eager"}):
-        own = copy.deepcopy(model)
-        x, y = data()
-        with pipeline(own, devices="virtual:2", compile=compile) as pipe:
-            pipe.forward_backward((x,), label=y, loss_fn=nn.functional.mse_loss, run_config=all_recomputed(4))
-            pipe.synchronize()
-        found.append({**gradients(own), **dict(own.named_buffers())})
-    for name, expected in found[0].items():
-        assert relative_error(found[1][name], expected) < 1e-6, name
-
-
 class Noise(nn.Module):
     """Draws once; its recomputation reads what was drawn."""
 
@@ -211,11 +195,14 @@ class Noise(nn.Module):
         return x * self.weight + noise
 
 
-def test_saved_data_reach_the_recomputation_of_a_compiled_layer():
-    model = nn.Sequential(nn.Linear(8, 8), Noise(), nn.Linear(8, 8))
-    eager, found = (learnt(model, compile, all_recomputed(2), steps=1) for compile in (False, {"backend": "aot_eager"}))
-    for name, gradient in eager[1].items():
-        assert relative_error(found[1][name], gradient) < 1e-6
+@pytest.mark.parametrize("layers", [[Writing, Counting, Writing], [Noise]], ids=["writes", "saves"])
+def test_layers_that_write_buffers_and_inputs_or_save_data_do_so_once(layers):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), *(kind() for kind in layers), nn.Linear(8, 8))
+    config = all_recomputed(len(layers) + 1)
+    (_, eager), (_, found) = (learnt(model, compile, config, steps=1) for compile in (False, {"backend": "aot_eager"}))
+    for name, expected in eager.items():
+        assert relative_error(found[name], expected) < 1e-6, name
 
 
 @pytest.mark.parametrize(

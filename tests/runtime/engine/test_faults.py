@@ -1,9 +1,10 @@
 """An error anywhere comes out of the call that caused it, and the next step is as if it had not been."""
 
-import copy
+import _thread
 import gc
 import itertools
 import threading
+import time
 import weakref
 
 import pytest
@@ -73,6 +74,10 @@ def undisturbed(devices):
     return train(model_with_everything(), devices)
 
 
+def in_hook(layer, hook):
+    return lambda model, devices: (model[layer].register_forward_hook(hook).remove, {})
+
+
 def fails_once_then_trains(devices, arm, undisturbed, error=FaultError):
     """Arm a fault, meet it in the first step, and train as if nothing had been. Returns the exception's notes."""
     model = model_with_everything()
@@ -87,9 +92,7 @@ def fails_once_then_trains(devices, arm, undisturbed, error=FaultError):
     assert all(p.grad is None for p in model.parameters())
     notes = getattr(caught.value, "__notes__", [])
     del pipe, caught
-    twin = model_with_everything()
-    for own, buffer in zip(model.buffers(), twin.buffers(), strict=True):
-        assert torch.equal(own, buffer)
+    assert all(map(torch.equal, model.buffers(), model_with_everything().buffers()))
     assert same_bits(train(model, devices), undisturbed)
     return notes
 
@@ -103,10 +106,7 @@ LAYER_CALLS = [
 
 @pytest.mark.parametrize(("layer", "call"), LAYER_CALLS)
 def test_a_fault_in_a_layer(devices, undisturbed, layer, call):
-    def arm(model, devices):
-        return model[layer].register_forward_hook(Trap(call)).remove, {}
-
-    (note,) = fails_once_then_trains(devices, arm, undisturbed)
+    (note,) = fails_once_then_trains(devices, in_hook(layer, Trap(call)), undisturbed)
     assert f"layer {layer} (" in note
     assert f"microbatch {(call - 1) % MICROBATCHES} of {MICROBATCHES}" in note
     assert f"float32({(3, 3, 2)[(call - 1) % MICROBATCHES]}, " in note
@@ -116,22 +116,19 @@ def test_a_fault_in_a_layer(devices, undisturbed, layer, call):
 
 @pytest.mark.parametrize("layer", [0, 2, 3, 6])
 def test_a_fault_in_the_backward_of_a_layer(devices, undisturbed, layer):
-    def arm(model, devices):
-        trap = Trap(2)
+    trap = Trap(2)
 
-        class Backward(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.clone()
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
 
-            @staticmethod
-            def backward(ctx, gradient):
-                trap()
-                return gradient
+        @staticmethod
+        def backward(ctx, gradient):
+            trap()
+            return gradient
 
-        return model[layer].register_forward_hook(lambda m, args, out: Backward.apply(out)).remove, {}
-
-    (note,) = fails_once_then_trains(devices, arm, undisturbed)
+    (note,) = fails_once_then_trains(devices, in_hook(layer, lambda m, args, out: Backward.apply(out)), undisturbed)
     assert f"layer {layer} (" in note
     assert "microbatch 1 of 3" in note
 
@@ -180,13 +177,8 @@ def test_a_fault_in_the_step(devices, is_async):
     pipe = RoundPipe(small_model(), devices=devices, model_run_config=CONFIG_SMALL)
     pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss)
     before = state(pipe)
-
-    def step():
-        pipe.step(Trap(1), is_async=is_async)
-        pipe.synchronize()
-
     with pytest.raises(FaultError):
-        step()
+        pipe.step(Trap(1), is_async=is_async) or pipe.synchronize()
     assert same_bits(state(pipe), before)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     weight = pipe[0].weight.detach().clone()
@@ -199,39 +191,24 @@ CONFIG_SMALL = RoundPipeRunConfig(loss_reduction="mean", num_microbatch=MICROBAT
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_in_a_layer(devices, undisturbed, error):
-    def arm(model, devices):
-        return model[4].register_forward_hook(Trap(2, error)).remove, {}
-
-    fails_once_then_trains(devices, arm, undisturbed, error)
+    fails_once_then_trains(devices, in_hook(4, Trap(2, error)), undisturbed, error)
 
 
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_an_interruption_while_the_caller_waits(devices, undisturbed):
-    import _thread
-    import signal
-    import time
+    pressed = []
 
-    # a shell starts what it runs in the background with Ctrl-C ignored
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    def interrupt(*args):
+        if not pressed:
+            pressed.append(None)
+            _thread.interrupt_main()
+            time.sleep(0.2)
 
-    def arm(model, devices):
-        trap = Trap(1)
-
-        def interrupt(*args):
-            if trap.calls == 0:
-                trap.calls = 1
-                _thread.interrupt_main()
-                time.sleep(0.2)
-
-        return model[2].register_forward_hook(interrupt).remove, {}
-
-    try:
-        fails_once_then_trains(devices, arm, undisturbed, KeyboardInterrupt)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    fails_once_then_trains(devices, in_hook(2, interrupt), undisturbed, KeyboardInterrupt)
 
 
 def test_a_fault_in_the_backward_half_of_forward_and_backward(devices):
-    model = small_model()
+    model, twin = small_model(), small_model()
     pipe = RoundPipe(model, devices=devices, model_run_config=CONFIG_SMALL)
     inputs, labels = batch(6)
     loss = F.mse_loss(pipe(inputs), labels)
@@ -242,7 +219,6 @@ def test_a_fault_in_the_backward_half_of_forward_and_backward(devices):
     handle.remove()
     assert all(p.grad is None for p in model.parameters())
     F.mse_loss(pipe(inputs), labels).backward()
-    twin = copy.deepcopy(small_model())
     F.mse_loss(RoundPipe(twin, devices=devices, model_run_config=CONFIG_SMALL)(inputs), labels).backward()
     assert same_bits(state(model), state(twin))
 
@@ -264,11 +240,9 @@ def test_a_fault_leaves_no_thread_and_no_tensor():
     threads = set(threading.enumerate())
     model = small_model()
     alive = []
-
-    def remember(module, args, output):
-        alive.append(weakref.ref(output))
-
-    handles = [layer.register_forward_hook(remember) for layer in model]
+    handles = [
+        layer.register_forward_hook(lambda module, args, output: alive.append(weakref.ref(output))) for layer in model
+    ]
     handles.append(model[5].register_forward_hook(Trap(2)))
     pipe = RoundPipe(model, devices="virtual:3", model_run_config=CONFIG_SMALL)
     inputs, labels = batch(6)

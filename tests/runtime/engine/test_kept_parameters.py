@@ -22,17 +22,30 @@ from roundpipe_runtime import (
 from roundpipe_runtime.engine.parameters.on_device import LayerOnDevice
 from roundpipe_runtime.engine.planner import FOR_PARAMETERS, Planner
 from roundpipe_runtime.optim.layer_contents import scan
-from tests.runtime.small import batch, cut_plan, gradients, near, same_bits, small_model, without_row_check
+from tests.runtime.small import (
+    batch,
+    checked_devices,
+    cut_plan,
+    gradients,
+    near,
+    same_bits,
+    small_model,
+    without_row_check,
+)
 
 ROWS = 8
 
 
 @pytest.fixture(params=[1, 2])
 def devices(request):
-    made = [VirtualDevice(f"virtual:{number}", check=True) for number in range(request.param)]
-    yield made
-    for device in made:
-        device.close()
+    with checked_devices(request.param) as made:
+        yield made
+
+
+def small_device(model, share, number=0):
+    """A device whose memory is a share of the model's parameters."""
+    limit = int(share * sum(p.nbytes for p in model.parameters()))
+    return VirtualDevice(f"virtual:{number}", memory_limit=limit, check=True)
 
 
 def adapted(**options):
@@ -136,12 +149,6 @@ def wide(number=12, width=64):
     return layers
 
 
-def small_device(model, share, number=0):
-    """A device whose memory is a share of the model's parameters."""
-    limit = int(share * sum(p.nbytes for p in model.parameters()))
-    return VirtualDevice(f"virtual:{number}", memory_limit=limit, check=True)
-
-
 def wide_loss(pipe):
     inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     return pipe.forward_backward((inputs,), label=inputs, loss_fn=nn.functional.mse_loss)
@@ -155,21 +162,22 @@ def run_wide(pipe):
     return after.uploaded - before.uploaded, after.reused - before.reused
 
 
-@pytest.fixture(params=[1, 2])
-def limited(request):
-    """Devices on which the model of :func:`wide` and its gradients do not fit, but its parameters do."""
-    made = [small_device(wide(), 1.3, number) for number in range(request.param)]
-    yield made
-    for device in made:
-        device.close()
+@pytest.mark.parametrize("number", [1, 2])
+def test_frozen_parameters_are_uploaded_once_per_device(number):
+    """Devices on which the model and its gradients do not fit, but its parameters do. Else each stage uploads its own.
 
-
-def test_frozen_parameters_are_uploaded_once_per_device(limited):
+    Stages go round, so each layer comes to each device.
+    """
     model = wide()
-    pipe = without_row_check(pipe_of(model, limited, 1.0, execute_plan=layer_by_layer(model)))
+    limited = [small_device(model, 1.3, place) for place in range(number)]
+    options = {"execute_plan": layer_by_layer(model)}
     frozen, trained = nbytes(model, False), nbytes(model, True)
+    without = without_row_check(pipe_of(wide(), limited, 0, **options))
+    assert [run_wide(without), run_wide(without)] == [(2 * frozen + trained, 0)] * 2
+    assert set(without.parameter_traffic.kept.values()) == {0}
+    pipe = without_row_check(pipe_of(model, limited, 1.0, **options))
     first = run_wide(pipe)
-    for _ in range(3):  # stages go round, so each layer comes to each device
+    for _ in range(3):
         pipe.step(lambda: None)
         run_wide(pipe)
     assert sum(first) == 2 * frozen + trained  # the last layer has one stage
@@ -178,14 +186,7 @@ def test_frozen_parameters_are_uploaded_once_per_device(limited):
     with torch.no_grad():
         model[-1].weight.add_(1)
     assert run_wide(pipe) == (model[-1].weight.nbytes, 2 * frozen + model[-1].bias.nbytes)
-
-
-def test_without_it_each_stage_uploads_what_it_has(limited):
-    model = wide()
-    pipe = without_row_check(pipe_of(model, limited, 0, execute_plan=layer_by_layer(model)))
-    expected = 2 * nbytes(model, False) + nbytes(model, True)
-    assert [run_wide(pipe), run_wide(pipe)] == [(expected, 0)] * 2
-    assert set(pipe.parameter_traffic.kept.values()) == {0}
+    pipe.close(), without.close()
 
 
 WRITES = {
@@ -234,6 +235,7 @@ def test_a_write_that_no_sample_finds_needs_a_line(devices):
 
 
 def test_only_so_many_bytes_stay_and_frozen_ones_first(devices):
+    """A call with none releases them."""
     model = adapted()
     frozen = nbytes(model, False)
     pipe = pipe_of(model, devices, (frozen - 1) / 1e9, execute_plan=layer_by_layer(model))
@@ -242,6 +244,9 @@ def test_only_so_many_bytes_stay_and_frozen_ones_first(devices):
         pipe.step(lambda: None)
     kept = pipe.parameter_traffic.kept
     assert all(frozen - 1 - max(p.nbytes for p in model.parameters()) <= found < frozen for found in kept.values())
+    with torch.no_grad():
+        pipe(batch(ROWS)[0], roundpipe_run_config=RoundPipeRunConfig(keep_parameters=0))
+    assert set(pipe.parameter_traffic.kept.values()) == {0}
 
 
 # A share of the model as memory of a device, and what is asked to stay: what two stages leave, or more than there is
@@ -305,40 +310,26 @@ def test_a_failed_run_and_the_end_leave_nothing_on_a_device(devices):
     assert all(device.allocated == 0 for device in devices)
 
 
-def test_a_call_with_none_releases_them(devices):
-    model = adapted()
-    pipe = pipe_of(model, devices, "auto")
-    run(pipe)
-    inputs, _ = batch(ROWS)
-    with torch.no_grad():
-        pipe(inputs, roundpipe_run_config=RoundPipeRunConfig(keep_parameters=0))
-    assert set(pipe.parameter_traffic.kept.values()) == {0}
-
-
-def given_devices(*kinds_and_memory):
-    return [types.SimpleNamespace(torch_device=torch.device(kind), memory=memory) for kind, memory in kinds_and_memory]
-
-
-@pytest.mark.parametrize(("found", "fits"), [
-    ([("cpu", None)], True), ([("cuda", 8000)], True), ([("cuda", 1000)], False), ([("cuda", None)], False),
-    ([("cuda", 8000), ("cuda", None)], False), ([("cuda", 8000), ("cuda", 1000)], False),
+@pytest.mark.parametrize(("found", "dtype", "fits"), [
+    ([("cpu", None)], None, True), ([("cuda", 8000)], None, True), ([("cuda", 1000)], None, False),
+    ([("cuda", None)], None, False), ([("cuda", 8000), ("cuda", None)], None, False),
+    ([("cuda", 8000), ("cuda", 1000)], None, False), ([("cuda", 4000)], torch.float32, True),
+    ([("cuda", 4000)], torch.float64, False),
 ])  # fmt: skip
-def test_layers_stay_where_there_is_room_for_all(found, fits):
-    """2,112 bytes of parameters and gradients in 60 %. An accelerator that cannot be asked has no room to count on."""
-    assert Planner([nn.Linear(32, 8)], given_devices(*found)).fits() is fits
+def test_layers_stay_where_there_is_room_for_all(found, dtype, fits):
+    """2,112 bytes of parameters and gradients in 60 %, and 2,112 more for sums in float64.
 
-
-@pytest.mark.parametrize(("dtype", "fits"), [(torch.float32, True), (torch.float64, False)])
-def test_sums_in_a_wider_dtype_need_room(dtype, fits):
-    """2,112 bytes, and 2,112 more for sums in float64, in 60 % of 4,000."""
-    assert Planner([nn.Linear(32, 8)], given_devices(("cuda", 4000)), lambda parameter: dtype).fits() is fits
+    An accelerator that cannot be asked has no room to count on.
+    """
+    devices = [types.SimpleNamespace(torch_device=torch.device(kind), memory=memory) for kind, memory in found]
+    options = [] if dtype is None else [lambda parameter: dtype]
+    assert Planner([nn.Linear(32, 8)], devices, *options).fits() is fits
 
 
 @pytest.fixture
 def device():
-    made = VirtualDevice("virtual:0", check=True)
-    yield made
-    made.close()
+    with checked_devices(1) as made:
+        yield made[0]
 
 
 class Made(TorchDispatchMode):

@@ -10,9 +10,11 @@ from torch.nn import functional
 from roundpipe_runtime import ConfigError, RoundPipe, RoundPipeRunConfig, StageError
 from roundpipe_runtime.optim import layer_contents
 from roundpipe_runtime.optim.layer_contents import scan
+from tests.runtime.small import near_gradients, same_bits
 
 ROWS, WIDTH = 201, 16
 CONFIG = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
+LABELS = torch.ones(7, 30, 2)
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +36,15 @@ def ids():
     return found
 
 
-def once(made, large_tables, devices="virtual:2:check", **options):
+def once(made, large_tables="auto", calls=1):
+    """Loss, gradients, weights, and uploaded bytes."""
     made = copy.deepcopy(made)
-    pipe = RoundPipe(made, devices=devices, large_tables=large_tables, **options)
-    loss = pipe.forward_backward((ids(),), label=torch.ones(7, 30, 2), loss_fn=functional.mse_loss, run_config=CONFIG)
-    gradients = [p.grad for p in made.parameters()]
-    weights = [p.detach() for p in made.parameters()]
+    pipe = RoundPipe(made, devices="virtual:2:check", large_tables=large_tables)
+    for _ in range(calls):
+        loss = pipe.forward_backward((ids(),), label=LABELS, loss_fn=functional.mse_loss, run_config=CONFIG)
     traffic = pipe.parameter_traffic.uploaded
     pipe.close()
-    return loss, gradients, weights, traffic
+    return loss, [p.grad for p in made.parameters()], [p.detach() for p in made.parameters()], traffic
 
 
 def same(one, other):
@@ -57,28 +59,30 @@ def same(one, other):
 @pytest.mark.parametrize("padding", [None, 5, -1])
 def test_rows_have_the_bits_of_the_whole_table(padding):
     made = model(padding_idx=padding)
-    rows, whole = once(made, "auto"), once(made, "whole")
-    same(rows, whole)
-    assert whole[3] - rows[3] >= made[0].weight.nbytes  # of two visits, less the rows of three microbatches in each
+    for calls in (1, 2):
+        rows, whole = once(made, calls=calls), once(made, "whole", calls)
+        same(rows, whole)
+        assert whole[3] - rows[3] >= made[0].weight.nbytes  # of two visits, less the rows of three microbatches in each
+    made[0].weight.requires_grad_(False)
+    rows = once(made)
+    same(rows, once(made, "whole"))
+    assert rows[1][0] is None
 
 
 @pytest.mark.parametrize("options", [{"max_norm": 0.1}, {"sparse": True}, {"scale_grad_by_freq": True}])
 def test_embeddings_that_do_more_than_look_up_travel_whole(options):
-    """A table that its forward writes, that counts, or that has sparse gradients is no table of rows."""
+    """A table that its forward writes, that counts, or that has sparse gradients is no table of rows.
+
+    Compiled code takes no stand-ins for parameters.
+    """
     made = model(**options)
     (first, *_) = layer_contents.TableRule(by_rows=True).mark(scan(list(made)))
     assert not first.tables
     assert layer_contents.TableRule(by_rows=True).mark(scan(list(model())))[0].tables
+    rule = layer_contents.rule_for(list(model()), "slices", None, is_compiled=True)
+    assert not rule.mark(scan(list(model())))[0].tables
     if "sparse" in options:  # the others are refused: a forward that writes a parameter, gradients that mix rows
-        same(once(made, "auto"), once(made, "whole"))
-
-
-def test_a_frozen_table_has_no_gradient():
-    made = model()
-    made[0].weight.requires_grad_(False)
-    rows = once(made, "auto")
-    same(rows, once(made, "whole"))
-    assert rows[1][0] is None
+        same(once(made), once(made, "whole"))
 
 
 class Tied(nn.Module):
@@ -98,34 +102,12 @@ def test_code_that_needs_the_whole_table_gets_it(way):
     torch.manual_seed(0)
     made = nn.Sequential(Tied().double(), nn.Linear(2, 2).double())
     own = copy.deepcopy(made)
-    label = torch.ones(7, 30, 2, dtype=torch.float64)
-    loss = functional.mse_loss(own(ids()), label)
+    loss = functional.mse_loss(own(ids()), LABELS.double())
     loss.backward()
     pipe = RoundPipe(made, devices="virtual:2:check", large_tables=way)
-    found = pipe.forward_backward((ids(),), label=label, loss_fn=functional.mse_loss, run_config=CONFIG)
+    found = pipe.forward_backward((ids(),), label=LABELS.double(), loss_fn=functional.mse_loss, run_config=CONFIG)
     torch.testing.assert_close(found, loss.detach())
-    for parameter, other in zip(made.parameters(), own.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-10, atol=1e-12)
-
-
-class WritesData(Tied):
-    """Writes its table in a way that torch does not count."""
-
-    def forward(self, x):
-        self.embed.weight.data.mul_(2.0)
-        return super().forward(x)
-
-
-def test_a_write_by_way_of_data_is_found():
-    """What such a write does to the copy of a table would be lost."""
-    pipe = RoundPipe(nn.Sequential(WritesData(), nn.Linear(2, 2)), devices="virtual:1:check")
-    with pytest.raises(StageError, match=r"writes Embedding\.weight in its forward"):
-        pipe.forward_backward(
-            (ids(),),
-            label=torch.ones(7, 30, 2),
-            loss_fn=functional.mse_loss,
-            run_config=RoundPipeRunConfig(num_microbatch=1, loss_reduction="mean"),
-        )
+    assert near_gradients(made, own, rtol=1e-10, atol=1e-12)
 
 
 def test_hooks_of_a_table_see_its_whole_gradient():
@@ -133,26 +115,20 @@ def test_hooks_of_a_table_see_its_whole_gradient():
     expected = once(made, "whole")[1][0]
     made[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
     pipe = RoundPipe(made, devices="virtual:2:check")
-    pipe.forward_backward((ids(),), label=torch.ones(7, 30, 2), loss_fn=functional.mse_loss, run_config=CONFIG)
-    assert len(seen) == 1
-    assert torch.equal(seen[0], expected)
+    pipe.forward_backward((ids(),), label=LABELS, loss_fn=functional.mse_loss, run_config=CONFIG)
+    assert same_bits(seen, [expected])
 
 
-def test_gradients_of_several_batches_add_up():
-    made, found = model(), []
-    for way in ("auto", "whole"):
-        one = copy.deepcopy(made)
-        pipe = RoundPipe(one, devices="virtual:2:check", large_tables=way)
-        for _ in range(2):
-            pipe.forward_backward((ids(),), label=torch.ones(7, 30, 2), loss_fn=functional.mse_loss, run_config=CONFIG)
-        found.append([p.grad for p in one.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+def test_a_write_by_way_of_data_is_found():
+    """Torch does not count it; what it does to the copy of a table would be lost."""
 
+    class WritesData(Tied):
+        def forward(self, x):
+            self.embed.weight.data.mul_(2.0)
+            return super().forward(x)
 
-def test_layers_that_torch_compiles_get_whole_tables():
-    """Compiled code takes no stand-ins for parameters."""
-    rule = layer_contents.rule_for(list(model()), "slices", None, is_compiled=True)
-    assert not rule.mark(scan(list(model())))[0].tables
+    with pytest.raises(StageError, match=r"writes Embedding\.weight in its forward"):
+        once(nn.Sequential(WritesData(), nn.Linear(2, 2)))
 
 
 def test_an_unknown_way_is_refused():

@@ -172,10 +172,6 @@ def pipeline(layer):
     return RoundPipe(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), layer, nn.Tanh()), devices="virtual:2:check")
 
 
-def call_rows(pipe, inputs):
-    return call(pipe, "no gradients", inputs)
-
-
 @pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
 @pytest.mark.parametrize("kind", MIXES)
 def test_a_layer_that_mixes_rows_is_refused_by_its_place(kind, way):
@@ -194,9 +190,8 @@ def test_a_layer_that_mixes_rows_is_refused_by_its_place(kind, way):
 def test_one_microbatch_gives_the_numbers_of_the_plain_layers(kind):
     plain = nn.Sequential(nn.Linear(8, 8), MIXES[kind]()).eval()
     pipe = RoundPipe(copy.deepcopy(plain), devices="virtual:2:check")
-    found = pipe.forward_backward(
-        (X,), label=LABELS, loss_fn=F.mse_loss, run_config=RoundPipeRunConfig(num_microbatch=1)
-    )
+    config = RoundPipeRunConfig(num_microbatch=1)
+    found = pipe.forward_backward((X,), label=LABELS, loss_fn=F.mse_loss, run_config=config)
     expected = F.mse_loss(plain(X), LABELS)
     expected.backward()
     assert torch.allclose(found, expected)
@@ -250,16 +245,13 @@ APART = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The outputs of a layer depend")
 @pytest.mark.parametrize("way", ["loss", "gradients", "no gradients"])
 @pytest.mark.parametrize("kind", APART)
 def test_a_layer_that_computes_each_row_by_itself_runs(kind, way):
     pipe = pipeline(APART[kind]())
-    warns = (
-        pytest.warns(RoundPipeWarning, match="The outputs of a layer depend")
-        if kind == "buffers"
-        else contextlib.nullcontext()
-    )
-    with warns:  # of a state that outputs depend on, at the first call
+    warns = kind == "buffers" and pytest.warns(RoundPipeWarning, match="The outputs of a layer depend")
+    with warns or contextlib.nullcontext():  # of a state that outputs depend on, at the first call
         call(pipe, way)
     call(pipe, way)
 
@@ -293,12 +285,7 @@ def backward(back):
 
 
 def hooked(back):
-    def after(layer, x):
-        if x.requires_grad:
-            x.register_hook(back)
-        return x
-
-    return lambda: Layer(after)
+    return lambda: Layer(lambda layer, x: (x.register_hook(back), x)[1] if x.requires_grad else x)
 
 
 def by_the_largest(layer, x):
@@ -355,23 +342,19 @@ def test_a_backward_that_keeps_rows_apart_is_that_of_the_plain_layers(kind):
         assert theirs.grad is None or torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("tries", [0, 1, 2])
 @pytest.mark.parametrize("made", [MIXES["mean of the batch"], MIXES_BACK["by the number of rows"]])
-def test_a_refused_call_is_refused_again(made):
-    """Checks are repeated at calls 1, 2, 4, ...: a cell that is run three times must not train the third time."""
+def test_a_refused_call_is_refused_again(made, tries):
+    """Checks are repeated at calls 1, 2, 4, ...: a cell that is run three times must not train the third time.
+
+    Calls without gradients do not count for those with: a model is often tried before it is trained.
+    """
     pipe = pipeline(made())
+    for _ in range(tries if made in MIXES_BACK.values() else 0):
+        call(pipe, "no gradients")
     for _ in range(4):
         with pytest.raises(SplitError, match="mixes rows"):
             call(pipe, "loss")
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_calls_without_gradients_do_not_count_for_those_with(number):
-    """A model is often tried without gradients before it is trained."""
-    pipe = pipeline(MIXES_BACK["by the number of ids"]())
-    for _ in range(number):
-        call(pipe, "no gradients")
-    with pytest.raises(SplitError, match="in its backward"):
-        call(pipe, "loss")
 
 
 def clamp(gradient):
@@ -401,12 +384,12 @@ def masked_mean(y, label):
 def test_clamped_gradients_are_those_of_the_mean_over_the_batch(way, number):
     """Losses are summed over microbatches and divided at the end, so gradients in between have another scale."""
     plain = clamped(way)
-    pipe = RoundPipe(clamped(way), devices="virtual:2:check")
-    warns = pytest.warns(RoundPipeWarning, match="not proportional") if number > 1 else contextlib.nullcontext()
-    with warns:
-        found = pipe.forward_backward(
-            (X,), label=LABELS, loss_fn=masked_mean, run_config=RoundPipeRunConfig(num_microbatch=number)
-        )
+    pipe = RoundPipe(
+        clamped(way), devices="virtual:2:check", model_run_config=RoundPipeRunConfig(num_microbatch=number)
+    )
+    warns = number > 1 and pytest.warns(RoundPipeWarning, match="not proportional")
+    with warns or contextlib.nullcontext():
+        found = pipe.forward_backward((X,), label=LABELS, loss_fn=masked_mean)
     total, weight = masked_mean(plain(X), LABELS)
     (total / weight).backward()
     assert torch.allclose(found, total / weight)
@@ -417,8 +400,11 @@ def test_clamped_gradients_are_those_of_the_mean_over_the_batch(way, number):
     ("layer", "accepted"),
     [
         (MIXES["mean of the batch in training"], lambda pipe: (call(pipe.eval(), "no gradients"), pipe.train())),
-        (lambda: Layer(lambda layer, x: x - x.mean(0) if x.dim() == 3 else x), lambda pipe: call_rows(pipe, X[:, 0])),
-        (MIXES["mean of the batch"], lambda pipe: call_rows(pipe, X[:1])),
+        (
+            lambda: Layer(lambda layer, x: x - x.mean(0) if x.dim() == 3 else x),
+            lambda pipe: call(pipe, "no gradients", X[:, 0]),
+        ),
+        (MIXES["mean of the batch"], lambda pipe: call(pipe, "no gradients", X[:1])),
     ],
     ids=["another mode", "another kind of input", "one row"],
 )
@@ -426,7 +412,7 @@ def test_a_call_that_shows_no_mixing_does_not_stand_for_the_next(layer, accepted
     pipe = pipeline(layer())
     accepted(pipe)
     with pytest.raises(SplitError, match="layer 2"):
-        call_rows(pipe, X)
+        call(pipe, "no gradients")
 
 
 def test_hooks_take_tensors_of_the_batch_only_and_are_checked_for_mixing():
@@ -465,35 +451,10 @@ def test_layers_that_cannot_be_tried_are_named_when_they_run():
         return x
 
     pipe = pipeline(Layer(four))
-    inputs = torch.cat([X, X[:2]])
-    call(pipe, "no gradients", inputs)
-    with pytest.warns(UserWarning, match=r"could not be checked.*four rows, please"):
-        call(pipe, "no gradients", inputs)
-    call(pipe, "no gradients", inputs)
-
-
-class Remembers(nn.Module):
-    """Keeps what it has seen in attributes: a number, a list, a table, a tensor, and one that it makes at first."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls, self.rows, self.sizes, self.total = 0, [], {}, torch.zeros(())
-
-    def forward(self, x):
-        self.calls += 1
-        self.rows.append(len(x))
-        self.sizes[len(x)] = self.sizes.get(len(x), 0) + 1
-        self.total += len(x)
-        self.first = getattr(self, "first", len(x))
-        return 2 * x
-
-
-def test_what_a_layer_remembers_is_of_batches_only():
-    layer = Remembers()
-    pipe = RoundPipe(layer, devices="virtual:1", model_run_config=RoundPipeRunConfig(num_microbatch=3))
-    with torch.no_grad():
-        assert torch.equal(pipe(X), 2 * X)
-    assert (layer.calls, layer.rows, layer.sizes, layer.total.item(), layer.first) == (3, [2, 2, 2], {2: 3}, 6, 2)
+    for number in range(3):
+        warns = number == 1 and pytest.warns(UserWarning, match=r"could not be checked.*four rows, please")
+        with warns or contextlib.nullcontext():
+            call(pipe, "no gradients", torch.cat([X, X[:2]]))
 
 
 class Begins(nn.Module):
@@ -516,13 +477,8 @@ def test_a_layer_that_begins_to_mix_rows_is_refused(by_itself, way):
     for _ in range(3):
         call(pipe, way)
     layer.mixes = not by_itself
-
-    def run():
-        for _ in range(5 if by_itself else 1):
-            call(pipe, way)
-
     with pytest.raises(SplitError, match="layer 2"):
-        run()
+        [call(pipe, way) for _ in range(5 if by_itself else 1)]
 
 
 def test_rounding_that_many_layers_enlarge_is_not_taken_for_mixing():

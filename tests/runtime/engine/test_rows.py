@@ -457,6 +457,30 @@ def test_layers_that_cannot_be_tried_are_named_when_they_run():
             call(pipe, "no gradients", torch.cat([X, X[:2]]))
 
 
+class Remembers(nn.Module):
+    """Keeps what it has seen in attributes: a number, a list, a table, a tensor, and one that it makes at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.rows, self.sizes, self.total = 0, [], {}, torch.zeros(())
+
+    def forward(self, x):
+        self.calls += 1
+        self.rows.append(len(x))
+        self.sizes[len(x)] = self.sizes.get(len(x), 0) + 1
+        self.total += len(x)
+        self.first = getattr(self, "first", len(x))
+        return 2 * x
+
+
+def test_what_a_layer_remembers_is_of_batches_only():
+    layer = Remembers()
+    pipe = RoundPipe(layer, devices="virtual:1", model_run_config=RoundPipeRunConfig(num_microbatch=3))
+    with torch.no_grad():
+        assert torch.equal(pipe(X), 2 * X)
+    assert (layer.calls, layer.rows, layer.sizes, layer.total.item(), layer.first) == (3, [2, 2, 2], {2: 3}, 6, 2)
+
+
 class Begins(nn.Module):
     """Takes the mean of the batch away, once it is told to or has been called often."""
 

@@ -22,6 +22,7 @@ from roundpipe_runtime import (
 )
 from roundpipe_runtime.timeline import Timeline
 from tests.cases import examples
+from tests.modules import module_class
 from tests.runtime.small import (
     batch,
     checked_devices,
@@ -53,6 +54,10 @@ class Criterion(nn.Module):
         if self.pair:
             return WeightedLoss(squares.sum() + penalty * outputs.numel(), outputs.numel())
         return squares.mean() + penalty
+
+
+def weighted(outputs, labels):
+    return WeightedLoss((outputs - labels).square().sum(), labels.shape[0] * 3)
 
 
 @pytest.mark.parametrize("pair", [True, False])
@@ -97,34 +102,24 @@ def test_a_tensor_that_a_layer_kept_is_no_part_of_the_loss(wrap):
             self.auxiliary = output.square().mean()
             return output
 
+    def loss_fn(outputs, labels):
+        return F.mse_loss(outputs, labels) + model[0].auxiliary.to(outputs.device)
+
     model = nn.Sequential(Keeps(4, 4), nn.Linear(4, 4), nn.Linear(4, 3))
     inputs, labels = batch(6)
     with pytest.raises(StageError, match=r"layer 0 \(Keeps\) stored as an .*\n.*return outputs, auxiliary_loss"):
-        wrap(model).forward_backward(
-            (inputs,),
-            label=labels,
-            loss_fn=lambda o, y: F.mse_loss(o, y) + model[0].auxiliary.to(o.device),
-            run_config=MEAN,
-        )
+        wrap(model).forward_backward((inputs,), label=labels, loss_fn=loss_fn, run_config=MEAN)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_layer_with_a_checkpoint_inside(wrap, reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-
-        def forward(self, x):
-            return checkpoint(self.part, x, use_reentrant=reentrant)
-
-    model = nn.Sequential(nn.Linear(4, 4), Checkpointed(), nn.Linear(4, 3))
+    checkpointed = module_class("Checkpointed", lambda self, x: checkpoint(self.part, x, use_reentrant=reentrant))()
+    checkpointed.part = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), checkpointed, nn.Linear(4, 3))
     plain = copy.deepcopy(model)
     inputs, labels = batch(10)
     F.mse_loss(plain(inputs), labels).backward()
-    wrap(model).forward_backward(
-        (inputs,), label=labels, loss_fn=lambda o, y: WeightedLoss((o - y).square().sum(), o.numel())
-    )
+    wrap(model).forward_backward((inputs,), label=labels, loss_fn=weighted)
     assert near_gradients(model, plain)
 
 
@@ -157,14 +152,10 @@ class First(Shifts):
         return super().forward((x, shift))
 
 
-class Last(nn.Module):
-    def forward(self, both):
-        return both[0]
-
-
 def shifted(writes):
     torch.manual_seed(0)
-    model = nn.Sequential(First(4, 4), *[Shifts(4, 4) for _ in range(4)], Last())
+    last = module_class("Last", lambda self, both: both[0])()
+    model = nn.Sequential(First(4, 4), *[Shifts(4, 4) for _ in range(4)], last)
     model[2].writes = writes
     return model
 
@@ -173,29 +164,23 @@ def shifted(writes):
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("call", ["forward_backward", "forward"])
 def test_what_passes_layers_unchanged_goes_down_at_most_once(call, grain, writes):
-    (inputs, labels), shift, device = batch(6), torch.randn(4), Counting()
-    plain, labels = shifted(writes), torch.randn(6, 4)
-    outputs = plain[0](inputs, shift.clone())
-    for layer in plain[1:]:
-        outputs = layer(outputs)
-    F.mse_loss(outputs, labels).backward()
-    plan = ModelExecutePlan(*[[range(2), range(2, 4)], [range(4, 6), range(2, 4), range(2)]])
-    if call == "forward":
-        plan = ModelExecutePlan([range(2), range(2, 4), range(4, 6)], [range(4, 6), range(2, 4), range(2)])
-    whole = {"args[1]": Replicate}
+    (inputs, _), labels, shift, device = batch(6), torch.randn(6, 4), torch.randn(4), Counting()
+    plain, model = shifted(writes), shifted(writes)
+    F.mse_loss(plain[1:](plain[0](inputs, shift.clone())), labels).backward()
+    once = call == "forward"  # what the backward starts from must not be the caller's
+    forward = [range(2), range(2, 4), *([range(4, 6)] if once else [])]
     options = RoundPipeRunConfig(
-        loss_reduction="mean", num_microbatch=2, recompute_grain=grain, execute_plan=plan, split_input=whole
-    )
-    model = shifted(writes)
+        loss_reduction="mean", num_microbatch=2, recompute_grain=grain, split_input={"args[1]": Replicate},
+        execute_plan=ModelExecutePlan(forward, [range(4, 6), range(2, 4), range(2)]),
+    )  # fmt: skip
     pipe = without_row_check(RoundPipe(model, devices=[device], model_run_config=options))
-    if call == "forward_backward":
-        pipe.forward_backward((inputs, shift), label=labels, loss_fn=F.mse_loss)
-    else:
+    if once:
         loss = F.mse_loss(pipe(inputs, shift), labels)
         shift.zero_()  # the caller's own: it may change before the backward
         loss.backward()
+    else:
+        pipe.forward_backward((inputs, shift), label=labels, loss_fn=F.mse_loss)
     assert near_gradients(model, plain)
-    once = call == "forward"  # what the backward starts from must not be the caller's
     assert device.down[1] == 2 * (once + writes)
 
 
@@ -224,10 +209,6 @@ def make_model(*, tied, dropout=0.0):
         last = type(model[2])(model[2].weight)
         return nn.Sequential(*model[:4], Reentrant(), last, nn.Linear(6, 3))
     return model
-
-
-def weighted(outputs, labels):
-    return WeightedLoss((outputs - labels).square().sum(), labels.shape[0] * 3)
 
 
 LOSSES = {"sum": F.mse_loss, "mean": F.mse_loss, "pair": weighted}
@@ -312,9 +293,10 @@ def test_gradients_are_those_of_a_plain_loop_over_microbatches(four, copies, tie
         (plain(rows) - own).square().sum().backward()
     plan = cut_plan(len(model), [2], [3], 3)
     plan.last_stage_copies = copies
-    pipe = RoundPipe(model, devices=four)
     config = RoundPipeRunConfig(num_microbatch=5, execute_plan=plan)
-    pipe.forward_backward((inputs,), label=labels, loss_fn=lambda o, y: (o - y).square().sum(), run_config=config)
+    RoundPipe(model, devices=four).forward_backward(
+        (inputs,), label=labels, loss_fn=lambda o, y: (o - y).square().sum(), run_config=config
+    )
     for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
         if found is model[2].weight:
             torch.testing.assert_close(found.grad, expected.grad)
@@ -322,11 +304,15 @@ def test_gradients_are_those_of_a_plain_loop_over_microbatches(four, copies, tie
             assert torch.equal(found.grad, expected.grad)
 
 
+def config_of(stages, copies, microbatches):
+    plan = ModelExecutePlan(*stages, last_stage_copies=copies)
+    return RoundPipeRunConfig(num_microbatch=microbatches, execute_plan=plan)
+
+
 def test_each_copy_takes_its_microbatches(four):
-    plan = ModelExecutePlan([range(6)], [range(6, 7), range(6)], last_stage_copies=3)
     inputs, labels = batch(5)
     pipe = RoundPipe(make_model(tied=False), devices=four)
-    config = RoundPipeRunConfig(num_microbatch=5, execute_plan=plan)
+    config = config_of([[range(6)], [range(6, 7), range(6)]], 3, 5)
     with Timeline() as timeline:
         pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=config)
     ran = {(one.device, one.microbatch) for one in timeline.records if one.kind == "backward" and one.layer == 6}
@@ -371,52 +357,37 @@ def test_an_error_in_one_copy_leaves_nothing(four, failing):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+HEAD = [[range(1)], [range(1, 2), range(1)]]
+
+
 def test_a_layer_that_writes_a_buffer_is_refused(four):
     """What a copy counts would miss the microbatches of the others; nothing is written. In eval it writes none."""
-
-    class Counting(nn.Linear):
-        def __init__(self):
-            super().__init__(6, 3)
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, x):
-            if self.training:
-                self.seen += 1
-            return super().forward(x)
-
-    model = nn.Sequential(nn.Linear(4, 6), Counting())
-    plan = ModelExecutePlan([range(1)], [range(1, 2), range(1)], last_stage_copies=2)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     inputs, labels = batch(8)
     before = [buffer.clone() for buffer in model.buffers()]
     pipe = RoundPipe(model, devices=four)
-    config = RoundPipeRunConfig(num_microbatch=4, execute_plan=plan)
-    with pytest.raises(StageError, match=r"layer 1 \(Counting\) wrote its buffer 'seen'.*\n.*last_stage_copies=1"):
-        pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=config)
+    call = {"label": labels, "loss_fn": F.mse_loss, "run_config": config_of(HEAD, 2, 4)}
+    message = r"layer 1 \(BatchNorm1d\) wrote its buffer 'running_mean'.*\n.*last_stage_copies=1"
+    with pytest.raises(StageError, match=message):
+        pipe.forward_backward((inputs,), **call)
     assert all(map(torch.equal, before, model.buffers()))
     assert all(parameter.grad is None for parameter in model.parameters())
     pipe.eval()
-    pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=config)
+    pipe.forward_backward((inputs,), **call)
     assert model[0].weight.grad is not None
 
 
 def test_a_sparse_gradient_is_added_like_a_dense_one(four):
-    class Lookup(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(6, 3, sparse=True)
-
-        def forward(self, x):
-            return x + self.table(x.detach().abs().long() % 6)[:, 0]
-
+    lookup = module_class("Lookup", lambda self, x: x + self.table(x.detach().abs().long() % 6)[:, 0])
+    inputs, labels = batch(8)
     found = []
     for copies in (1, 2):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 3), Lookup())
-        plan = ModelExecutePlan([range(1)], [range(1, 2), range(1)], last_stage_copies=copies)
-        inputs, labels = batch(8)
-        pipe = RoundPipe(model, devices=four)
-        config = RoundPipeRunConfig(num_microbatch=4, execute_plan=plan)
-        pipe.forward_backward((inputs,), label=labels, loss_fn=F.mse_loss, run_config=config)
+        model = nn.Sequential(nn.Linear(4, 3), lookup())
+        model[1].table = nn.Embedding(6, 3, sparse=True)
+        RoundPipe(model, devices=four).forward_backward(
+            (inputs,), label=labels, loss_fn=F.mse_loss, run_config=config_of(HEAD, copies, 4)
+        )
         found.append([parameter.grad.to_dense() for parameter in model.parameters()])
     assert same_bits(*found)
 

@@ -70,55 +70,44 @@ def of_exchanged_rows(outputs, labels):
 
 WRONG = [of_one_class, of_one_class_or_zero, by_product, with_a_term_of_one_class, of_confident_rows, balanced,
          in_a_loop, counted, by_a_limit, of_exchanged_rows]  # fmt: skip
+LABELS = [1, 1, 1, 0, 2, 1, 0, 3, 1]
+MEAN = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
 
 
-def made(labels):
+def made():
+    """The first three rows are of one class."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)), torch.randn(ROWS, 4), torch.tensor(labels)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+    return model, torch.randn(ROWS, 4), torch.tensor(LABELS), RoundPipe(copy.deepcopy(model), devices="virtual:2")
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("loss_fn", WRONG)
 def test_a_loss_that_depends_on_the_split_is_refused_before_the_first_gradient(loss_fn, reduction):
-    """The first three rows are of one class, so in them it is a mean over rows."""
-    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
-    pipeline = RoundPipe(model, devices="virtual:2")
+    """In the first three rows it is a mean over rows."""
+    _, x, y, pipeline = made()
     config = RoundPipeRunConfig(num_microbatch=3, loss_reduction=reduction)
     with pytest.raises(LossError, match=r'loss_reduction="joined"'):
         pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in pipeline.parameters())
 
 
 def test_masks_that_are_floats_are_refused():
     """All of them are one in the first rows."""
-    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
+    _, x, y, pipeline = made()
     mask = torch.tensor([1.0] * 5 + [0.0, 0.5, 1.0, 0.0])
-    pipeline = RoundPipe(model, devices="virtual:2")
-    config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
     with pytest.raises(LossError, match="other values"):
         pipeline.forward_backward(
-            (x,), label=(y, mask), loss_fn=lambda out, y: (each(out, y[0]) * y[1]).sum() / y[1].sum(), run_config=config
+            (x,), label=(y, mask), loss_fn=lambda out, y: (each(out, y[0]) * y[1]).sum() / y[1].sum(), run_config=MEAN
         )
 
 
-def clamped(outputs, labels):
-    target, mask = labels
-    return (each(outputs, target) * mask).sum() / mask.sum().clamp(min=1)
-
-
-def with_epsilon(outputs, labels):
-    target, mask = labels
-    return (each(outputs, target) * mask).sum() / (mask.sum() + 1e-6)
-
-
-def of_chosen_rows(outputs, labels):
-    target, mask = labels
-    return each(outputs, target)[mask.bool()].sum() / max(1, int(mask.sum()))
-
-
-def all_rows_without_a_mask(outputs, labels):
-    target, mask = labels
-    return each(outputs, target).mean() if not mask.any() else (each(outputs, target) * mask).mean()
+MASKED = {
+    "clamped": lambda losses, mask: (losses * mask).sum() / mask.sum().clamp(min=1),
+    "with epsilon": lambda losses, mask: (losses * mask).sum() / (mask.sum() + 1e-6),
+    "of chosen rows": lambda losses, mask: losses[mask.bool()].sum() / max(1, int(mask.sum())),
+    "all rows without a mask": lambda losses, mask: (losses * mask if mask.any() else losses).mean(),
+}
 
 
 FIRST_MASKS = {
@@ -131,17 +120,21 @@ FIRST_MASKS = {
 @pytest.mark.filterwarnings("ignore:The loss cannot be computed from the losses of microbatches")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64], ids=str)
 @pytest.mark.parametrize("first", FIRST_MASKS)
-@pytest.mark.parametrize("loss_fn", [clamped, with_epsilon, of_chosen_rows, all_rows_without_a_mask])
-def test_means_over_rows_of_a_mask_are_those_of_the_plain_model(loss_fn, first, dtype):
-    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
-    plain = copy.deepcopy(model)
-    pipeline = RoundPipe(model, devices="virtual:2", model_run_config=RoundPipeRunConfig(num_microbatch=3))
+@pytest.mark.parametrize("name", MASKED)
+def test_means_over_rows_of_a_mask_are_those_of_the_plain_model(name, first, dtype):
+    def loss_fn(outputs, labels):
+        return MASKED[name](each(outputs, labels[0]), labels[1])
+
+    plain, x, y, pipeline = made()
     for rows in (FIRST_MASKS[first], [0, 0, 0, 1, 1, 0, 0, 0, 1], [1, 0, 0, 0, 0, 1, 1, 1, 1]):
         mask = torch.tensor(rows).to(dtype)
         expected = loss_fn(plain(x), (y, mask))
         expected.backward()
-        assert near(pipeline.forward_backward((x,), label=(y, mask), loss_fn=loss_fn), expected)
-        assert near_gradients(model, plain)
+        found = pipeline.forward_backward(
+            (x,), label=(y, mask), loss_fn=loss_fn, run_config=RoundPipeRunConfig(num_microbatch=3)
+        )
+        assert near(found, expected)
+        assert near_gradients(pipeline, plain)
 
 
 def sum_of_one_class(outputs, labels):
@@ -193,34 +186,25 @@ def noted(outputs, labels):
 )
 def test_a_loss_of_each_row_may_decide_by_values_and_a_joined_one_too(loss_fn, reduction, count):
     """What a row adds depends on this row alone, or all rows are there: the numbers are those of the plain model."""
-    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
-    plain = copy.deepcopy(model)
+    plain, x, y, pipeline = made()
     expected = loss_fn(plain(x), y)
     expected = expected.sum / expected.weight if isinstance(expected, WeightedLoss) else expected
     expected.backward()
-    pipeline = RoundPipe(model, devices="virtual:2")
     config = RoundPipeRunConfig(num_microbatch=count, loss_reduction=reduction)
     assert near(pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config), expected)
-    assert near_gradients(model, plain)
+    assert near_gradients(pipeline, plain)
 
 
 def test_labels_of_another_kind_are_checked_anew():
     """A loss that was shown for classes is another one for probabilities."""
-    model, x, y = made([1, 1, 1, 0, 2, 1, 0, 3, 1])
-    pipeline = RoundPipe(model, devices="virtual:2")
-    config = RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")
+    _, x, y, pipeline = made()
 
     def loss_fn(outputs, labels):
         return F.cross_entropy(outputs, labels) if labels.dim() == 1 else F.mse_loss(outputs / outputs.std(), labels)
 
-    pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=config)
+    pipeline.forward_backward((x,), label=y, loss_fn=loss_fn, run_config=MEAN)
     with pytest.raises(LossError, match="not a mean over rows"):
-        pipeline.forward_backward((x,), label=torch.rand(ROWS, 4), loss_fn=loss_fn, run_config=config)
-
-
-class Flat(nn.Module):
-    def forward(self, x):
-        return x.flatten(0, 1)
+        pipeline.forward_backward((x,), label=torch.rand(ROWS, 4), loss_fn=loss_fn, run_config=MEAN)
 
 
 def of_confident_tokens(outputs, labels):
@@ -228,19 +212,16 @@ def of_confident_tokens(outputs, labels):
     return each(outputs, labels.flatten())[chosen].mean()
 
 
-@pytest.mark.parametrize("is_mean", [True, False])
-def test_rows_and_tokens_on_one_axis_get_other_values(is_mean):
+def test_rows_and_tokens_on_one_axis_get_other_values():
     """In all rows of the batch, each token is chosen: only other values show that the loss chooses tokens."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), Flat())
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4), nn.Flatten(0, 1))
     model[2].bias.data[0] = 3.0
     x, y = torch.randn(ROWS, 6, 4), torch.randint(0, 4, (ROWS, 6))
     assert (model(x).softmax(-1).amax(-1) > 0.5).all()
     pipeline = RoundPipe(model, devices="virtual:2")
-    call = {"label": y, "run_config": RoundPipeRunConfig(num_microbatch=3, loss_reduction="mean")}
-    if is_mean:
-        found = pipeline.forward_backward((x,), loss_fn=lambda out, y: each(out, y.flatten()).mean(), **call)
-        assert near(found, F.cross_entropy(model(x), y.flatten()))
-    else:
-        with pytest.raises(LossError, match="other values"):
-            pipeline.forward_backward((x,), loss_fn=of_confident_tokens, **call)
+    call = {"label": y, "run_config": MEAN}
+    found = pipeline.forward_backward((x,), loss_fn=lambda out, y: each(out, y.flatten()).mean(), **call)
+    assert near(found, F.cross_entropy(model(x), y.flatten()))
+    with pytest.raises(LossError, match="other values"):
+        pipeline.forward_backward((x,), loss_fn=of_confident_tokens, **call)

@@ -120,6 +120,7 @@ def test_hooks_of_a_model_that_is_one_layer(wrap, hook, of):
     pipe = wrap(model, model_run_config=MEAN)
     HOOKS[hook](pipe if of == "pipeline" else model)
     x, y = batch(6)
+    x.requires_grad_()
     expected = F.mse_loss(plain(x), y)
     expected.backward()
     for is_fused in (True, False):

@@ -12,6 +12,7 @@ from roundpipe_runtime import ModelExecutePlan, OptimizerCtx, RoundPipeRunConfig
 from roundpipe_runtime.huggingface.long_rows import LongRows
 from tests.runtime.device.measuring_device import MeasuringDevice
 from tests.runtime.distributed.faults import raised_by
+from tests.runtime.distributed.trainer_ranks import distance
 from tests.runtime.distributed.trainings import VOCABULARY, lora, model
 
 
@@ -27,17 +28,11 @@ def batch(rows: int, length: int, seed: int, padded: int = 0) -> dict[str, torch
     return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
 
 
-def plain_loss(plain: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
-    loss: torch.Tensor = plain(**given, use_cache=False).loss
-    return loss
-
-
 def trained(made: Any, batches: list[dict[str, torch.Tensor]], **options: Any) -> dict[str, Any]:
-    """Losses and the worst relative difference of a gradient, of three steps of both models."""
-    size = dist.get_world_size()
+    """Losses and the worst relative difference of a weight, of three steps of both models."""
     own = made().double()
     plain = copy.deepcopy(own)
-    rows = LongRows(own, mesh=init_device_mesh("cpu", (size,)), devices="virtual:1", **options)
+    rows = LongRows(own, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), devices="virtual:1", **options)
     with OptimizerCtx():
         ours = torch.optim.SGD(rows.pipeline.parameters(), lr=0.1)
     theirs = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
@@ -45,19 +40,17 @@ def trained(made: Any, batches: list[dict[str, torch.Tensor]], **options: Any) -
     for given in batches:
         losses.append(rows.forward_backward(given).item())
         rows.pipeline.step(lambda: (ours.step(), ours.zero_grad()))
-        loss = plain_loss(plain, given)
+        loss = plain(**given, use_cache=False).loss
         loss.backward()
         theirs.step()
         theirs.zero_grad()
         expected.append(loss.item())
     rows.pipeline.synchronize()
-    pairs = zip(own.parameters(), plain.parameters(), strict=True)
-    distance = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
     cut, name = rows.pipeline.cut.report, plain.config._attn_implementation
     rows.close()
     return {
-        "losses": losses, "expected": expected, "distance": distance, "whole": cut.is_whole,
-        "attention": own.config._attn_implementation == name, "sent": rows._exchange.sent,
+        "losses": losses, "expected": expected, "distance": distance(list(own.parameters()), list(plain.parameters())),
+        "whole": cut.is_whole, "attention": own.config._attn_implementation == name, "sent": rows._exchange.sent,
     }  # fmt: skip
 
 
@@ -75,8 +68,7 @@ def in_ranks() -> dict[str, Any]:
     }
     if dist.get_world_size() == 2:
         found["adapters"] = trained(lora, batches)
-    found["again"] = {"is the same": trained(model("llama", **heads), batches) == found["llama"]}
-    return found
+    return {**found, "again": trained(model("llama", **heads), batches) == found["llama"]}
 
 
 def memory() -> list[float]:
@@ -120,16 +112,16 @@ def failures() -> dict[str, Any]:
     warnings.simplefilter("ignore")
     own = model("llama")().double()
     plain = copy.deepcopy(own)
-    own.model.layers[1].post_attention_layernorm = Failing(own.model.layers[1].post_attention_layernorm)
+    failing = own.model.layers[1].post_attention_layernorm = Failing(own.model.layers[1].post_attention_layernorm)
     rows = LongRows(own, mesh=init_device_mesh("cpu", (2,)), devices="virtual:1")
     found: dict[str, Any] = {}
     given = batch(2, 9, 1)
-    own.model.layers[1].post_attention_layernorm.fails = True
+    failing.fails = True
     found["layer"] = raised_by(lambda: rows.forward_backward(given))
-    own.model.layers[1].post_attention_layernorm.fails = False
+    failing.fails = False
     found["gradients"] = sum(p.grad is not None for p in own.parameters())
     found["batches"] = raised_by(lambda: rows.forward_backward(batch(2, 9, dist.get_rank())))
-    found["next"] = [rows.forward_backward(given).item(), plain_loss(plain, given).item()]
+    found["next"] = [rows.forward_backward(given).item(), plain(**given, use_cache=False).loss.item()]
     rows.close()
     return found
 

@@ -28,32 +28,23 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", ["loss", "eval_loss", "grad_norm"])
-def test_numbers_are_those_of_the_trainer_with_ddp(trained, name):
+def test_numbers_are_those_of_the_trainer_with_ddp(trained):
+    """Also of rows that come one by one."""
     for rank in trained:
-        assert rank["ours"][name] == pytest.approx(rank["plain"][name], rel=1e-6 if name != "grad_norm" else 1e-5)
-
-
-def test_rows_that_come_one_by_one_are_those_of_the_trainer_with_ddp(trained):
-    for rank in trained:
+        for name in ("loss", "eval_loss", "grad_norm"):
+            assert rank["ours"][name] == pytest.approx(rank["plain"][name], rel=1e-6 if name != "grad_norm" else 1e-5)
+        assert rank["distance"] < 5e-6
         plain, ours = rank["streams"]
         assert ours == pytest.approx(plain, rel=1e-6)
         assert len(plain) == 2
 
 
-def test_weights_are_those_of_the_trainer_with_ddp(trained):
-    assert max(rank["distance"] for rank in trained) < 5e-6
-
-
-def test_a_training_goes_on_from_its_checkpoint(trained):
+def test_a_training_goes_on_from_its_checkpoint_whose_state_is_in_shards(trained):
     assert [rank["resumed"] for rank in trained] == [True, True]
-    assert {"checkpoint-2", "checkpoint-4"} <= set(trained[0]["files"])
-
-
-def test_state_is_in_shards(trained):
-    checkpoint = Path(trained[0]["folder"], "ours", "checkpoint-4")
-    assert len(list((checkpoint / "shards").iterdir())) == 2
-    assert not (checkpoint / "optimizer.pt").exists()
+    folder = Path(trained[0]["folder"], "ours")
+    assert {"checkpoint-2", "checkpoint-4"} <= {path.name for path in folder.iterdir()}
+    assert len(list((folder / "checkpoint-4" / "shards").iterdir())) == 2
+    assert not (folder / "checkpoint-4" / "optimizer.pt").exists()
 
 
 @pytest.mark.parametrize("where", ["train", "eval"])
@@ -112,19 +103,12 @@ def test_own_losses_are_those_of_the_trainer_with_ddp(own_losses, name):
 
 
 def test_an_error_in_the_loss_of_one_process_ends_all(own_losses):
-    """With its rank and cause, while the others would wait for its gradients."""
-    assert own_losses[1]["failed"][0] == "KeyError"
-    assert "a loss of one process" in own_losses[1]["failed"][1]
-    assert own_losses[0]["failed"][0] == "DistributedError"
-    assert "Rank 1 failed" in own_losses[0]["failed"][1]
-
-
-def test_more_groups_than_processes_are_refused(own_losses):
-    """Rows of a group in another process cannot be compared."""
-    for rank in own_losses:
-        kind, text = rank["replicas"]
-        assert kind == "ConfigError"
-        assert "Leave replicas=4 out" in text
+    """With its rank and cause, while the others would wait. Rows of a group in another process cannot be compared."""
+    (other, text), (own, cause) = (rank["failed"] for rank in own_losses[:2])
+    assert (own, "a loss of one process" in cause) == ("KeyError", True)
+    assert (other, "Rank 1 failed" in text) == ("DistributedError", True)
+    for kind, text in (rank["replicas"] for rank in own_losses):
+        assert (kind, "Leave replicas=4 out" in text) == ("ConfigError", True)
 
 
 def test_trainers_of_trl_train_as_with_ddp(tmp_path):
@@ -160,10 +144,7 @@ def test_trainings_are_those_of_whole_rows(found, name):
         assert one["attention"]
         assert one["sent"] > 0
     assert all(rank[name]["losses"] == found[0][name]["losses"] for rank in found)
-
-
-def test_each_run_has_the_same_bits(found):
-    assert all(rank["again"]["is the same"] for rank in found)
+    assert all(rank["again"] for rank in found)  # each run has the same bits
 
 
 def test_each_device_has_its_share_of_the_activations():
@@ -183,13 +164,16 @@ def test_an_error_of_one_process_ends_the_call_of_all():
 
 
 def test_what_cannot_be_cut_is_refused_in_one_line():
+    messages = {
+        "heads": "4 query heads and 1 key/value heads, which 2 processes cannot share",
+        "router": "output_router_logits = False",
+        "devices": "one device in each process, found 2",
+        "left": "padded on the left",
+        "padding": "or padding is trained",
+        "positions": "also has position_ids",
+        "window": "attends to 8 tokens of a row of 12",
+    }
     for rank in run_ranks(f"{MODULE}:refusals", 2, timeout=100):
+        assert rank.keys() == messages.keys()
         assert {kind for kind, _ in rank.values()} <= {"ConfigError", "StageError"}
-        texts = {name: text for name, (_, text) in rank.items()}
-        assert "4 query heads and 1 key/value heads, which 2 processes cannot share" in texts["heads"]
-        assert "output_router_logits = False" in texts["router"]
-        assert "one device in each process, found 2" in texts["devices"]
-        assert "padded on the left" in texts["left"]
-        assert "or padding is trained" in texts["padding"]
-        assert "also has position_ids" in texts["positions"]
-        assert "attends to 8 tokens of a row of 12" in texts["window"]
+        assert all(messages[name] in text for name, (_, text) in rank.items())

@@ -122,15 +122,15 @@ def in_ranks(folder: str) -> dict[str, Any]:
         train(kind, Path(folder, f"{kind.__name__} stream"), 2, data=Stream(), **more)["loss"]
         for kind, more in ((Trainer, {}), (RoundPipeTrainer, options))
     ]
-    torch.save(uneven["weights"], Path(folder, "uneven", f"{dist.get_rank()}.pt"))
-    torch.save(ours["weights"], Path(folder, "ours", f"{dist.get_rank()}.pt"))
+    weights = {name: found.pop("weights") for name, found in {"plain": plain, "ours": ours, "uneven": uneven}.items()}
+    for name in ("uneven", "ours"):
+        torch.save(weights[name], Path(folder, name, f"{dist.get_rank()}.pt"))
     return {
-        "plain": {name: plain[name] for name in ("loss", "grad_norm", "eval_loss")},
-        "ours": {name: ours[name] for name in ("loss", "grad_norm", "eval_loss")},
-        "distance": distance(ours["weights"], plain["weights"]),
-        "resumed": all(torch.equal(a, b) for a, b in zip(resumed["weights"], ours["weights"], strict=True)),
+        "plain": plain,
+        "ours": ours,
+        "distance": distance(weights["ours"], weights["plain"]),
+        "resumed": all(torch.equal(a, b) for a, b in zip(resumed["weights"], weights["ours"], strict=True)),
         "uneven": uneven["loss"],
         "streams": streams,
         "bad rows": bad_rows(RoundPipeTrainer, Path(folder, "bad")),
-        "files": sorted(path.name for path in Path(folder, "ours").iterdir()),
     }

@@ -164,8 +164,8 @@ def shifted(writes):
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("call", ["forward_backward", "forward"])
 def test_what_passes_layers_unchanged_goes_down_at_most_once(call, grain, writes):
-    (inputs, _), labels, shift, device = batch(6), torch.randn(6, 4), torch.randn(4), Counting()
-    plain, model = shifted(writes), shifted(writes)
+    inputs, shift, device = batch(6)[0], torch.randn(4), Counting()
+    plain, labels, model = shifted(writes), torch.randn(6, 4), shifted(writes)
     F.mse_loss(plain[1:](plain[0](inputs, shift.clone())), labels).backward()
     once = call == "forward"  # what the backward starts from must not be the caller's
     forward = [range(2), range(2, 4), *([range(4, 6)] if once else [])]

@@ -14,7 +14,7 @@ from matrix.inputs import NoCacheError, decode, go_on, loop
 from matrix.kinds import kind_of, quiet_sample
 from matrix.media import IMAGE_TOKEN, picture_of
 from matrix.models import make_model
-from matrix.results import Results, passes
+from matrix.results import Results, passes, recorded_file
 from tests.cache_words import cache_of
 from tests.runtime.huggingface.hf_small import known_model
 from yobx_flatten import DecodeSizes
@@ -22,34 +22,23 @@ from yobx_flatten import DecodeSizes
 RECORDED = Path(__file__).parent.parent / "docs" / "data" / "cut-5.24.0.json"
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
+def test_a_kind_is_read_off_the_configuration_and_the_phases_of_a_recorded_cut(tmp_path, monkeypatch):
+    """What has no small configuration is a kind of its own."""
+    for name, kind in [
         ("llama", ("causal",)),
-        ("mixtral", ("causal", "experts")),
-        ("mamba", ("causal", "states")),
         ("jamba", ("causal", "experts", "states")),
         ("gemma3n_text", ("causal", "shared keys")),
         ("seq2seq:t5", ("seq2seq",)),
         ("image:qwen3_5_moe", ("image", "experts", "states")),
-        ("speech:whisper", ("speech",)),
         ("speech:dia", ("speech",)),
-    ],
-)
-def test_a_kind_is_read_off_the_configuration(name, kind):
-    assert kind_of(name) == kind
-
-
-def test_what_has_no_small_configuration_is_a_kind_of_its_own(monkeypatch):
-    monkeypatch.setattr("matrix.kinds.make_config", lambda name: 1 / 0)
-    assert kind_of("llama") == ("causal", "not built")
-
-
-def test_the_phases_of_a_recorded_cut_are_part_of_the_kind(tmp_path):
+    ]:
+        assert kind_of(name) == kind
     recorded = Results(tmp_path / "cut.json", {}, "")
     recorded.types = {"llama": {"columns": {"cut": {"ok": True, "phases": 7}}}}
     assert kind_of("llama", recorded) == ("causal", "7 phases")
     assert kind_of("phi3", recorded) == ("causal",)
+    monkeypatch.setattr("matrix.kinds.make_config", lambda name: 1 / 0)
+    assert kind_of("llama") == ("causal", "not built")
 
 
 def test_the_logger_is_as_before_after_a_sample():
@@ -106,6 +95,9 @@ def test_a_prompt_begins_with_a_picture():
     assert cache_of(kwargs).get_seq_length() == length + SIZES.past
     assert kwargs["attention_mask"].shape == (2, length + SIZES.past + SIZES.new)
     assert not (kwargs["input_ids"] == IMAGE_TOKEN).any()
+    for name in ("image:blip", "image:pi0"):
+        with pytest.raises(NoCacheError):
+            decode(make_model(name), SIZES)
 
 
 def test_positions_behind_a_picture_are_inputs_and_not_the_models_memory():
@@ -117,18 +109,8 @@ def test_positions_behind_a_picture_are_inputs_and_not_the_models_memory():
     assert model.model.rope_deltas is None
 
 
-@pytest.mark.parametrize("name", ["image:blip", "image:pi0"])
-def test_a_model_without_a_cache_says_so(name):
-    with pytest.raises(NoCacheError):
-        decode(make_model(name), SIZES)
-
-
-DOCS = Path(__file__).parent.parent / "docs"
-
-
 def test_every_type_of_the_list_is_recorded_and_opens_with_a_shared_cache():
-    (path,) = (DOCS / "data").glob("genai-*.json")
-    types = Results.read(path).types
+    types = Results.read(recorded_file("genai")).types
     assert sorted(types) == sorted(TYPES)
     for name, entry in types.items():
         assert [entry["columns"][column]["ok"] for column in GENAI_COLUMNS if column != "opened"] == [True] * 3, name

@@ -21,12 +21,10 @@ from yobx_flatten import export_folder
 from yobx_flatten.model_folder.source.configuration import small_model
 
 DOCS = Path(__file__).parent.parent / "docs"
-RECORDED = sorted((DOCS / "data").glob("real-*.json"))
 
 
 def test_every_form_is_recorded_and_the_forms_of_this_package_pass():
-    (path,) = RECORDED
-    types = Results.read(path).types
+    types = Results.read(recorded_file("real")).types
     assert sorted(types) == sorted(FORMS)
     failed = {
         f"{name}, {column}: {result['why']}"
@@ -74,9 +72,6 @@ def test_every_form_of_the_encoder_is_recorded_near_enough_and_small():
     assert forms["int8"]["bytes"] < 24e6
     assert forms["int8"]["least"] > forms[dynamic]["least"]
     assert forms["int8"]["all"] < 0.7 * forms["float32"]["all"]
-
-
-def test_the_sentences_are_as_many_as_the_page_states():
     found = sentences()
     assert len(found) == len({*found}) == 100
 
@@ -101,32 +96,21 @@ def test_two_files_are_timed_by_turns_and_shown_with_their_ratio(tmp_path):
     assert "| 3, 4: 0.75 |" in real_speed.section_of({"pairs": {"int4": times}, "versions": {}}, "speed.json")
 
 
-def test_folders_take_turns_in_processes_of_their_own(tmp_path):
-    export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime")
-    folders = {name: real_runtimes.opened(tmp_path / "folder") for name in ("one", "other")}
+@pytest.mark.parametrize("layout", ["transformers", "genai"])
+def test_folders_take_turns_in_processes_of_their_own_and_one_of_genai_in_its_own_loop(tmp_path, layout):
+    options, module = {}, {}
+    if layout == "genai":
+        pytest.importorskip("onnxruntime_genai")
+        options, module = {"layout": "genai"}, {"module": "matrix.real_loops"}
+    export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime", **options)
+    names = ("one", "other") if layout == "transformers" else ("genai",)
+    folders = {name: real_runtimes.opened(tmp_path / "folder", **module) for name in names}
     found = real_runtimes.measured(folders, [4, 9], rounds=1)
     for folder in folders.values():
         assert {"torch", "onnxruntime"} <= folder.facts.keys()
         folder.close()
-    assert {name: [*times] for name, times in found.items()} == {"one": ["4", "9"], "other": ["4", "9"]}
-
-
-def test_a_folder_of_genai_is_timed_in_its_own_loop(tmp_path):
-    pytest.importorskip("onnxruntime_genai")
-    export_folder(small_model("llama"), tmp_path / "folder", optimize="onnxruntime", layout="genai")
-    folder = real_runtimes.opened(tmp_path / "folder", module="matrix.real_loops")
-    found = real_runtimes.measured({"genai": folder}, [4, 9], rounds=1)
-    assert {"torch", "onnxruntime"} <= folder.facts.keys()
-    folder.close()
-    assert [*found["genai"]] == ["4", "9"]
-    assert min(found["genai"].values()) > 0
-
-
-def test_llama_cpp_is_timed_where_npm_is(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match="needs npm"):
-        real_llama_cpp.install(tmp_path / "packages")
-    assert not (tmp_path / "packages").exists()
+    assert {name: [*times] for name, times in found.items()} == {name: ["4", "9"] for name in names}
+    assert min(time for times in found.values() for time in times.values()) > 0
 
 
 def test_every_form_of_the_whisper_writes_the_model_s_text():
@@ -137,3 +121,10 @@ def test_every_form_of_the_whisper_writes_the_model_s_text():
         assert held["tokens"] >= SOUND_FORMS[name].tokens, name
         assert (held["text"] == found["model"]["text"]) or SOUND_FORMS[name].tokens < 1, name
     assert found["model"]["compared"] > 20
+
+
+def test_llama_cpp_is_timed_where_npm_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SystemExit, match="needs npm"):
+        real_llama_cpp.install(tmp_path / "packages")
+    assert not (tmp_path / "packages").exists()

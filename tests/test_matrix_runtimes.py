@@ -18,16 +18,6 @@ from matrix.runtimes_programs import COLUMNS, NEEDS, ProgramTrial, _refused
 from matrix.worker import run_columns
 from yobx_flatten.export.exported_model import source_of
 
-DOCS = Path(__file__).parent.parent / "docs"
-RIGHT = {"ok": True, "max_difference": 1e-06}
-WRONG = {"ok": False, "why": "ReplayError: off | by 0.5"}
-
-
-def recorded(types):
-    results = Results(Path("unused.json"), {"torch": "2.13"}, "runtimes")
-    results.types = {name: {"columns": columns} for name, columns in types.items()}
-    return results
-
 
 def test_every_type_of_the_folders_is_recorded():
     types = Results.read(recorded_file("runtimes")).types
@@ -48,11 +38,8 @@ def test_columns_are_those_of_the_libraries_that_are_installed(monkeypatch):
     assert parse([]).columns == ["program", "OpenVINO", "AOTInductor"]
     assert parse(["--columns", "AOTInductor"]).columns == ["program", "AOTInductor"]
     assert parse(["--folders", "--columns", "ExecuTorch folder"]).columns == ["ExecuTorch folder"]
-
-
-def test_the_first_types_stand_for_all_kinds_of_cache_layers(monkeypatch):
     monkeypatch.setattr("matrix.runtimes.type_names", lambda: ["llama", "qwen2", "mistral", "mamba", "seq2seq:t5"])
-    assert causal_types() == ["llama", "mistral", "mamba", "qwen2"]
+    assert causal_types() == ["llama", "mistral", "mamba", "qwen2"]  # all kinds of cache layers first
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +48,10 @@ def trial(tmp_path_factory):
 
 
 def test_a_program_is_replayed_in_every_size(trial):
+    given = {"x": torch.arange(12.0).reshape(3, 4)}
+    moved = list(strided(given))  # inputs moved in memory have the same values
+    assert [torch.equal(one["x"], given["x"]) for one in moved] == [True, True]
+    assert [one["x"].is_contiguous() for one in moved] == [False, False]
     events = io.StringIO()
     run_columns(trial, ["program"], {}, events, (COLUMNS, NEEDS))
     result = json.loads(events.getvalue().splitlines()[-1])["result"]
@@ -121,10 +112,3 @@ def test_a_file_that_takes_what_the_model_refuses_does_not_pass(trial):
         assert _refused(trial.free._runner, source, source.cases[1]) > 0
         with pytest.raises(DifferenceError, match=r"attention_mask of shape \(2, 9\) after \(3, 9\): numbers"):
             _refused(IgnoresTheMask(trial.free._runner), source, source.cases[1])
-
-
-def test_moved_inputs_have_the_same_values():
-    given = {"x": torch.arange(12.0).reshape(3, 4)}
-    moved = list(strided(given))
-    assert [torch.equal(one["x"], given["x"]) for one in moved] == [True, True]
-    assert [one["x"].is_contiguous() for one in moved] == [False, False]

@@ -129,16 +129,11 @@ def test_programs_of_a_page_share_their_names_and_one_that_fails_stops_no_other(
     assert found[0][0] == "Export a model and generate text"
     assert found[0][1].startswith("import torch\n")
     monkeypatch.chdir(tmp_path)
-    page = "".join(
-        f"## {name}\n\n```python\n{source}\n```\n\n"
-        for name, source in (("One", "x = 1"), ("Two", "x / 0"), ("Three", "open('f', 'w').close(); assert x == 1"))
-    )
+    sources = {"One": "x = 1", "Two": "x / 0", "Three": "open('f', 'w').close(); assert x == 1"}
+    page = "".join(f"## {name}\n\n```python\n{source}\n```\n\n" for name, source in sources.items())
     assert newest_programs.readme(page) == 1
-    assert [line for line in capsys.readouterr().out.splitlines() if line] == [
-        "ok One",
-        "FAIL Two: ZeroDivisionError: division by zero",
-        "ok Three",
-    ]
+    lines = ["ok One", "FAIL Two: ZeroDivisionError: division by zero", "ok Three"]
+    assert [line for line in capsys.readouterr().out.splitlines() if line] == lines
     assert list(tmp_path.iterdir()) == []
     assert Path.cwd() == tmp_path
 

@@ -182,15 +182,13 @@ def test_an_output_whose_module_was_imported_in_a_trace_is_registered_by_its_fir
 
 def test_the_fixture_fails_the_test_that_leaks(tmp_path):
     (tmp_path / "conftest.py").write_text("from tests.conftest import registries_left_as_found  # noqa: F401\n")
-    (tmp_path / "test_leak.py").write_text(
-        "import torch.utils._pytree as pytree\n"
-        "from tests.test_registry_snapshot import Point, flatten, unflatten\n"
-        f"def test_leaks():\n    {LEAK}\n"
-        "def test_neighbour():\n    pass\n"
+    imports = (
+        "import torch.utils._pytree as pytree\nfrom tests.test_registry_snapshot import Point, flatten, unflatten\n"
     )
-    done = fresh_process.run(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path, check=False
-    )
+    program = f"{imports}def test_leaks():\n    {LEAK}\ndef test_neighbour():\n    pass\n"
+    (tmp_path / "test_leak.py").write_text(program)
+    options = ("-q", "-p", "no:cacheprovider", "--rootdir", tmp_path)
+    done = fresh_process.run("-m", "pytest", *options, tmp_path, check=False)
     assert "2 passed, 1 error" in done.stdout, done.stdout + done.stderr
     assert "SUPPORTED_NODES: tests.test_registry_snapshot.Point was added" in done.stdout
 
@@ -274,9 +272,6 @@ def test_a_program_runs_no_longer_than_it_is_needed():
     assert started.returncode == -9
     with pytest.raises(AssertionError, match="ZeroDivisionError"), fresh_process.start("-c", "1 / 0") as started:
         started.wait_for(lambda: False)
-
-
-def test_an_error_of_a_program_is_shown():
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         fresh_process.run("-c", "1 / 0")
     assert fresh_process.run("-c", "1 / 0", check=False).returncode == 1

@@ -259,10 +259,7 @@ def test_a_wait_ends_with_the_interruption_at_every_line():
             if not pressed:
                 break
     assert number > 5
-
-
-def test_a_wait_that_is_interrupted_does_not_end_what_it_waits_for():
-    go_on = threading.Event()
+    go_on = threading.Event()  # what it waits for does not end
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         future = threads.submit(go_on.wait, 60)
         threading.Timer(0.05, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]).start()
@@ -273,26 +270,23 @@ def test_a_wait_that_is_interrupted_does_not_end_what_it_waits_for():
         assert wait_for(future) is True
 
 
-class InterruptedLock:
-    """A lock in which Ctrl-C comes when it has just been taken: before the block that gives it back begins."""
-
-    def __init__(self, lock):
-        self.lock = lock
-
-    def __enter__(self):
-        self.lock.__enter__()
-        press()
-
-    def __exit__(self, *error):
-        self.lock.__exit__(*error)
-
-
 @pytest.mark.parametrize("asked", [is_done, error_of])
 def test_a_question_that_is_interrupted_leaves_no_lock(asked):
     """The other thread can end its work; `Future.done` itself keeps the lock."""
     future = concurrent.futures.Future()
     lock = future._condition
-    future._condition = InterruptedLock(lock)
+
+    class InterruptedLock:
+        """A lock in which Ctrl-C comes when it has just been taken: before the block that gives it back begins."""
+
+        def __exit__(self, *error):
+            lock.__exit__(*error)
+
+        def __enter__(self):
+            lock.__enter__()
+            press()
+
+    future._condition = InterruptedLock()
     with pytest.raises(KeyboardInterrupt):
         asked(future)
     future._condition = lock

@@ -21,85 +21,36 @@ TYPE_CHECKING = False  # as in `typing`, whose import takes longer than the rest
 
 __all__ = [  # noqa: RUF022 # grouped by task, not by the alphabet
     # wrap a model
-    "RoundPipe",
-    "wrap_model_to_roundpipe",
-    "WrappedModel",
-    "quantize_frozen",
-    "cut",
-    "Cut",
-    "CutReport",
-    "Equivalence",
+    "RoundPipe", "wrap_model_to_roundpipe", "WrappedModel", "quantize_frozen", "cut", "Cut", "CutReport", "Equivalence",
     # configure a call, and which layers form a stage
-    "RoundPipeRunConfig",
-    "ModelExecutePlan",
-    "LayerCost",
+    "RoundPipeRunConfig", "ModelExecutePlan", "LayerCost",
     # say how a batch is cut and joined
-    "TensorChunkSpec",
-    "Replicate",
-    "RoundPipePackedData",
+    "TensorChunkSpec", "Replicate", "RoundPipePackedData",
     # a loss that is exact in microbatches
     "WeightedLoss",
     # the optimizer's side
-    "OptimizerCtx",
-    "optim",
-    "GradScaler",
+    "OptimizerCtx", "optim", "GradScaler",
     # save a training and continue with it
-    "save_checkpoint",
-    "load_checkpoint",
-    "list_checkpoints",
-    "Checkpoint",
+    "save_checkpoint", "load_checkpoint", "list_checkpoints", "Checkpoint",
     # inside a layer
-    "save_for_recompute",
-    "doing_recompute",
-    "get_recompute_data",
+    "save_for_recompute", "doing_recompute", "get_recompute_data",
     # where it runs
-    "Device",
-    "VirtualDevice",
-    "parse_devices",
+    "Device", "VirtualDevice", "parse_devices",
     # see what ran
-    "Timeline",
-    "Record",
+    "Timeline", "Record",
     # what can go wrong
-    "RoundPipeError",
-    "BatchStructureError",
-    "CheckpointError",
-    "ConfigError",
-    "CutError",
-    "DamagedCheckpointError",
-    "DeviceError",
-    "DeviceMemoryError",
-    "DistributedError",
-    "JoinError",
-    "LossError",
-    "PlanError",
-    "SplitError",
-    "StageError",
-    "UnregisteredObjectError",
-    "UseAfterReleaseError",
-    "RoundPipeWarning",
-    "CheckpointWarning",
-    "CutRefusedWarning",
-    "UnevenSplitWarning",
-]
+    "RoundPipeError", "BatchStructureError", "CheckpointError", "ConfigError", "CutError", "DamagedCheckpointError",
+    "DeviceError", "DeviceMemoryError", "DistributedError", "JoinError", "LossError", "PlanError", "SplitError",
+    "StageError", "UnregisteredObjectError", "UseAfterReleaseError", "RoundPipeWarning", "CheckpointWarning",
+    "CutRefusedWarning", "UnevenSplitWarning",
+]  # fmt: skip
 
 # Where the names are defined.
 _HOMES = (
-    "batch.loss",
-    "batch.spec",
-    "checkpoint",
-    "device.accelerator",
-    "device.protocol",
-    "device.virtual",
-    "engine.config",
-    "engine.recomputed",
-    "errors",
-    "huggingface",
-    "optim.step",
-    "pipeline",
-    "schedule.partitioning",
-    "schedule.plan",
-    "timeline.record",
-)
+    "batch.loss", "batch.spec", "checkpoint", "device.accelerator", "device.protocol", "device.virtual",
+    "engine.config", "engine.recomputed", "errors", "huggingface", "optim.step", "pipeline", "schedule.partitioning",
+    "schedule.plan", "timeline.record",
+)  # fmt: skip
 
 # They are derived from transformers classes. `import *` leaves them out, because it would import transformers.
 _TRAINERS = ("RoundPipeSeq2SeqTrainer", "RoundPipeTrainer")

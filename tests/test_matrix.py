@@ -1,16 +1,20 @@
-"""The matrix: its runner survives anything, resumes, and its page says what its results say."""
+"""The matrix: its runner survives anything, resumes, and pages say what results say; the search over operators."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from matrix import __main__ as command_line
 from matrix import command, cut_page, genai, operators, oracle_page, real, runtimes_page, trainings_page
 from matrix.cases import COLUMNS as ALL_COLUMNS
 from matrix.models import layer_classes, make_model, type_names
+from matrix.operators_cases import Operator, Values
+from matrix.operators_cases import operators as all_operators
 from matrix.page import in_two, page_of
-from matrix.results import Results, failures, regressions
+from matrix.results import Results, failures, recorded_file, regressions
 from matrix.runner import Limits, Runner, read_events, sample
 from matrix.ways import WAYS
 
@@ -185,3 +189,53 @@ def test_the_committed_page_is_the_one_of_the_committed_results(name):
         (DOCS / folder / f"{name}.md").read_text(encoding="utf-8") for folder in ("", "rows")[: 1 + has_rows]
     )
     assert committed == (in_two(name, expected) if has_rows else (expected,))
+
+
+# a few of every kind, and those that torch's exporter gets wrong or does not know
+OPERATORS = ("atan2", "logsigmoid", "cummax", "bce with logits, weights", "cdist 2", "attention, bool mask", "chunk")
+
+
+def _named(name):
+    return next(one for one in all_operators() if one.name == name)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of torch's own TransformerEncoder
+def test_each_operator_has_a_name_of_its_own_and_runs():
+    every = all_operators()
+    assert len({one.name for one in every}) == len(every) >= 134
+    assert Results.read(recorded_file("operators")).types.keys() == {one.name for one in every}
+    for one in every:
+        one.module()(*one.example)
+        assert all(len(values.inputs) == len(one.example) for values in one.others), one.name
+    assert sum(bool(one.others) for one in every) > 0.9 * len(every)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_that_were_repaired_are_right(name):
+    found = operators.measured(_named(name))
+    assert (found["verdict"], found["why"]) == ("right", "")
+
+
+def test_a_file_that_is_wrong_is_found():
+    """NaN has no sign in PyTorch, and one in the file: a value that no export tries."""
+    found = operators.measured(_named("sign"))
+    assert (found["ok"], found["verdict"]) == (False, "wrong")
+    assert found["why"].startswith("NaN: 0 eager, nan in the file")
+
+
+def test_values_that_eager_refuses_are_left_out():
+    table = torch.rand(3, 2)
+    outside = Values("outside", (table, torch.tensor([7])))
+    one = Operator("index_select", "of indices", lambda x, i: x.index_select(0, i), (table, torch.tensor([1, 2])), ())
+    assert operators.measured(dataclasses.replace(one, others=(outside,)))["verdict"] == "right"
+
+
+def test_what_is_recorded_is_not_run_again(tmp_path, monkeypatch):
+    path, ran = tmp_path / "operators.json", []
+    measured = {"ok": True, "verdict": "right", "why": "", "seconds": 0.1}
+    monkeypatch.setattr(operators, "measured", lambda one: ran.append(one.name) or measured)
+    for _ in range(2):
+        assert operators.main(["--only", "atan", "--output", str(path)]) == 0
+    assert ran == [one.name for one in all_operators() if "atan" in one.name]
+    assert operators.main(["--only", "atan", "--output", str(path), "--page", str(tmp_path / "page.md")]) == 0
+    assert f"| right | {len(ran)} |" in (tmp_path / "page.md").read_text()

@@ -58,8 +58,7 @@ def test_tests_with_an_old_name_fail_and_others_pass(tmp_path):
     assert "5 passed, 3 errors" in done.stdout
 
 
-def test_a_warning_in_another_thread_is_heard(old_names_said):
-
+def test_a_warning_is_heard_in_another_thread_and_in_a_program_and_names_the_line_that_calls(old_names_said):
     def run():
         with contextlib.suppress(FutureWarning):
             function(old=1)
@@ -68,19 +67,12 @@ def test_a_warning_in_another_thread_is_heard(old_names_said):
     thread.start()
     thread.join()
     assert old_names_said == [LINE]
-
-
-def test_a_heard_warning_names_the_line_that_calls(old_names_said):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         function(old=1)
     assert [Path(one.filename).name for one in found] == [Path(__file__).name]
-    assert old_names_said == [LINE]
-
-
-def test_what_a_program_writes_is_heard(old_names_said):
     fresh_process.run("-c", f"import sys; print({LINE!r}, file=sys.stderr)")
-    assert old_names_said == [LINE]
+    assert old_names_said == [LINE] * 3
 
 
 def test_other_warnings_are_not_its_affair():

@@ -293,36 +293,6 @@ time.sleep(600)
     assert Path("/proc/self/oom_score_adj").read_text().strip() != "1000"
 
 
-@pytest.mark.parametrize(
-    ("status", "expected"),
-    [(137, "signal 9 ended it: the host, or its container, had no memory left"), (139, "signal 11 ended it"),
-     (-9, "signal 9 ended it: the host, or its container, had no memory left"), (1, "ValueError: no")],
-)  # fmt: skip
-def test_what_ended_a_process_is_named(made, status, expected):
-    done = Done("", "a warning\nValueError: no\n", status)
-    assert made._ended(done, 150.0, 150.0, "it was not done")["error"] == expected
-
-
-def test_a_program_that_ends_two_calls_is_left_out(made, runs):
-    """Where a container ends as a whole there is no row, and each call would end at the same place."""
-    row = rows_of("1.7B", tiny=True)[0]
-    first, second = (f"{row.name} | {program}" for program in OURS[:2])
-    seen = []
-
-    def run(command):
-        seen.append(made.records.of("begun")[f"{row.name} | {command[4]}"])
-        return Done('{"losses": [1.0], "seconds": [2.0], "tokens per second": 5.0}', "", 0)
-
-    runs(run)
-    made.records.add("begun", first, {"times": 2})
-    for program in OURS[:2]:
-        made._program(program, row)
-    assert made.records.of("row")[first]["error"].startswith("2 calls ended while it ran")
-    assert "error" not in made.records.of("row")[second]
-    assert [one["times"] for one in seen] == [1]
-    assert made.records.of("begun")[second]["times"] == 0
-
-
 _TESTS = """
 import os, pytest
 pytestmark = pytest.mark.gpu
@@ -394,16 +364,6 @@ def test_operators_are_compiled_once_and_before_a_program_has_its_time(made, run
     assert was_locked == [False, False]
 
 
-def test_other_losses_are_named(made):
-    row = ROWS[0]
-    made.records.add("row", "first", {"row": row.name, "program": OURS[0], "losses": [2.0, 1.0, 0.5]})
-    assert not made._disagreement(row, {"program": "FSDP2, CPU offload", "losses": [2.01, 1.0, 0.5]})
-    assert made._disagreement(row, {"program": "FSDP2, CPU offload", "losses": [2.0, 1.0, 0.6]})
-    assert made._disagreement(row, {"program": "FSDP2, CPU offload", "losses": [float("nan")]})
-    assert not made._disagreement(row, {"program": OURS[2], "losses": [2.0, 2.0, 1.0]})
-    assert made._disagreement(row, {"program": OURS[2], "losses": [2.1, 2.0, 1.0]})
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(reason_not_to_build() is not None, reason=str(reason_not_to_build()))
 def test_bytes_of_the_link_are_counted_on_an_accelerator():
@@ -420,18 +380,6 @@ def test_bytes_of_the_link_are_counted_on_an_accelerator():
     assert found["device peak"] > 0
     assert found["link bytes"]["up"] >= 4 * weights
     assert found["link bytes"]["down"] >= 4 * weights
-
-
-def test_copies_of_a_profile_are_added_up():
-    events = [
-        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pinned -> Device)", "args": {"bytes": 100}},
-        {"cat": "gpu_memcpy", "name": "Memcpy HtoD (Pageable -> Device)", "args": {"bytes": 5}},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoH (Device -> Pinned)", "args": {"bytes": 40}},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "args": {"bytes": 7}},
-        {"cat": "kernel", "name": "copy HtoD"},
-        {"name": "process_name", "args": {}},
-    ]
-    assert copied_bytes(events) == {"up": 105, "down": 40}
 
 
 def test_wheels_are_unpacked_without_pip(tmp_path, monkeypatch):
@@ -492,3 +440,41 @@ def test_a_day_of_a_gpu_becomes_a_page_with_plan_and_measurement():
     assert "| 2.00 s (2.50 s) | 30 GB (20 GB) | 40 GB (42 GB) | 30 GB, 32 GB (29 GB, 31 GB) | 0.30 s (0.20 s) |" in line
     assert f"| {ALL[3]} | it is not here |" in text
     assert "No GPU" not in text
+
+
+def test_other_losses_and_what_ended_a_process_are_named(made):
+    row = ROWS[0]
+    made.records.add("row", "first", {"row": row.name, "program": OURS[0], "losses": [2.0, 1.0, 0.5]})
+    assert not made._disagreement(row, {"program": "FSDP2, CPU offload", "losses": [2.01, 1.0, 0.5]})
+    assert made._disagreement(row, {"program": "FSDP2, CPU offload", "losses": [2.0, 1.0, 0.6]})
+    assert made._disagreement(row, {"program": "FSDP2, CPU offload", "losses": [float("nan")]})
+    assert not made._disagreement(row, {"program": OURS[2], "losses": [2.0, 2.0, 1.0]})
+    assert made._disagreement(row, {"program": OURS[2], "losses": [2.1, 2.0, 1.0]})
+    no_memory = "signal 9 ended it: the host, or its container, had no memory left"
+    for status, expected in {137: no_memory, -9: no_memory, 139: "signal 11 ended it", 1: "ValueError: no"}.items():
+        done = Done("", "a warning\nValueError: no\n", status)
+        assert made._ended(done, 150.0, 150.0, "it was not done")["error"] == expected
+    kinds = {"HtoD (Pinned -> Device)": 100, "HtoD (Pageable -> Device)": 5, "DtoH (Device -> Pinned)": 40, "DtoD": 7}
+    events = [{"cat": "gpu_memcpy", "name": f"Memcpy {kind}", "args": {"bytes": n}} for kind, n in kinds.items()]
+    events += [{"cat": "kernel", "name": "copy HtoD"}, {"name": "process_name", "args": {}}]
+    assert copied_bytes(events) == {"up": 105, "down": 40}  # copies of a profile are added up
+
+
+def test_a_program_that_ends_two_calls_is_left_out(made, runs):
+    """Where a container ends as a whole there is no row, and each call would end at the same place."""
+    row = rows_of("1.7B", tiny=True)[0]
+    first, second = (f"{row.name} | {program}" for program in OURS[:2])
+    seen = []
+
+    def run(command):
+        seen.append(made.records.of("begun")[f"{row.name} | {command[4]}"]["times"])
+        return Done(json.dumps(FOUND), "", 0)
+
+    runs(run)
+    made.records.add("begun", first, {"times": 2})
+    for program in OURS[:2]:
+        made._program(program, row)
+    assert made.records.of("row")[first]["error"].startswith("2 calls ended while it ran")
+    assert "error" not in made.records.of("row")[second]
+    assert seen == [1]
+    assert made.records.of("begun")[second]["times"] == 0

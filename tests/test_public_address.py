@@ -5,8 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -18,23 +16,16 @@ def loaded(path):
     return module
 
 
-@pytest.fixture
-def readme_of_index(monkeypatch):
+def test_the_readme_of_the_index_has_links_to_the_repository_or_words_without_an_address(monkeypatch):
     hook = type(sys)("hatchling.metadata.plugin.interface")
     hook.MetadataHookInterface = object
     monkeypatch.setitem(sys.modules, hook.__name__, hook)
-    return loaded(ROOT / "hatch_build.py").readme_of_index
-
-
-def test_the_readme_of_the_index_has_links_to_the_repository(readme_of_index):
+    readme_of_index = loaded(ROOT / "hatch_build.py").readme_of_index
     text = readme_of_index(README, "https://example.org/flatten")
     assert re.findall(r"\]\((?!https?:)[^)]+\)", text) == []
     paths = re.findall(r"https://example.org/flatten/(?:blob|raw)/main/([^)\"#]+)", text)
     assert {"docs/guide/install.md", "docs/_static/overview_export.svg"} <= set(paths)
     assert [path for path in paths if not (ROOT / path).is_file()] == []
-
-
-def test_without_an_address_its_links_are_words(readme_of_index):
     text = readme_of_index(README, None)
     assert "<img" not in text
     assert "[FAQ]" not in text

@@ -13,12 +13,9 @@ once = functools.lru_cache(None)(expected)
 
 
 def check(count, order, **options):
-    late.set_order(*order)
-    check_bits(count, once(**options), **options)
-
-
-def check_bits(count, right, **options):
     """Check the bits of a training; the message of a failure holds what another process needs to repeat the run."""
+    late.set_order(*order)
+    right = once(**{name: value for name, value in options.items() if name != "copies"})
     log = Log()
     found = train(late_devices(count), log=log, **options)
     assert same_bits(found, right), log.difference(found, right)
@@ -32,40 +29,9 @@ def test_forward_backward(count, grain, order):
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize(("count", "is_async"), [(2, False), (3, True)])
-def test_copies_of_the_last_stage(count, is_async, order):
-    late.set_order(*order)
-    check_bits(count, once(is_async=is_async), copies=count, is_async=is_async)
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize(("count", "is_async"), [(1, False), (2, True), (2, "exact")])
-def test_parameters_that_stay(count, is_async, order):
-    check(count, order, keep=1.0, is_async=is_async, steps=4)
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("count", [1, 2])
 def test_forward_and_backward_apart(count, order):
     check(count, order, classic=True)
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_step_in_the_background(count, order):
-    check(count, order, is_async=True, steps=4)
-
-
-@pytest.mark.parametrize("order", ORDERS[:2], ids=str)
-@pytest.mark.parametrize("count", [1, 2])
-def test_parameters_in_pageable_memory(count, order):
-    check(count, order, pin="off")
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_checkpoint_inside_a_layer(count, order):
-    check(count, order, checkpoints=True)
 
 
 def test_the_message_of_a_difference():
@@ -79,3 +45,21 @@ def test_the_message_of_a_difference():
     assert "rows [4], of the microbatches [1]" in message
     assert "plan: forward [0], forward [1, 2], forward" in message
     assert "late:1: backward, stage 5, layer 8, microbatch 2" in message
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [
+        *((count, {"copies": count, "is_async": is_async}) for count, is_async in [(2, False), (3, True)]),
+        *((count, {"keep": 1.0, "is_async": how, "steps": 4}) for count, how in [(1, False), (2, True), (2, "exact")]),
+        *((count, {"is_async": True, "steps": 4}) for count in (1, 2)),
+        *((count, {"checkpoints": True}) for count in (1, 2)),
+        (2, {"pin": "off"}),
+    ],
+    ids=str,
+)
+def test_copies_of_the_last_stage_parameters_that_stay_late_steps_checkpoints_and_pageable_memory(
+    count, options, order
+):
+    check(count, order, **options)

@@ -19,10 +19,18 @@ from ..errors import RoundPipeError
 
 CURRENT_TIMELINE: contextvars.ContextVar[Timeline | None] = contextvars.ContextVar("roundpipe_timeline", default=None)
 
-# One letter per kind of work in the drawing.
-_LETTERS = {"upload": "u", "forward": "F", "recompute": "R", "loss": "L", "backward": "B", "download": "d"}
-
-KINDS = tuple(_LETTERS)
+# Of each kind of work: its letter in the drawing, the meaning of the letter, and its colour on a terminal.
+_WORK = {
+    "forward": ("F", "forward", "white on blue"),
+    "recompute": ("R", "forward again", "black on cyan"),
+    "loss": ("L", "loss", "black on yellow"),
+    "backward": ("B", "backward", "white on red"),
+    "upload": ("u", "copy in", "black on white"),
+    "download": ("d", "copy back", "black on white"),
+}
+_WAITING = (".", "waiting", "bright_black")
+KINDS = tuple(_WORK)
+_COPIES = ("upload", "download")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,10 +151,10 @@ class Timeline:
         margin = max(map(len, devices))
         rows = {device: ["."] * width for device in devices}
         # Copies first, so that computation is drawn over them.
-        for record in sorted(self.records, key=lambda r: (r.kind not in ("upload", "download"), r.start)):
+        for record in sorted(self.records, key=lambda r: (r.kind not in _COPIES, r.start)):
             begin = min(int((record.start - first) * scale), width - 1)
             end = max(begin + 1, min(round((record.end - first) * scale), width))
-            rows[record.device][begin:end] = _LETTERS.get(record.kind, "?") * (end - begin)
+            rows[record.device][begin:end] = _WORK.get(record.kind, ("?",))[0] * (end - begin)
         lines = [f"{device:<{margin}} |{''.join(row)}|" for device, row in rows.items()]
         return "\n".join(lines) + f"  {1000 * (last - first):.1f} ms"
 
@@ -256,20 +264,6 @@ def _record(event: Any, devices: dict[Any, str], place: str) -> Record:
     return Record(stage, microbatch, device, kind, start, start + times[1] / 1e6, layer)
 
 
-_COPIES = ("upload", "download")
-
-# Meaning of each letter of the drawing, and its colour on a terminal.
-_WORK = {
-    "F": ("forward", "white on blue"),
-    "R": ("forward again", "black on cyan"),
-    "L": ("loss", "black on yellow"),
-    "B": ("backward", "white on red"),
-    "u": ("copy in", "black on white"),
-    "d": ("copy back", "black on white"),
-    ".": ("waiting", "bright_black"),
-}
-
-
 def draw_on(console: Any, timeline: Timeline, shown: Callable[[str], str] = str) -> None:
     # shown: function that makes device names from a file safe for a terminal. Default: names are printed unchanged.
     from rich.text import Text
@@ -277,17 +271,18 @@ def draw_on(console: Any, timeline: Timeline, shown: Callable[[str], str] = str)
     margin = max(len(record.device) for record in timeline.records)
     width = max(8, min(console.width, 120) - margin - 3)
     drawing, _, total = timeline.draw(width).rpartition("  ")
+    styles = {letter: style for letter, _, style in (*_WORK.values(), _WAITING)}
     found = set()
     for line in drawing.splitlines():
         name, row = line.rstrip("|").split(" |")
         text = Text(f"{shown(name)} ")
         for letter, same in itertools.groupby(row):
-            text.append("".join(same), _WORK[letter][1])
+            text.append("".join(same), styles[letter])
             found.add(letter)
         console.print(text)
     console.print(f"{'':{margin}} 0{total:>{width - 1}}", style="dim")
     legend = Text()
-    for letter, (meaning, style) in _WORK.items():
+    for letter, meaning, style in (*_WORK.values(), _WAITING):
         if letter in found:
             legend.append(f" {letter} ", style).append(f" {meaning} ")
     console.print(legend)

@@ -302,7 +302,7 @@ def test_each_line_of_the_sorted_list_names_a_test_that_there_is():
     assert gone == [], "take these lines out of tests/long_tests.txt"
 
 
-def listed(name):
+def item_of(name):
     marks = []
     return SimpleNamespace(nodeid=name, marks=marks, add_marker=marks.append)
 
@@ -312,7 +312,7 @@ def test_each_test_is_in_one_of_several_parts():
     names = [f"tests/test_{number}.py::test_{letter}" for number in range(20) for letter in "ab"]
     parts = []
     for part in range(3):
-        items, left_out = [*map(listed, names)], []
+        items, left_out = [*map(item_of, names)], []
         hook = SimpleNamespace(pytest_deselected=lambda items, left_out=left_out: left_out.extend(items))
         config = SimpleNamespace(option=SimpleNamespace(part=f"{part}/3"), hook=hook)
         conftest.pytest_collection_modifyitems(config, items)
@@ -328,6 +328,6 @@ def test_a_listed_test_is_an_extended_one(monkeypatch, tmp_path):
     listed = tmp_path / "long_tests.txt"
     listed.write_text("tests/test_a.py::test_long[1]\n", encoding="utf-8")
     monkeypatch.setattr(conftest, "LONG_TESTS", listed)
-    items = [listed("tests/test_a.py::test_long[1]"), listed("tests/test_a.py::test_long[2]")]
+    items = [item_of("tests/test_a.py::test_long[1]"), item_of("tests/test_a.py::test_long[2]")]
     conftest.pytest_collection_modifyitems(SimpleNamespace(option=SimpleNamespace(part=None)), items)
     assert [item.marks for item in items] == [["extended"], []]

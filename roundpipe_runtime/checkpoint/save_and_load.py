@@ -213,11 +213,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _write(
-    state: training_state.TrainingState,
-    path: pathlib.Path,
-    keep: int | None,
-    shard_bytes: int,
-    ranks: CheckpointRanks,
+    state: training_state.TrainingState, path: pathlib.Path, keep: int | None, shard_bytes: int, ranks: CheckpointRanks
 ) -> None:
     described: dict[str, object] = {}
     with noting(_AS_THEY_WERE.format(path)):

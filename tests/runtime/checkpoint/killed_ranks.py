@@ -10,7 +10,6 @@ have to end by themselves. Without kills, this is the uninterrupted run.
 import argparse
 import contextlib
 import datetime
-import hashlib
 import os
 import pathlib
 import random
@@ -29,6 +28,7 @@ from torch import nn
 
 from roundpipe_runtime import OptimizerCtx, RoundPipe, RoundPipeRunConfig, load_checkpoint, save_checkpoint
 from roundpipe_runtime.distributed.replicas.reduction import rows_of_rank
+from tests.runtime.checkpoint.killed_training import write_digest
 
 ROWS, REPLICAS = 13, 6
 # seconds after which the ranks that are left must have ended
@@ -89,10 +89,7 @@ def train(folder, kind, rank, size, steps, started):
             )
     pipe.synchronize()
     if rank == 0:
-        digest = hashlib.sha256()
-        for tensor in pipe.state_dict().values():
-            digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-        (folder / "final").write_text(digest.hexdigest(), encoding="utf-8")
+        write_digest(folder, pipe.state_dict().values())
     pipe.close()
 
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy
 import safetensors.torch  # noqa: F401 # here, and not in every attempt
@@ -75,16 +75,24 @@ def train(folder: pathlib.Path, kind: str, devices: int, steps: int, started: Ca
     is_on_disk = kind == "disk"
     pipe, optimizer, scheduler, scaler = build(kind, devices, steps, f"disk:{folder}" if is_on_disk else "memory")
     random.seed(1)
-    seed_numpy()
+    numpy.random.seed(2)
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    scale = scaler.scale if scaler else lambda loss: loss
+
+    def step_fn():
+        scaler.step(optimizer) if scaler else optimizer.step()
+        optimizer.zero_grad()
+
     started()
     data = load_checkpoint(folder / "checkpoints", pipe, **parts)
     dtype = next(pipe.parameters()).dtype
     for step in range(data["step"] if data else 0, steps):
         inputs, labels = draw_batch(dtype)
-        loss = pipe.forward_backward((inputs,), label=labels, loss_fn=loss_function(scaler))
+        loss = pipe.forward_backward(
+            (inputs,), label=labels, loss_fn=lambda o, y: scale(nn.functional.mse_loss(o.float(), y.float()))
+        )
         if step % 3 != 1:  # gradients of two batches are added, with a checkpoint in between
-            pipe.step(lambda: step_of(optimizer, scaler))
+            pipe.step(step_fn)
             if scaler:
                 scaler.update()
             scheduler.step()
@@ -94,26 +102,16 @@ def train(folder: pathlib.Path, kind: str, devices: int, steps: int, started: Ca
             folder / "checkpoints", pipe, data={"step": step + 1}, keep=2, **parts,
             is_async=step % 2 == 0 and not is_on_disk,
         )  # fmt: skip
-    digest = hashlib.sha256()
-    for tensor in [*pipe.state_dict().values(), *pipe.optim_parameters()]:
-        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-    (folder / "final").write_text(digest.hexdigest(), encoding="utf-8")
+    write_digest(folder, [*pipe.state_dict().values(), *pipe.optim_parameters()])
     pipe.close()
 
 
-def step_of(optimizer, scaler) -> None:
-    scaler.step(optimizer) if scaler else optimizer.step()
-    optimizer.zero_grad()
-
-
-def loss_function(scaler):
-    if scaler is None:
-        return nn.functional.mse_loss
-    return lambda outputs, labels: scaler.scale(nn.functional.mse_loss(outputs.float(), labels.float()))
-
-
-def seed_numpy() -> None:
-    numpy.random.seed(2)
+def write_digest(folder: pathlib.Path, tensors: Iterable[torch.Tensor]) -> None:
+    """Write ``FOLDER/final``: the bits of all tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    (folder / "final").write_text(digest.hexdigest(), encoding="utf-8")
 
 
 def attempt(options: argparse.Namespace, devices: int, seconds: float | None, file_event: int | None) -> bool:
@@ -122,7 +120,7 @@ def attempt(options: argparse.Namespace, devices: int, seconds: float | None, fi
     child = os.fork()
     if child == 0:
         if file_event is not None:
-            die_at(options.folder, file_event)
+            die_at(options.folder / "checkpoints", file_event)
         train(options.folder, options.kind, devices, options.steps, lambda: os.close(writer))
         sys.exit(0)  # as a program ends: threads are waited for
     os.close(writer)
@@ -140,17 +138,23 @@ def attempt(options: argparse.Namespace, devices: int, seconds: float | None, fi
 _FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.scandir", "os.chmod"}
 
 
-def die_at(folder: pathlib.Path, number: int) -> None:
-    """Kill this process at the n-th time that it opens, makes, renames or removes something in the folder."""
+def die_at(folder: pathlib.Path, number: int) -> Callable[[object], bool]:
+    """Kill this process at the n-th time that it opens, makes, renames or removes something in the folder.
+
+    Returns a function that counts one more thing that is done to a path, and says whether this was the n-th.
+    """
     count = [number]
 
+    def happens(path: object) -> bool:
+        count[0] -= str(folder) in str(path)
+        return count[0] < 0
+
     def hook(event, args):
-        if event in _FILE_EVENTS and str(folder / "checkpoints") in str(args[0]):
-            count[0] -= 1
-            if count[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        if event in _FILE_EVENTS and happens(args[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
+    return happens
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """What the processes of `test_sharded` run: a training whose gradients are known, on weights in shards."""
 
-import contextlib
 import pathlib
 import time
 import warnings
@@ -125,6 +124,14 @@ def two(home):
     return found
 
 
+def error_of(call):
+    try:
+        call()
+    except (CheckpointError, OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def failing(training, folder):
     """The second process cannot write: all raise, and nothing is left of it."""
     before = sorted(path.name for path in folder.iterdir())
@@ -136,11 +143,7 @@ def failing(training, folder):
         write(*arguments)
 
     training_state.write_tensors = full
-    error = None
-    try:
-        training.save(folder)
-    except (CheckpointError, OSError) as raised:
-        error = f"{type(raised).__name__}: {raised}"
+    error = error_of(lambda: training.save(folder))
     training_state.write_tensors = write
     dist.barrier()
     return error, sorted(path.name for path in folder.iterdir()) == before
@@ -157,11 +160,7 @@ def failing_to_load(training, folder):
     if dist.get_rank() == 1:
         training.scheduler.load_state_dict = refuse
     begin = time.monotonic()
-    error = None
-    try:
-        training.load(folder)
-    except (CheckpointError, ValueError) as raised:
-        error = f"{type(raised).__name__}: {raised}"
+    error = error_of(lambda: training.load(folder))
     seconds = time.monotonic() - begin
     training.scheduler.__dict__.pop("load_state_dict", None)
     now = training.state()
@@ -173,8 +172,7 @@ def three(home):
     """Three processes go on with what two have saved, and save."""
     home = pathlib.Path(home)
     training = Training(mesh())
-    with contextlib.ExitStack() as stack:
-        warned = stack.enter_context(warnings.catch_warnings(record=True))
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         data = training.load(home / "two")
         found = {"loaded": data, "same": training.is_as_never_stopped(), "warned": [str(one.message) for one in warned]}

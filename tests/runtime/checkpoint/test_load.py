@@ -20,8 +20,6 @@ from roundpipe_runtime import (
 )
 from tests.runtime.small import same_bits, small_model
 
-pytest.importorskip("safetensors", reason="safetensors is not installed")
-
 
 def filled(value):
     model = small_model()
@@ -108,13 +106,16 @@ def test_the_newest_is_loaded_or_one_by_its_name_which_may_change(tmp_path):
     assert value_of(model) == {3.0}
 
 
-def test_what_a_killed_run_left_behind_is_no_checkpoint(tmp_path):
+def test_what_a_killed_run_left_behind_is_no_checkpoint_and_goes_and_nothing_else_does(tmp_path):
     three(tmp_path)
-    (tmp_path / ".checkpoint-00000004.writing").mkdir()
+    others = [".mine", "checkpoint-best", "logs"]
+    for name in (".checkpoint-00000004.writing", ".checkpoint-00000000.leaving", *others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
     model = small_model()
     assert load_checkpoint(tmp_path, model) == {"step": 3}
     save_checkpoint(tmp_path, model, keep=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000004"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-00000004", *others}
 
 
 def test_what_is_loaded_outlives_its_files(tmp_path):
@@ -139,7 +140,6 @@ SCHEDULERS = {
     "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 20),
     "lambda": lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
     "steps": lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4, 4]),
-    "restarts": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3),
     "cyclic": lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3),
     "sequence": lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
         optimizer,
@@ -177,29 +177,21 @@ def test_schedulers_go_on_where_they_were(tmp_path, name):
     assert rates(optimizer, scheduler, 5) == expected[3:]
 
 
-def test_a_plateau_remembers_its_best(tmp_path):
-    """It starts with infinity, which JSON has no word for."""
+def test_a_plateau_remembers_its_best_and_a_scaler_its_scale_and_how_long_it_was_good(tmp_path):
+    """A plateau starts with infinity, which JSON has no word for; the next growth comes when it would have come."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    scaler = GradScaler(init_scale=8.0, growth_interval=3)
     save_checkpoint(tmp_path, model, scheduler=plateau)
     plateau.step(2.0)
-    save_checkpoint(tmp_path, model, scheduler=plateau)
-    again = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-    load_checkpoint(tmp_path, model, scheduler=again)
-    assert again.best == 2.0
-
-
-def test_a_scaler_knows_its_scale_and_how_long_it_was_good(tmp_path):
-    """The next growth comes when it would have come."""
-    model = small_model()
-    scaler = GradScaler(init_scale=8.0, growth_interval=3)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0, "_growth_tracker": 2})
-    save_checkpoint(tmp_path, model, scaler=scaler)
-    again = GradScaler()
-    load_checkpoint(tmp_path, model, scaler=again)
-    assert again.state_dict() == scaler.state_dict()
-    assert again.get_scale() == 32.0
+    save_checkpoint(tmp_path, model, scheduler=plateau, scaler=scaler)
+    again, other = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1), GradScaler()
+    load_checkpoint(tmp_path, model, scheduler=again, scaler=other)
+    assert again.best == 2.0
+    assert other.state_dict() == scaler.state_dict()
+    assert other.get_scale() == 32.0
 
 
 def test_several_optimizers_and_schedulers(tmp_path):
@@ -218,17 +210,6 @@ def test_several_optimizers_and_schedulers(tmp_path):
     assert [optimizer.param_groups[0]["lr"] for optimizer in others] == [0.1, 0.05]
     with pytest.raises(CheckpointError, match="optimizer= has 1 entries, but 2 were saved"):
         load_checkpoint(tmp_path, again, optimizer=others[0], scheduler=their_schedulers)
-
-
-def test_what_was_not_saved_cannot_be_loaded(tmp_path):
-    """A scheduler would silently start from the beginning."""
-    model = filled(1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    save_checkpoint(tmp_path, model)
-    again = filled(7.0)
-    with pytest.raises(CheckpointError, match="optimizer= has 1 entries, but 0 were saved"):
-        load_checkpoint(tmp_path, again, optimizer=optimizer)
-    assert value_of(again) == {7.0}
 
 
 def test_what_was_saved_and_not_asked_for_is_a_warning(tmp_path):
@@ -252,18 +233,6 @@ def test_generators_go_on_where_they_were(tmp_path):
     load_checkpoint(tmp_path, model)
     assert torch.initial_seed() == seed
     assert draw() == expected
-
-
-def test_the_place_in_the_data_may_be_anything_that_is_data(tmp_path):
-    generator = torch.Generator().manual_seed(3)
-    data = {"epoch": 2, "sampler": {"order": torch.randperm(5), "generator": generator.get_state()}, "files": ("a", 1)}
-    save_checkpoint(tmp_path, small_model(), data=data)
-    found = load_checkpoint(tmp_path, small_model())
-    assert found["files"] == ("a", 1)
-    assert torch.equal(found["sampler"]["order"], data["sampler"]["order"])
-    other = torch.Generator()
-    other.set_state(found["sampler"]["generator"])
-    assert torch.equal(torch.randn(2, generator=other), torch.randn(2, generator=generator))
 
 
 def changed_by_its_author(path, name, content):

@@ -5,6 +5,7 @@ import os
 import pathlib
 import sys
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,6 @@ from roundpipe_runtime import CheckpointError, ConfigError, list_checkpoints, lo
 from roundpipe_runtime.checkpoint import training_state
 from tests import fresh_process
 from tests.runtime.small import same_bits, small_model
-
-pytest.importorskip("safetensors", reason="safetensors is not installed")
 
 
 def names(folder):
@@ -42,11 +41,15 @@ def test_it_returns_where_it_was_written(tmp_path, is_async):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_only_the_last_ones_are_kept(tmp_path, is_async):
+def test_only_the_last_ones_are_kept_or_all_and_a_folder_without_checkpoints_has_none(tmp_path, is_async):
+    assert list_checkpoints(tmp_path) == list_checkpoints(tmp_path / "nowhere") == []
     for step in range(5):
-        save_checkpoint(tmp_path, small_model(), data={"step": step}, keep=2, is_async=is_async)
-    load_checkpoint(tmp_path, small_model())  # waits
-    assert [saved.data for saved in list_checkpoints(tmp_path)] == [{"step": 3}, {"step": 4}]
+        save_checkpoint(tmp_path / "two", small_model(), data={"step": step}, keep=2, is_async=is_async)
+        save_checkpoint(tmp_path / "all", small_model(), keep=None, is_async=is_async)
+    for folder in ("two", "all"):
+        load_checkpoint(tmp_path / folder, small_model())  # waits
+    assert [saved.data for saved in list_checkpoints(tmp_path / "two")] == [{"step": 3}, {"step": 4}]
+    assert len(list_checkpoints(tmp_path / "all")) == 5
 
 
 @pytest.mark.parametrize("inner", ["", "run", "run/deeper"])
@@ -59,16 +62,6 @@ def test_a_file_is_not_a_folder(tmp_path, inner):
     (line,) = [line for line in str(error.value).splitlines() if "save_checkpoint(" in line]
     saved = eval(line.strip(), {"save_checkpoint": save_checkpoint, "model": small_model()})
     assert list_checkpoints(tmp_path / "run-checkpoints")[0].path == saved.path
-
-
-def test_keep_none_keeps_all(tmp_path):
-    for _ in range(5):
-        save_checkpoint(tmp_path, small_model(), keep=None)
-    assert len(list_checkpoints(tmp_path)) == 5
-
-
-def test_a_folder_without_checkpoints_has_none(tmp_path):
-    assert list_checkpoints(tmp_path) == list_checkpoints(tmp_path / "nowhere") == []
 
 
 class Gate:
@@ -115,16 +108,6 @@ def test_the_next_call_waits_for_the_one_before(tmp_path, monkeypatch):
     assert [saved.data["n"] for saved in list_checkpoints(tmp_path)] == [1, 2]
 
 
-def fail_with(monkeypatch, where, error):
-    """Let the disk fail at one of the things that writing does."""
-
-    def fail(*args, **kwargs):
-        raise error
-
-    owner, name = where
-    monkeypatch.setattr(owner, name, fail)
-
-
 PLACES = {
     "tensors": ("safetensors.torch", "save_file"), "flush": (os, "fsync"), "rename": (pathlib.Path, "rename"),
     "text": (pathlib.Path, "write_text"), "folder": (pathlib.Path, "mkdir"),
@@ -142,7 +125,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, place, is_
     owner, name = PLACES[place]
     owner = sys.modules[owner] if isinstance(owner, str) else owner
     with monkeypatch.context() as patch:
-        fail_with(patch, (owner, name), full)
+        patch.setattr(owner, name, mock.Mock(side_effect=full))
         with pytest.raises(OSError, match="No space left") as caught:
             save_checkpoint(tmp_path, model, data={"step": 2}, keep=1, is_async=is_async).wait()
         assert any("Earlier checkpoints are unchanged" in note for note in caught.value.__notes__)
@@ -176,36 +159,24 @@ print(torch.equal(model.weight, expected))
     assert names(tmp_path) == ["checkpoint-00000001"]
 
 
-def test_an_error_in_the_background_comes_out_of_the_next_call(tmp_path, monkeypatch, caplog):
+def test_an_error_in_the_background_comes_out_of_the_next_call_once(tmp_path, monkeypatch, caplog):
+    """Not again where `wait` has raised it, and not of a call with another folder."""
     with monkeypatch.context() as patch:
         patch.setattr(training_state.TrainingState, "write", lambda *args: 1 / 0)
-        save_checkpoint(tmp_path, small_model(), is_async=True)
+        save_checkpoint(tmp_path / "next", small_model(), is_async=True)
         with pytest.raises(ZeroDivisionError):
-            save_checkpoint(tmp_path, small_model())
+            save_checkpoint(tmp_path / "next", small_model())
+        waited, other = (save_checkpoint(tmp_path / name, small_model(), is_async=True) for name in ("waited", "other"))
+        with pytest.raises(ZeroDivisionError):
+            waited.wait()
+        with pytest.raises(ZeroDivisionError):
+            other._writing.result()
     assert "checkpoint-00000001 was not written" in caplog.text
-    save_checkpoint(tmp_path, small_model())
-    assert names(tmp_path) == ["checkpoint-00000001"]
-
-
-def test_an_error_that_was_told_is_not_told_again(tmp_path, monkeypatch):
-    """`wait` has raised it."""
-    with monkeypatch.context() as patch:
-        patch.setattr(training_state.TrainingState, "write", lambda *args: 1 / 0)
-        saved = save_checkpoint(tmp_path, small_model(), is_async=True)
-        with pytest.raises(ZeroDivisionError):
-            saved.wait()
-    save_checkpoint(tmp_path, small_model())
-
-
-def test_another_folder_hears_nothing_of_it(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(training_state.TrainingState, "write", lambda *args: 1 / 0)
-        saved = save_checkpoint(tmp_path / "one", small_model(), is_async=True)
-        with pytest.raises(ZeroDivisionError):
-            saved._writing.result()
-    save_checkpoint(tmp_path / "other", small_model())
+    for name in ("next", "waited"):
+        save_checkpoint(tmp_path / name, small_model())
+        assert names(tmp_path / name) == ["checkpoint-00000001"]
     with pytest.raises(ZeroDivisionError):
-        load_checkpoint(tmp_path / "one", small_model())
+        load_checkpoint(tmp_path / "other", small_model())
 
 
 def test_the_end_of_the_program_waits(tmp_path):

@@ -10,7 +10,7 @@ from torch import nn
 
 from matrix.models import TooLargeError, make_model
 from roundpipe_runtime import RoundPipeRunConfig, WeightedLoss
-from roundpipe_runtime.huggingface import cut, wrap_model_to_roundpipe
+from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 
 WIDTH = 8
 
@@ -158,9 +158,3 @@ def worst_gradient(model: nn.Module, plain: nn.Module) -> float:
     for name, parameter in found.items():
         assert name in expected or parameter.grad is None or not parameter.grad.any(), name
     return worst
-
-
-__all__ = [
-    "Block", "Opaque", "TakesOpaque", "Toy", "assert_like_plain", "compare_toy", "cut", "hf_batch", "hf_model",
-    "known_model", "tokens", "without_dropout", "worst_gradient", "wrapped",
-]  # fmt: skip

@@ -15,7 +15,7 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 from matrix.models import make_model
 from roundpipe_runtime import RoundPipeRunConfig, StageError, WeightedLoss, wrap_model_to_roundpipe
 from tests.cases import cases
-from tests.runtime.huggingface.hf_small import WIDTH, Toy, hf_batch, hf_model, tokens, worst_gradient, wrapped
+from tests.runtime.huggingface.hf_small import WIDTH, Toy, hf_batch, hf_model, squares, tokens, worst_gradient, wrapped
 
 # Windows; experts with a loss of their own; recurrent layers; hidden states put together by hand
 NAMES = ["gemma3_text", "qwen3_moe", "jamba", "gptj"]
@@ -146,12 +146,6 @@ class Normed(Toy):
         return self.norms[number](x.transpose(1, 2)).transpose(1, 2)
 
 
-def accumulated(plain, batches, loss):
-    """Gradients and statistics of a loop over microbatches."""
-    for rows in batches:
-        loss(plain, rows).backward()
-
-
 def assert_same_buffers(model, plain):
     for (name, found), expected in zip(model.named_buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12, msg=name)
@@ -167,8 +161,9 @@ def test_each_norm_counts_a_microbatch_once(kind, microbatches):
     pipeline = wrapped(model, example={"input_ids": tokens(2)}, microbatches=microbatches)
     for step in range(2):
         ids = tokens(7, seed=step)
-        accumulated(plain, ids.tensor_split(microbatches), lambda one, rows: one(rows).square().sum() / 7)
-        pipeline.forward_backward((ids,), loss_fn=lambda out, _: WeightedLoss(out.square().sum(), len(out)))
+        for rows in ids.tensor_split(microbatches):
+            (plain(rows).square().sum() / 7).backward()
+        pipeline.forward_backward((ids,), loss_fn=squares)
         assert_same_buffers(model, plain)
         assert worst_gradient(model, plain) < 1e-9
     assert not model.norms[1].running_mean.any()
@@ -197,7 +192,7 @@ def test_a_norm_behind_a_random_mask_has_the_statistics_of_what_went_into_the_la
     pipeline = wrapped(model, example={"input_ids": tokens(2)}, microbatches=1)
     seen = []
     model.norm.register_forward_hook(lambda norm, args, out: seen.append(args[0].detach()))
-    pipeline.forward_backward((tokens(7),), loss_fn=lambda out, _: WeightedLoss(out.square().sum(), len(out)))
+    pipeline.forward_backward((tokens(7),), loss_fn=squares)
     assert any(not torch.equal(one, seen[0]) for one in seen)
     torch.testing.assert_close(model.norm.running_mean, 0.1 * seen[0].mean((0, 2)))
     assert model.norm.num_batches_tracked == 1
@@ -213,7 +208,7 @@ def test_a_norm_that_two_layers_share_is_refused():
         layer.linear = nn.Sequential(layer.linear, model.norm)
     pipeline = wrapped(model.train(), example={"input_ids": tokens(2)})
     with pytest.raises(StageError, match="both write its buffer"):
-        pipeline.forward_backward((tokens(7),), loss_fn=lambda out, _: WeightedLoss(out.square().sum(), len(out)))
+        pipeline.forward_backward((tokens(7),), loss_fn=squares)
     assert not model.norm.running_mean.any()
     pipeline.close()
 
@@ -221,12 +216,6 @@ def test_a_norm_that_two_layers_share_is_refused():
 MODELS = {
     "resnet": lambda: transformers.ResNetForImageClassification(
         transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], layer_type="basic")
-    ),
-    "regnet": lambda: transformers.RegNetForImageClassification(
-        transformers.RegNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[2, 2], groups_width=4)
-    ),
-    "mobilenet_v1": lambda: transformers.MobileNetV1ForImageClassification(
-        transformers.MobileNetV1Config(depth_multiplier=0.25, image_size=32, classifier_dropout_prob=0.0)
     ),
     "mobilenet_v2": lambda: transformers.MobileNetV2ForImageClassification(
         transformers.MobileNetV2Config(depth_multiplier=0.25, image_size=32, classifier_dropout_prob=0.0)

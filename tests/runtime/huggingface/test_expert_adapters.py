@@ -12,6 +12,7 @@ from roundpipe_runtime import RoundPipeRunConfig, RoundPipeTrainer, wrap_model_t
 from roundpipe_runtime.engine.parameters import partial_table
 from tests.cases import cases
 from tests.runtime.huggingface.hf_small import known_model
+from tests.runtime.huggingface.test_experts import NAMES, tokens
 from tests.transformers_versions import is_older_than
 
 peft = pytest.importorskip("peft", reason="LoRA is PEFT's")
@@ -21,9 +22,6 @@ pytestmark = [
         is_older_than("5.0"), reason="experts are modules in transformers 4, which PEFT adapts one by one"
     ),
 ]
-
-# Two of eight; a shared expert; many experts; biases and matrices that are stored transposed; groups of experts
-NAMES = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 
 
 def adapted(name, way="grouped_mm"):
@@ -40,11 +38,6 @@ def adapted(name, way="grouped_mm"):
         init_lora_weights=False,
     )
     return peft.get_peft_model(model, config)
-
-
-def tokens(seed, rows=3, length=5):
-    ids = torch.randint(5, 90, (rows, length), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "labels": ids.clone()}
 
 
 def piped(model, *, experts="all", microbatches=3, devices="virtual:2:check", **options):
@@ -67,7 +60,7 @@ def plain_steps(plain, count, lr=0.05, *, late=0):
     """Losses and gradients of some steps of the plain model; late ones take the gradients of the run before."""
     losses, gradients = [], []
     for step in range(count):
-        loss = plain(**tokens(step), use_cache=False).loss
+        loss = plain(**tokens(3, 5, step), use_cache=False).loss
         losses.append(loss.item())
         gradients.append(torch.autograd.grad(loss, list(trained(plain).values())))
         with torch.no_grad():
@@ -90,9 +83,9 @@ def test_losses_and_gradients_are_those_of_the_plain_model(name, way, experts, i
     for step in range(3):
         if is_cached:
             with parametrize.cached():
-                loss = pipe.forward_backward(input_kwargs=tokens(step))
+                loss = pipe.forward_backward(input_kwargs=tokens(3, 5, step))
         else:
-            loss = pipe.forward_backward(input_kwargs=tokens(step))
+            loss = pipe.forward_backward(input_kwargs=tokens(3, 5, step))
         assert loss.item() == pytest.approx(losses[step], rel=1e-5)
         assert_near({name: p.grad for name, p in trained(pipe.cut.model).items()}, gradients[step], rel=1e-4)
         pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()))
@@ -110,7 +103,7 @@ def test_steps_and_recomputation(is_async, grain):
     optimizer = torch.optim.SGD([p for p in pipe.optim_parameters() if p.requires_grad], lr=0.05)
     found = []
     for step in range(4):
-        loss = pipe(**tokens(step), use_cache=False).loss
+        loss = pipe(**tokens(3, 5, step), use_cache=False).loss
         loss.backward()
         found.append(loss.item())
         pipe.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=is_async)
@@ -157,7 +150,7 @@ def test_the_trainer_learns_checkpoints_and_merges(tmp_path):
     ours.save_model(tmp_path / "adapters")
     torch.manual_seed(0)
     loaded = peft.PeftModel.from_pretrained(known_model("qwen3_moe").float(), tmp_path / "adapters").eval()
-    batch = tokens(9)
+    batch = tokens(3, 5, 9)
     want = loaded(**batch).logits
     assert torch.allclose(ours.model.eval()(**batch).logits, want, rtol=1e-5, atol=1e-6)
     ours.model.merge_and_unload().save_pretrained(tmp_path / "merged")

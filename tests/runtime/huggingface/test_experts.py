@@ -112,11 +112,8 @@ def gradients_of_a_small_batch(make):
     return found[1][1]
 
 
-def test_a_small_batch_uploads_less_than_six_tenths():
+def test_a_small_batch_uploads_less_than_six_tenths_and_a_large_one_all():
     assert gradients_of_a_small_batch(mixtral)
-
-
-def test_a_large_batch_uploads_all():
     pipe = pipe_of(mixtral(), "routed")
     _, found = runs_of(pipe, tokens(4, 16), 3)
     assert [skipped for _, skipped in found] == [0, 0, 0]

@@ -18,6 +18,7 @@ from roundpipe_runtime import (
 )
 from roundpipe_runtime.huggingface.loss.call_options import SmoothedLoss
 from roundpipe_runtime.optim import layer_contents
+from tests.runtime.huggingface.hf_small import hf_model
 from tests.runtime.small import assert_same_gradients
 
 VOCABULARY, WIDTH = 301, 32
@@ -43,41 +44,32 @@ def llama(*, tied=False, dtype=torch.float64, **changes):
 
 
 def t5():
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config).double()
+    model = hf_model("seq2seq:t5")
+    model.config.decoder_start_token_id = 0
+    return model
 
 
 def gemma2():
-    torch.manual_seed(0)
-    config = transformers.Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=0.5, query_pre_attn_scalar=8)
-    return transformers.Gemma2ForCausalLM(config).double()
-
-
-def cohere():
-    torch.manual_seed(0)
-    return transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, logit_scale=0.3)).double()
+    model = hf_model("gemma2")
+    model.config.final_logit_softcapping = 0.5
+    return model
 
 
 def biased():
-    torch.manual_seed(0)
-    model = transformers.PhiForCausalLM(transformers.PhiConfig(**{**SIZES, "num_key_value_heads": 4})).double()
+    model = hf_model("phi")
     nn.init.normal_(model.lm_head.bias)
     return model
 
 
 MODELS = {
     "untied": llama, "tied": lambda: llama(tied=True), "encoder-decoder, one table for both": t5,
-    "soft cap, scaled embedding": gemma2, "logit scale": cohere, "bias": biased,
+    "soft cap, scaled embedding": gemma2, "logit scale": lambda: hf_model("cohere"), "bias": biased,
 }  # fmt: skip
 
 
 def batch(rows=7, length=5, number=0):
     """Rows of which some have no label that counts, and the padding token."""
-    ids = torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(number))
+    ids = torch.randint(1, 120, (rows, length), generator=torch.Generator().manual_seed(number))
     ids[0, 0] = 0
     labels = ids.clone()
     labels[0, 2:] = -100
@@ -200,22 +192,16 @@ def test_logits_that_are_asked_for_are_those_of_the_model(name, devices):
     expected = own(**given).logits
     expected.pow(2).sum().backward()
     pipe = wrapped(model, devices)
+    with torch.no_grad():
+        evaluated = pipe(**batch(), roundpipe_run_config=CONFIG)
+        wanted = own(**batch())
+    torch.testing.assert_close(evaluated.loss, wanted.loss, rtol=2e-6, atol=0)
+    torch.testing.assert_close(evaluated.logits, wanted.logits, rtol=1e-10, atol=1e-10)
     found = pipe(**given, roundpipe_run_config=CONFIG).logits
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     found.pow(2).sum().backward()
     for parameter, other in zip(model.parameters(), own.parameters(), strict=True):
         assert (parameter.grad - other.grad).norm() <= 2e-6 * other.grad.norm()  # norms of some are in float32
-    pipe.close()
-
-
-def test_evaluation_computes_loss_and_logits(devices):
-    model = llama()
-    expected = copy.deepcopy(model)(**batch())
-    pipe = wrapped(model, devices)
-    with torch.no_grad():
-        found = pipe(**batch(), roundpipe_run_config=CONFIG)
-    torch.testing.assert_close(found.loss, expected.loss.detach(), rtol=2e-6, atol=0)
-    torch.testing.assert_close(found.logits, expected.logits.detach(), rtol=1e-10, atol=1e-10)
     pipe.close()
 
 
@@ -321,7 +307,7 @@ def test_only_large_tables_stay_on_the_host(devices, monkeypatch):
         pipe.close()
 
 
-def penalized_llama():
+def test_code_that_reads_the_whole_weight_gets_it(devices):
     class PenalizedLlama(transformers.LlamaForCausalLM):
         def forward(self, input_ids=None, labels=None, **kwargs):
             found = super().forward(input_ids=input_ids, labels=labels, **kwargs)
@@ -331,11 +317,6 @@ def penalized_llama():
 
     model = llama()
     model.__class__ = PenalizedLlama
-    return model
-
-
-def test_code_that_reads_the_whole_weight_gets_it(devices):
-    model = penalized_llama()
     check_close(once(model, devices, config=RoundPipeRunConfig(num_microbatch=1)), eagerly(model))
 
 

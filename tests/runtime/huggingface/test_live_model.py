@@ -5,14 +5,12 @@ import functools
 
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="models are those of transformers")
-
 import transformers
 from torch import nn
 
 from roundpipe_runtime import RoundPipeError, StageError
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, wrapped
+from tests.runtime.small import gradients
 
 F = nn.functional
 pytestmark = pytest.mark.slow
@@ -20,18 +18,16 @@ pytestmark = pytest.mark.slow
 LOSS = 1e-6  # losses of transformers are computed in float32, whatever the model is
 
 
-def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 def both(change, model, batch, *, calls_before=1):
-    """The losses and gradients of a plain model and of a pipeline, which ran before both were changed."""
+    """The losses and gradients of a plain model and of a pipeline, which ran before both were changed alike."""
     plain = copy.deepcopy(model)
     pipeline = wrapped(model)
     for _ in range(calls_before):
         pipeline.forward_backward(input_kwargs=batch)
     pipeline.zero_grad()
-    change(plain), change(pipeline)
+    for one in (plain, pipeline):
+        torch.manual_seed(3)
+        change(one)
     loss = plain(**batch).loss
     loss.backward()
     with torch.no_grad():
@@ -47,7 +43,9 @@ def assert_alike(change, model, batch, **options):
     assert found.item() == pytest.approx(expected.item(), rel=LOSS)
     assert called.item() == pytest.approx(expected.item(), rel=LOSS)
     assert ours.keys() == plain.keys()
-    assert all(torch.allclose(ours[name], plain[name], rtol=1e-4, atol=1e-6) for name in plain)
+    assert [name for name in ours if ours[name] is None] == [name for name in plain if plain[name] is None]
+    known = [name for name in plain if plain[name] is not None]
+    assert all(torch.allclose(ours[name], plain[name], rtol=1e-4, atol=1e-6) for name in known)
 
 
 class Skip(nn.Module):
@@ -68,43 +66,26 @@ def small_llama(kind=transformers.LlamaForCausalLM):
     return kind(config).double()
 
 
-def _delete(layers, model):
-    del layers[1]
-
-
-def _swap(layers, model):
-    layers[0], layers[1] = layers[1], layers[0]
-
-
-def _replace(layers, model):
-    layers[1] = copy.deepcopy(layers[0])
-
-
-def _replace_class(layers, model):
-    layers[1] = Skip()
-
-
 def _slice(layers, model):
     model.model.layers = layers[:2]
 
 
-def _append(layers, model):
-    layers.append(copy.deepcopy(layers[0]))
+REMOVED = r"model\.layers\.1 \(LlamaDecoderLayer\) was removed"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_delete, r"model\.layers\.1 \(LlamaDecoderLayer\) was removed"),
-        (_swap, r"model\.layers\.0, model\.layers\.1 were moved"),
-        (
-            _replace,
-            r"model\.layers\.1 \(LlamaDecoderLayer\) was removed, model\.layers\.1 \(LlamaDecoderLayer\) was added",
-        ),
-        (_replace_class, r"model\.layers\.1 \(LlamaDecoderLayer\) was removed, model\.layers\.1 \(Skip\) was added"),
+        (lambda layers, _: layers.__delitem__(1), REMOVED),
+        (lambda layers, _: layers.insert(1, layers.pop(0)), r"model\.layers\.0, model\.layers\.1 were moved"),
+        (lambda layers, _: layers.__setitem__(1, Skip()), REMOVED + r", model\.layers\.1 \(Skip\) was added"),
         (_slice, r"model\.layers\.2 \(LlamaDecoderLayer\) was removed"),
-        (_append, r"model\.layers\.\d+ \(LlamaDecoderLayer\) was added"),
+        (
+            lambda layers, _: layers.append(copy.deepcopy(layers[0])),
+            r"model\.layers\.\d+ \(LlamaDecoderLayer\) was added",
+        ),
     ],
+    ids=["deleted", "swapped", "replaced", "sliced", "appended"],
 )
 @pytest.mark.parametrize("calls", [0, 1])
 def test_layers_that_were_changed_are_refused(change, message, calls):
@@ -140,12 +121,9 @@ def _ten_times(logits, labels, **options):
 def test_a_loss_function_that_is_set_later(name, calls):
     model = hf_model(name)
     model.config.decoder_start_token_id = 2
-    change = functools.partial(_set, name="loss_function", value=_ten_times)
-    assert_alike(change, model, hf_batch(padding=False), calls_before=calls)
-
-
-def _set(model, *, name, value):
-    setattr(model, name, value)
+    assert_alike(
+        lambda one: setattr(one, "loss_function", _ten_times), model, hf_batch(padding=False), calls_before=calls
+    )
 
 
 class Options:
@@ -250,22 +228,6 @@ def test_hooks_of_the_whole_model(hook, place, calls):
     assert_alike(register, hf_model("llama"), hf_batch(), calls_before=calls)
 
 
-def test_hooks_run_once_a_microbatch():
-    model = hf_model("llama")
-    pipeline = wrapped(model)
-    rows = []
-    handle = pipeline.register_forward_hook(lambda module, args, output: rows.append(len(output.logits)))
-    with torch.no_grad():
-        pipeline(**hf_batch())  # with trials of a few rows
-        rows.clear()
-        pipeline(**hf_batch())
-        assert sorted(rows) == [1, 2, 2]
-        handle.remove()
-        pipeline(**hf_batch())
-    assert len(rows) == 3
-    pipeline.close()
-
-
 def _shifted(module):
     """A forward of the object itself, as accelerate's ``add_hook_to_module`` sets it."""
     before = module.forward
@@ -296,32 +258,23 @@ def _root(model):
 
 
 def _layer_norm(model):
-    torch.manual_seed(3)
     model.model.norm = nn.LayerNorm(model.config.hidden_size).double()
     nn.init.normal_(model.model.norm.bias)
 
 
-def _head_with_bias(model):
-    torch.manual_seed(3)
-    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size).double()
-
-
 def _bias(model):
-    torch.manual_seed(3)
     model.lm_head.bias = nn.Parameter(torch.randn(model.config.vocab_size, dtype=torch.float64))
 
 
 def _other_weight(model):
-    torch.manual_seed(3)
-    norm = model.model.norm
-    norm.weight = nn.Parameter(torch.rand_like(norm.weight))
+    model.model.norm.weight = nn.Parameter(torch.rand_like(model.model.norm.weight))
 
 
 def _other_rotary(model):
     model.model.rotary_emb.register_buffer("inv_freq", model.model.rotary_emb.inv_freq / 2, persistent=False)
 
 
-@pytest.mark.parametrize("change", [_layer_norm, _head_with_bias, _bias, _other_weight, _other_rotary])
+@pytest.mark.parametrize("change", [_layer_norm, _bias, _other_weight, _other_rotary])
 @pytest.mark.parametrize("calls", [0, 1])
 def test_modules_around_the_layers_are_replaced(change, calls):
     assert_alike(lambda model: change(_root(model)), hf_model("llama"), hf_batch(), calls_before=calls)

@@ -9,9 +9,8 @@ import pytest
 import torch
 import transformers
 
-from roundpipe_runtime import RoundPipeRunConfig, optim
+from roundpipe_runtime import optim
 from roundpipe_runtime.errors import ConfigError
-from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
 from roundpipe_runtime.optim.parameters import ParameterStore
 from tests.cases import cases
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, without_dropout, worst_gradient, wrapped
@@ -38,15 +37,25 @@ def adapted(name: str = "llama", **options):
     return peft.get_peft_model(hf_model(name), lora(name, **options)).double()
 
 
-def assert_the_same(pipeline, plain, batch, rel=1e-6):
+def assert_the_same(pipeline, plain, batch, rel=1e-6, **options):
     """Logits, loss (which is in float32) and gradients of a batch, of the pipeline and of the plain model."""
-    expected = plain(**batch, use_cache=False)
+    expected = plain(**batch, **options, use_cache=False)
     expected.loss.backward()
-    loss, found = pipeline.forward_backward(input_kwargs=batch, return_outputs=True)
+    loss, found = pipeline.forward_backward(input_kwargs={**batch, **options}, return_outputs=True)
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
     assert (found.logits - expected.logits).norm() <= rel * expected.logits.norm()
     assert worst_gradient(pipeline.cut.model, plain) < rel
     return found
+
+
+def test_adapters_around_the_layers_modules_that_learn_whole_and_experts_inside():
+    model = adapted(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
+    assert_the_same(wrapped(model), copy.deepcopy(model), hf_batch())
+    learning = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert any("lm_head.modules_to_save" in name for name in learning)
+    assert any("lora_embedding_A" in name for name in learning)
+    model = peft.get_peft_model(hf_model("mixtral"), lora(target_modules=["q_proj"])).double()
+    assert_the_same(wrapped(model), copy.deepcopy(model), hf_batch(), rel=1e-5, output_router_logits=True)
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -104,58 +113,40 @@ def test_adapters_put_into_a_wrapped_model(targets):
     model = hf_model("llama")
     pipeline = wrapped(model)
     inserted = peft.get_peft_model(pipeline, lora(target_modules=targets)).double()
-    plain = copy.deepcopy(model)
-    batch = hf_batch()
+    plain, batch = copy.deepcopy(model), hf_batch()
     assert_the_same(pipeline, plain, batch)
     assert inserted(**batch).loss.item() == pytest.approx(plain(**batch).loss.item(), rel=1e-6)
 
 
-def test_adapters_around_the_layers_and_modules_that_learn_whole():
-    model = adapted(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
-    plain = copy.deepcopy(model)
-    pipeline = wrapped(model)
-    assert_the_same(pipeline, plain, hf_batch())
-    learning = {name for name, p in model.named_parameters() if p.grad is not None}
-    assert any("lm_head.modules_to_save" in name for name in learning)
-    assert any("lora_embedding_A" in name for name in learning)
-
-
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]])
-def test_switching_and_switching_off_adapters(targets):
+def test_adapters_are_switched_switched_off_and_merged(targets):
     model = adapted(target_modules=targets)
     torch.manual_seed(1)
     model.add_adapter("other", lora(target_modules=targets))
     model.double()
-    plain = copy.deepcopy(model)
-    pipeline = wrapped(model)
-    batch = hf_batch()
-    seen = []
+    plain, batch = copy.deepcopy(model), hf_batch()
+    pipeline, seen = wrapped(model), []
+
+    def compare():
+        expected = plain(**batch).logits
+        assert torch.allclose(pipeline(**batch).logits, expected, rtol=1e-9)
+        seen.append(expected)
+
     for name in ("default", "other"):
         for both in (pipeline, plain):
             both.set_adapter(name)
-        assert torch.allclose(pipeline(**batch).logits, plain(**batch).logits, rtol=1e-9)
-        seen.append(plain(**batch).logits)
+        compare()
     with pipeline.disable_adapter(), plain.disable_adapter():
-        assert torch.allclose(pipeline(**batch).logits, plain(**batch).logits, rtol=1e-9)
-        seen.append(plain(**batch).logits)
+        compare()
     assert not any(torch.allclose(seen[i], seen[i - 1]) for i in range(3))
-
-
-@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]])
-def test_merged_adapters_count_once(targets):
-    model = adapted(target_modules=targets)
-    plain = copy.deepcopy(model)
-    pipeline = wrapped(model)
-    batch = hf_batch()
-    expected = plain(**batch).logits
     pipeline.merge_adapter()
-    assert torch.allclose(pipeline(**batch).logits, expected, rtol=1e-9)
+    compare()  # they count once
     pipeline.unmerge_adapter()
-    assert torch.allclose(pipeline(**batch).logits, expected, rtol=1e-9)
+    compare()
     merged = pipeline.merge_and_unload()
     assert type(merged).__name__ == "LlamaForCausalLM"
     assert not any("lora" in name for name in merged.state_dict())
-    assert torch.allclose(merged(**batch).logits, expected, rtol=1e-9)
+    assert torch.allclose(merged(**batch).logits, seen[-1], rtol=1e-9)
 
 
 def test_saved_adapters_are_loaded_by_peft(tmp_path):
@@ -170,11 +161,8 @@ def test_saved_adapters_are_loaded_by_peft(tmp_path):
         pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
     pipeline.save_pretrained(tmp_path)
     found = pipeline.eval()(**batch).logits
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "README.md",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
+    names = {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == names
     loaded = peft.PeftModel.from_pretrained(base, tmp_path).eval()
     assert torch.allclose(loaded(**batch).logits, found, rtol=1e-6, atol=1e-9)
     again = wrapped(other)
@@ -220,19 +208,6 @@ def test_a_master_is_filled_when_its_parameter_learns():
     assert layer.weight.tolist() == [[1.0, 1.0]]
 
 
-def test_the_loss_of_experts_is_found_inside_of_adapters():
-    torch.manual_seed(0)
-    model = peft.get_peft_model(hf_model("mixtral"), lora(target_modules=["q_proj"])).double()
-    plain = copy.deepcopy(model)
-    batch = hf_batch()
-    expected = plain(**batch, output_router_logits=True, use_cache=False)
-    expected.loss.backward()
-    pipeline = wrapped(model)
-    loss = pipeline.forward_backward(input_kwargs={**batch, "output_router_logits": True})
-    assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-5
-
-
 def test_rows_with_different_adapters_are_refused():
     """PEFT would hook the layers, which are elsewhere."""
     pipeline = wrapped(adapted())
@@ -242,11 +217,7 @@ def test_rows_with_different_adapters_are_refused():
 
 def test_a_small_model_in_one_piece_has_adapters_too():
     model = adapted()
-    plain = copy.deepcopy(model)
-    pipeline = wrap_model_to_roundpipe(
-        model, use_sequential_preset=False, model_run_config=RoundPipeRunConfig(num_microbatch=2), devices="virtual:1"
-    )
-    assert_the_same(pipeline, plain, hf_batch())
+    assert_the_same(wrapped(model, use_sequential_preset=False), copy.deepcopy(model), hf_batch())
 
 
 PROMPTS = {

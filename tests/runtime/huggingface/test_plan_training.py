@@ -1,16 +1,18 @@
-"""Planning the training of models of transformers."""
+"""Planning the training of models of transformers: also which tables stay on the host, and what travels."""
 
 import json
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, MixtralConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from matrix.models import make_config
-from roundpipe_runtime import ConfigError, CutError
+from roundpipe_runtime import ConfigError, CutError, RoundPipeRunConfig, VirtualDevice, wrap_model_to_roundpipe
+from roundpipe_runtime.engine.planner import FOR_PARAMETERS
 from roundpipe_runtime.estimate.hardware import Hardware
 from roundpipe_runtime.fine_tune import Lora, add_lora
 from roundpipe_runtime.huggingface.plan_training import PlannedTraining, model_on_meta
+from roundpipe_runtime.optim import layer_contents
 from tests import fresh_process
 
 CARDS = Hardware(("cuda:0", "cuda:1"), "cuda", 150e12, 25e9, 24 * 2**30, 10**12, 20e9, {})
@@ -126,16 +128,13 @@ def test_types_of_models_are_planned_without_a_line_for_each(name):
     assert report.host_memory.gradients == sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def test_a_model_that_looks_at_values_is_refused():
+def test_a_model_with_memory_or_that_looks_at_values_is_refused():
     """Which expert a token goes to, in a loop over experts: nobody knows that on meta."""
+    with pytest.raises(ConfigError, match=r"torch.device\(.meta.\)"):
+        PlannedTraining(torch.nn.Linear(2, 2), CARDS)
     with pytest.raises(CutError, match="cannot be planned: on meta, where tensors have no values") as caught:
         PlannedTraining(model_on_meta(make_config("dbrx")), CARDS)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_model_with_memory_is_refused():
-    with pytest.raises(ConfigError, match=r"torch.device\(.meta.\)"):
-        PlannedTraining(torch.nn.Linear(2, 2), CARDS)
 
 
 def test_weights_of_float16_are_planned_as_they_are_trained():
@@ -144,3 +143,73 @@ def test_weights_of_float16_are_planned_as_they_are_trained():
     assert model_on_meta(config).dtype == torch.bfloat16
     assert model_on_meta(config, dtype=torch.float32).dtype == torch.float32
     assert model_on_meta(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16)).dtype == torch.float32
+
+
+VOCABULARY, WIDTH, LENGTH = 3001, 32, 6
+
+
+@pytest.fixture
+def small_is_large(monkeypatch):
+    """The tables of the small model count as large, and have many slices."""
+    monkeypatch.setattr(layer_contents, "LARGE", VOCABULARY * WIDTH)
+    monkeypatch.setattr(layer_contents, "_SMALLEST_SLICE", 2**10)
+
+
+def llama():
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def planned(memory, large_tables="auto", *, frozen=False):
+    with torch.device("meta"):
+        model = llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or "layers" in name)
+    machine = Hardware(("virtual:0",), "cpu", 1e12, 1e10, memory, 2**36, 1e10, {})
+    training = PlannedTraining(model, machine, large_tables=large_tables)
+    return training.report(batch=4, length=LENGTH, num_microbatch=2)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_least_device_holds_two_layers(frozen, small_is_large):
+    enough = int(2 * 2 * sum(p.nbytes for p in llama().model.layers[0].parameters()) / FOR_PARAMETERS) + 1000
+    report = planned(enough, frozen=frozen)
+    assert not report.too_large
+    assert report.least_memory <= enough
+    assert planned(int(0.98 * (enough - 1000)), frozen=frozen).too_large.startswith("layer 1 has")
+    whole = planned(enough, "whole", frozen=frozen)
+    assert whole.too_large.startswith("layer 0 has")
+    assert whole.least_memory > 5 * enough
+
+
+def test_bytes_of_parts_are_those_that_a_run_copies(small_is_large):
+    assert planned(10**8).layers[-1].slice_bytes == 0  # a head that fits
+    assert planned(10**8).least_memory < 10**6
+    report = planned(400_000)
+    head, table = report.layers[-1], llama().lm_head.weight
+    assert (head.parts_forward, head.parts_backward, head.parts_down) == (table.nbytes, table.nbytes, table.nbytes)
+    assert head.table_grad_bytes == table.nbytes
+    first = report.layers[0]  # each of the tokens may be another one
+    assert (first.parts_forward, first.parts_down) == (2 * LENGTH * WIDTH * 4, 2 * LENGTH * WIDTH * 4)
+
+    copied = []
+
+    class Counting(VirtualDevice):
+        def copy_in(self, tensor, ready=None, *, parameter=False):
+            copied.append(tensor.nbytes if tensor.shape[-1:] == (WIDTH,) and not parameter and tensor.dim() == 2 else 0)
+            return super().copy_in(tensor, ready, parameter=parameter)
+
+    device = Counting("d0", memory_limit=400_000)
+    pipe = wrap_model_to_roundpipe(llama(), lower_threshold=0, devices=[device], check=False)
+    ids = torch.arange(4 * LENGTH).reshape(4, LENGTH)
+    config = RoundPipeRunConfig(num_microbatch=2)
+    for _ in range(2):  # calls 1, 2, 4, 8, ... also try some rows
+        pipe.forward_backward(input_kwargs={"input_ids": ids, "labels": ids}, run_config=config)
+    copied.clear()
+    pipe.forward_backward(input_kwargs={"input_ids": ids, "labels": ids}, run_config=config)
+    rows = 2 * first.parts_forward * 2  # in the forward, and where it is computed again
+    assert sum(copied) == 2 * (head.parts_forward + head.parts_backward) + rows
+    assert device.peak <= max(memory.total for memory in report.device_memory)

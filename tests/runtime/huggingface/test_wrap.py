@@ -148,7 +148,7 @@ def test_without_labels_and_loss_function_there_is_no_loss():
     pipeline.close()
 
 
-def test_it_is_the_model_in_all_else(tmp_path):
+def test_it_is_the_model_in_all_else():
     model = make_model("llama")
     expected = model.generate(tokens(2) + 5, max_new_tokens=4, do_sample=False)
     pipeline = wrapped(model)
@@ -165,20 +165,6 @@ def test_it_is_the_model_in_all_else(tmp_path):
     assert model.model.layers[0].training
     assert not pipeline.eval().training
     assert not model.training
-    pipeline.save_pretrained(tmp_path)
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    pipeline.close()
-    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
-
-
-def test_parameters_that_are_replaced_are_seen():
-    model = hf_model("llama")
-    pipeline = wrapped(model)
-    model.resize_token_embeddings(160, mean_resizing=False)
-    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
-    batch = hf_batch()
-    with torch.no_grad():
-        assert torch.allclose(pipeline(**batch).logits, model(**batch).logits, rtol=1e-9)
     pipeline.close()
 
 
@@ -211,25 +197,14 @@ def test_an_exception_in_a_layer_comes_out_and_changes_nothing():
     assert_like_plain(model, batch, pipeline=pipeline).close()
 
 
-class Uncuttable(nn.Module):
-    """No layers at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
 def test_a_model_that_cannot_be_cut_warns_and_runs_whole():
-    example = {"x": torch.ones(2, 64)}
-    with pytest.warns(CutRefusedWarning, match="Uncuttable runs as one module, as it cannot be split"):
-        pipeline = wrap_model_to_roundpipe(Uncuttable(), lower_threshold=0, example=example, devices="virtual:1")
+    options = {"lower_threshold": 0, "example": {"input": torch.ones(2, 64)}, "devices": "virtual:1"}
+    with pytest.warns(CutRefusedWarning, match="Linear runs as one module, as it cannot be split"):
+        pipeline = wrap_model_to_roundpipe(nn.Linear(64, 64), **options)
     assert pipeline(torch.ones(3, 64)).shape == (3, 64)
     pipeline.close()
-    with pytest.raises(CutError, match="Uncuttable cannot be split: The model has no list"):
-        wrap_model_to_roundpipe(Uncuttable(), True, lower_threshold=0, example=example)
+    with pytest.raises(CutError, match="Linear cannot be split: The model has no list"):
+        wrap_model_to_roundpipe(nn.Linear(64, 64), True, **options)
 
 
 def microbatches(pipeline):
@@ -262,12 +237,9 @@ def test_configurations_of_parts_are_refused():
     pipeline.close()
 
 
-def test_a_name_is_no_model():
+def test_a_name_is_no_model_and_the_name_of_a_pipeline_is_given_or_the_line():
     with pytest.raises(ConfigError, match=r"found str 'llama'.*\n.*from_pretrained"):
         wrap_model_to_roundpipe("llama")
-
-
-def test_the_name_is_given_or_the_line():
     named = wrap_model_to_roundpipe(Toy(), False, name="toy", devices="virtual:1")
     unnamed = wrap_model_to_roundpipe(Toy(), False, devices="virtual:1")
     assert named.name == "toy"
@@ -276,13 +248,28 @@ def test_the_name_is_given_or_the_line():
     unnamed.close()
 
 
+# a Llama of 222 MB, and how far memory grew: a process of its own
+LARGE = """
+import resource, sys, torch, transformers
+from roundpipe_runtime.huggingface import wrap_model_to_roundpipe
+torch.set_num_threads(1)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+sizes = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16, vocab_size=2000)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+weights, before = sum(p.nbytes for p in model.parameters()), peak()
+pipeline = wrap_model_to_roundpipe(model, devices="virtual:1", use_sequential_preset=True)
+print(weights, peak() - before, pipeline.cut.report.equivalence.parameters)
+pipeline.close()
+"""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows does not tell a process how much memory it held at most")
 def test_the_check_takes_no_copies_of_a_large_model():
-    """222 MB of weights: a copy of them and one of their gradients would take twice as much; the check takes less.
+    """A copy of the weights and one of their gradients would take twice as much; the check takes less.
 
     What it takes (177 to 224 MB were seen) are buffers of libraries, which do not grow with the model.
     """
-    done = fresh_process.run("-m", "tests.runtime.huggingface.wrapped_large", imported=fresh_process.TRAINER)
+    done = fresh_process.run("-c", LARGE, imported=fresh_process.TRAINER)
     weights, growth, compared = map(int, done.stdout.split())
     assert compared == 4 * 9 + 3
     assert growth < 1.5 * weights

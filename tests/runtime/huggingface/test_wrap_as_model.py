@@ -13,9 +13,6 @@ from roundpipe_runtime import ConfigError, RoundPipeRunConfig, RoundPipeWarning
 from roundpipe_runtime.huggingface import CutRefusedWarning
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, worst_gradient, wrapped
 
-pytest.importorskip("transformers", reason="models are those of transformers")
-
-
 pytestmark = pytest.mark.slow
 
 
@@ -142,19 +139,27 @@ def test_parameters_that_the_script_resizes_itself_are_refused_with_the_cure(is_
     pipeline.close()
 
 
-def test_hooks_count_whenever_they_are_registered():
+def test_hooks_count_whenever_they_are_registered_once_a_microbatch():
     model = hf_model("llama")
     pipeline = wrapped(model)
-    batch = hf_batch()
-    rows = []
-    handle = model.model.embed_tokens.register_forward_hook(lambda module, args, output: rows.append(len(output)))
+    batch, rows, inner = hf_batch(), [], []
+    handles = [
+        pipeline.register_forward_hook(lambda module, args, output: rows.append(len(output.logits))),
+        model.model.embed_tokens.register_forward_hook(lambda module, args, output: inner.append(len(output))),
+    ]
     with torch.no_grad():
-        pipeline(**batch)
-        assert set(rows) == {2, 1}
+        pipeline(**batch)  # with trials of a few rows
+        assert set(inner) == {2, 1}
         rows.clear()
-        handle.remove()
+        pipeline(**batch)
+        assert sorted(rows) == [1, 2, 2]
+        rows.clear()
+        inner.clear()
+        for handle in handles:
+            handle.remove()
         pipeline(**batch)
     assert not rows
+    assert not inner
     pipeline.close()
 
 

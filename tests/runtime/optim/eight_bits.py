@@ -33,14 +33,14 @@ def train(pipe, optimizer, steps, how):
     pipe.synchronize()
 
 
+def assert_same_state(one, other):
+    assert all(torch.equal(a, b) for a, b in zip(state(*one), state(*other), strict=True))
+
+
 def state(pipe, optimizer):
     moments = [s["exp_avg"] for s in optimizer.state.values() if hasattr(s["exp_avg"], "codes")]
     assert len(moments) == LAYERS
     return [*pipe.optim_parameters(), *(m.codes for m in moments), *(m.scale for m in moments)]
-
-
-def check(found, expected):
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def main(folder):
@@ -51,10 +51,10 @@ def main(folder):
     train(*stopped, range(STEPS // 2), "exact")
     save_checkpoint(folder, stopped[0], optimizer=stopped[1])
     train(*stopped, range(STEPS // 2, STEPS), "exact")
-    check(state(*stopped), state(*together))
+    assert_same_state(stopped, together)
     load_checkpoint(folder, resumed[0], optimizer=resumed[1])
     train(*resumed, range(STEPS // 2, STEPS), "exact")
-    check(state(*resumed), state(*together))
+    assert_same_state(resumed, together)
     for pipe, _ in (together, stopped, resumed):
         pipe.close()
 

@@ -349,42 +349,9 @@ def test_a_writer_waits_for_the_run_that_holds_the_version():
     assert table.version(0) == 1
 
 
-def test_a_write_that_fails_leaves_the_version_before():
-    table = ReadinessTable(1)
-    with pytest.raises(ZeroDivisionError):
-        table.write(0, 1, lambda: 1 // 0)
-    table.start_read(0, 0)
-    table.end_read(0)
-    table.write(0, 1, lambda: None)
-    assert table.version(0) == 1
-
-
 def test_a_waiting_reader_can_give_up():
     def give_up():
         raise TimeoutError
 
     with pytest.raises(TimeoutError):
         ReadinessTable(1).start_read(0, 3, check=give_up)
-
-
-def test_a_waiting_reader_hears_why_its_version_does_not_come():
-    table = ReadinessTable(1)
-    heard = []
-
-    def read():
-        try:
-            table.start_read(0, 1)
-        except MemoryError as error:
-            heard.append(error)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    failure = MemoryError()
-    table.fail(failure)
-    reader.join(5)
-    assert heard == [failure]
-    table.start_read(0, 0)
-    table.end_read(0)
-    table.fail(None)
-    table.write(0, 1, lambda: None)
-    table.start_read(0, 1)

@@ -169,24 +169,13 @@ def test_a_publication_that_fails_is_raised_and_repeated(devices, monkeypatch, d
         assert relative_error(parameter, other) < 1e-4
 
 
-def test_a_publication_that_fails_is_raised_by_whoever_waits_for_its_end(devices, monkeypatch):
-    """synchronize() raises it, once, and the next one brings the parameters to what the step made of them."""
-    model = small_model()
-    pipe = RoundPipe(model, devices=devices, model_run_config=MEAN)
-    inputs = batch(6)[0]
-    monkeypatch.setattr(pipe._rp_engine.store, "refresh", no_room)
-    run(pipe)
-    pipe.step(lambda: [p.data.fill_(2.0) for p in pipe.parameters()], is_async=True)
-    with pytest.raises(MemoryError, match="no room"):
-        within(20, pipe.synchronize)
-    monkeypatch.undo()
-    within(20, pipe.synchronize)
-    with torch.no_grad():
-        assert torch.equal(within(20, lambda: pipe(inputs)), model(inputs))
-
-
-@pytest.mark.parametrize("read", [lambda pipe, x: pipe(x), lambda pipe, x: pipe(x).sum().backward()])
-def test_every_kind_of_run_gets_the_error_of_a_publication_that_fails(devices, monkeypatch, read):
+@pytest.mark.parametrize(
+    "read",
+    [lambda pipe, x: pipe.synchronize(), lambda pipe, x: pipe(x), lambda pipe, x: pipe(x).sum().backward()],
+    ids=["synchronize", "forward", "backward"],
+)
+def test_whoever_waits_for_a_publication_that_fails_gets_its_error(devices, monkeypatch, read):
+    """And the next call brings the parameters to what the step made of them."""
     pipe = RoundPipe(small_model(), devices=devices, model_run_config=MEAN)
     inputs = batch(6)[0]
     monkeypatch.setattr(pipe._rp_engine.store, "refresh", no_room)
@@ -197,6 +186,7 @@ def test_every_kind_of_run_gets_the_error_of_a_publication_that_fails(devices, m
     with torch.no_grad(), pytest.raises(MemoryError, match="no room"):
         within(20, lambda: read(pipe, inputs.clone()))
     monkeypatch.undo()
+    within(20, pipe.synchronize)
     with torch.no_grad():
         assert torch.equal(within(20, lambda: pipe(inputs)), pipe.model(inputs))
 
@@ -221,19 +211,15 @@ def test_a_publication_that_cannot_start_is_raised_and_repeated(devices, monkeyp
         assert torch.equal(within(20, lambda: pipe(inputs)), pipe.model(inputs))
 
 
-def test_state_dict_waits_for_the_step(devices):
-    pipe = RoundPipe(small_model(), devices=devices)
-    pipe.step(lambda: [p.data.fill_(2.0) for p in pipe.parameters()], is_async=True)
-    assert all((tensor == 2.0).all() for tensor in pipe.state_dict().values())
-
-
-def test_a_step_gets_its_arguments_and_the_optimizers_parameters(devices):
+def test_a_step_gets_its_arguments_and_the_optimizers_parameters_and_state_dict_waits_for_it(devices):
     pipe = RoundPipe(small_model().to(torch.bfloat16), torch.float32, devices=devices)
     found = []
     for is_async in (False, True):
         pipe.step(lambda a, b: found.append((a, b, next(pipe.parameters()).dtype)), is_async, 1, b=2)
         pipe.synchronize()
     assert found == [(1, 2, torch.float32)] * 2
+    pipe.step(lambda: [p.data.fill_(2.0) for p in pipe.parameters()], is_async=True)
+    assert all((tensor == 2.0).all() for tensor in pipe.state_dict().values())
 
 
 def as_real(parameter):

@@ -189,17 +189,20 @@ def test_train_quantizes_as_it_reads(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         transformers.LlamaForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded as a whole")
     )
+    line = f"train {folder / 'llama'} {folder / 'text.txt'} --tokenizer bytes --quantize nf4 -o {tmp_path}/"
+    assert main(f"{line}without".split()) == 2
+    error = "--quantize nf4 freezes all weights, so nothing would train. Add adapters: --lora 8"
+    assert error in capsys.readouterr().err
 
-    def trained(name, *more):
-        line = f"train {folder / 'llama'} {folder / 'text.txt'} -o {tmp_path / name} --tokenizer bytes --lora 4"
-        line += " --length 16 --batch 4 --devices virtual:2 --quantize nf4 --json --every 2"
-        assert main([*line.split(), *more]) == 0
+    def trained(name, steps, *more):
+        options = "--lora 4 --length 16 --batch 4 --devices virtual:2 --json --every 2 --schedule constant --warmup 0"
+        assert main([*f"{line}{name} {options} --steps {steps}".split(), *more]) == 0
         return json.loads(capsys.readouterr().out)
 
-    whole = trained("whole", "--steps", "4", "--schedule", "constant", "--warmup", "0")
+    whole = trained("whole", 4)
     half = tmp_path / "half"
-    trained("half", "--steps", "2", "--schedule", "constant", "--warmup", "0")
-    resumed = trained("half", "--steps", "4", "--schedule", "constant", "--warmup", "0", "--resume", "--overwrite")
+    trained("half", 2)
+    resumed = trained("half", 4, "--resume", "--overwrite")
     assert resumed["last_step"]["loss"] == whole["last_step"]["loss"]
     adapters = [(path / "adapter_model.safetensors").read_bytes() for path in (half, tmp_path / "whole")]
     assert adapters[0] == adapters[1]
@@ -322,11 +325,3 @@ def test_buffers_on_meta_are_read_like_weights():
     with pytest.raises(ValueError, match=r"the buffer 'scale' is on meta(.|\n)*init_empty_weights"):
         quantize_frozen(without, "int8", weights=held.__getitem__)
     assert all(parameter.requires_grad for parameter in without.parameters())  # it is as it was
-
-
-def test_without_adapters_nothing_would_train(folder, tmp_path, capsys):
-    line = f"train {folder / 'llama'} {folder / 'text.txt'} -o {tmp_path / 'out'} --tokenizer bytes --quantize nf4"
-    assert main(line.split()) == 2
-    assert (
-        "--quantize nf4 freezes all weights, so nothing would train. Add adapters: --lora 8" in capsys.readouterr().err
-    )

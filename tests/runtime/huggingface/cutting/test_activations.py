@@ -4,11 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("transformers")
-
 from matrix.models import make_config
 from roundpipe_runtime.huggingface import cut, passed_tensors
-from roundpipe_runtime.huggingface.cutting.cut import whole
 from tests.runtime.huggingface.hf_small import WIDTH, Block, Toy, hf_batch, hf_model, tokens
 
 pytestmark = pytest.mark.slow
@@ -121,18 +118,10 @@ def test_weights_are_not_needed():
     assert shapes[0] == shapes[1]
 
 
-def test_the_model_is_as_before():
-    model = Toy().train()
-    passed_tensors(cut(model, {"input_ids": tokens(2)}, check=False), {"input_ids": tokens(2)})
-    assert model.training
-    assert model.layers[0].training
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_nothing_passes_in_a_model_of_one_piece():
-    assert passed_tensors(whole(nn.Linear(2, 2))) == []
-
-
-def test_without_an_example_tokens_are_made_up():
-    passed = passed_tensors(cut(hf_model("llama"), check=False))
+def test_the_model_is_as_before_and_without_an_example_tokens_are_made_up():
+    model = hf_model("llama").train()
+    passed = passed_tensors(cut(model, check=False))
     assert next(one.shape[:2] for one in passed if one.kind == "hidden") == (2, 12)
+    assert model.training
+    assert model.model.layers[0].training
+    assert all(parameter.grad is None for parameter in model.parameters())

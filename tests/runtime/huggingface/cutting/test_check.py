@@ -38,25 +38,6 @@ def pieces_of(model):
     return [first, *layers, Piece(model.head, lambda head, x: head(x))]
 
 
-class Wide(nn.Module):
-    """A layer of another kind: it mixes positions, and has a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.mixing = nn.Linear(6, 6)
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x):
-        return x + self.mixing(x.mT).mT * self.scale
-
-
-def test_equal_pieces_have_no_error():
-    model = Toy().double()
-    found = check_equivalence(model, pieces_of(model), (tokens(2),), {})
-    assert (found.outputs, found.gradients, found.parameters) == (0.0, 0.0, 9)
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_outputs_are_compared_by_name():
     """A model may set entries in another order than that of their class, in which an output is built again."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
@@ -181,24 +162,6 @@ def test_a_layer_that_leaks_state_is_found(leaking, place):
     assert report.refused[-1][0] in ("values", "structure")
 
 
-def test_layers_of_every_kind_take_part():
-    model = Toy(nn.ModuleList([Block(), Block(), Block(), Wide()])).double()
-    report = cut(model, {"input_ids": tokens(2)}).report
-    assert report.equivalence.parameters == len(list(model.parameters()))
-    assert report.equivalence.gradients < 1e-12
-    pieces = cut(model, {"input_ids": tokens(2)}, check=False).pieces
-    right = pieces[-2].layer
-
-    class Wrong(Wide):
-        def forward(self, x):
-            return super().forward(x) + 1e-3 * (self.scale - self.scale.detach())
-
-    pieces[-2].layer = Wrong()
-    pieces[-2].layer.mixing, pieces[-2].layer.scale = right.mixing, right.scale
-    with pytest.raises(CutError, match=r"outputs differ by 0.0e\+00 .*layers.3.scale"):
-        check_equivalence(model, pieces, (), {"input_ids": tokens(2)})
-
-
 class Tied(Toy):
     """The head is the embedding, and one block is called twice."""
 
@@ -212,6 +175,7 @@ def test_parameters_that_several_pieces_use_are_summed():
     model = Tied().double()
     found = check_equivalence(model, pieces_of(model), (tokens(2),), {})
     assert (found.outputs, found.parameters) == (0.0, 6)
+    assert all(p.grad is None for p in model.parameters())
     assert found.gradients < 1e-12
     assert model.head.weight is model.embed.weight
     pieces = pieces_of(model)

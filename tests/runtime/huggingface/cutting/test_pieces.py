@@ -1,4 +1,4 @@
-"""Tests of huggingface.cutting.pieces, .session and .discover: what models do between their layers."""
+"""What models do between their layers."""
 
 import pytest
 import torch
@@ -23,15 +23,12 @@ from tests.runtime.huggingface.hf_small import (
 )
 
 
-def test_plain_layers_are_two_phases():
-    assert compare_toy(Toy()).report.pieces == ("phase 0", "layers.0", "layers.1", "layers.2", "phase 1")
-
-
-def test_code_between_layers_is_a_phase():
+def test_plain_layers_are_two_phases_and_code_between_them_is_one_more():
     class Glue(Toy):
         def between(self, number, layer, x):
             return layer(x) * 2 if number == 1 else layer(x)
 
+    assert compare_toy(Toy()).report.pieces == ("phase 0", "layers.0", "layers.1", "layers.2", "phase 1")
     assert compare_toy(Glue()).report.pieces == ("phase 0", "layers.0", "layers.1", "phase 1", "layers.2", "phase 2")
 
 
@@ -96,18 +93,7 @@ class Sharing(Block):
         return x + self.linear(shared["key 0"]) * sum(shared.values())
 
 
-def test_a_dictionary_that_layers_write_is_shared():
-    class Boxed(Toy):
-        def forward(self, input_ids):
-            x, shared = self.embed(input_ids), {}
-            for layer in self.layers:
-                x = layer(x, shared)
-            return self.head(x)
-
-    compare_toy(Boxed(nn.ModuleList([Sharing() for _ in range(4)])))
-
-
-def test_the_model_may_read_the_shared_dictionary_between_layers():
+def test_a_dictionary_that_layers_write_is_shared_and_the_model_may_read_it_between_them():
     class Boxed(Toy):
         def forward(self, input_ids):
             x, shared = self.embed(input_ids), {}
@@ -250,11 +236,5 @@ def test_a_batch_for_which_layers_return_more_than_for_the_example_is_an_error(s
     with pytest.raises(BatchStructureError, match=r"Layers before layers\.1 return tensors for this batch"):
         pipeline(tokens(), entities)
     assert pipeline(tokens()).shape == (5, 6, 20)
-
-
-def test_what_layers_return_is_handed_on_with_an_example_of_the_kind():
-    model = ReadsEntities()
-    entities = torch.randn(5, 6, 8)
-    expected = model(tokens(), entities)
     pipeline = wrapped(model, example={"input_ids": tokens(2), "entities": entities[:2]})
-    assert torch.allclose(pipeline(tokens(), entities), expected, atol=1e-6)
+    assert torch.allclose(pipeline(tokens(), entities), model(tokens(), entities), atol=1e-6)

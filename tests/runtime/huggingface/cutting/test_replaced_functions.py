@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from roundpipe_runtime.errors import BatchStructureError, CutError, RoundPipeError
+from roundpipe_runtime.errors import BatchStructureError
 from roundpipe_runtime.huggingface import cut
-from roundpipe_runtime.huggingface.cutting.caches import MadeCache, check_apart, entries_read, without_caches
+from roundpipe_runtime.huggingface.cutting.caches import MadeCache, entries_read, without_caches
 from roundpipe_runtime.huggingface.cutting.stub import Key, rebind_functions
 from tests.runtime.huggingface.hf_small import (
     WIDTH,
@@ -90,13 +90,6 @@ def test_a_layer_gets_the_entries_that_it_read_before():
     assert entries_read(((built,), {})) == {(0, 1)}
     with pytest.raises(BatchStructureError, match="reads entry 0 of the cache"):
         built.get_seq_length(0)
-
-
-def test_entries_of_two_calls_must_be_apart():
-    check_apart(["a", "b"], {0: frozenset({(0, 0)}), 1: frozenset({(0, 1), (1, 0)})})
-    with pytest.raises(CutError, match="b and a use the same keys and values") as caught:
-        check_apart(["a", "b"], {0: frozenset({(0, 0)}), 1: frozenset({(0, 0)})})
-    assert isinstance(caught.value, RoundPipeError)
 
 
 def test_outputs_lose_caches_and_nothing_else():

@@ -9,9 +9,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from roundpipe_runtime import RoundPipe, RoundPipeRunConfig
 from roundpipe_runtime.errors import LossError
 from roundpipe_runtime.huggingface import SmoothedLoss
-from roundpipe_runtime.huggingface.loss.lazy_logits import LazyLogits
 from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, worst_gradient, wrapped
-from tests.runtime.huggingface.loss.test_chunked import Memory
 from tests.runtime.huggingface.trainer.trainer_runs import make_model
 
 # A plain head; tied weights and a soft cap; experts; an encoder and a decoder, which shifts nothing
@@ -49,24 +47,21 @@ def test_loss_and_gradients_are_those_of_the_trainer(name, items, everything_is_
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_a_microbatch_of_ignored_labels_counts_nothing(cut):
-    batch = hf_batch()
+def test_ignored_labels_count_nothing(cut):
+    """With nothing else, the loss is zero and there is no gradient, where the mean over nothing is NaN."""
+    batch, model = hf_batch(), hf_model("llama")
     batch["labels"][:2] = -100
     whole, labels = dict(batch), batch.pop("labels")
-    assert_like_plain(
-        hf_model("llama"),
+    pipeline = assert_like_plain(
+        model,
         batch,
         lambda plain: plain_loss(plain, whole, shifted=True) * 8,  # which adds classes in float32
         call={"label": labels, "loss_fn": SmoothedLoss(0.1, scale=8.0)},
         use_sequential_preset=cut,
     )
-
-
-def test_nothing_but_ignored_labels():
-    """A loss of zero, and no gradient, where the mean over nothing is NaN."""
-    model, batch = hf_model("llama"), hf_batch()
-    batch["labels"][:] = -100
-    assert wrapped(model).forward_backward(input_kwargs=batch, loss_fn=SmoothedLoss(0.1)).item() == 0.0
+    model.zero_grad()
+    none = {**batch, "labels": torch.full_like(labels, -100)}
+    assert pipeline.forward_backward(input_kwargs=none, loss_fn=SmoothedLoss(0.1)).item() == 0.0
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
@@ -114,35 +109,6 @@ def test_any_pipeline_takes_it(items):
     loss = pipeline.forward_backward((x,), label=labels, loss_fn=loss_fn, run_config=config)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert worst_gradient(model, plain) < 1e-6
-
-
-def test_16_bits_are_summed_wide(everything_is_large):
-    hidden, weight = torch.randn(2, 5, 4).bfloat16(), torch.randn(9, 4).bfloat16()
-    labels = torch.randint(0, 9, (2, 5))
-    late = LazyLogits(hidden, (weight, None))
-    found = SmoothedLoss(0.1, shift_labels=True).of_logits(late, labels)
-    logits = (hidden @ weight.T).float()
-    assert found.dtype == torch.float32
-    assert not late.computed
-    assert found.item() == pytest.approx(LabelSmoother(0.1)((logits,), labels, shift_labels=True).item(), rel=1e-5)
-
-
-def test_a_quarter_of_the_memory():
-    """2 k tokens, 256 k words: at most a quarter of what the Trainer's smoother holds. Tensors on `meta` have sizes."""
-    peaks = []
-    for loss_of in (
-        lambda h, w, y: SmoothedLoss(0.1, shift_labels=False).of_logits(LazyLogits(h, (w, None)), y),
-        lambda h, w, y: LabelSmoother(0.1)((h @ w.T,), y),
-    ):
-        hidden = torch.randn(2048, 16, device="meta").requires_grad_()
-        weight = torch.randn(256_000, 16, device="meta").requires_grad_()
-        labels = torch.zeros(2048, dtype=torch.int64, device="meta")
-        with Memory() as memory:
-            torch.autograd.grad(loss_of(hidden, weight, labels), (hidden, weight))
-        peaks.append(memory.peak)
-    smoothed, plain = peaks
-    assert plain >= 2 * 2048 * 256_000 * 4  # logits and their gradient: the measure sees them
-    assert smoothed <= 0.25 * plain
 
 
 def test_wrong_arguments_are_errors():

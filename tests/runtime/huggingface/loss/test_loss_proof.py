@@ -4,7 +4,6 @@ Llama computes its norms and its loss in float32, whatever its weights are: equa
 """
 
 import copy
-import functools
 import warnings
 
 import pytest
@@ -96,10 +95,8 @@ def test_any_term_gives_the_loss_and_gradients_of_the_plain_model(term, way):
         assert worst_gradient(model, plain) < 1e-6
 
 
-THREE = {"run_config": RoundPipeRunConfig(num_microbatch=3)}
-
-
 joined_warnings = pytest.mark.filterwarnings("ignore:The loss of:roundpipe_runtime.RoundPipeWarning")
+THREE = {"run_config": RoundPipeRunConfig(num_microbatch=3)}
 
 
 @joined_warnings
@@ -178,6 +175,7 @@ def test_one_proof_serves_all_calls_of_a_kind(monkeypatch):
     assert ways(pipeline) == ["items", "items"]
 
 
+@joined_warnings
 @pytest.mark.parametrize("optim_dtype", [None, torch.float64], ids=["own", "copies"])
 @pytest.mark.parametrize("term", [None, rows_alone, z_loss], ids=["items", "rows", "joined"])
 def test_a_repeated_proof_leaves_a_step_in_the_background_one_step_late(term, optim_dtype):
@@ -191,39 +189,35 @@ def test_a_repeated_proof_leaves_a_step_in_the_background_one_step_late(term, op
     pipeline = wrapped(model, optim_dtype=optim_dtype)
     optimizer = torch.optim.SGD(pipeline.optim_parameters(), lr=0.5)
     found, expected, pending = [], [], ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RoundPipeWarning)
-        for _ in range(5):
-            found.append(pipeline.forward_backward(input_kwargs=batch).item())
-            pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
-            loss = plain(**batch).loss
-            expected.append(loss.item())
-            gradients = torch.autograd.grad(loss, list(plain.parameters()))
-            late, pending = pending or [torch.zeros_like(one) for one in gradients], gradients
-            with torch.no_grad():
-                now = gradients if term is z_loss else late
-                for parameter, gradient in zip(plain.parameters(), now, strict=True):
-                    parameter -= 0.5 * gradient
+    for _ in range(5):
+        found.append(pipeline.forward_backward(input_kwargs=batch).item())
+        pipeline.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
+        loss = plain(**batch).loss
+        expected.append(loss.item())
+        gradients = torch.autograd.grad(loss, list(plain.parameters()))
+        late, pending = pending or [torch.zeros_like(one) for one in gradients], gradients
+        with torch.no_grad():
+            now = gradients if term is z_loss else late
+            for parameter, gradient in zip(plain.parameters(), now, strict=True):
+                parameter -= 0.5 * gradient
     pipeline.close()
     assert found == pytest.approx(expected, rel=1e-5)
     assert (expected[0] == expected[1]) == (term is not z_loss)
 
 
-def test_the_report_states_how_losses_are_computed():
-    for term, expected in (
-        (rows_alone, "weighted by rows, checked with"),
-        (spread, "computed once for the whole batch"),
-    ):
-        model, batch = made(term)
-        pipeline = wrapped(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RoundPipeWarning)
-            for _ in range(2):
-                pipeline.forward_backward(input_kwargs=batch)
-        lines = [line for line in str(pipeline.cut.report).splitlines() if line.startswith("loss in")]
-        assert len(lines) == 1
-        assert lines[0].startswith("loss in training with input_ids, labels, use_cache: ")
-        assert expected in lines[0]
+@joined_warnings
+@pytest.mark.parametrize(
+    ("term", "expected"),
+    [(rows_alone, "weighted by rows, checked with"), (spread, "computed once for the whole batch")],
+)
+def test_the_report_states_how_losses_are_computed(term, expected):
+    model, batch = made(term)
+    pipeline = wrapped(model)
+    for _ in range(2):
+        pipeline.forward_backward(input_kwargs=batch)
+    (line,) = (line for line in str(pipeline.cut.report).splitlines() if line.startswith("loss in"))
+    assert line.startswith("loss in training with input_ids, labels, use_cache: ")
+    assert expected in line
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -243,23 +237,17 @@ def test_a_group_with_few_rows_proves_its_loss(rows, term):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_function_of_the_loss_in_a_group_with_few_rows_is_proven(rows):
-    for function, fits in ((lambda outputs, _: 2 * outputs.loss, True), (z_loss, False)):
-        model, batch = made()
-        batch = {name: value[2 : 2 + rows] for name, value in batch.items()}
-        plain = copy.deepcopy(model)
-        expected = function(plain(**batch), None)
-        expected.backward()
-        pipeline = wrapped(model, replicas=rows)
-        run = functools.partial(
-            pipeline.forward_backward, (), batch, None, function, False, RoundPipeRunConfig(num_microbatch=1)
-        )
-        if fits or rows == 1:
-            assert run().item() == pytest.approx(expected.item(), rel=1e-6)
-            assert worst_gradient(model, plain) < 1e-6
-        else:
-            with pytest.raises(LossError):
-                run()
+@pytest.mark.parametrize(("function", "fits"), [(lambda outputs, _: 2 * outputs.loss, True), (z_loss, False)])
+def test_a_function_of_the_loss_in_a_group_with_few_rows_is_proven(function, fits, rows):
+    model, batch = made()
+    batch = {name: value[2 : 2 + rows] for name, value in batch.items()}
+    call = {"loss_fn": function, "run_config": RoundPipeRunConfig(num_microbatch=1)}
+    pipeline = wrapped(model, replicas=rows)
+    if fits or rows == 1:
+        assert_like_plain(model, batch, lambda plain: function(plain(**batch), None), call=call, pipeline=pipeline)
+    else:
+        with pytest.raises(LossError):
+            pipeline.forward_backward(input_kwargs=batch, **call)
 
 
 @pytest.mark.parametrize("options", [{"num_microbatch": 1}, {"num_microbatch": 3, "loss_reduction": "joined"}], ids=str)
@@ -305,15 +293,14 @@ def test_a_mask_that_some_rows_do_not_need_is_proven_on_rows_alike(padded):
     assert ways(assert_like_plain(model, batch, rel=1e-5, call=THREE, pipeline=wrapped(model))) == ["items"]
 
 
+@joined_warnings
 def test_copies_of_the_optimizer_get_the_gradients_of_a_joined_loss():
     plain, batch = made(spread)
     model = copy.deepcopy(plain).float()
     plain(**batch).loss.backward()
     pipeline = wrapped(model, optim_dtype=torch.float64)
     named = dict(pipeline.optim_named_parameters())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RoundPipeWarning)
-        pipeline.forward_backward(input_kwargs=batch)
+    pipeline.forward_backward(input_kwargs=batch)
     expected = dict(plain.named_parameters())
     for name, target in named.items():
         assert target.dtype == torch.float64

@@ -1,6 +1,7 @@
 """Losses with terms of their own, and options of a call that they read."""
 
 import copy
+import itertools
 import time
 
 import pytest
@@ -11,9 +12,7 @@ from roundpipe_runtime import ConfigError, LossError, RoundPipeRunConfig, RoundP
 from roundpipe_runtime.batch.splitting import split
 from roundpipe_runtime.huggingface import SmoothedLoss, wrap_model_to_roundpipe
 from roundpipe_runtime.huggingface.loss.call_options import CALL_OPTIONS, CallOptions, split_options
-from tests.runtime.huggingface.hf_small import assert_like_plain, worst_gradient
-
-from ..hf_small import Toy, tokens, wrapped
+from tests.runtime.huggingface.hf_small import Toy, assert_like_plain, tokens, worst_gradient, wrapped
 
 CONFIG = transformers.LlamaConfig(
     hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=100
@@ -51,40 +50,27 @@ def test_multiples_and_penalties_are_those_of_the_plain_model(adds):
         assert_like_plain(model, batch, lambda one: loss_fn(one)(one(**batch), None), call=call, pipeline=pipeline)
 
 
-def of_its_own(outputs, _):
-    return outputs.logits.square().mean()
+TERMS = {
+    "of its own": lambda outputs, _: outputs.logits.square().mean(),
+    "in addition": lambda outputs, _: outputs.loss + outputs.logits.square().mean(),
+    "squared": lambda outputs, _: outputs.loss**2,
+    "several": lambda outputs, _: [outputs.loss, outputs.logits.square().mean()],
+    "of large losses": lambda outputs, _: outputs.loss * (2 if outputs.loss > 4.6 else 1),
+}
+in_addition = TERMS["in addition"]
 
 
-def in_addition(outputs, _):
-    return outputs.loss + outputs.logits.square().mean()
-
-
-def squared(outputs, _):
-    return outputs.loss**2
-
-
-def several(outputs, _):
-    return [outputs.loss, outputs.logits.square().mean()]
-
-
-def of_large_losses(outputs, _):
-    return outputs.loss * (2 if outputs.loss > 4.6 else 1)
-
-
-def value(found):
-    return torch.stack([one.cpu() for one in found]).sum() if isinstance(found, list) else found
-
-
-@pytest.mark.parametrize("loss_fn", [of_its_own, in_addition, squared, several, of_large_losses])
-def test_anything_else_is_computed_once(loss_fn):
+@pytest.mark.parametrize("name", TERMS)
+def test_anything_else_is_computed_once(name):
     plain, batch = made()
-    model = copy.deepcopy(plain)
-    expected = value(loss_fn(plain(**batch), None))
+    model, loss_fn = copy.deepcopy(plain), TERMS[name]
+    expected = loss_fn(plain(**batch), None)
+    expected = sum(expected) if name == "several" else expected
     expected.backward()
     pipeline = piped(model)
     with pytest.warns(RoundPipeWarning, match="The loss of loss_fn cannot be computed from the losses of microbatches"):
         found = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=THREE)
-    assert value(found).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert (sum(found) if name == "several" else found).item() == pytest.approx(expected.item(), rel=1e-6)
     assert worst_gradient(model, plain) < 1e-6
 
 
@@ -107,14 +93,14 @@ class Curriculum:
         return outputs.loss if self.then is None else self.then(outputs, labels)
 
 
-@pytest.mark.parametrize(("then", "after"), [(in_addition, 1), (squared, 2), (in_addition, 3)])
-def test_a_function_that_becomes_another_one_is_shown_again(then, after):
+@pytest.mark.parametrize(("name", "after"), [("in addition", 1), ("squared", 2), ("in addition", 3)])
+def test_a_function_that_becomes_another_one_is_shown_again(name, after):
     model, batch = made()
     pipeline, loss_fn = piped(model), Curriculum()
     for _ in range(after):
         pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=THREE)
     assert loss_fn.calls == 3 * after
-    loss_fn.then = then
+    loss_fn.then = then = TERMS[name]
     model.zero_grad()
     call = {"loss_fn": loss_fn, "run_config": THREE}
     with pytest.warns(RoundPipeWarning, match="loss_fn"):
@@ -123,27 +109,22 @@ def test_a_function_that_becomes_another_one_is_shown_again(then, after):
 
 @pytest.mark.filterwarnings("ignore::roundpipe_runtime.RoundPipeWarning")
 def test_a_function_that_reads_what_its_calls_change_is_called_once_in_a_step():
-    class Warmed:
-        calls = 0
-
-        def __call__(self, outputs, labels):
-            self.calls += 1
-            return outputs.loss * self.calls
-
     model, batch = made()
     plain, pipeline = copy.deepcopy(model), piped(model)
-    loss_fn, own = Warmed(), Warmed()
+    ours, own = itertools.count(1), itertools.count(1)
     for _ in range(2):
-        expected = own(plain(**batch), None)
-        found = pipeline.forward_backward(input_kwargs=batch, loss_fn=loss_fn, run_config=THREE)
+        expected = plain(**batch).loss * next(own)
+        found = pipeline.forward_backward(
+            input_kwargs=batch, loss_fn=lambda outputs, _: outputs.loss * next(ours), run_config=THREE
+        )
         assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("loss_fn", [of_its_own, in_addition, squared])
-def test_joined_it_is_that_of_the_plain_model(loss_fn):
+@pytest.mark.parametrize("name", ["of its own", "in addition", "squared"])
+def test_joined_it_is_that_of_the_plain_model(name):
     model, batch = made()
-    call = {"loss_fn": loss_fn, "run_config": RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")}
-    assert_like_plain(model, batch, lambda plain: loss_fn(plain(**batch), None), call=call, pipeline=piped(model))
+    call = {"loss_fn": TERMS[name], "run_config": RoundPipeRunConfig(num_microbatch=3, loss_reduction="joined")}
+    assert_like_plain(model, batch, lambda plain: TERMS[name](plain(**batch), None), call=call, pipeline=piped(model))
 
 
 def test_the_check_leaves_the_masks_of_layers_that_run_meanwhile_on_other_devices(monkeypatch):
@@ -186,6 +167,8 @@ def test_options_are_split_like_the_rows():
     assert torch.equal(torch.cat([one.labels for one in found]), labels)
     assert [len(one.labels) for one in found] == [len(part.kwargs["input_ids"]) for part in parts]
     assert all(one.smoothed_loss is options.smoothed_loss for one in found)
+    with pytest.raises(ConfigError, match=r"kwargs\['roundpipe_call_options'\]: expected CallOptions, found str"):
+        split_options({CALL_OPTIONS: "loss only"})
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
@@ -203,8 +186,3 @@ def test_the_model_never_sees_options(is_cut):
     assert len(pipeline.cut.pieces) == (5 if is_cut else 1)
     assert {"flag"} in seen
     assert not any(CALL_OPTIONS in names for names in seen)
-
-
-def test_options_of_another_class_are_refused():
-    with pytest.raises(ConfigError, match=r"kwargs\['roundpipe_call_options'\]: expected CallOptions, found str"):
-        split_options({CALL_OPTIONS: "loss only"})

@@ -9,7 +9,7 @@ from packaging.version import Version
 from torch.nn import functional
 
 from matrix.models import make_config
-from roundpipe_runtime.huggingface.loss.own_loss import counting, loss_of, with_loss_weight
+from roundpipe_runtime.huggingface.loss.own_loss import counting
 from tests.runtime.huggingface.hf_small import assert_like_plain, hf_batch, hf_model, worst_gradient, wrapped
 
 pytestmark = pytest.mark.slow
@@ -32,24 +32,6 @@ def test_items_of_a_mean_are_counted(compute, counts, sums):
     with counting() as items:
         compute(torch.randn(4, 3), torch.tensor([0, 1, 1, -100]))
     assert (items.counts, items.sums) == (counts, sums)
-
-
-def test_a_loss_over_nothing_is_zero():
-    logits = torch.randn(2, 3, requires_grad=True)
-    labels = torch.tensor([-100, -100])
-    with counting() as items:
-        output = {"loss": functional.cross_entropy(logits, labels), "logits": logits}
-    output, count, rows = with_loss_weight(output, items, 2)
-    output["loss"].backward()
-    assert (output["loss"].item(), count, rows) == (0.0, 0.0, 2)
-    assert not logits.grad.any()
-
-
-def test_the_loss_is_found_in_any_output():
-    loss = torch.tensor(1.0)
-    assert loss_of({"loss": loss}) is loss
-    assert loss_of((loss, torch.ones(2))) is loss
-    assert loss_of((torch.ones(2),)) is None
 
 
 @pytest.mark.parametrize("ignored", [0, 2, 5])
@@ -80,18 +62,6 @@ def test_num_items_in_batch_is_the_models_own_weight():
     with torch.no_grad():
         assert pipeline(**batch).loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)
     pipeline.close()
-
-
-def test_a_scaled_loss_has_a_scaled_gradient():
-    model = hf_model("llama")
-    plain = copy.deepcopy(model)
-    batch = hf_batch()
-    (plain(**batch).loss * 8).backward()
-    pipeline = wrapped(model)
-    loss = pipeline.forward_backward(input_kwargs=batch, loss_fn=lambda outputs, _: outputs.loss * 8)
-    pipeline.close()
-    assert loss.item() == pytest.approx(plain(**batch).loss.item() * 8, rel=1e-6)
-    assert worst_gradient(model, plain) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ SIGKILL at the n-th thing that it does to a file, where weights and states of to
 """
 
 import argparse
-import hashlib
 import os
 import pathlib
 import random
@@ -22,6 +21,7 @@ import transformers
 from transformers import TrainerCallback
 
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
+from tests.runtime.checkpoint.killed_training import die_at, write_digest
 from tests.runtime.huggingface.trainer.trainer_runs import arguments, make_model, make_trainer
 
 # A kill comes within so many things done to files, which is about one and a half steps.
@@ -57,27 +57,13 @@ def train(folder: pathlib.Path, devices: int, steps: int) -> None:
         if "No valid checkpoint" not in str(error):
             raise
         trainer.train()
-    digest = hashlib.sha256()
-    for tensor in [*trainer.model.state_dict().values(), *trainer.pipeline.optim_parameters()]:
-        digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-    (folder / "final").write_text(digest.hexdigest(), encoding="utf-8")
+    write_digest(folder, [*trainer.model.state_dict().values(), *trainer.pipeline.optim_parameters()])
     trainer.pipeline.close()
 
 
-_FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.scandir", "os.chmod"}
-
-
-def die_at(folder: pathlib.Path, number: int) -> None:
+def die_half_way(folder: pathlib.Path, number: int) -> None:
     """Kill this process at the n-th thing that it does to files of the folder, or in the middle of writing one."""
-    count = [number]
-
-    def happens(path: object) -> bool:
-        count[0] -= str(folder) in str(path)
-        return count[0] < 0
-
-    def hook(event, args):
-        if event in _FILE_EVENTS and happens(args[0]):
-            os.kill(os.getpid(), signal.SIGKILL)
+    happens = die_at(folder, number)
 
     def half_way(write, path_of):
         def writing(*args, **kwargs):
@@ -89,7 +75,6 @@ def die_at(folder: pathlib.Path, number: int) -> None:
 
         return writing
 
-    sys.addaudithook(hook)
     torch.save = half_way(torch.save, lambda value, path, *args, **kwargs: path)
     save_file = half_way(safetensors.torch.save_file, lambda tensors, filename, *args, **kwargs: filename)
     transformers.modeling_utils.safe_save_file = safetensors.torch.save_file = save_file
@@ -100,7 +85,7 @@ def attempt(folder: pathlib.Path, devices: int, steps: int, event: int | None) -
     child = os.fork()
     if child == 0:
         if event is not None:
-            die_at(folder / "run", event)
+            die_half_way(folder / "run", event)
         train(folder, devices, steps)
         sys.exit(0)
     _, status = os.waitpid(child, 0)

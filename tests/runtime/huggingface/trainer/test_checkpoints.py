@@ -40,13 +40,6 @@ def names(run):
     return sorted(path.name for path in run.iterdir())
 
 
-def test_newest_is_that_of_most_steps(tmp_path):
-    make(tmp_path, 9, 12, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert newest_whole(tmp_path) == tmp_path / "checkpoint-12"
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -101,13 +94,25 @@ def test_checkpoints_of_a_plain_trainer_count(tmp_path):
     assert len(caught) == 2
 
 
-def test_nothing_whole_is_an_error_and_nothing_at_all_is_none(tmp_path):
-    """A training never starts anew in silence."""
+def test_newest_is_that_of_most_steps_nothing_whole_is_an_error_and_nothing_at_all_is_none(tmp_path):
+    """A training never starts anew in silence. Adapters in folders of their own are checked, too."""
     assert newest_whole(tmp_path) is None
     assert newest_whole(tmp_path / "not there") is None
-    make(tmp_path, 3)
-    (tmp_path / "checkpoint-3" / "model.safetensors").unlink()
-    with pytest.warns(CheckpointWarning), pytest.raises(DamagedCheckpointError, match=r"is complete:\n  "):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(tmp_path / "three", 9, 12, 3)
+        assert newest_whole(tmp_path / "three") == tmp_path / "three" / "checkpoint-12"
+    make(tmp_path, 3, manifest=False)
+    path = tmp_path / "checkpoint-3"
+    (path / "second").mkdir()
+    (path / "second" / "adapter_model.safetensors").write_text("weights")
+    write_manifest(path)
+    assert newest_whole(tmp_path) == path
+    (path / "second" / "adapter_model.safetensors").write_text("weight_")
+    with (
+        pytest.warns(CheckpointWarning),
+        pytest.raises(DamagedCheckpointError, match=r"is complete:\n(.|\n)*second/adapter_model"),
+    ):
         newest_whole(tmp_path)
 
 
@@ -165,13 +170,23 @@ def trainer(tmp_path):
     return make_one
 
 
-def test_files_are_those_of_the_trainer_and_a_manifest(trainer, tmp_path):
+def test_files_are_those_of_the_trainer_and_a_manifest_and_a_damaged_one_that_was_asked_for_is_an_error(
+    trainer, tmp_path
+):
+    """The path was given, so no other one is taken; the error says how to."""
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        trainer(1).train(resume_from_checkpoint=True)
     trainer(1).train()
     make_trainer("gpt2", arguments(tmp_path / "plain", 1, **SAVING), Trainer).train()
     expected = {path.name for path in (tmp_path / "plain" / "checkpoint-1").iterdir()}
     found = {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
     assert found == expected | {MANIFEST, "roundpipe.json", "roundpipe.safetensors"}
     assert names(tmp_path) == ["checkpoint-1", "plain"]
+    (tmp_path / "checkpoint-1" / "scheduler.pt").write_bytes(b"")
+    with pytest.raises(
+        DamagedCheckpointError, match=r"has 0 bytes.*\n    trainer.train\(resume_from_checkpoint=True\)"
+    ):
+        trainer(2).train(resume_from_checkpoint=tmp_path / "checkpoint-1")
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_written_again(trainer, tmp_path):
@@ -202,21 +217,6 @@ def test_a_disk_that_is_full_leaves_what_was_there(trainer, tmp_path, monkeypatc
     assert names(tmp_path) == ["checkpoint-1"]
 
 
-def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(trainer, tmp_path):
-    """The path was given, so no other one is taken; the error says how to."""
-    trainer(1).train()
-    (tmp_path / "checkpoint-1" / "scheduler.pt").write_bytes(b"")
-    with pytest.raises(
-        DamagedCheckpointError, match=r"has 0 bytes.*\n    trainer.train\(resume_from_checkpoint=True\)"
-    ):
-        trainer(2).train(resume_from_checkpoint=tmp_path / "checkpoint-1")
-
-
-def test_without_a_checkpoint_the_trainer_says_so(trainer):
-    with pytest.raises(ValueError, match="No valid checkpoint found"):
-        trainer(1).train(resume_from_checkpoint=True)
-
-
 def test_the_best_checkpoint_is_known_by_its_place(trainer, tmp_path):
     best = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     ours = trainer(3, **best)
@@ -229,18 +229,6 @@ def test_the_best_checkpoint_is_known_by_its_place(trainer, tmp_path):
     assert ours.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     stored = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     assert stored["best_model_checkpoint"] == str(tmp_path / "checkpoint-2")
-
-
-def test_adapters_in_folders_of_their_own_are_checked_too(tmp_path):
-    path = tmp_path / "checkpoint-1"
-    (path / "second").mkdir(parents=True)
-    (path / "second" / "adapter_model.safetensors").write_text("weights")
-    (path / "trainer_state.json").write_text("{}")
-    write_manifest(path)
-    assert newest_whole(tmp_path) == path
-    (path / "second" / "adapter_model.safetensors").write_text("weight_")
-    with pytest.warns(CheckpointWarning), pytest.raises(DamagedCheckpointError, match="second/adapter_model"):
-        newest_whole(tmp_path)
 
 
 def test_load_checkpoint_says_whose_it_is(tmp_path):

@@ -15,12 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from roundpipe_runtime import RoundPipe
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeTrainer
 
-pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
-pytest.importorskip("peft", reason="adapters are PEFT's")
-pytest.importorskip("trl", reason="these are its trainers")
-
-
-MARKS = pytestmark = [
+pytestmark = [
     pytest.mark.slow,
     # TRL sets it itself: https://github.com/huggingface/trl/blob/main/trl/trainer/base_config.py
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
@@ -139,11 +134,6 @@ def assert_trains_alike(kind, folder, **options):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_trainer_of_trl_trains_as_without_a_pipeline(kind, tmp_path):
-    assert_trains_alike(kind, tmp_path)
-
-
 def adapters():
     """Adapters instead of a reference: it is the model without them."""
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -153,56 +143,47 @@ def adapters():
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
+        *(pytest.param(kind, {}, id=kind) for kind in KINDS),
         pytest.param("SFT", {"packing": True, "max_length": 16}, id="packed texts"),
         pytest.param("SFT", {"gradient_accumulation_steps": 2, "loss_type": "dft"}, id="accumulation"),
         pytest.param("DPO", {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.5]}, id="two losses"),
         pytest.param("DPO", {"of_trainer": adapters}, id="adapters"),
         pytest.param("DPO", {"precompute_ref_log_probs": True}, id="reference computed before"),
+        *(
+            # before the first step, all rows at once
+            pytest.param(kind, {"of_trainer": adapters, "precompute_ref_log_probs": True}, id=f"{kind} before")
+            for kind in ("DPO", "KTO")
+        ),
+        pytest.param(
+            "DPO",
+            {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.7},
+            id="a reference that follows",
+        ),
         pytest.param("KTO", {"loss_type": "apo_zero_unpaired"}, id="without KL"),
         pytest.param("GRPO", {"beta": 0.1, "num_iterations": 2}, id="two iterations"),
     ],
 )
-def test_options_of_trl_change_the_training_as_without_a_pipeline(kind, options, tmp_path):
+def test_trainers_and_options_of_trl_train_as_without_a_pipeline(kind, options, tmp_path):
     assert_trains_alike(kind, tmp_path, **options)
-
-
-def test_arguments_are_taken_in_the_order_of_the_combined_trainer(tmp_path):
-    """The second argument of ``DPOTrainer`` is the reference, and the third one is ``args``."""
-    args = trl.DPOConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False)
-    more = {"train_dataset": rows("DPO"), "processing_class": tokenizer()}
-    reference = llama()
-    trainer = combined("DPO")(llama(), reference, args, **more)
-    assert next(trainer.ref_model.parameters()) is next(reference.parameters())  # in a pipeline of its own
-    assert trainer.args is args
-
-
-pytest.importorskip("accelerate", reason="the Trainer of transformers needs it")
-pytest.importorskip("peft", reason="adapters are PEFT's")
-pytest.importorskip("trl", reason="these are its trainers")
 
 
 HOST = threading.main_thread().name
 
 
-class ThreadsOfCalls:
-    """A hook that notes the thread a module runs in; a pipeline has one for each device."""
-
-    def __init__(self):
-        self.names = []
-
-    def __call__(self, *args):
-        self.names.append(threading.current_thread().name)
-
-    def __deepcopy__(self, memo):
-        return self
-
-
 def watched(model):
-    """The threads that a norm in the first layer is called in."""
-    found = ThreadsOfCalls()
+    """The threads that a norm in the first layer is called in; a pipeline has one for each device."""
+    names = []
+
+    class Notes:
+        def __call__(self, *args):
+            names.append(threading.current_thread().name)
+
+        def __deepcopy__(self, memo):
+            return self
+
     inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
-    inner.model.layers[0].input_layernorm.register_forward_hook(found)
-    return found.names
+    inner.model.layers[0].input_layernorm.register_forward_hook(Notes())
+    return names
 
 
 def watching(kind):
@@ -257,16 +238,6 @@ def test_a_reward_model_runs_through_a_pipeline(tmp_path):
     assert HOST not in trainer.threads_of_reference
 
 
-@pytest.mark.parametrize("kind", ["DPO", "KTO"])
-def test_adapters_as_a_reference_that_is_computed_before(kind, tmp_path):
-    """Before the first step, all rows at once: the numbers are those of the plain trainer."""
-    assert_trains_alike(kind, tmp_path, of_trainer=adapters, precompute_ref_log_probs=True)
-
-
-def test_a_reference_follows_the_model(tmp_path):
-    assert_trains_alike("DPO", tmp_path, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.7)
-
-
 def test_adapters_around_the_layers_are_off_in_the_reference(tmp_path):
     torch.manual_seed(0)
     config = peft.LoraConfig(r=4, target_modules=["embed_tokens", "v_proj", "lm_head"], init_lora_weights=False)
@@ -315,17 +286,16 @@ def test_the_model_has_its_own_forward_after_a_training_that_failed(tmp_path):
     assert threads == [HOST]
 
 
-def test_a_model_in_one_piece_is_called_as_it_is(tmp_path):
-    """Its only piece is the model itself, so a call of it is not sent to the pipeline, which would not end."""
+def test_a_model_in_one_piece_is_called_as_it_is_and_arguments_have_the_order_of_the_trainer(tmp_path):
+    """Its only piece is the model itself: a call of it is not sent to the pipeline. The second one is the reference."""
     options = {"max_steps": 2, "report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True}
+    args = config_of("DPO")(output_dir=str(tmp_path), save_strategy="no", **options)
+    reference, more = llama(), {"train_dataset": rows("DPO"), "processing_class": tokenizer()}
+    trainer = combined("DPO")(llama(), reference, args, **more)
+    assert next(trainer.ref_model.parameters()) is next(reference.parameters())  # in a pipeline of its own
+    assert trainer.args is args
     trainer = combined("DPO")(
-        model=llama(),
-        args=config_of("DPO")(output_dir=str(tmp_path), save_strategy="no", **options),
-        train_dataset=rows("DPO"),
-        processing_class=tokenizer(),
-        devices="virtual:2",
-        use_sequential_preset=False,
-        **{**adapters(), "ref_model": None},
+        llama(), args=args, devices="virtual:2", use_sequential_preset=False, **more, **adapters()
     )
     trainer.train()
     assert trainer.pipeline.cut.report.is_whole

@@ -94,7 +94,6 @@ def train(folder, kind, rank, size, steps, started):
 
 
 def run_rank(options, rank, size, store, started):
-    """One rank of an attempt: 0 if it came to the end, 1 if another one is gone."""
     torch.set_num_threads(1)
     try:
         if size > 1:

@@ -39,7 +39,6 @@ FILE_EVENTS = 90
 
 
 def build(kind: str, devices: int, steps: int, host: str):
-    """The model with its optimizer, its scheduler, and for some kinds a scaler."""
     torch.manual_seed(7)
     layers = [
         nn.Linear(16, 24), nn.Dropout(0.2), nn.LayerNorm(24), nn.Linear(24, 24), nn.Dropout(0.2), nn.Linear(24, 4),
@@ -107,7 +106,6 @@ def train(folder: pathlib.Path, kind: str, devices: int, steps: int, started: Ca
 
 
 def write_digest(folder: pathlib.Path, tensors: Iterable[torch.Tensor]) -> None:
-    """Write ``FOLDER/final``: the bits of all tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -77,7 +77,6 @@ def local(tensor):
 
 
 def shard(model, mesh):
-    """Cut matrices by rows; vectors are whole on each process."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     for module in model.modules():
@@ -96,7 +95,6 @@ def pipeline(**options):
 
 
 def groups_after(folder):
-    """The number of groups of a pipeline that goes on with a checkpoint."""
     model = pipeline(mesh=mesh())
     load_checkpoint(folder, model)
     model.close()

@@ -142,7 +142,6 @@ def test_the_manifest_holds_sizes_and_sha256(folder):
 
 
 def changed(content):
-    """A manifest of another content."""
     return lambda folder: (folder / MANIFEST).write_text(content)
 
 
@@ -244,7 +243,6 @@ def test_all_of_it_is_read_again(tmp_path, tensors, limit):
 
 
 def test_without_safetensors_the_error_says_what_to_install(monkeypatch):
-    """It is an extra."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingDependencyError, match=r"pip install .*\[train\]'"):
         need_safetensors()

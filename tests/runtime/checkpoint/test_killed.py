@@ -19,7 +19,6 @@ PROGRAM = "tests.runtime.checkpoint.killed_training"
 
 
 def training(folder, *options, program=PROGRAM, timeout=600):
-    """Run the program and return what it printed."""
     return fresh_process.run(
         "-m", program, folder, *map(str, options), timeout=timeout, imported=fresh_process.TRAINER
     ).stdout

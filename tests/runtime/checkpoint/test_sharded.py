@@ -21,7 +21,6 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(home):
-    """Two processes that go on after two steps of one."""
     training = Training()
     training.go_on(2)
     training.save(home / "one")
@@ -33,7 +32,6 @@ def two(home):
 
 @pytest.fixture(scope="module")
 def three(home, two):
-    """Three processes that go on with the last undamaged checkpoint of two."""
     shard = sorted((sorted((home / "two").iterdir())[-1] / "shards").iterdir())[-1]
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1

@@ -34,8 +34,6 @@ class Opaque:
 
 
 class TakesOpaque(Block):
-    """A layer that adds the tensor of such an object."""
-
     def forward(self, x, held):
         return super().forward(x) + held.tensor.sum()
 
@@ -114,7 +112,6 @@ def wrapped(model: nn.Module, *, devices: str = "virtual:2", microbatches: int =
 
 
 def squares(output: torch.Tensor, labels: None) -> WeightedLoss:
-    """The sum of squares, per row."""
     return WeightedLoss(output.square().sum(), output.shape[0])
 
 

@@ -11,7 +11,6 @@ import transformers
 
 from roundpipe_runtime import optim
 from roundpipe_runtime.errors import ConfigError
-from roundpipe_runtime.optim.parameters import ParameterStore
 from tests.cases import cases
 from tests.runtime.huggingface.hf_small import hf_batch, hf_model, without_dropout, worst_gradient, wrapped
 from yobx_flatten.huggingface.cache_names import cache_of
@@ -188,24 +187,6 @@ def test_frozen_parameters_cost_the_optimizer_nothing():
     assert all(p.grad is None for name, p in named.items() if name not in learning)
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
     assert pipeline._rp_engine.store.masters().keys() == learning
-
-
-def test_a_master_is_filled_when_its_parameter_learns():
-    layer = torch.nn.Linear(2, 1, bias=False).to(torch.bfloat16)
-    layer.weight.requires_grad_(False)
-    store = ParameterStore(layer, torch.float32)
-    (_, master), *_ = store.named()
-    optimizer = torch.optim.SGD([master], lr=1.0)
-    assert master.shape == (1, 2)
-    assert master.isnan().all()
-    with torch.no_grad():
-        layer.weight.fill_(2.0)
-    layer.weight.requires_grad_(True)
-    store.add_gradients([{layer.weight: torch.ones(1, 2)}])
-    optimizer.step()
-    store.publish(stepped=True)
-    assert master.tolist() == [[1.0, 1.0]]
-    assert layer.weight.tolist() == [[1.0, 1.0]]
 
 
 def test_rows_with_different_adapters_are_refused():

@@ -96,25 +96,17 @@ def test_the_remedy_is_what_fits():
     assert training.report(**{**size, "num_microbatch": number // 2}).fits_devices is False
 
 
-def test_a_remedy_of_unknown_memory_is_an_error():
+def test_a_remedy_that_does_not_exist_is_said_to_be_none_and_one_of_unknown_memory_is_an_error():
+    """One row of 64 tokens in a microbatch is as small as it gets."""
+    tiny = Hardware(("cuda:0",), "cuda", 150e12, 25e9, 600_000, None, 20e9, {})
+    training = PlannedTraining(model_on_meta(make_config("llama")), tiny)
+    for size, what in (((1, 64, 1), "--microbatches 1"), ((8, 2048, 2), "--microbatches 8 --length 64")):
+        remedy = training.remedy(**dict(zip(("batch", "length", "num_microbatch"), size, strict=True)))
+        assert (remedy.fits, remedy.what) == (False, what)
     unknown = Hardware(("mps:0",), "mps", 150e12, 25e9, None, None, 20e9, {})
     training = PlannedTraining(model_on_meta(make_config("llama")), unknown)
     with pytest.raises(ConfigError, match=r"the memory of mps:0 is unknown.*\n.*memory=24 \* 2\*\*30"):
         training.remedy(batch=8, length=64, num_microbatch=2)
-
-
-@pytest.mark.parametrize(
-    ("size", "what"),
-    [
-        ({"batch": 1, "length": 64, "num_microbatch": 1}, "--microbatches 1"),
-        ({"batch": 8, "length": 2048, "num_microbatch": 2}, "--microbatches 8 --length 64"),
-    ],
-)
-def test_a_remedy_that_does_not_exist_is_said_to_be_none(size, what):
-    """One row of 64 tokens in a microbatch is as small as it gets."""
-    tiny = Hardware(("cuda:0",), "cuda", 150e12, 25e9, 600_000, None, 20e9, {})
-    remedy = PlannedTraining(model_on_meta(make_config("llama")), tiny).remedy(**size)
-    assert (remedy.fits, remedy.what) == (False, what)
 
 
 @pytest.mark.parametrize(

@@ -173,11 +173,8 @@ def test_a_parameter_that_was_resized_is_refused(when, rows):
     optim.Adam([parameter], lr=0.1).step()
     torch.optim.Adam([plain], lr=0.1).step()
     assert torch.allclose(parameter, plain)
-
-
-def test_other_data_of_the_same_shape_is_stepped():
     parameter, optimizer = stepped()
-    parameter.data = torch.zeros(64, 16)
+    parameter.data = torch.zeros(64, 16)  # other data of the same shape
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert torch.allclose(parameter, torch.full((64, 16), -0.1), atol=1e-4)
@@ -209,7 +206,6 @@ OPTIMIZERS = {
 
 
 def halved(wrap, **options):
-    """A pipeline of a small model in bfloat16."""
     return wrap(small_model().bfloat16(), **{**HALF, "model_run_config": MEAN, **options})
 
 

@@ -79,8 +79,6 @@ def test_parts_have_the_bits_of_the_whole_step(name, dtype):
 
 
 class Counts(torch.optim.SGD):
-    """Counts its steps in the groups, and on itself."""
-
     count = 0
 
     def step(self, closure=None):
@@ -196,8 +194,6 @@ class Uncut(TwoTensor):
 
 
 class Blocks(torch.optim.SGD):
-    """Keeps a moment that cannot be cut."""
-
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -377,7 +377,6 @@ def test_what_holds_its_arguments_is_left_alone(callable_):
 
 
 def trained(mode):
-    """Weights after steps of two optimizers in turns."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Linear(8, 256), *[torch.nn.Linear(256, 256) for _ in range(6)])
     model = RoundPipe(layers, devices="virtual:2")

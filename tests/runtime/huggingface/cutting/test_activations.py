@@ -26,8 +26,6 @@ def test_a_hidden_state_passes_from_piece_to_piece():
 
 
 class Scaled(Toy):
-    """Hands a tensor of its own to the first layer and to the last one."""
-
     def between(self, number, layer, x):
         if number == 0:
             self.__dict__["weight"] = self.embed.weight.mean(0) + 1
@@ -53,8 +51,6 @@ class Remembering(nn.Module):
 
 
 class Remembered(Toy):
-    """The last layer takes what the first one returned beside its output."""
-
     def __init__(self):
         super().__init__(nn.ModuleList([Remembering() for _ in range(3)]))
 

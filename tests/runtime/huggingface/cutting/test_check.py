@@ -22,8 +22,6 @@ def size(request, monkeypatch):
 
 
 class Piece(nn.Module):
-    """A piece that runs a function with a module."""
-
     def __init__(self, module, function):
         super().__init__()
         self.module, self.function = module, function
@@ -128,8 +126,6 @@ def test_one_wrong_number_of_one_gradient_is_found():
 
 
 class Counting(Block):
-    """A layer that does something else each time."""
-
     def __init__(self):
         super().__init__()
         self.calls = 0

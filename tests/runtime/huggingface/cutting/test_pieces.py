@@ -85,8 +85,6 @@ def test_carried_state_passes_from_layer_to_layer():
 
 
 class Sharing(Block):
-    """The first layers write what the others read."""
-
     def forward(self, x, shared):
         if len(shared) < 2:
             shared[f"key {len(shared)}"] = torch.sigmoid(self.linear(x))
@@ -175,8 +173,6 @@ def test_noise_of_the_models_own_code_is_the_same_in_all_phases():
 
 
 class EvalGlue(Toy):
-    """A toy that computes between its layers in evaluation only."""
-
     def between(self, number, layer, x):
         x = layer(x)
         return x + torch.relu(x) if number == 1 and not self.training else x
@@ -212,8 +208,6 @@ class WithEntities(Block):
 
 
 class ReadsEntities(Toy):
-    """A model that may be given something next to its text."""
-
     strict = False
 
     def __init__(self):

@@ -40,8 +40,6 @@ class Attends(Block):
 
 
 class Prefixed(Toy):
-    """A toy with learned keys for each layer."""
-
     def __init__(self, reads=(None, None, None)):
         super().__init__(nn.ModuleList([Attends(number, other) for number, other in enumerate(reads)]))
         self.prefix = nn.Parameter(torch.randn(3, 2, WIDTH))
@@ -120,7 +118,6 @@ def as_a_method(model):
 
 
 def twice(model):
-    """A function around a function."""
     in_a_closure(model)
     as_a_method(model)
 

@@ -39,7 +39,6 @@ def prompt(rows: int = 3, length: int = 10) -> dict[str, torch.Tensor]:
 
 
 def pair(name: str, **options):
-    """The pipeline, and a plain copy, for evaluation."""
     model = hf_model(name).eval()
     plain = copy.deepcopy(model)
     return wrapped(model, **{"microbatches": 2, **options}), plain

@@ -404,10 +404,3 @@ def test_one_slice_is_on_the_device_at_a_time(device):
     hidden, weight, _, labels = example(11, 23, 6)
     chunked_cross_entropy(hidden, table_of(weight.detach(), device, 4), labels).backward()
     assert device.peak <= 2 * weight[:4].nbytes
-
-
-def test_lazy_logits_of_a_table_have_its_form(device):
-    hidden, weight, bias, _ = example(11, 23, 6)
-    lazy = LazyLogits(hidden, (table_of(weight.detach(), device, 5), bias))
-    assert lazy.shape == (11, 23)
-    torch.testing.assert_close(lazy + 0.0, functional.linear(hidden, weight, bias))

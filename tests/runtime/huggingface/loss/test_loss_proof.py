@@ -294,20 +294,6 @@ def test_a_mask_that_some_rows_do_not_need_is_proven_on_rows_alike(padded):
 
 
 @joined_warnings
-def test_copies_of_the_optimizer_get_the_gradients_of_a_joined_loss():
-    plain, batch = made(spread)
-    model = copy.deepcopy(plain).float()
-    plain(**batch).loss.backward()
-    pipeline = wrapped(model, optim_dtype=torch.float64)
-    named = dict(pipeline.optim_named_parameters())
-    pipeline.forward_backward(input_kwargs=batch)
-    expected = dict(plain.named_parameters())
-    for name, target in named.items():
-        assert target.dtype == torch.float64
-        assert (target.grad - expected[name].grad).norm() < 1e-4 * expected[name].grad.norm(), name
-
-
-@joined_warnings
 def test_a_penalty_without_labels_in_the_example_is_seen():
     class Regularised(transformers.LlamaForCausalLM):
         def forward(self, *args, labels=None, **kwargs):

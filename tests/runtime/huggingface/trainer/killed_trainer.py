@@ -29,8 +29,6 @@ FILE_EVENTS = 60
 
 
 class WritesLosses(TrainerCallback):
-    """Each loss as hexadecimal digits, with the learning rate."""
-
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
 

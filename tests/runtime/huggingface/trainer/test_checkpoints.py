@@ -26,7 +26,6 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "no"}
 
 
 def make(run, *steps, manifest=True):
-    """Checkpoints as small as can be."""
     for step in steps:
         path = run / f"checkpoint-{step}"
         path.mkdir(parents=True)
@@ -149,8 +148,6 @@ def test_a_run_that_starts_anew_keeps_its_own(tmp_path):
 
 
 class Stops(TrainerCallback):
-    """Calls a function behind the save of a step."""
-
     def __init__(self, step, call):
         self.step, self.call = step, call
 
@@ -161,8 +158,6 @@ class Stops(TrainerCallback):
 
 @pytest.fixture
 def trainer(tmp_path):
-    """Makes trainers of the same script."""
-
     def make_one(steps=4, **options):
         changes = {key: options.pop(key) for key in list(options) if key.startswith(("save", "eval", "load"))}
         return make_trainer("gpt2", arguments(tmp_path, steps, **{**SAVING, **changes}), RoundPipeTrainer, **options)

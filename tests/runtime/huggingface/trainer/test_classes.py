@@ -16,7 +16,6 @@ import roundpipe_runtime
 from matrix.cut_cases import batch_of
 from matrix.models import make_model as make_small
 from roundpipe_runtime import ConfigError, wrap_model_to_roundpipe
-from roundpipe_runtime.errors import CutError
 from roundpipe_runtime.huggingface.loss.call_options import SmoothedLoss
 from roundpipe_runtime.huggingface.trainer.classes import RoundPipeSeq2SeqTrainer, RoundPipeTrainer
 from tests import fresh_process
@@ -39,7 +38,6 @@ SHORT = {"eval_strategy": "no"}
 
 @pytest.fixture
 def trainers():
-    """Makes trainers, and ends the threads of their pipelines."""
     made = []
 
     def make(*args, **options):
@@ -499,18 +497,8 @@ def test_a_model_that_is_left_in_one_piece_trains_alike(trainers, tmp_path, name
     assert_same_curves(plain, ours)
 
 
-def test_a_model_that_must_be_cut_and_cannot_be_is_an_error(trainers, tmp_path):
-    model = make_model("bert")
-    del model.bert.encoder.layer[1:]
-    trainer = trainers("bert", arguments(tmp_path, 1), model=model, use_sequential_preset=True)
-    with pytest.raises(CutError, match="cannot be split"):
-        trainer.train()
-    trainer._rp_pipeline = None
-
-
 @pytest.fixture
 def nothing_compiled():
-    """Nothing that another test has compiled."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

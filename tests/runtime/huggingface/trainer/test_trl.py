@@ -71,7 +71,6 @@ def many_letters(completions, **others):
 
 
 def config_of(kind):
-    """The configuration of a trainer, from the module of its class."""
     return getattr(importlib.import_module(KINDS[kind].__module__), f"{kind}Config")
 
 

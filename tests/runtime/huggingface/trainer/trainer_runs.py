@@ -24,7 +24,6 @@ _DECODER = {
 
 
 def make_model(name: str, *, dropout: float = 0.0, seed: int = 0) -> torch.nn.Module:
-    """A small model with random weights."""
     torch.manual_seed(seed)
     if name == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DECODER, attention_dropout=dropout))

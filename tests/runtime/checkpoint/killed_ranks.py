@@ -42,13 +42,9 @@ def build(kind, mesh):
     has_masters = kind == "masters"
     pipe = RoundPipe(
         nn.Sequential(*layers).to(torch.bfloat16 if has_masters else torch.float32),
-        optim_dtype=torch.float32 if has_masters else None,
-        name="killed",
-        devices="virtual:2",
-        model_run_config=RoundPipeRunConfig(num_microbatch=2),
-        mesh=mesh,
-        replicas=REPLICAS,
-    )
+        optim_dtype=torch.float32 if has_masters else None, name="killed", devices="virtual:2",
+        model_run_config=RoundPipeRunConfig(num_microbatch=2), mesh=mesh, replicas=REPLICAS,
+    )  # fmt: skip
     with OptimizerCtx():
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     return pipe, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3)

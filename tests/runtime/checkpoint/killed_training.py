@@ -47,12 +47,10 @@ def build(kind: str, devices: int, steps: int, host: str):
     model = nn.Sequential(*layers)
     half = kind in ("scaled", "half", "disk")
     pipe = RoundPipe(
-        model.bfloat16() if half else model,
-        optim_dtype=torch.float32 if half else None,
-        devices=f"virtual:{devices}",
-        host=host,
+        model.bfloat16() if half else model, optim_dtype=torch.float32 if half else None,
+        devices=f"virtual:{devices}", host=host,
         model_run_config=RoundPipeRunConfig(loss_reduction="mean", num_microbatch=3),
-    )
+    )  # fmt: skip
     with OptimizerCtx():
         makes = {"sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9)}
         optimizer = makes.get(kind, lambda params: optim.Adam(params, lr=0.01))(pipe.parameters())

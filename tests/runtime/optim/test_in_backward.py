@@ -513,13 +513,9 @@ def trainer(tmp_path, update, **options):
     tokens = torch.randint(2, 60, (8, 6), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     args = TrainingArguments(
-        str(tmp_path / update),
-        per_device_train_batch_size=4,
-        max_steps=4,
-        report_to=[],
-        use_cpu=True,
+        str(tmp_path / update), per_device_train_batch_size=4, max_steps=4, report_to=[], use_cpu=True,
         **{"max_grad_norm": 0.0, "save_strategy": "no", "disable_tqdm": True, **options},
-    )
+    )  # fmt: skip
     return RoundPipeTrainer(
         model, args, train_dataset=rows, devices="virtual:2", optim_dtype=torch.float32, update=update
     )

@@ -21,21 +21,10 @@ def accuracy(prediction):
 
 
 args = TrainingArguments(
-    output,
-    num_train_epochs=4,
-    per_device_train_batch_size=8,
-    per_device_eval_batch_size=5,
-    learning_rate=1e-3,
-    optim="adafactor",
-    label_names=["labels"],
-    eval_strategy="epoch",
-    save_strategy="epoch",
-    metric_for_best_model="accuracy",
-    load_best_model_at_end=True,
-    logging_steps=1,
-    report_to=[],
-    use_cpu=True,
-)
+    output, num_train_epochs=4, per_device_train_batch_size=8, per_device_eval_batch_size=5, learning_rate=1e-3,
+    optim="adafactor", label_names=["labels"], eval_strategy="epoch", save_strategy="epoch",
+    metric_for_best_model="accuracy", load_best_model_at_end=True, logging_steps=1, report_to=[], use_cpu=True,
+)  # fmt: skip
 trainer = Trainer(
     model=model,
     args=args,

@@ -21,21 +21,10 @@ def length(prediction):
 
 
 args = Seq2SeqTrainingArguments(
-    output,
-    max_steps=3,
-    per_device_train_batch_size=6,
-    learning_rate=3e-3,
-    adam_epsilon=1e-6,
-    label_smoothing_factor=0.1,
-    predict_with_generate=True,
-    generation_max_length=8,
-    eval_strategy="steps",
-    eval_steps=3,
-    save_steps=3,
-    logging_steps=1,
-    report_to=[],
-    use_cpu=True,
-)
+    output, max_steps=3, per_device_train_batch_size=6, learning_rate=3e-3, adam_epsilon=1e-6,
+    label_smoothing_factor=0.1, predict_with_generate=True, generation_max_length=8, eval_strategy="steps",
+    eval_steps=3, save_steps=3, logging_steps=1, report_to=[], use_cpu=True,
+)  # fmt: skip
 trainer = Seq2SeqTrainer(
     model=model,
     args=args,

@@ -58,13 +58,11 @@ def made(name):
     return type(name, (torch.nn.Module,), {"forward": FORWARDS[name]})()
 
 
-class Shifted(torch.nn.Module):
+def _shifted(self, x):
     """torch asks whether the part of it is contiguous, which it answers for more than one column."""
-
-    def forward(self, x):
-        shifted = torch.zeros_like(x)
-        shifted[:, 1:] = x[:, :-1].clone()
-        return shifted * 2
+    shifted = torch.zeros_like(x)
+    shifted[:, 1:] = x[:, :-1].clone()
+    return shifted * 2
 
 
 SIZES = (8, 7, 6, 9, 12, 3, 16, 20, 2, 41)
@@ -82,10 +80,9 @@ def test_a_file_and_a_program_give_the_module_s_numbers_or_stop(kind, tmp_path):
     name ``int`` in the module's code, and takes the replacement away afterwards.
     """
     module = made(kind)
-    exported = export_onnx(module, (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
+    exported, of_file = _file(tmp_path, module)
     assert "int" not in globals()
-    session = onnxruntime.InferenceSession(tmp_path / "sizes.onnx")
-    for call in (exported, lambda x: torch.tensor(session.run(None, {"x": x.numpy()})[0])):
+    for call in (exported, of_file):
         taken = []
         for size in SIZES:
             x = torch.randn(3, size)
@@ -100,13 +97,19 @@ def test_a_file_and_a_program_give_the_module_s_numbers_or_stop(kind, tmp_path):
             assert {8, 7, 12, 41} <= {*taken}
 
 
-def test_a_file_takes_sizes_that_its_program_refuses_and_computes_right(tmp_path):
-    export_onnx(Shifted(), (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
+def _file(tmp_path, module):
+    """Export a module of one input, and return the export and a function that calls the file."""
+    exported = export_onnx(module, (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "sizes.onnx")
+    return exported, lambda x: torch.tensor(session.run(None, {"x": x.numpy()})[0])
+
+
+def test_a_file_takes_sizes_that_its_program_refuses_and_computes_right(tmp_path):
+    module = module_of(_shifted)
+    _, call = _file(tmp_path, module)
     for size in (2, 3, 9):
         x = torch.randn(3, size)
-        (found,) = session.run(None, {"x": x.numpy()})
-        assert _same(torch.tensor(found), Shifted()(x)), size
+        assert _same(call(x), module(x)), size
 
 
 @pytest.mark.parametrize("kind", ["Rounded", "Root", "AsFloat"])
@@ -120,23 +123,21 @@ def test_a_size_that_has_to_be_that_of_the_example_is_stated_as_fixed(kind, tmp_
 
 
 def test_a_case_of_sizes_that_the_conversion_fixed_is_in_the_report_and_no_failure(tmp_path):
-    exported = export_onnx(made("Pooled"), (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
+    exported, call = _file(tmp_path, made("Pooled"))
     x = torch.randn(3, 17)
     assert _same(exported.program.module()(x), made("Pooled")(x))
     assert any("not replayed with the file, which refuses their sizes" in remark for remark in exported.report.remarks)
     with pytest.raises(Exception, match="these sizes are refused"):
-        onnxruntime.InferenceSession(tmp_path / "sizes.onnx").run(None, {"x": x.numpy()})
+        call(x)
 
 
 def test_a_session_refuses_sizes_above_which_the_model_computes_something_else(tmp_path):
-    module = made("UpToNine")
-    exported = export_onnx(module, (torch.randn(2, 8),), path=tmp_path / "sizes.onnx")
-    session = onnxruntime.InferenceSession(tmp_path / "sizes.onnx")
+    exported, call = _file(tmp_path, made("UpToNine"))
     for size in (2, 8, 9):
         x = torch.randn(3, size)
-        assert _same(torch.tensor(session.run(None, {"x": x.numpy()})[0]), module(x))
+        assert _same(call(x), made("UpToNine")(x))
     with pytest.raises(Exception, match=r"these sizes are refused, expected x\.shape\[1\] <= 9"):
-        session.run(None, {"x": torch.randn(3, 10).numpy()})
+        call(torch.randn(3, 10))
     assert any(remark.startswith("x.shape[1] is 9 at most") for remark in exported.report.remarks)
 
 

@@ -6,9 +6,4 @@ from .call import Call
 from .calls import RecordedCalls, RecordReplay
 from .recorder import record_calls
 
-__all__ = [
-    "Call",
-    "RecordReplay",
-    "RecordedCalls",
-    "record_calls",
-]
+__all__ = ["Call", "RecordReplay", "RecordedCalls", "record_calls"]

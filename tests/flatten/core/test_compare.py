@@ -63,11 +63,7 @@ def test_the_difference_is_that_of_the_worst_element(expected, found, difference
 def test_components_of_nested_tensors_are_compared_and_others_are_refused():
     one, other, more = (
         torch.nested.nested_tensor(parts, layout=torch.jagged)
-        for parts in (
-            [torch.zeros(2), torch.ones(3)],
-            [torch.zeros(2), torch.full((3,), 3.0)],
-            [torch.zeros(2)] * 3,
-        )
+        for parts in ([torch.zeros(2), torch.ones(3)], [torch.zeros(2), torch.full((3,), 3.0)], [torch.zeros(2)] * 3)
     )
     assert largest_difference(one, other) == 2.0
     with pytest.raises(ReplayError, match="only the expected tensor is a nested tensor"):

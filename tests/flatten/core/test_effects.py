@@ -154,22 +154,29 @@ def test_a_read_changes_nothing_and_the_objects_before_and_after_are_known():
     assert now is state.keys
 
 
-def test_state_of_a_module_is_named_as_users_name_it():
+def test_state_of_a_module_is_named_as_users_name_it_and_undone():
     model = Counting().train()
-    before = Snapshot.of(model=model)
-    model.inner[1](torch.randn(4, 2))
-    model.inner[0].weight = nn.Parameter(torch.ones(2, 2))
-    model.queue = model.queue + 1
-    model.recent.append(1)
-    found = before.changes()
-    assert found == {
-        "model.inner[1].running_mean": "written",
-        "model.inner[1].running_var": "written",
-        "model.inner[1].num_batches_tracked": "written",
-        "model.inner[0].weight": "replaced",
-        "model.queue": "replaced",
-        "model.recent": "grown",
-    }
+    stored, hooks = copy.deepcopy(model.state_dict()), dict(model._forward_hooks)
+    weight = model.inner[0].weight
+    with undisturbed(model=model) as before:
+        model.inner[1](torch.randn(4, 2))
+        model.inner[0].weight = nn.Parameter(torch.ones(2, 2))
+        model.queue = model.queue + 1
+        model.recent.append(1)
+        assert before.changes() == {
+            "model.inner[1].running_mean": "written",
+            "model.inner[1].running_var": "written",
+            "model.inner[1].num_batches_tracked": "written",
+            "model.inner[0].weight": "replaced",
+            "model.queue": "replaced",
+            "model.recent": "grown",
+        }
+        model.register_forward_hook(lambda *args: None)
+        model.eval()
+        model.inner.append(nn.Linear(1, 1))
+    assert (model.training, len(model.inner), dict(model._forward_hooks)) == (True, 2, hooks)
+    assert model.inner[0].weight is weight
+    torch.testing.assert_close(model.state_dict(), stored, rtol=0, atol=0)
 
 
 def test_gradients_are_effects():
@@ -246,24 +253,6 @@ def test_generators_of_random_numbers_are_state():
         assert set(before.changes().values()) == {"written"}
         assert len(before.changes()) == 3
     assert (held["numpy"].random(), held["python"].random()) == first
-
-
-def test_training_of_a_module_is_undone():
-    model = Counting().train()
-    stored, hooks = copy.deepcopy(model.state_dict()), dict(model._forward_hooks)
-    weight = model.inner[0].weight
-    with undisturbed(model=model):
-        model.inner[1](torch.randn(4, 2))
-        model.inner[0].weight = nn.Parameter(torch.ones(2, 2))
-        model.register_forward_hook(lambda *args: None)
-        model.eval()
-        model.inner.append(nn.Linear(1, 1))
-    assert model.training
-    assert len(model.inner) == 2
-    assert model.inner[0].weight is weight
-    assert dict(model._forward_hooks) == hooks
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, stored[name]), name
 
 
 def test_a_parameter_that_is_named_is_copied_and_a_graph_still_runs_backward():

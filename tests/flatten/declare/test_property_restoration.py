@@ -167,12 +167,6 @@ setattr(Scene, "raise", Scene.raise_)
 
 
 @contextlib.contextmanager
-def workers():
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(SteppingThread()) for _ in range(THREADS)]
-
-
-@contextlib.contextmanager
 def cpp_pytree(state):
     """torch's C++ pytree imported, or still to be imported: then torch keeps a list of pending classes."""
     found = pytree._cxx_pytree_imported
@@ -193,11 +187,11 @@ def cpp_pytree(state):
 )
 def test_any_sequence_ends_where_it_began(state, by_others, steps):
     pytest.importorskip("torch.utils._cxx_pytree", reason="optree is not installed", exc_type=ImportError)
-    with other_libraries.forgotten_afterwards(*ALL), cpp_pytree(state), workers() as started:
+    with other_libraries.forgotten_afterwards(*ALL), cpp_pytree(state), contextlib.ExitStack() as stack:
         for cls, named, fx in by_others:
             other_libraries.register(cls, name=f"theirs.{cls.__name__}" if named else None, fx=fx)
         before, attributes = registry_snapshot.take(), everything_patched()
-        scene = Scene(started)
+        scene = Scene([stack.enter_context(SteppingThread()) for _ in range(THREADS)])
         try:
             for step in steps:
                 scene.run(step)

@@ -158,10 +158,7 @@ def unflatten_and_mark(children, static):
             (flatten, unflatten, lambda pair: (flatten_with_keys(pair)[0], "b")),
             "disagree.\n.* 2 children, static None\n.* 2 children, static 'b'",
         ),
-        (
-            (flatten, lambda children, static: children, None),
-            "Pair: f_unflatten returned a list instead of a Pair",
-        ),
+        ((flatten, lambda children, static: children, None), "Pair: f_unflatten returned a list instead of a Pair"),
         (
             (flatten, lambda children, static: Pair(*children[::-1]), None),
             "Pair: the rebuilt object has different children than the original",

@@ -1,6 +1,7 @@
 """Our functions are in force inside the block, functions of others outside, in any order of blocks and any thread."""
 
 import contextlib
+import copy
 import importlib.util
 import itertools
 import logging
@@ -13,7 +14,7 @@ import torch
 import torch.fx._pytree as fx_pytree
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
@@ -23,10 +24,10 @@ from tests.flatten import other_libraries
 from tests.flatten.declare.blocks import CACHES, SomethingWrongError, block, enter, in_force
 from tests.flatten.pair import FUNCTIONS, Pair, flatten, unflatten
 from tests.flatten.registry.stepping import SteppingThread
+from tests.models import go_on, start
 from tests.registry_snapshot import changes_since
 from yobx_flatten import (
     Undo,
-    make_dynamic_cache,
     register_cache_flattening,
     register_class_flattening,
     register_flattening_functions,
@@ -106,66 +107,32 @@ def test_a_class_taken_away_inside_by_torch_comes_back(cache_of_others):
     assert in_force() is other_libraries.their_flatten
 
 
-# transformers < 5.17 asks for the positions of the new tokens, later versions for their number
-TAKES_POSITIONS = "cache_position" in DynamicLayer.get_mask_sizes.__code__.co_varnames
-
-
-class Attention(torch.nn.Module):
-    def forward(self, x, cache):
-        for index, layer in enumerate(cache.layers):
-            new = x.shape[-2]
-            if TAKES_POSITIONS:
-                new = torch.arange(layer.get_seq_length(), layer.get_seq_length() + new)
-            length, offset = layer.get_mask_sizes(new)
-            keys, values = cache.update(x, 2 * x, index)
-            x = torch.nn.functional.scaled_dot_product_attention(x, keys, values) * (length + offset)
-        return x
-
-
-def generated():
-    generator = torch.Generator().manual_seed(0)
-    start = torch.randn(1, 2, 3, 4, generator=generator)
-    layers = ["DynamicLayer", "DynamicSlidingWindowLayer"]
-    cache = make_dynamic_cache([(start, start)] * 2, layers, [{}, {"sliding_window": 8}])
-    outputs = []
-    for _ in range(12):
-        outputs.append(Attention()(torch.randn(1, 2, 1, 4, generator=generator), cache))
-    return torch.cat(outputs)
-
-
 def test_a_model_runs_inside_as_outside(left_as_found):
     """Eagerly the same bits, below the window and past it: replacements are for traces, no method is replaced."""
     classes = DynamicLayer, DynamicSlidingWindowLayer, DynamicCache
-    outside, before = generated(), [vars(cls).copy() for cls in classes]
+    before, started = [vars(cls).copy() for cls in classes], start("gemma3")
+    outside = go_on(started, copy.deepcopy(started.cache))
     with block():
         assert [vars(cls).copy() for cls in classes] == before
-        inside = generated()
-    assert torch.equal(inside, outside)
+        inside = go_on(started, copy.deepcopy(started.cache))
+    assert all(map(torch.equal, inside, outside))
 
 
 def test_each_class_says_whether_this_call_put_ours_in_force():
-    expected = {DynamicCache, StaticCache, EncoderDecoderCache}
+    expected = {*CACHES}
     if pytree.SUPPORTED_NODES[BaseModelOutput].flatten_with_keys_fn is None:  # transformers < 5.17
         expected.add(BaseModelOutput)
     first = register_cache_flattening(patch_transformers=True)
+    assert type(first) is Undo
+    assert {*CACHES, BaseModelOutput} <= pytree.SUPPORTED_NODES.keys()
     second = register_cache_flattening(patch_transformers=True)
     unregister_cache_flattening(second)
     unregister_cache_flattening(first)
+    assert not {*CACHES} & pytree.SUPPORTED_NODES.keys()
     done = {cls for cls, ours in first.items() if ours}
     assert expected <= done  # and whatever else this version of transformers has
     assert (BaseModelOutput in done) == (BaseModelOutput in expected)
     assert (second.keys(), any(second.values())) == (first.keys(), False)
-
-
-def test_the_four_documented_classes_come_apart_inside_the_block():
-    with register_flattening_functions(patch_transformers=True) as undo:
-        assert all(map(is_node, (*CACHES, BaseModelOutput)))
-    assert not any(map(is_node, CACHES))
-    assert (type(undo), undo[DynamicCache]) == (Undo, True)
-
-
-def is_node(cls):
-    return cls in pytree.SUPPORTED_NODES
 
 
 def test_a_block_without_options_registers_nothing(before):

@@ -9,7 +9,6 @@ from yobx_flatten import DecodeSizes, decode_inputs, export_onnx
 from yobx_flatten.export.exported_model import ExportedModel
 
 __all__ = ["exported_file"]
-
 _ROOT = tempfile.TemporaryDirectory(prefix="exported_files")
 
 

@@ -13,7 +13,6 @@ from yobx_flatten.runners.in_place import cache_tensors, cropped
 from yobx_flatten.runners.open import open_runner
 
 __all__ = ["LEAVES", "SIZES", "WritesInPlace", "WritesIntoBuffers", "padded_prompt", "small_llama", "small_mistral"]
-
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 128, "eos_token_id": None}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LEAVES = [f"past_key_values.{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]

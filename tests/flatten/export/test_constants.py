@@ -12,22 +12,10 @@ from torch.export import Dim
 
 from tests.models import make_model
 from tests.modules import module_class
-from yobx_flatten import (
-    Case,
-    DecodeSizes,
-    InvalidArgumentError,
-    check_inputs,
-    decode_inputs,
-    export_onnx,
-    export_program,
-    pytree_dataclass,
-    register,
-    register_class_flattening,
-    register_flattening_functions,
-    unregister_class_flattening,
-)
-from yobx_flatten.errors import ReplayError, SpecMismatchError
-from yobx_flatten.export.calls import prove_program
+from yobx_flatten import Case, DecodeSizes, check_inputs, decode_inputs, export_onnx, export_program, prove_program
+from yobx_flatten.declare import pytree_dataclass, register, register_class_flattening, unregister_class_flattening
+from yobx_flatten.declare.scopes import register_flattening_functions
+from yobx_flatten.errors import InvalidArgumentError, ReplayError, SpecMismatchError
 
 X = torch.tensor([[1.0, -2.0, 3.0], [0.5, 4.0, -1.0]])
 
@@ -151,7 +139,6 @@ def test_torch_export_takes_enums_inside_the_block(tmp_path):
 
 def test_members_of_an_enum_of_integers_stay_what_they_were():
     """Torch takes an IntEnum for the number that it is."""
-
     power = module_class("Power", lambda self, x, step: x**step)()
     program = export_program(power, kwargs={"x": X, "step": Step.TWO})
     assert torch.equal(program(x=X, step=Step.TWO), X**2)
@@ -167,8 +154,6 @@ class Result:
 
 AsClass = module_class("AsClass", lambda self, x: Result(x * 2.5, 2.5, "v1"))
 AsDict = module_class("AsDict", lambda self, x: {"y": x * 2.5, "scale": 2.5, "exact": True, "none": None, "rows": 2})
-
-
 AsTuple = module_class("AsTuple", lambda self, x: ("v1", x * 2.5, 7))
 
 
@@ -250,7 +235,7 @@ def test_a_change_after_the_export_is_refused(make):
     else:
         given.names.scale = 2.0
     assert torch.equal(Counts()(given)[0], 2 * X_ONES)
-    for program in (exported, plain):
+    for program in (exported, plain) if isinstance(given, Listed) else (exported,):
         with pytest.raises(ValueError, match="input tree spec"):
             program(given)
 

@@ -27,8 +27,6 @@ torch_takes_them = pytest.mark.skipif(
 DictSpec, IntVar, ObjectSpec, ParamsSpec = specs.DictSpec, specs.IntVar, specs.ObjectSpec, specs.ParamsSpec
 SeqSpec, ShapesSpec, ShapeVar, STATIC = specs.SeqSpec, specs.ShapesSpec, specs.ShapeVar, specs.STATIC
 TensorSpec = specs.TensorSpec
-
-
 Adds = module_class("Adds", lambda self, x, y: x.sum(0) + y.sum(0))
 
 

@@ -35,11 +35,7 @@ from yobx_flatten.export.onnx.rewrite.graph import (
 from yobx_flatten.export.traced import _WithoutGraphs
 
 pytestmark = pytest.mark.slow
-
-
 Drifts = module_class("Drifts", lambda self, x: x + (0.0 if torch.compiler.is_exporting() else 0.5))
-
-
 Twice = module_class("Twice", lambda self, x: {"y": x * 2})
 
 

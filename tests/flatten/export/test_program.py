@@ -24,8 +24,6 @@ from yobx_flatten.huggingface.decoders import SlidingDecoder
 from yobx_flatten.runners.open import open_runner
 
 pytestmark = pytest.mark.slow
-
-
 Scale = module_class("Scale", lambda self, x, more=None: {"y": x * 2 + more["z"][0].sum(), "z": more["z"]})
 
 

@@ -10,26 +10,17 @@ import torch
 from torch.export import Dim
 
 from tests.modules import Answers, module_class, module_of
-from yobx_flatten import (
-    Case,
+from yobx_flatten import StoredCase, check_dynamic_shapes, check_inputs, explain_error, record_calls, replay_case
+from yobx_flatten.core.compare import share_of_nan
+from yobx_flatten.declare import register, register_class_flattening, unregister_class_flattening
+from yobx_flatten.errors import (
     DynamicShapesError,
     InvalidArgumentError,
     NotRegisteredError,
+    ReplayError,
     StaticDataError,
-    StoredCase,
-    check_dynamic_shapes,
-    check_inputs,
-    explain_error,
-    export_onnx,
-    export_program,
-    record_calls,
-    register,
-    register_class_flattening,
-    replay_case,
-    unregister_class_flattening,
 )
-from yobx_flatten.core.compare import share_of_nan
-from yobx_flatten.errors import ReplayError
+from yobx_flatten.export import Case, export_onnx, export_program
 
 X = torch.ones(2, 3)
 

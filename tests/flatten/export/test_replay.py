@@ -24,11 +24,8 @@ from yobx_flatten.export.proof.replay import Padding
 from yobx_flatten.export.runtimes import write
 
 pytestmark = pytest.mark.slow
-
 nn = torch.nn
 X = torch.arange(6.0).reshape(2, 3)
-
-
 _exporting = torch.compiler.is_exporting
 
 

@@ -13,7 +13,6 @@ from yobx_flatten import export_onnx, export_program
 from yobx_flatten.errors import ReplayError
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")]
-
 ATEN = torch.ops.aten
 op = onnxscript.opset18
 

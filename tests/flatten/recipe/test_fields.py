@@ -181,19 +181,6 @@ def test_a_class_without_fields_is_refused(cls):
         functions_of(torch.nn.Parameter)
 
 
-def test_a_model_output_comes_apart_by_the_fields_that_are_set():
-    outputs = pytest.importorskip("transformers.modeling_outputs")
-    flatten, flatten_with_keys, unflatten = functions_of(outputs.BaseModelOutput)
-    hidden, states = torch.zeros(1), (torch.ones(1),)
-    output = outputs.BaseModelOutput(last_hidden_state=hidden, hidden_states=states)
-    children, static = flatten(output)
-    assert children[0] is hidden
-    assert (len(children), static) == (2, ["last_hidden_state", "hidden_states"])
-    assert [str(key) for key, _ in flatten_with_keys(output)[0]] == ["['last_hidden_state']", "['hidden_states']"]
-    rebuilt = unflatten(children, static)
-    assert (type(rebuilt), list(rebuilt.keys()), rebuilt.attentions) == (outputs.BaseModelOutput, static, None)
-
-
 @pytest.fixture
 def attrs_classes():
     attrs = pytest.importorskip("attrs", reason="attrs writes the classes")

@@ -1,5 +1,6 @@
 """Threads, forks and signal handlers: nobody waits for ever, and nobody's registration is lost."""
 
+import concurrent.futures
 import faulthandler
 import importlib.util
 import itertools
@@ -144,17 +145,14 @@ def test_eight_threads_register_flatten_and_unregister():
 
 def test_one_class_registered_by_all_threads_is_registered_once():
     cls, flatten, unflatten = make_class("Contested", NoOne())
-    start, answers = threading.Barrier(THREADS), []
+    start = threading.Barrier(THREADS)
 
-    def register():
+    def register(_):
         start.wait()
-        answers.append(register_class_flattening(cls, flatten, unflatten, None))
+        return register_class_flattening(cls, flatten, unflatten, None)
 
-    threads = [threading.Thread(target=register) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        answers = list(pool.map(register, range(THREADS)))
     assert sorted(answers) == [False] * (THREADS - 1) + [True]
     unregister_class_flattening(cls)
     obj = cls(1, 2)
@@ -209,8 +207,16 @@ STEP = 41  # by hand, every line was tried
 
 @handles_ctrl_c
 def test_handlers_are_called_at_the_end():
+    """Python calls handlers in the main thread only: other threads leave them alone."""
     done = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: done.append("alarm"))
+
+    def elsewhere():
+        with DeferredSignals():
+            return signal.getsignal(signal.SIGINT)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(elsewhere).result() is signal.default_int_handler
 
     def block():
         with DeferredSignals():
@@ -225,21 +231,6 @@ def test_handlers_are_called_at_the_end():
     finally:
         signal.signal(signal.SIGALRM, before)
     assert done == ["last line", "alarm"]
-
-
-@handles_ctrl_c
-def test_other_threads_leave_handlers_alone():
-    """Python calls handlers in the main thread only."""
-    found = []
-
-    def work():
-        with DeferredSignals():
-            found.append(signal.getsignal(signal.SIGINT))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert found == [signal.default_int_handler]
 
 
 @handles_ctrl_c

@@ -10,8 +10,9 @@ import torch
 import torch.utils._pytree as pytree
 from transformers import DynamicCache
 
+from tests.flatten.declare.blocks import block
 from tests.flatten.pair import Pair
-from yobx_flatten import register_class_flattening, register_flattening_functions, unregister_class_flattening
+from yobx_flatten import register_class_flattening, unregister_class_flattening
 from yobx_flatten.trace.trace_settings import PLAIN_ATTENTION
 
 pytestmark = [
@@ -64,10 +65,6 @@ def meanwhile(work, threads=2):
         for thread in running:
             thread.join()
     assert errors == []
-
-
-def block():
-    return register_flattening_functions(patch_transformers=True)
 
 
 def enter_and_leave():
@@ -144,12 +141,6 @@ def test_a_trace_of_another_thread_is_over_in_a_child():
     over.set()
     thread.join()
     assert (status, _cur_sdpa_kernel_backends()) == (0, found)
-
-
-def test_a_child_of_a_thread_that_traces_goes_on_tracing():
-    from torch.nn.attention import _cur_sdpa_kernel_backends
-
-    found = _cur_sdpa_kernel_backends()
-    with PLAIN_ATTENTION:
-        status = status_of_child(lambda: len(_cur_sdpa_kernel_backends()) == 1)
-    assert (status, _cur_sdpa_kernel_backends()) == (0, found)
+    with PLAIN_ATTENTION:  # the child of a thread that traces goes on tracing
+        assert status_of_child(lambda: len(_cur_sdpa_kernel_backends()) == 1) == 0
+    assert _cur_sdpa_kernel_backends() == found

@@ -48,30 +48,18 @@ def test_accessors_read_like_python():
     ]
     assert [accessor(tree) for accessor in accessors(tree)[:2]] == [1, 2]
     assert repr(optree.tree_paths([Dense(1, 2)], namespace=NAMESPACE)) == "[(0, 'weights'), (0, 'bias')]"
+    # optree's own word for a child whose author gave no key
+    assert accessors(LinearParams(1, 2))[0].codify("x") == "x[<flat index 0>]"
 
 
-def test_children_without_keys_are_flat():
-    """optree's own word for a child whose author gave no key."""
-    (first, _) = accessors(LinearParams(1, 2))
-    assert first.codify("x") == "x[<flat index 0>]"
-
-
-def test_each_kind_of_key_has_its_entry(registered):
-    kinds = [type(accessor[0]) for accessor in accessors(Pair(1, 2))]
-    assert kinds == [optree.MappingEntry, optree.SequenceEntry]
-
-
-def test_static_data_that_does_not_hash_is_carried(registered):
-    leaves, spec = optree.tree_flatten(Pair(1, 2), namespace=NAMESPACE)
+def test_keys_static_data_that_does_not_hash_and_other_namespaces(registered):
+    pair = Pair(1, 2)
+    assert [type(accessor[0]) for accessor in accessors(pair)] == [optree.MappingEntry, optree.SequenceEntry]
+    leaves, spec = optree.tree_flatten(pair, namespace=NAMESPACE)
     assert leaves == [1, 2]
     assert spec == optree.tree_structure(Pair(3, 4), namespace=NAMESPACE)
     assert vars(optree.tree_unflatten(spec, [3, 4])) == {"a": 3, "b": 4}
-
-
-def test_other_namespaces_are_left_alone(registered):
-    pair = Pair(1, 2)
-    assert optree.tree_leaves(pair) == [pair]
-    assert optree.tree_leaves(pair, namespace="torch") == [pair]
+    assert optree.tree_leaves(pair) == optree.tree_leaves(pair, namespace="torch") == [pair]
 
 
 LATE = """

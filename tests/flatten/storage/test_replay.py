@@ -11,9 +11,9 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-import transformers
 
 from tests.flatten.storage.storage_values import State, same
+from tests.models import make_model
 from yobx_flatten import (
     DamagedFileError,
     DecodeSizes,
@@ -63,6 +63,8 @@ def test_a_right_model_is_within_the_tolerance(adder, tmp_path):
     assert report.max_difference == 0.0
     assert [(output.name, output.output, output.difference) for output in report.outputs] == [("total", "total", 0.0)]
     assert str(report).startswith(f"three in {adder}: as expected")
+    session = onnxruntime.InferenceSession(adder, providers=["CPUExecutionProvider"])
+    assert replay_case(StoredCase((ONES, 2 * ONES), 3 * ONES), session).ok  # positional inputs go by order
 
 
 def test_a_difference_is_reported_by_name_and_may_be_tolerated(adder):
@@ -73,6 +75,9 @@ def test_a_difference_is_reported_by_name_and_may_be_tolerated(adder):
     assert report.max_difference == 1.0
     assert "NOT as expected" in str(report)
     assert "total  1.0e+00" in str(report)
+    odd = torch.tensor([float("inf"), float("nan"), 1.0])
+    assert replay_case(StoredCase({"x": odd, "y": ONES}, {"total": odd + 1}), adder).max_difference == 0.0
+    assert replay_case(StoredCase({"x": ONES, "y": ONES}, {"total": odd + 1}), adder).max_difference == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -89,16 +94,6 @@ def test_what_cannot_be_compared_is_an_error_of_its_output(adder, outputs, messa
     assert re.search(message, str(report))
 
 
-def test_infinities_and_nans_that_agree_are_no_difference(adder):
-    odd = torch.tensor([float("inf"), float("nan"), 1.0])
-    assert replay_case(StoredCase({"x": odd, "y": ONES}, {"total": odd + 1}), adder).max_difference == 0.0
-    assert replay_case(StoredCase({"x": ONES, "y": ONES}, {"total": odd + 1}), adder).max_difference == float("inf")
-
-
-def test_positional_inputs_go_by_order(adder):
-    assert replay_case(StoredCase((ONES, 2 * ONES), 3 * ONES), adder).ok
-
-
 def test_numpy_arrays_none_and_inputs_that_are_not_taken(adder):
     inputs = {"x": numpy.ones(3, dtype="float32"), "y": ONES, "use_cache": True, "nothing": None}
     report = replay_case(StoredCase(inputs, {"total": 2 * ONES, "nothing": None}), adder)
@@ -107,21 +102,17 @@ def test_numpy_arrays_none_and_inputs_that_are_not_taken(adder):
     assert "the model takes no use_cache" in str(report)
 
 
-def test_a_missing_input_is_named(adder):
-    with pytest.raises(
-        ReplayError, match=r"takes y, which the case does not have. The case has x; the model takes x, y"
-    ):
-        replay_case(StoredCase({"x": ONES}, ONES), adder)
-
-
-def test_another_type_is_named(adder):
-    with pytest.raises(ReplayError, match="The model takes y as float32, but its value is of float64"):
-        replay_case(StoredCase({"x": ONES, "y": ONES.double()}, ONES), adder)
-
-
-def test_what_onnxruntime_says_is_passed_on(adder):
-    with pytest.raises(ReplayError, match=r"onnxruntime fails on the inputs of the case: .*x"):
-        replay_case(StoredCase({"x": torch.ones(3, 1), "y": ONES}, ONES), adder)
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"x": ONES}, r"takes y, which the case does not have. The case has x; the model takes x, y"),
+        ({"x": ONES, "y": ONES.double()}, "The model takes y as float32, but its value is of float64"),
+        ({"x": torch.ones(3, 1), "y": ONES}, r"onnxruntime fails on the inputs of the case: .*x"),
+    ],
+)
+def test_inputs_that_the_model_does_not_take_are_named(adder, inputs, said):
+    with pytest.raises(ReplayError, match=said):
+        replay_case(StoredCase(inputs, ONES), adder)
 
 
 def test_a_file_that_is_no_model_is_named(tmp_path):
@@ -135,11 +126,6 @@ def test_a_file_that_is_no_model_is_named(tmp_path):
 def test_a_path_in_the_place_of_the_case_is_refused(adder):
     with pytest.raises(InvalidArgumentError, match=r"\n    replay_case\(load_case\(path\), model\)"):
         replay_case("case.onnx", adder)
-
-
-def test_a_session_is_taken_as_it_is(adder):
-    session = onnxruntime.InferenceSession(adder, providers=["CPUExecutionProvider"])
-    assert replay_case(StoredCase({"x": ONES, "y": ONES}, {"total": 2 * ONES}), session).ok
 
 
 @pytest.mark.parametrize(
@@ -172,20 +158,9 @@ def test_a_number_of_python_takes_the_type_of_the_input(code, number, tmp_path):
     assert not replay_case(StoredCase({"x": number}, {"y": "other" if code == T.STRING else number - 1}), model).ok
 
 
-def test_without_onnxruntime_the_message_says_what_to_install(adder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(MissingDependencyError, match=r"replay_case needs onnxruntime, .*\n    pip install"):
-        replay_case(StoredCase({"x": ONES, "y": ONES}, ONES), adder)
-
-
 @pytest.mark.slow
 def test_a_decode_call_replays_in_the_file_of_export_onnx_and_in_that_of_torch(tmp_path):
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = make_model("llama")
     example = decode_inputs(model, DecodeSizes(2, 5, 3))
     export_onnx(model, kwargs=example, path=tmp_path / "ours.onnx", cases=[], steps=1)
     with register_flattening_functions(patch_transformers=True):
@@ -228,50 +203,28 @@ def test_the_parameters_are_the_documented_ones():
     assert {f: list(inspect.signature(f).parameters) for f in expected} == expected
 
 
-def test_outputs_come_in_the_order_they_were_added():
-    builder = MiniOnnxBuilder()
+def test_outputs_come_in_the_order_they_were_added_a_sequence_is_one_and_a_dict_is_two():
+    tensor, state = torch.arange(1000.0), {"x": torch.ones(2), "y": torch.zeros(1)}
+    builder = MiniOnnxBuilder(sep="___")
     builder.append_output_initializer("b", numpy.array([1, 2]))
     builder.append_output_initializer("a", torch.tensor([0.5], dtype=torch.float16))
-    found = run(builder.to_onnx())
-    assert list(found) == ["b", "a"]
-    assert found["b"].tolist() == [1, 2]
-    assert found["a"].dtype == numpy.float16
-
-
-def test_a_sequence_is_one_output():
-    builder = MiniOnnxBuilder()
     builder.append_output_sequence("rows", [numpy.array([1, 2]), numpy.array([[3]])])
-    model = builder.to_onnx()
-    assert [row.tolist() for row in run(model)["rows"]] == [[1, 2], [[3]]]
-    assert [row.tolist() for row in create_input_tensors_from_onnx_model(model)["rows"]] == [[1, 2], [[3]]]
-
-
-def test_a_dict_is_two_outputs():
-    builder = MiniOnnxBuilder(sep="___")
-    builder.append_output_dict("state", {"x": torch.ones(2), "y": torch.zeros(1)})
-    model = builder.to_onnx()
-    found = run(model)
-    assert found["state___keys"].tolist() == ["x", "y"]
-    assert [value.tolist() for value in found["state___values"]] == [[1, 1], [0]]
-    assert same(create_input_tensors_from_onnx_model(model), {"state": {"x": torch.ones(2), "y": torch.zeros(1)}})
-
-
-def test_one_tensor_may_be_in_several_outputs():
-    tensor = torch.arange(1000.0)
-    builder = MiniOnnxBuilder()
+    builder.append_output_dict("state", state)
     builder.append_output_sequence("all", [tensor, tensor])
     builder.append_output_initializer("one", tensor)
+    with pytest.raises(InvalidArgumentError, match="'one' is the name of an output already"):
+        builder.append_output_sequence("one", [torch.ones(1)])
     model = builder.to_onnx()
-    found = run(model)
+    found, back = run(model), create_input_tensors_from_onnx_model(model)
+    assert list(found) == ["b", "a", "rows", "state___keys", "state___values", "all", "one"]
+    assert found["b"].tolist() == [1, 2]
+    assert found["a"].dtype == numpy.float16
+    assert [row.tolist() for row in found["rows"]] == [row.tolist() for row in back["rows"]] == [[1, 2], [[3]]]
+    assert found["state___keys"].tolist() == ["x", "y"]
+    assert [value.tolist() for value in found["state___values"]] == [[1, 1], [0]]
+    assert same(back["state"], state)
     assert found["one"].tolist() == found["all"][0].tolist() == found["all"][1].tolist() == tensor.tolist()
-    assert len(model.graph.initializer) == 1
-
-
-def test_a_name_is_taken_once():
-    builder = MiniOnnxBuilder()
-    builder.append_output_initializer("x", torch.ones(1))
-    with pytest.raises(InvalidArgumentError, match="'x' is the name of an output already"):
-        builder.append_output_sequence("x", [torch.ones(1)])
+    assert sum(list(initializer.dims) == [1000] for initializer in model.graph.initializer) == 1
 
 
 @pytest.mark.parametrize("tensors", [[], [1], [torch.ones(1), "x"], [[torch.ones(1)]]], ids=repr)
@@ -316,11 +269,6 @@ def test_an_engine_reads_sequences_and_dicts(engine, tmp_path):
     assert same(found, {"state": {"x": torch.ones(2), "y": torch.zeros(1)}, "rows": [torch.ones(1)]})
 
 
-def test_an_unknown_engine_is_refused():
-    with pytest.raises(InvalidArgumentError, match="engine must be one of 'onnx', 'onnxruntime', 'ReferenceEvaluator'"):
-        create_input_tensors_from_onnx_model(create_onnx_model_from_input_tensors(1), engine="magic")
-
-
 def test_random_numbers_take_the_place_of_floats():
     values = {"big": torch.ones(100, 100), "small": torch.ones(2, dtype=torch.bfloat16), "ids": torch.arange(3)}
     model = create_onnx_model_from_input_tensors(values, randomize=True)
@@ -335,18 +283,22 @@ def test_random_numbers_take_the_place_of_floats():
 
 def test_tensors_go_to_the_device():
     model = create_onnx_model_from_input_tensors([torch.ones(2), numpy.ones(2)])
+    with pytest.raises(InvalidArgumentError, match="engine must be one of 'onnx', 'onnxruntime', 'ReferenceEvaluator'"):
+        create_input_tensors_from_onnx_model(model, engine="magic")
     found = create_input_tensors_from_onnx_model(model, device="meta")
     assert found[0].device.type == "meta"
     assert found[1].tolist() == [1, 1]
 
 
-def test_without_onnxruntime_the_other_engines_work(monkeypatch):
+def test_without_onnxruntime_the_other_engines_work_and_the_message_says_what_to_install(adder, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     model = create_onnx_model_from_input_tensors([torch.ones(1)])
     assert create_input_tensors_from_onnx_model(model, engine="onnx")[0].tolist() == [1]
     assert create_input_tensors_from_onnx_model(model, engine="ReferenceEvaluator")[0].tolist() == [1]
     with pytest.raises(MissingDependencyError, match=r"onnxruntime, .*\n    pip install .*\[onnx\]'"):
         create_input_tensors_from_onnx_model(model, engine="onnxruntime")
+    with pytest.raises(MissingDependencyError, match=r"replay_case needs onnxruntime, .*\n    pip install"):
+        replay_case(StoredCase({"x": ONES, "y": ONES}, ONES), adder)
 
 
 def test_an_output_that_went_away_is_named():

@@ -1,7 +1,7 @@
 """The leaves as torch sees them: order, names, axes, and `dynamic_shapes` that are written from the inputs."""
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -23,32 +23,19 @@ from yobx_flatten import (
     decode_inputs,
     dynamic_shapes,
     export_program,
+    functions_from_fields,
     leaves,
     make_dynamic_cache,
     make_dynamic_shapes_kv_cache,
     make_encoder_decoder_cache,
     make_flattening_function_for_dataclass,
     record_calls,
+    register,
     register_class_flattening,
     register_flattening_functions,
     unregister_class_flattening,
 )
-from yobx_flatten.trees.arguments import did_you_mean
-from yobx_flatten.trees.shapes import without_names
-from yobx_flatten.trees.walk import (
-    class_name,
-    find_cycle,
-    format_entry,
-    format_path,
-    key_name,
-    leaf_names,
-    leaves_of,
-    match,
-    output_names,
-    plain_names,
-    torch_children,
-    walk,
-)
+from yobx_flatten.trees.walk import leaf_names, leaves_of, match, output_names, plain_names
 
 AUTO = Dim.AUTO
 # before 5.10 or so transformers hands the positions to a static layer, which does not count itself
@@ -66,15 +53,13 @@ def test_plain_inputs_vary_along_every_axis_and_numbers_do_not():
 
 
 def test_a_cache_varies_in_batch_and_length_only():
+    """The length of a static cache is fixed by configuration; the tensor it counts with has no axis."""
     keys = {0: AUTO, 2: AUTO}
     assert dynamic_shapes({"c": start("gemma3").cache}) == {"c": [keys] * 6}
     assert dynamic_shapes({"c": start("mistral").cache}) == {"c": [*[keys] * 4, {}]}
-
-
-def test_a_static_cache_varies_in_batch_only():
-    """Its length is fixed by configuration; the tensor it counts with has no axis."""
-    shapes = dynamic_shapes({"c": start("llama", static=True).cache})
-    assert shapes == {"c": [{0: AUTO}, {0: AUTO}, *([{}] if HAS_POSITION else [])] * 2}
+    static = dynamic_shapes({"c": start("llama", static=True).cache})
+    assert static == {"c": [{0: AUTO}, {0: AUTO}, *([{}] if HAS_POSITION else [])] * 2}
+    assert dynamic_shapes((start("t5").cache,)) == ([[keys] * 4, [keys] * 4],)
 
 
 @pytest.mark.parametrize("name", ["SummedLayer", "XLayer", "JointLayer", "LSTMLayer", "LXLayer", "S", "X16", "LS8"])
@@ -83,11 +68,6 @@ def test_a_layer_of_ones_own_grows_whatever_its_name_begins_with(name):
     cache.layers = [type(name, (DynamicLayer,), {})()]
     cache.update(torch.zeros(2, 2, 3, 4), torch.zeros(2, 2, 3, 4), 0)
     assert dynamic_shapes({"c": cache}) == {"c": [{0: AUTO, 2: AUTO}] * 2}
-
-
-def test_an_encoder_decoder_cache_is_two_lists():
-    shapes = dynamic_shapes((start("t5").cache,))
-    assert shapes == ([[{0: AUTO, 2: AUTO}] * 4, [{0: AUTO, 2: AUTO}] * 4],)
 
 
 def test_the_block_is_not_needed_to_write_shapes():
@@ -103,9 +83,6 @@ def test_overrides_replace_what_is_below_their_path():
     assert shapes["x"] == {0: Dim.DYNAMIC}
     assert shapes["c"][:2] == [{0: AUTO, 2: AUTO}, None]
     assert dynamic_shapes(kwargs, {"c": None})["c"] is None
-
-
-def test_an_override_for_a_path_that_is_not_there_lists_those_that_are():
     with pytest.raises(DynamicShapesError, match=r"\['input_id'\] is not among the inputs(.|\n)*'input_ids'"):
         dynamic_shapes({"input_ids": torch.zeros(2, 3)}, {"input_id": None})
 
@@ -160,12 +137,9 @@ def test_a_specification_that_does_not_fit_is_refused_with_its_key_path(shapes, 
     inputs = {"x": torch.zeros(2, 3), "l": [torch.zeros(1), torch.zeros(2)], "n": True}
     with pytest.raises(DynamicShapesError, match=message):
         check_dynamic_shapes(inputs, shapes)
-
-
-def test_a_cache_whose_specification_is_too_short_is_named_by_path():
-    cache = start("mistral").cache
+    cache = {"past": start("mistral").cache}
     with pytest.raises(DynamicShapesError, match=r"kwargs\.past: DynamicCache has 5 children .*'length'\].* has 4"):
-        check_dynamic_shapes({"kwargs": {"past": cache}}, {"kwargs": {"past": [None] * 4}})
+        check_dynamic_shapes({"kwargs": cache}, {"kwargs": {"past": [None] * 4}})
 
 
 def test_a_users_own_class_is_written_as_a_list_of_its_children():
@@ -208,15 +182,12 @@ def test_a_bound_is_part_of_the_program():
         program.module()(torch.ones(5, 7))
 
 
-def test_an_example_above_a_bound_is_refused():
-    with pytest.raises(DynamicShapesError, match=r"x\.axis 0: size 5 of the example is above the bound 4 of 'batch'"):
-        dynamic_shapes({"x": torch.ones(5, 3)}, bounds={"batch": 4})
-
-
 @pytest.mark.parametrize("bounds", [{"rows": 4}, {"batch": 1}, {"length": 8.0}])
-def test_what_is_no_bound_is_refused(bounds):
+def test_what_is_no_bound_and_an_example_above_one_are_refused(bounds):
     with pytest.raises(InvalidArgumentError, match="expected sizes of 2 or more for 'batch' and 'length'"):
         dynamic_shapes({"x": torch.ones(5, 3)}, bounds=bounds)
+    with pytest.raises(DynamicShapesError, match=r"x\.axis 0: size 5 of the example is above the bound 4 of 'batch'"):
+        dynamic_shapes({"x": torch.ones(5, 3)}, bounds={"batch": 4})
 
 
 Point = namedtuple("Point", ["x", "y"])
@@ -232,14 +203,8 @@ def test_paths_are_python():
         ("batch['d'].weights", 5),
         ("batch['d'].bias", 6),
     ]
-
-
-def test_the_leaves_are_those_of_torch_in_its_order():
     tree = {"b": 1, "a": [None, {"x": 2}], "c": ()}
     assert [leaf.value for leaf in leaves(tree)] == pytree.tree_leaves(tree)
-
-
-def test_a_leaf_alone_has_the_name_of_the_tree():
     assert [tuple(leaf) for leaf in leaves(3, name="label")] == [("label", 3, None)]
 
 
@@ -252,12 +217,7 @@ def test_a_cache_says_what_its_axes_mean():
         found = {leaf.path: leaf.axes for leaf in leaves({"x": torch.zeros(2), "cache": both})}
     assert found.pop("tree['x']") is None
     assert list(found.values()) == [{0: "batch", 2: "length"}] * 4
-
-
-def test_a_cache_that_is_not_registered_is_a_leaf():
-    """What would be is no matter: the answer fits what torch does now."""
-    cache = make_dynamic_cache([(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))])
-    assert [leaf.value for leaf in leaves([cache])] == [cache]
+    assert [leaf.value for leaf in leaves([cache])] == [cache]  # outside of the block: as torch does now
 
 
 class TimeMajor:
@@ -267,16 +227,10 @@ class TimeMajor:
 
 @pytest.mark.parametrize("with_keys", [True, False])
 def test_a_registration_declares_axes(with_keys):
-
-    def keyed(obj):
-        return [(pytree.GetAttrKey("steps"), obj.steps), (pytree.GetAttrKey("mask"), obj.mask)], None
-
+    functions = functions_from_fields(TimeMajor, ["steps", "mask"])
+    key = "steps" if with_keys else "0"
     register_class_flattening(
-        TimeMajor,
-        lambda obj: ([obj.steps, obj.mask], None),
-        lambda children, _: TimeMajor(*children),
-        keyed if with_keys else None,
-        axes={"steps" if with_keys else "0": {1: "batch"}},
+        TimeMajor, functions[0], functions[2], functions[1] if with_keys else None, axes={key: {1: "batch"}}
     )
     try:
         found = [leaf.axes for leaf in leaves(TimeMajor(torch.zeros(7, 4), torch.zeros(4)))]
@@ -302,15 +256,7 @@ class Linked:
 
 @pytest.fixture
 def linked():
-    register_class_flattening(
-        Linked,
-        lambda obj: ([obj.x, obj.parent], None),
-        lambda children, static: Linked(*children),
-        lambda obj: (
-            [(torch.utils._pytree.GetAttrKey("x"), obj.x), (torch.utils._pytree.GetAttrKey("parent"), obj.parent)],
-            None,
-        ),
-    )
+    register(Linked)
     yield
     unregister_class_flattening(Linked)
 
@@ -322,11 +268,6 @@ def _cyclic() -> Linked:
 
 
 Adds = module_class("Adds", lambda self, node: node.x[0] + 1)
-
-
-def test_an_object_that_stands_in_two_places_is_no_cycle():
-    shared = [1, [2]]
-    assert find_cycle([shared, {"again": shared}, shared[1]]) is None
 
 
 @pytest.mark.parametrize(
@@ -341,36 +282,24 @@ def test_an_object_that_stands_in_two_places_is_no_cycle():
 def test_an_object_that_holds_itself_is_refused_by_path(linked, call):
     with pytest.raises(InvalidArgumentError, match=r"(?s)node.*\.x\[1\]\.parent is .*node.* itself.*\.parent = None"):
         call(_cyclic())
-
-
-def test_recorded_calls_refuse_an_object_that_holds_itself(linked):
     module = Adds()
     with pytest.raises(InvalidArgumentError, match=r"\.x\[1\]\.parent is .* itself"), record_calls(module):
         module(_cyclic())
-
-
-def test_check_inputs_lists_an_object_that_holds_itself(linked):
-    (finding,) = check_inputs(Adds(), (_cyclic(),)).errors
+    (finding,) = check_inputs(module, (_cyclic(),)).errors
     assert finding.path == "node.x[1].parent"
     assert "node.x[1].parent is node itself" in finding.message
 
 
-def test_inputs_of_a_decoder_have_the_names_of_onnx_generation_tools():
+def test_leaves_of_a_decoder_have_the_names_of_onnx_generation_tools():
     kwargs = decode_inputs(make_model("mistral"), DecodeSizes())
     assert leaf_names(kwargs) == [
         "input_ids", "attention_mask", "past_key_values.0.key", "past_key_values.0.value", "past_key_values.1.key",
         "past_key_values.1.value", "past_key_values.length",
     ]  # fmt: skip
-
-
-def test_outputs_are_called_present():
     with torch.no_grad():
         outputs = make_model("llama")(input_ids=torch.ones(1, 3, dtype=torch.int64))
     names = output_names(outputs)
     assert names == ["logits", "present.0.key", "present.0.value", "present.1.key", "present.1.value"]
-
-
-def test_an_encoder_decoder_cache_says_whose_keys_they_are():
     names = leaf_names({WORD: start("t5").cache})
     assert names[:2] == ["past_key_values.0.decoder.key", "past_key_values.0.decoder.value"]
     assert names[-1] == "past_key_values.1.encoder.value"
@@ -407,44 +336,17 @@ def test_names_come_first_then_the_order(graph, spellings, expected):
     assert match(graph, spellings) == expected
 
 
-def test_keys_alone_are_what_torch_export_uses():
-    """`past_key_values_key_0` once dots are underscores."""
-    import torch
-
-    cache = make_dynamic_cache([(torch.zeros(1, 1, 2, 1), torch.ones(1, 1, 2, 1))])
-    inputs = {"input_ids": torch.zeros(1), "past_key_values": cache}
-    assert plain_names(inputs) == ["input_ids", "past_key_values.key_0", "past_key_values.value_0"]
-    assert [leaf.sum().item() for leaf in leaves_of(inputs)] == [0, 0, 2]
-
-
-def test_a_walk_yields_parents_first_and_the_place_of_a_cycle():
-    tree: Any = {"x": [1]}
-    tree["x"].append(tree)
-    found = [(format_path("tree", p.keys), p.is_leaf, p.outer) for p in walk(tree, torch_children("tree"))]
-    top = [("tree", False, None), ("tree['x']", False, None)]
-    assert found == [*top, ("tree['x'][0]", True, None), ("tree['x'][1]", False, ())]
-    assert find_cycle(tree, "batch") == ("batch['x'][1]", "batch")
-
-
-def test_keys_are_written_as_code_and_as_text():
-    keys = pytree.MappingKey("a"), pytree.SequenceKey(2), pytree.GetAttrKey("x")
-    assert [format_entry(key) for key in keys] == ["['a']", "[2]", ".x"]
-    assert [key_name(key) for key in keys] == ["a", "2", "x"]
-    assert format_path("batch", [pytree.MappingKey("x"), pytree.SequenceKey(1)]) == "batch['x'][1]"
-    assert (class_name(OrderedDict), class_name(dict)) == ("collections.OrderedDict", "dict")
-
-
 def test_leaves_are_named_by_their_paths():
     inputs = {"input_ids": 1, "extra": [2, {"a": 3}]}
     assert leaf_names(inputs) == plain_names(inputs) == ["input_ids", "extra.0", "extra.1.a"]
+    cache = make_dynamic_cache([(torch.zeros(1, 1, 2, 1), torch.ones(1, 1, 2, 1))])
+    found = {"input_ids": torch.zeros(1), "past_key_values": cache}
+    # keys alone are what `torch.export` uses: `past_key_values_key_0` once dots are underscores
+    assert plain_names(found) == ["input_ids", "past_key_values.key_0", "past_key_values.value_0"]
+    assert [leaf.sum().item() for leaf in leaves_of(found)] == [0, 0, 2]
     assert leaf_names({"cache": [{"key": 1, "value": 2}]}) == ["past_key_values.0.key", "past_key_values.0.value"]
     assert (output_names(3), output_names((1, 2))) == (["output"], ["output.0", "output.1"])
     outputs = {"logits": 1, "cache": [{"key": 2, "value": 3}]}
     assert output_names(outputs) == ["logits", "present.0.key", "present.0.value"]
     taken = ["input_ids", "attention_mask"]
     assert output_names({"logits": 1, "attention_mask": 2}, taken) == ["logits", "output.attention_mask"]
-
-
-def test_text_in_shapes_is_a_dynamic_size_and_a_misspelt_name_gets_a_hint():
-    assert without_names({"x": {0: "batch", 1: Dim.AUTO}})["x"][0] is Dim.DYNAMIC
-    assert did_you_mean(["attention_masks"], ["input_ids", "attention_mask"]) == " Did you mean 'attention_mask'?"

@@ -49,12 +49,21 @@ def recipe_for(cls=None, name="tests:Pair"):
     return Recipe(cls or Pair, flatten, unflatten, flatten_with_keys, name, "register it")
 
 
-class PythonLibrary:
-    backend = TorchPython()
-    write_calls = (torch_tables, "register_python_node")
+class Library:
+    theirs = (their_flatten, their_unflatten)
+    write_calls = None  # nothing is called: a list is changed
+    leaves = None  # nothing comes apart before the import
 
     def register(self, cls, name=None):
         other_libraries.register(cls, name=name)
+
+    def register_after_us(self, cls):
+        self.register(cls)
+
+
+class PythonLibrary(Library):
+    backend = TorchPython()
+    write_calls = (torch_tables, "register_python_node")
 
     def register_after_us(self, cls):
         pytree._deregister_pytree_node(cls)
@@ -64,60 +73,12 @@ class PythonLibrary:
         node = pytree.SUPPORTED_NODES.get(cls)
         return None if node is None else (node.flatten_fn, node.unflatten_fn)
 
-    theirs = (their_flatten, their_unflatten)
-
     def leaves(self, obj):
         return pytree.tree_leaves(obj)
 
 
-class CppLibrary:
-    backend = TorchCpp()
-    theirs = (their_flatten,)
-
-    def __init__(self):
-        self.optree = pytest.importorskip("optree", reason="optree is not installed")
-        import torch.utils._cxx_pytree as cxx_pytree
-
-        self.cxx_pytree = cxx_pytree
-        self.write_calls = (self.optree, "register_pytree_node")
-
-    def register(self, cls, name=None):
-        other_libraries.register(cls, name=name)
-
-    def register_after_us(self, cls):
-        self.optree.unregister_pytree_node(cls, namespace="torch")
-        other_libraries.register(cls, name="theirs")
-
-    def functions(self, cls):
-        node = sys.modules["optree.registry"]._NODETYPE_REGISTRY.get(("torch", cls))
-        return None if node is None else (node.flatten_func,)
-
-    def leaves(self, obj):
-        return self.cxx_pytree.tree_leaves(obj)
-
-
-class PendingLibrary:
-    backend = TorchCpp()
-    theirs = (their_flatten,)
-    write_calls = None  # nothing is called: the list is changed
-
-    def __init__(self):
-        assert "torch.utils._cxx_pytree" not in sys.modules
-
-    def register(self, cls, name=None):
-        other_libraries.register(cls, name=name)
-
-    register_after_us = register
-
-    def functions(self, cls):
-        found = tuple(args[1] for args, _ in pytree._cxx_pytree_pending_imports if args[0] is cls)
-        return found or None
-
-    leaves = None  # nothing comes apart before the import
-
-
-class OptreeLibrary:
-    theirs = (their_flatten, their_unflatten)
+class OptreeLibrary(Library):
+    namespace = NAMESPACE
 
     def __init__(self):
         self.optree = pytest.importorskip("optree", reason="optree is not installed")
@@ -128,21 +89,43 @@ class OptreeLibrary:
         self.optree.register_pytree_node(cls, their_flatten, their_unflatten, namespace=NAMESPACE)
 
     def register_after_us(self, cls):
-        self.optree.unregister_pytree_node(cls, namespace=NAMESPACE)
-        self.register(cls)
+        self.optree.unregister_pytree_node(cls, namespace=self.namespace)
+        self.register(cls, "theirs")
 
     def functions(self, cls):
-        node = sys.modules["optree.registry"]._NODETYPE_REGISTRY.get((NAMESPACE, cls))
-        return None if node is None else (node.flatten_func, node.unflatten_func)
+        node = sys.modules["optree.registry"]._NODETYPE_REGISTRY.get((self.namespace, cls))
+        return None if node is None else (node.flatten_func, node.unflatten_func)[: len(self.theirs)]
 
     def leaves(self, obj):
-        return self.optree.tree_leaves(obj, namespace=NAMESPACE)
+        return self.optree.tree_leaves(obj, namespace=self.namespace)
 
 
-class WaitingLibrary:
-    write_calls = None
-    leaves = None
+class CppLibrary(OptreeLibrary):
+    theirs = (their_flatten,)
+    namespace = "torch"
+    register = Library.register
 
+    def __init__(self):
+        super().__init__()
+        self.backend = TorchCpp()
+        import torch.utils._cxx_pytree as cxx_pytree
+
+        self.leaves = cxx_pytree.tree_leaves
+
+
+class PendingLibrary(Library):
+    backend = TorchCpp()
+    theirs = (their_flatten,)
+
+    def __init__(self):
+        assert "torch.utils._cxx_pytree" not in sys.modules
+
+    def functions(self, cls):
+        found = tuple(args[1] for args, _ in pytree._cxx_pytree_pending_imports if args[0] is cls)
+        return found or None
+
+
+class WaitingLibrary(Library):
     def __init__(self, module, backend):
         assert module not in sys.modules
         self.backend = backend
@@ -150,36 +133,28 @@ class WaitingLibrary:
     def register(self, cls, name=None):
         pytest.skip("only we let a recipe wait: others register when the library is there")
 
-    register_after_us = register
-
     def functions(self, cls):
         return self.backend._recipes.get(cls)
 
 
-class JaxLibrary:
+class JaxLibrary(Library):
     def __init__(self):
         self.jax = pytest.importorskip("jax", reason="jax is not installed")
         self.backend = Jax()
         self.write_calls = (self.jax.tree_util, "register_pytree_with_keys")
+        self.leaves = self.jax.tree_util.tree_leaves
 
     def register(self, cls, name=None):
         pytest.xfail("JAX takes one registration per class, for good: https://github.com/jax-ml/jax/issues/21666")
 
-    register_after_us = register
 
-    def leaves(self, obj):
-        return self.jax.tree_util.tree_leaves(obj)
-
-
-class FxLibrary:
+class FxLibrary(Library):
     backend = TorchFx()
     write_calls = (fx_pytree, "register_pytree_flatten_spec")
     theirs = (their_fx_rule, their_fx_match)
 
     def register(self, cls, name=None):
         fx_pytree.register_pytree_flatten_spec(cls, their_fx_rule, their_fx_match)
-
-    register_after_us = register
 
     def functions(self, cls):
         if cls not in fx_pytree.SUPPORTED_NODES:
@@ -333,22 +308,15 @@ def test_what_others_registered_after_us_is_left_alone(library, backend):
     assert library.functions(Pair) == library.theirs
 
 
-def test_a_constant_of_torch_comes_back_as_such(backend):
+def test_a_constant_and_a_dataclass_of_torch_come_back_as_such(backend):
     pytree.register_constant(Setting)
-    before, found = registry_snapshot.take(), backend.read(Setting)
-    recipe = recipe_for(Setting, "tests:Setting")
-    backend.write(recipe)
-    backend.restore(recipe, found)
-    assert pytree.is_constant_class(Setting)
-    assert changes_since(before) == []
-
-
-def test_a_dataclass_of_torch_comes_back_as_such(backend):
     pytree.register_dataclass(Point, serialized_type_name="tests.Point")
-    before, found = registry_snapshot.take(), backend.read(Point)
-    recipe = recipe_for(Point, "tests:Point")
-    backend.write(recipe)
-    backend.restore(recipe, found)
+    before = registry_snapshot.take()
+    for cls in (Setting, Point):
+        found, recipe = backend.read(cls), recipe_for(cls, f"tests:{cls.__name__}")
+        backend.write(recipe)
+        backend.restore(recipe, found)
+    assert pytree.is_constant_class(Setting)
     assert pytree.tree_leaves(Point(1, 2)) == [1, 2]
     assert changes_since(before) == []
 
@@ -381,41 +349,29 @@ def test_a_constant_is_none_while_ours_are_in_force(python):
 
 
 @in_the_main_run
-def test_two_classes_of_one_name_are_stored_under_two(python):
-    python.write(recipe_for(Pair, "tests:same"))
-    python.write(recipe_for(Other, "tests:same"))
-    names = [pytree.SUPPORTED_SERIALIZED_TYPES[cls].serialized_type_name for cls in (Pair, Other)]
-    assert names == ["tests:same", "tests:same#2"]
-
-
-@in_the_main_run
-def test_a_stored_spec_is_read_with_the_class_that_has_the_name_now(python):
+def test_two_classes_of_one_name_are_stored_under_two_and_read_with_the_class_that_has_the_name_now(python):
     """torch remembers specs by their text; what it remembers goes with the class."""
     first = recipe_for(Pair, "tests:same")
     python.write(first)
+    python.write(recipe_for(Other, "tests:same"))
+    names = [pytree.SUPPORTED_SERIALIZED_TYPES[cls].serialized_type_name for cls in (Pair, Other)]
+    assert names == ["tests:same", "tests:same#2"]
     stored = pytree.treespec_dumps(pytree.tree_structure(Pair(1, 2)))
     assert pytree.treespec_loads(stored).type is Pair
-    python.restore(first, None)
+    for recipe in (first, recipe_for(Other, "tests:same")):
+        python.restore(recipe, None)
     python.write(recipe_for(Other, "tests:same"))
     assert pytree.treespec_loads(stored).type is Other
 
 
 @in_the_main_run
-def test_fx_names_the_class_it_expected():
-    library = FxLibrary()
+def test_fx_names_the_class_it_expected_and_shows_both_structures():
     spec = spec_of(Pair(1, 2))
     with other_libraries.forgotten_afterwards(Pair):
-        library.backend.write(recipe_for())
+        FxLibrary.backend.write(recipe_for())
         with pytest.raises(
             SpecMismatchError, match=r"exported with .*\.Pair among its inputs, .* called with .*\.Other"
         ):
             fx_pytree.tree_flatten_spec(Other(1, 2), spec)
-
-
-@in_the_main_run
-def test_fx_shows_both_structures():
-    spec = SimpleNamespace(context=["a"], type=Pair, is_leaf=lambda: False)
-    with other_libraries.forgotten_afterwards(Pair):
-        FxLibrary().backend.write(recipe_for())
         with pytest.raises(SpecMismatchError, match=r"exported with: \['a'\]\n  called with:   None"):
-            fx_pytree.tree_flatten_spec(Pair(1, 2), spec)
+            fx_pytree.tree_flatten_spec(Pair(1, 2), SimpleNamespace(context=["a"], type=Pair, is_leaf=lambda: False))

@@ -277,8 +277,7 @@ def _record(stream: torch.Stream, device: torch.device) -> torch.Event:
 
 def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     """Return whether another tensor shares the storage of ``tensor``, for example a view that a layer has stored."""
-    count = storage_use_count()
-    return count is None or count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
+    return storage_use_count is None or storage_use_count(tensor.untyped_storage()._cdata) > _OWN_REFERENCES
 
 
 def memory_info(device: torch.device) -> tuple[int, int] | None:

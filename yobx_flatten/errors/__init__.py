@@ -6,31 +6,12 @@ from .failures import result_or
 from .tried_versions import VersionDependentError
 
 __all__ = [
-    "AlreadyRegisteredError",
-    "CacheStructureError",
-    "DamagedFileError",
-    "DynamicShapesError",
-    "FlattenError",
-    "FolderExistsError",
-    "ForeignFileError",
-    "GenerationError",
-    "InvalidArgumentError",
-    "InvalidRegistrationError",
-    "MissingDependencyError",
-    "ModelSourceError",
-    "NoRoomError",
-    "NotRegisteredError",
-    "RecordError",
-    "ReplacedFunctionWarning",
-    "ReplayError",
-    "RoundTripError",
-    "SpecMismatchError",
-    "StaticDataError",
-    "StoredFileError",
-    "UnsetFieldError",
-    "UnsupportedLayerError",
-    "UntrustedFileError",
-]
+    "AlreadyRegisteredError", "CacheStructureError", "DamagedFileError", "DynamicShapesError", "FlattenError",
+    "FolderExistsError", "ForeignFileError", "GenerationError", "InvalidArgumentError", "InvalidRegistrationError",
+    "MissingDependencyError", "ModelSourceError", "NoRoomError", "NotRegisteredError", "RecordError",
+    "ReplacedFunctionWarning", "ReplayError", "RoundTripError", "SpecMismatchError", "StaticDataError",
+    "StoredFileError", "UnsetFieldError", "UnsupportedLayerError", "UntrustedFileError",
+]  # fmt: skip
 
 
 class FlattenError(Exception):

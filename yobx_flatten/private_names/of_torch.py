@@ -75,20 +75,15 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 functorch = torch._C._functorch
 # the number of active `TorchDispatchMode` objects, which is at least one in a trace
 dispatch_depth = torch._C._len_torch_dispatch_stack
+# counts the references to a tensor storage; `None` if torch lacks the function
+storage_use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
+# matrix products in which each group of rows has a different weight
+grouped_products: set[Any] = {getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)}
+grouped_products.discard(None)  # torch lacks the function
 
 
 def is_jit_tracing() -> bool:
     return torch._C._get_tracing_state() is not None  # `torch.jit.is_tracing` is slower
-
-
-def storage_use_count() -> Any:
-    """Return torch's function that counts the references to a tensor storage; ``None`` if torch lacks the function."""
-    return getattr(torch._C, "_storage_Use_Count", None)
-
-
-def grouped_products() -> set[Any]:
-    """Return torch's functions for grouped matrix products, in which each group of rows has a different weight."""
-    return {getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None)} - {None}
 
 
 def tensor_use_count(tensor: torch.Tensor) -> int:

@@ -38,7 +38,6 @@ _FACTS = {
 # Properties and methods that may return a view whose first axis is still the rows.
 _VIEWS = {"transpose", "swapaxes", "swapdims", "permute", "mT", "data", "detach"}
 
-_PRODUCTS = grouped_products()
 # transformers' own grouped product, for devices and dtypes without torch's: it skips empty groups.
 _PRODUCTS_OF_OTHERS = {"transformers::grouped_mm_fallback"}
 
@@ -101,7 +100,7 @@ def _run(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
     first = args[0] if args and isinstance(args[0], RowsOnDemand) else None
     if name in _VIEWS and first is not None:
         return _view(first, func(*call, **arguments))
-    is_product = func in _PRODUCTS or getattr(func, "_qualified_op_name", None) in _PRODUCTS_OF_OTHERS
+    is_product = func in grouped_products or getattr(func, "_qualified_op_name", None) in _PRODUCTS_OF_OTHERS
     for stand in (one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, RowsOnDemand)):
         tensor, table, known, is_proved = stand._stands_for
         rows = None

@@ -140,7 +140,7 @@ def test_describing_leaves_no_trace_in_an_exported_program():
     assert all(text.endswith("1s2x3") for text in texts)
     targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
     assert targets == [torch.ops.aten.add.Tensor]
-    assert string_type(list(program.graph.nodes)) == "#3[%input,%0,%output]"
+    assert string_type(list(program.graph.nodes)) == "#3[%x,%aten.add.Tensor,%output]"
 
 
 # Scalars, names.

@@ -182,13 +182,9 @@ class Both(Slotted):
         self.more = more
 
 
-class Items(dict):
-    pass
-
-
 def test_slots_of_bases_attributes_and_items_of_built_in_containers_are_read():
     assert held(Both(1, 2)) == {".key": 1, "._Slotted__hidden": 1, ".more": 2}
-    items = Items(a=1)
+    items = type("Items", (dict,), {})(a=1)
     items.note = 2
     assert held(items) == {".note": 2, "['a']": 1}
     assert held(collections.deque([5])) == {"[0]": 5}

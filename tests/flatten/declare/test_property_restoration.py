@@ -28,18 +28,7 @@ from yobx_flatten.registry.claims import Registry
 THREADS = 3
 
 
-class First:
-    pass
-
-
-class Second:
-    pass
-
-
-class Third:
-    pass
-
-
+First, Second, Third = (type(name, (), {}) for name in ("First", "Second", "Third"))
 CLASSES = (First, Second, DynamicCache)
 BY_OTHERS = (Second, DynamicCache, StaticCache, Third)  # others may hold these from the start
 ALL = (First, Second, Third, DynamicCache, StaticCache)

@@ -47,10 +47,6 @@ class Rows(list):
     x: Any = None
 
 
-class Open(dict):
-    pass
-
-
 class Slotted(dict):
     __slots__ = ("a",)
 
@@ -65,10 +61,6 @@ class SlottedList(list):
         raise AssertionError("its own business")
 
 
-class Ordered(collections.OrderedDict):
-    pass
-
-
 class Attributes(dict):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -80,12 +72,10 @@ class Config(dict):
         super().__init__(name=name)
 
 
-class Count(collections.Counter):
-    pass
-
-
-class User(collections.UserDict):
-    pass
+Open = type("Open", (dict,), {})
+Ordered = type("Ordered", (collections.OrderedDict,), {})
+Count = type("Count", (collections.Counter,), {})
+User = type("User", (collections.UserDict,), {})
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from tests import fresh_process
 from yobx_flatten.errors import DamagedFileError, InvalidArgumentError, NotRegisteredError
 from yobx_flatten.files.document import (
     damage_as,
-    file_for_torch,
     inside,
     open_regular,
     opened_tensors,
@@ -239,12 +238,6 @@ def test_a_program_that_does_not_fit_leaves_the_old_file(tmp_path, room):
     assert done.stdout == "refused File too large\n"
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_fits_is_what_torch_writes(tmp_path):
-    with file_for_torch(tmp_path / "values") as file:
-        torch.save({"x": torch.arange(3)}, file)
-    assert torch.equal(torch.load(tmp_path / "values")["x"], torch.arange(3))
 
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork, and no limits")

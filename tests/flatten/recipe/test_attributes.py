@@ -1,8 +1,6 @@
 """The functions made of names of attributes read and set each attribute once, and nothing else."""
 
-import dataclasses
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
@@ -32,12 +30,6 @@ class Slotted:
 
     def __init__(self, a, b):
         self.a, self.b = a, b
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    a: Any
-    b: Any
 
 
 class Guarded:
@@ -79,13 +71,11 @@ def test_the_static_part_may_do_without_the_names_and_a_class_without_children()
         unflatten([1], [[], [7]])
 
 
-@pytest.mark.parametrize(
-    "obj", [Slotted(1, 2), Frozen(1, 2), Guarded.make(1, 2)], ids=lambda value: type(value).__name__
-)
-def test_an_object_is_rebuilt_without_code_of_its_class(obj):
-    flatten, _, unflatten = functions_from_fields(type(obj), ["a", "b"])
+def test_an_object_is_rebuilt_without_code_of_its_class():
+    obj = Guarded.make(1, 2)
+    flatten, _, unflatten = functions_from_fields(Guarded, ["a", "b"])
     rebuilt = unflatten(*flatten(obj))
-    assert (type(rebuilt), rebuilt.a, rebuilt.b) == (type(obj), 1, 2)
+    assert (type(rebuilt), rebuilt.a, rebuilt.b) == (Guarded, 1, 2)
 
 
 class Reads:

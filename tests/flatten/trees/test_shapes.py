@@ -28,7 +28,6 @@ from yobx_flatten import (
     make_dynamic_cache,
     make_dynamic_shapes_kv_cache,
     make_encoder_decoder_cache,
-    make_flattening_function_for_dataclass,
     record_calls,
     register,
     register_class_flattening,
@@ -140,26 +139,6 @@ def test_a_specification_that_does_not_fit_is_refused_with_its_key_path(shapes, 
     cache = {"past": start("mistral").cache}
     with pytest.raises(DynamicShapesError, match=r"kwargs\.past: DynamicCache has 5 children .*'length'\].* has 4"):
         check_dynamic_shapes({"kwargs": cache}, {"kwargs": {"past": [None] * 4}})
-
-
-def test_a_users_own_class_is_written_as_a_list_of_its_children():
-
-    @dataclasses.dataclass
-    class Pair:
-        a: torch.Tensor
-        b: torch.Tensor
-
-    model = module_class("Model", lambda self, pair: pair.a + pair.b.sum())()
-    flatten, with_keys, unflatten = make_flattening_function_for_dataclass(Pair, set())
-    register_class_flattening(Pair, flatten, unflatten, with_keys)
-    try:
-        pair = Pair(torch.ones(3), torch.ones(4))
-        shapes = dynamic_shapes({"pair": pair})
-        assert shapes == {"pair": [{0: AUTO}, {0: AUTO}]}
-        program = torch.export.export(model, (), {"pair": pair}, dynamic_shapes=shapes)
-        assert program.module()(pair=Pair(torch.ones(5), torch.ones(7))).tolist() == [8.0] * 5
-    finally:
-        unregister_class_flattening(Pair)
 
 
 def test_bounds_hold_for_all_leaves_of_one_meaning():

@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 
 from tests import fresh_process
 from tests.flatten import other_libraries
+from tests.modules import module_class
 from tests.transformers_versions import needs_transformers
 from yobx_flatten import (
     AlreadyRegisteredError,
@@ -212,14 +213,11 @@ def test_a_class_whose_fields_say_it_all_can_be_read_instead():
         weight: Any
         power: int = equinox.field(static=True)
 
-    class Power(torch.nn.Module):
-        def forward(self, scale):
-            return scale.weight**scale.power
-
+    power = module_class("Power", lambda self, scale: scale.weight**scale.power)()
     example = Scale(torch.tensor([2.0, 3.0]), 2)
     register(Scale)
     try:
-        program = torch.export.export(Power(), (example,), strict=True)
+        program = torch.export.export(power, (example,), strict=True)
         assert program.module()(example).tolist() == [4, 9]
     finally:
         unregister_class_flattening(Scale)

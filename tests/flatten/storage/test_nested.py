@@ -226,11 +226,13 @@ def test_a_case_comes_back(external, tmp_path):
 def test_the_graph_returns_inputs_and_outputs_and_what_is_both_is_stored_once(tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     mask = torch.ones(1000)
-    assert save_case(tmp_path / "case.onnx", {"mask": mask}, mask, name="n") < 6000
+    inputs, outputs = {"x": torch.ones(2), "mask": mask}, {"y": torch.zeros(3), "mask": mask}
+    assert save_case(tmp_path / "case.onnx", inputs, outputs, name="n") < 6000
     case = load_case(tmp_path / "case.onnx")
-    assert case.inputs["mask"] is case.outputs
+    assert case.inputs["mask"] is case.outputs["mask"]
     session = runtime.InferenceSession(tmp_path / "case.onnx")
-    assert [output.name for output in session.get_outputs()] == ["inputs.mask", "outputs", "name"]
+    names = [output.name for output in session.get_outputs()]
+    assert names == ["inputs.x", "inputs.mask", "outputs.y", "name", "outputs.mask"]
 
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)

@@ -235,7 +235,7 @@ class Linked:
 
 @pytest.fixture
 def linked():
-    register(Linked)
+    register(Linked, backends="torch")
     yield
     unregister_class_flattening(Linked)
 
